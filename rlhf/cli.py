@@ -1,0 +1,254 @@
+"""`rlhf <command> [overrides]`: finds the command, checks the overrides, and hands over to Hydra.
+
+A command's module, and with it torch, is imported only when the command runs, so that help and mistakes are fast.
+"""
+
+import difflib
+import importlib
+import os
+import re
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "pipeline": ("rlhf.stages.pipeline", "all stages, from raw text to an aligned model and its report"),
+    "tokenizer": ("rlhf.stages.tokenizer", "train the byte-level BPE on the pretraining text"),
+    "pretrain": ("rlhf.stages.pretrain", "pretrain the GPT from random weights"),
+    "sft": ("rlhf.stages.sft", "fine-tune on demonstrations"),
+    "reward": ("rlhf.stages.reward", "train the reward model on ranked comparisons"),
+    "ppo": ("rlhf.stages.ppo", "optimise the policy against the reward model"),
+    "evaluate": ("rlhf.stages.evaluate", "measure the models on held-out prompts and comparisons"),
+    "report": ("rlhf.stages.report", "write the run's report as one HTML page"),
+    "chat": ("rlhf.stages.chat", "talk to a model of a run in the terminal"),
+    "export": ("rlhf.stages.export", "write a model that plain transformers loads"),
+    "world": ("rlhf.stages.world", "write the gold world's corpus, demonstrations and prompts"),
+    "label": ("rlhf.stages.label", "sample responses from the SFT model and have the gold world's labelers rank them"),
+}
+# The groups of settings that a command's help shows.
+HELP_GROUPS = {
+    "tokenizer": ("tokenizer", "data"), "pretrain": ("model", "pretrain", "data"), "sft": ("sft", "data"),
+    "reward": ("reward", "data"), "ppo": ("ppo", "kl", "rollout"), "evaluate": ("evaluate", "rollout"),
+    "pipeline": (), "report": (), "chat": ("chat",), "export": ("export",), "world": ("gold",), "label": ("gold",),
+}  # fmt: skip
+CONFIG_GROUPS = ("model", "experiment", "tracking")
+
+
+def conf_dir() -> Path:
+    """The folder of YAML files: inside an installed package, beside it in a checkout."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The console script. Exit codes: 0 done, 2 the user's mistake, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _dispatch(arguments)
+    except UserError as error:
+        sys.exit(fail(str(error)))
+    except KeyboardInterrupt:
+        print("\nrlhf: interrupted: run the same command again, it resumes from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def fail(message: str) -> int:
+    print(f"rlhf: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _dispatch(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return
+    if arguments[0] in ("-V", "--version"):
+        from rlhf import __version__
+
+        print(f"rlhf {__version__}")
+        return
+    command, overrides = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        raise UserError(f"unknown command {command!r}{_nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
+    if any(flag in overrides for flag in ("-h", "--help")):
+        print(_command_help(command))
+        return
+    check_overrides([o for o in overrides if not o.startswith("-")])
+    _run_with_hydra(command, overrides)
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def schema_keys() -> dict[str, Any]:
+    """Every key of the schema, dotted, with its default; groups too."""
+    from rlhf.config import Config
+
+    keys: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        for item in fields(value):
+            inner = getattr(value, item.name)
+            keys[prefix + item.name] = inner
+            if is_dataclass(inner):
+                add(f"{prefix}{item.name}.", inner)
+
+    add("", Config())
+    return keys
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one.
+
+    Raises: UserError.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    keys = schema_keys()
+    parser = OverridesParser.create()
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise UserError(f"{text!r}: want key=value: write for example `seed=1`{_nearest(text, list(keys))}")
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise UserError(f"{text!r}: not an override ({_first_line(error)}): write key=value, quote odd values") from None
+        key = override.key_or_group
+        if key.startswith("hydra") or (key in CONFIG_GROUPS and not text.startswith("~")):
+            _check_choice(key, override.value())
+            continue
+        if key not in keys:
+            known = [k for k, v in keys.items() if not is_dataclass(v)] + list(CONFIG_GROUPS)
+            raise UserError(f"unknown setting {key!r}{_nearest_key(key, known)}: `rlhf <command> --cfg job` shows all")
+
+
+def _nearest_key(key: str, known: list[str]) -> str:
+    last = key.rsplit(".", 1)[-1]
+    same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
+    return f" (did you mean {same_name[0]!r}?)" if same_name else _nearest(key, known)
+
+
+def _check_choice(group: str, value: Any) -> None:
+    if group not in CONFIG_GROUPS or not isinstance(value, str):
+        return
+    choices = sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
+    if value not in choices:
+        raise UserError(f"{group}={value}: want one of {', '.join(choices)}{_nearest(value, choices)}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "full_key" not in line]
+    return "; ".join(lines[:2]) or type(error).__name__
+
+
+def compose_config(overrides: list[str]) -> Any:
+    """The `Config` that these overrides give. Raises: UserError for what Hydra refuses."""
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_schema()
+    try:
+        with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
+            composed = compose("config", overrides=overrides)
+        return OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_first_line(error)) from None
+
+
+def register_schema() -> None:
+    from hydra.core.config_store import ConfigStore
+
+    from rlhf.config import Config
+
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def _run_with_hydra(command: str, overrides: list[str]) -> None:
+    flags = [o for o in overrides if o.startswith("-")]
+    plain = [o for o in overrides if not o.startswith("-")]
+    sweep = any(flag in ("-m", "--multirun") for flag in flags)
+    if not sweep:
+        from rlhf.checks import check_config
+
+        check_config(compose_config([o for o in plain if not o.startswith("hydra")]), command)
+
+    import hydra
+    from omegaconf import OmegaConf
+
+    def task(composed: Any) -> None:
+        config = OmegaConf.to_object(composed)
+        if sweep:
+            from rlhf.checks import check_config
+
+            check_config(config, command)
+        importlib.import_module(COMMANDS[command][0]).run(config)
+
+    def guarded(composed: Any) -> None:
+        try:
+            task(composed)
+        except UserError as error:
+            sys.exit(fail(str(error)))
+
+    register_schema()
+    sys.argv = [f"rlhf {command}", *overrides]
+    hydra.main(version_base="1.3", config_path=str(conf_dir().resolve()), config_name="config")(guarded)()
+
+
+def _help() -> str:
+    lines = [
+        "rlhf <command> [key=value …]",
+        "",
+        "RLHF by the InstructGPT recipe, from raw text to an aligned chat model.",
+        "",
+        "commands:",
+        *(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()),
+        "",
+        "examples:",
+        "  rlhf pipeline experiment=gold run=demo     the whole recipe on a small world, minutes on a laptop",
+        "  rlhf ppo run=demo kl.coef=0.05 overwrite=true",
+        "  rlhf chat run=demo",
+        "",
+        "`rlhf <command> --help` shows a command's settings, `--cfg job` the composed configuration, `-m` sweeps.",
+    ]
+    return "\n".join(lines)
+
+
+def _command_help(command: str) -> str:
+    """Usage, and the settings with the meaning that their comments in the schema state."""
+    from rlhf import config as schema
+
+    source = Path(schema.__file__).read_text(encoding="utf-8")
+    meaning: dict[tuple[str, str], str] = {}
+    current = ""
+    for line in source.splitlines():
+        if found := re.match(r"class (\w+)", line):
+            current = found[1]
+        elif found := re.match(r"    (\w+): [^#]*#\s*(.*)", line):
+            meaning[current, found[1]] = found[2]
+    root = schema.Config()
+    lines = [f"rlhf {command} [key=value …]", "", COMMANDS[command][1], ""]
+    groups = [("", root), *((f"{name}.", getattr(root, name)) for name in HELP_GROUPS[command])]
+    for prefix, group in groups:
+        for item in fields(group):
+            value = getattr(group, item.name)
+            if not is_dataclass(value):
+                text = meaning.get((type(group).__name__, item.name), "")
+                lines.append(f"  {prefix + item.name + '=' + _show(value):<40} {text}".rstrip())
+    choices = {g: sorted(p.stem for p in (conf_dir() / g).glob("*.yaml")) for g in CONFIG_GROUPS}
+    lines += [f"  {g + '=' + ' | '.join(names):<40}" for g, names in choices.items()]
+    lines += ["", "Values shown are the schema's defaults (the papers'); experiment=… replaces some of them."]
+    return "\n".join(lines)
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

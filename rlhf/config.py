@@ -1,0 +1,241 @@
+"""The schema of every setting: its type, its default (the papers' value), its unit and its meaning live here only.
+
+YAML under conf/ holds differences. `python -m rlhf <command> --cfg job` prints the composed result. This module imports
+nothing heavy, so that checking an override costs milliseconds.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """The GPT to pretrain."""
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None  # fewer than n_head: grouped-query attention
+    width: int = 768
+    mlp_width: int | None = None  # hidden units of the MLP; none: 4 x width (GELU) or 8/3 x width (SwiGLU)
+    context_length: int = 1024  # tokens
+    positions: str = "learned"  # learned | rotary
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    mlp: str = "gelu"  # gelu | swiglu
+    bias: bool = True
+    tie_word_embeddings: bool = True
+    dropout: float = 0.0
+    initializer_range: float = 0.02  # standard deviation of the random weights
+
+
+@dataclass(slots=True)
+class TokenizerSettings:
+    """Byte-level BPE trained on the pretraining text."""
+
+    vocab_size: int = 50257  # entries, special tokens included
+    max_characters: int = 200_000_000  # of text that training the BPE reads
+
+
+@dataclass(slots=True)
+class DataConfig:
+    """Where the four kinds of data come from: a file, a folder or a hub id, or a list of these."""
+
+    corpus: Any = None  # pretraining text
+    demonstrations: Any = None  # what SFT imitates
+    comparisons: Any = None  # ranked responses
+    prompts: Any = None  # for rollouts; none: those of the demonstrations and comparisons
+    format: str = "auto"  # native | hh | trl | alpaca | qa_feedback | auto
+    encoding: str = "utf-8"  # of plain-text corpora
+    held_out: float = 0.01  # share of the corpus kept for the held-out loss
+    dev: float = 0.05  # share of prompts kept for choosing settings
+    test: float = 0.10  # share of prompts kept for the final figures
+
+
+@dataclass(slots=True)
+class PretrainConfig:
+    """Language modelling on packed blocks (Brown et al. 2020, section 2.3 and appendix B)."""
+
+    tokens: int = 300_000_000_000  # trained on in all
+    global_batch_tokens: int = 524_288  # tokens an optimizer step
+    micro_batch_sequences: int = 16  # sequences a forward on one device
+    optimizer: str = "adamw"  # adamw | muon (Muon on matrices, AdamW on the rest)
+    lr: float = 6e-4  # AdamW
+    muon_lr: float = 0.02
+    weight_decay: float = 0.1  # on matrices only
+    beta1: float = 0.9
+    beta2: float = 0.95
+    warmup_tokens: int = 375_000_000
+    final_lr_fraction: float = 0.1
+    max_grad_norm: float = 1.0
+    shuffle: bool = True  # blocks in random order; false: in file order
+    isolate_documents: bool = False  # documents in one block do not see each other
+    eval_sequences: int = 256  # held-out blocks of the held-out loss
+
+
+@dataclass(slots=True)
+class SftConfig:
+    """Supervised fine-tuning on demonstrations (Ouyang et al. 2022, appendix C.1)."""
+
+    epochs: int = 16
+    batch_size: int = 32  # demonstrations an optimizer step
+    lr: float = 9.65e-6
+    final_lr_fraction: float = 0.1
+    weight_decay: float = 0.0
+    dropout: float = 0.2  # residual
+    max_grad_norm: float = 1.0
+    pack: bool = False  # several demonstrations a row, none seeing another
+
+
+@dataclass(slots=True)
+class RewardConfig:
+    """The reward model (Ouyang et al. 2022, section 3.5 and appendix C.2)."""
+
+    epochs: int = 1
+    batch_prompts: int = 64  # prompts, each with all its responses, an optimizer step
+    micro_batch_responses: int = 64  # responses a forward
+    lr: float = 9e-6
+    final_lr_fraction: float = 0.1
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    calibration_samples: int = 512  # SFT samples that set the gain
+
+
+@dataclass(slots=True)
+class PpoConfig:
+    """PPO with a clipped objective (Ouyang et al. 2022, appendix C.4)."""
+
+    episodes: int = 256_000  # in all
+    episodes_per_update: int = 512
+    minibatches: int = 8  # optimizer steps an epoch
+    epochs: int = 1  # passes over one rollout
+    micro_batch_episodes: int = 64  # episodes a forward
+    clip_range: float = 0.2
+    value_clip_range: float = 0.2
+    gamma: float = 1.0
+    lam: float = 0.95
+    lr: float = 1e-5
+    critic_lr: float = 9e-6
+    warmup_updates: int = 10  # from a tenth of the learning rate
+    critic_warmup_updates: int = 0  # updates at the start that train the critic alone
+    value_coef: float = 1.0
+    max_grad_norm: float = 1.0
+    missing_eos_score: float | None = -1.0  # score := min(score, this) where the end token is missing; none: leave it
+    whiten_advantages: bool = True
+    samples_every: int = 1  # updates between rows of the samples table
+
+
+@dataclass(slots=True)
+class KlConfig:
+    """The penalty for leaving the SFT model, in nats."""
+
+    coef: float = 0.02
+    target: float | None = None  # nats a sequence; none: a fixed coefficient
+    horizon: int = 10_000  # episodes (adaptive only)
+
+
+@dataclass(slots=True)
+class RolloutConfig:
+    """How responses are drawn. PPO refuses anything but temperature 1, since it would bias the KL."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    batch_size: int = 256  # sequences decoded at once
+
+
+@dataclass(slots=True)
+class EvaluateConfig:
+    """The final figures."""
+
+    prompts: int = 512  # held-out prompts
+    samples: int = 3  # responses a prompt at temperature 1
+
+
+@dataclass(slots=True)
+class GoldConfig:
+    """The embedded world in which the truth is known."""
+
+    enabled: bool = False
+    documents: int = 60_000  # of pretraining text
+    demonstrations: int = 3000
+    train_prompts: int = 4000
+    dev_prompts: int = 256
+    test_prompts: int = 512
+    comparison_prompts: int = 1800  # prompts whose responses are ranked
+    comparison_test_prompts: int = 300  # of the test split, for the reward model's held-out accuracy
+    responses_min: int = 4  # K
+    responses_max: int = 9
+    second_labeler: float = 0.25  # share of prompts that a second labeler ranks too
+    labeler_noise: float = 0.9
+
+
+@dataclass(slots=True)
+class TrackingConfig:
+    """Where metrics go. JSONL is always written."""
+
+    kind: str = "wandb"  # wandb (offline unless a key is set) | jsonl
+    project: str = "rlhf"
+    log_every: int = 10  # optimizer steps between lines (pretraining and SFT)
+
+
+@dataclass(slots=True)
+class CheckpointConfig:
+    """What a killed run resumes from."""
+
+    every_seconds: float = 600.0  # time between checkpoints
+    keep: int = 2
+
+
+@dataclass(slots=True)
+class ParentsConfig:
+    """Where a stage finds what it builds on: a run's name or a path; none: the same run."""
+
+    tokenizer: str | None = None
+    pretrain: str | None = None
+    sft: str | None = None
+    reward: str | None = None
+    ppo: str | None = None
+
+
+@dataclass(slots=True)
+class ChatConfig:
+    """`rlhf chat`."""
+
+    stage: str = "ppo"  # whose model answers: pretrain | sft | ppo
+    greedy: bool = False
+    message: str | None = None  # answer this one message and leave
+
+
+@dataclass(slots=True)
+class ExportConfig:
+    """`rlhf export`."""
+
+    stage: str = "ppo"
+    form: str = "auto"  # auto | gpt2 | llama | rlhf
+    out: str | None = None  # none: runs/<run>/export
+
+
+@dataclass(slots=True)
+class Config:
+    """Everything. One schema serves every command, so that one set of overrides runs a stage or the pipeline."""
+
+    run: str = "default"  # the run's name, a folder under runs_dir
+    runs_dir: str = "runs"
+    seed: int = 0
+    overwrite: bool = False
+    device: str = "auto"  # auto | cpu | cuda
+    threads: int = 0  # CPU threads; 0: as many as there are cores
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    data: DataConfig = field(default_factory=DataConfig)
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    ppo: PpoConfig = field(default_factory=PpoConfig)
+    kl: KlConfig = field(default_factory=KlConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    gold: GoldConfig = field(default_factory=GoldConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parents: ParentsConfig = field(default_factory=ParentsConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)

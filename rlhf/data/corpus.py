@@ -1,0 +1,381 @@
+"""The pretraining text: documents, packed once into memory-mapped token files, and served as blocks."""
+
+import hashlib
+import heapq
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlhf.data.readers import (
+    ROW_SUFFIXES,
+    TEXT_SUFFIXES,
+    Reject,
+    Source,
+    read_rows,
+    read_text,
+    resolve_sources,
+)
+from rlhf.data.records import shown
+from rlhf.data.splits import uniform
+from rlhf.errors import UserError
+from rlhf.tokenizer import SEPARATOR, encode_texts, special_id, tokenizer_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MAX_DOCUMENT = 1 << 24  # characters; a longer one becomes several documents, so that memory is bounded
+PIECE = 8192  # characters: a document above twice this is tokenised and assigned to a split in such pieces
+_BATCH = 1 << 20  # characters tokenised at once
+SPLITS = ("train", "heldout")
+
+
+def cut_text(text: str, size: int) -> list[str]:
+    """Cut a text into parts of at most `size` characters that join to the same text.
+
+    A cut comes after a blank line, else after a line, else after a space, in the part's second half; else at
+    `size`.
+    """
+    parts = []
+    begin = 0
+    while len(text) - begin > size:
+        end = begin + size
+        for mark in ("\n\n", "\n", " "):
+            found = text.rfind(mark, begin + size // 2, begin + size)
+            if found >= 0:
+                end = found + len(mark)
+                break
+        parts.append(text[begin:end])
+        begin = end
+    return [*parts, text[begin:]] if begin < len(text) else parts
+
+
+def _text_documents(source: Source, encoding: str) -> Iterator[str]:
+    """A file's text between separators; what grows beyond MAX_DOCUMENT is given out in parts."""
+    assert source.path is not None
+    chunks: list[str] = []
+    size = 0
+    tail = ""  # of the chunk before, for a separator that stands across two chunks
+    for chunk in read_text(source.path, encoding):
+        chunks.append(chunk)
+        size += len(chunk)
+        seam = tail + chunk
+        tail = seam[1 - len(SEPARATOR) :]
+        if SEPARATOR in seam or size >= MAX_DOCUMENT:
+            *whole, rest = "".join(chunks).split(SEPARATOR)
+            yield from (document.strip() for document in whole)
+            if len(rest) >= MAX_DOCUMENT:
+                *parts, rest = cut_text(rest, MAX_DOCUMENT // 2)
+                yield from parts
+            chunks, size, tail = [rest], len(rest), rest[1 - len(SEPARATOR) :]
+    yield "".join(chunks).strip()
+
+
+def _row_documents(source: Source) -> Iterator[str]:
+    for row in read_rows(source):
+        if isinstance(row, Reject):
+            raise UserError(str(row))
+        text = row.value.get("text")
+        if not isinstance(text, str):
+            keys = ", ".join(str(key) for key in list(row.value)[:8])
+            came = f"text: got {shown(text)}" if "text" in row.value else f"the keys are {keys}"
+            raise UserError(f'{source.name}:{row.line}: {came}: want {{"text": "…"}} in each row of a corpus')
+        yield text
+
+
+def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
+    """The documents of a corpus one by one, blank ones left out, in bounded memory.
+
+    A .txt file is one document, or several where `<|endoftext|>` stands between them; in .jsonl and .json
+    files and in hub data sets each row is one, under the key `text`. `encoding` is that of .txt files.
+
+    Raises: UserError where a file is missing, empty or undecodable, or a row has no text.
+    """
+    for source in resolve_sources(sources, TEXT_SUFFIXES + ROW_SUFFIXES):
+        empty = True
+        documents = _text_documents(source, encoding) if source.is_text else _row_documents(source)
+        for document in documents:
+            if not document.strip():
+                continue
+            empty = False
+            yield from cut_text(document, MAX_DOCUMENT) if len(document) > MAX_DOCUMENT else (document,)
+        if empty:
+            raise UserError(f"{source.name}: the file has no text: remove it from data.corpus, or fill it")
+
+
+class _Piece(NamedTuple):
+    """What is tokenised and assigned to a split as one: a document, or a part of a long one."""
+
+    text: str
+    document: int
+    part: int
+
+
+def _pieces(documents: Iterable[str]) -> Iterator[_Piece]:
+    for number, document in enumerate(documents):
+        if document.strip():
+            parts = cut_text(document, PIECE) if len(document) > 2 * PIECE else [document]
+            yield from (_Piece(part, number, i) for i, part in enumerate(parts))
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _Writer:
+    """Appends pieces to one token file; a separator ends each document, or stretch of a divided one."""
+
+    def __init__(self, path: Path, dtype: np.dtype, separator: int):
+        self.path, self.dtype, self.separator = path, dtype, separator
+        self.file = path.open("wb")
+        self.digest = hashlib.sha256()
+        self.tokens = self.bytes = self.documents = 0
+        self.last: tuple[int, int] | None = None
+
+    def _write(self, ids: list[int]) -> None:
+        raw = np.asarray(ids, dtype=self.dtype).tobytes()
+        self.file.write(raw)
+        self.digest.update(raw)
+        self.tokens += len(ids)
+
+    def add(self, piece: _Piece, ids: list[int]) -> None:
+        if self.last is not None and self.last != (piece.document, piece.part - 1):
+            self._write([self.separator])
+        self.documents += self.last is None or self.last != (piece.document, piece.part - 1)
+        self._write(ids)
+        self.bytes += len(piece.text.encode("utf-8"))
+        self.last = (piece.document, piece.part)
+
+    def finish(self) -> dict[str, Any]:
+        if self.last is not None:
+            self._write([self.separator])
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        return {
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "documents": self.documents,
+            "sha256": self.digest.hexdigest(),
+        }
+
+
+class _Divider:
+    """Assigns pieces to train or held-out by the hash of their text, so that equal documents share a split.
+
+    A share of a small corpus may come out empty. Until the held-out side has `wanted` tokens, the pieces with
+    the smallest hashes that would suffice are kept back; `finish` then moves as many of them as are missing.
+    """
+
+    def __init__(self, train: _Writer, held_out: _Writer, fraction: float, seed: int, context_length: int):
+        self.train, self.held_out, self.fraction, self.seed = train, held_out, fraction, seed
+        self.context_length = context_length
+        self.wanted = 8 * context_length if fraction > 0 else 0
+        self.kept: list[tuple[float, int, _Piece, list[int]]] = []  # a heap, the largest hash first
+        self.kept_tokens = self.count = 0
+
+    def add(self, piece: _Piece, ids: list[int]) -> None:
+        u = uniform(piece.text, self.seed)
+        self.count += 1
+        if u < self.fraction:
+            self.held_out.add(piece, ids)
+        elif self.held_out.tokens < self.wanted:
+            heapq.heappush(self.kept, (-u, self.count, piece, ids))
+            self.kept_tokens += len(ids)
+        else:
+            self.train.add(piece, ids)
+        while self.kept and self.kept_tokens - len(self.kept[0][3]) >= self.wanted - self.held_out.tokens:
+            _, _, largest, largest_ids = heapq.heappop(self.kept)
+            self.kept_tokens -= len(largest_ids)
+            self.train.add(largest, largest_ids)
+
+    def finish(self) -> None:
+        total = self.train.tokens + self.held_out.tokens + self.kept_tokens
+        context = self.context_length
+        target = max(1, min(self.wanted, total // 20), min(context, total // 4)) if self.fraction > 0 else 0
+        for place, (_, _, piece, ids) in enumerate(sorted(self.kept, reverse=True)):
+            last = place == len(self.kept) - 1 and self.train.tokens == 0
+            side = self.held_out if self.held_out.tokens < target and not last else self.train
+            side.add(piece, ids)
+
+
+def pack_corpus(
+    documents: Iterable[str],
+    tokenizer: "PreTrainedTokenizerFast",
+    out: Path | str,
+    *,
+    held_out_fraction: float,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> "PackedCorpus":
+    """Tokenise documents into `out`/train.bin and heldout.bin, joined by `<|endoftext|>`, with a meta.json.
+
+    Documents are assigned to held-out by hash; those above 16k characters are divided first. While
+    `held_out_fraction` gives less than 8 contexts of tokens, more is held out: up to that, at most a
+    twentieth of the corpus, or one context if that is at most a quarter. Bounded memory; meta.json comes
+    last, so that a killed run leaves none. `progress(documents, tokens)` is called after each batch.
+
+    Raises: UserError where there is no text, or too little to divide.
+    """
+    if not 0 <= held_out_fraction < 1:
+        raise UserError(f"data.held_out={held_out_fraction}: want a share from 0 to below 1")
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "meta.json").unlink(missing_ok=True)
+    dtype = np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
+    separator = special_id(tokenizer, SEPARATOR)
+    writers = {split: _Writer(folder / f"{split}.bin.tmp", dtype, separator) for split in SPLITS}
+    context = tokenizer.model_max_length if tokenizer.model_max_length < 10**6 else 1024
+    divider = _Divider(writers["train"], writers["heldout"], held_out_fraction, seed, context)
+    tokens = 0
+    try:
+        for batch in _batches(_pieces(documents)):
+            for piece, ids in zip(batch, encode_texts(tokenizer, [p.text for p in batch]), strict=True):
+                divider.add(piece, ids)
+                tokens += len(ids)
+            if progress is not None:
+                progress(batch[-1].document + 1, tokens)
+        if tokens == 0:
+            raise UserError(
+                "the corpus has no text: give data.corpus a file, folder or hub id with documents"
+            )
+        divider.finish()
+        splits = {split: writer.finish() for split, writer in writers.items()}
+        if not splits["train"]["tokens"] or (held_out_fraction > 0 and not splits["heldout"]["tokens"]):
+            raise UserError(
+                f"the corpus has {tokens} tokens in {divider.count} documents, too few to hold a part out: "
+                "want at least two documents, or one of 16,000 characters, or data.held_out=0"
+            )
+    except BaseException:
+        for writer in writers.values():
+            writer.file.close()
+            writer.path.unlink(missing_ok=True)
+        raise
+    for split, writer in writers.items():
+        writer.path.replace(folder / f"{split}.bin")
+    meta = {
+        "version": 1,
+        "dtype": dtype.str,
+        "separator": separator,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "held_out_fraction": held_out_fraction,
+        "seed": seed,
+        "splits": splits,
+    }
+    temporary = folder / "meta.json.tmp"
+    temporary.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / "meta.json")
+    return PackedCorpus(folder, meta)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCorpus:
+    """A tokenised corpus on disk. `splits` is "train" or "heldout"."""
+
+    path: Path
+    meta: dict[str, Any]
+
+    @classmethod
+    def load(cls, path: Path | str) -> "PackedCorpus":
+        """Open a packed corpus.
+
+        Raises: UserError where it is missing, unfinished or not of the size that its meta.json says.
+        """
+        folder = Path(path)
+        try:
+            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            width = np.dtype(meta["dtype"]).itemsize
+            sizes = {split: meta["splits"][split]["tokens"] * width for split in SPLITS}
+        except FileNotFoundError as error:
+            raise UserError(f"{folder}: no meta.json, so no finished packed corpus: pack it again") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder}/meta.json: damaged ({error}): pack the corpus again") from error
+        for split, size in sizes.items():
+            file = folder / f"{split}.bin"
+            came = file.stat().st_size if file.is_file() else 0
+            if came != size:
+                raise UserError(f"{file}: has {came} bytes, meta.json says {size}: pack the corpus again")
+        return cls(folder, meta)
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self.meta["tokenizer"]
+
+    @property
+    def separator(self) -> int:
+        """The id of `<|endoftext|>`: a token is a separator exactly where it equals this."""
+        return self.meta["separator"]
+
+    @property
+    def sha256(self) -> dict[str, str]:
+        return {f"{split}.bin": self.meta["splits"][split]["sha256"] for split in SPLITS}
+
+    def token_count(self, split: str) -> int:
+        """Tokens of a split, separators included."""
+        return self.meta["splits"][split]["tokens"]
+
+    def byte_count(self, split: str) -> int:
+        """UTF-8 bytes of a split's text, separators not included."""
+        return self.meta["splits"][split]["bytes"]
+
+    def tokens(self, split: str) -> np.ndarray:
+        """All tokens of a split, (token_count,) uint16 or uint32, memory-mapped."""
+        if self.token_count(split) == 0:
+            return np.empty(0, dtype=self.meta["dtype"])
+        return np.memmap(self.path / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
+
+    def blocks(self, split: str, context_length: int) -> "Blocks":
+        """The split as full blocks of `context_length` tokens; what is left at the end is not served.
+
+        Raises: UserError where the split has less than one block.
+        """
+        if self.token_count(split) < context_length:
+            mend = "raise data.held_out" if split == "heldout" else "add text"
+            raise UserError(
+                f"{self.path}: {split} has {self.token_count(split)} tokens, less than one block of "
+                f"{context_length}: {mend} or lower model.context_length"
+            )
+        return Blocks(self, split, context_length)
+
+
+class Blocks(torch.utils.data.Dataset):
+    """Block i holds tokens [i * context_length, (i + 1) * context_length) of a split.
+
+    An item is {"input_ids", "labels"}, the same ids twice, (context_length,) int64: the model shifts them.
+    Nats of text tokens over bytes of text: leave out labels equal to `separator`, and take the bytes of the
+    labels that were scored from `tokenizer.token_byte_lengths`.
+    """
+
+    def __init__(self, corpus: PackedCorpus, split: str, context_length: int):
+        self.corpus, self.split, self.context_length = corpus, split, context_length
+        self.separator = corpus.separator
+        self._tokens: np.ndarray | None = None  # opened on first use, so that workers do not copy it
+
+    def __len__(self) -> int:
+        return self.corpus.token_count(self.split) // self.context_length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self._tokens is None:
+            self._tokens = self.corpus.tokens(self.split)
+        begin = index * self.context_length
+        ids = torch.from_numpy(self._tokens[begin : begin + self.context_length].astype(np.int64))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_tokens": None}

@@ -1,0 +1,79 @@
+"""Prompts for rollouts, from records of any kind; and prompts cut to the room there is."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.data.importers import SourceInfo, load_all
+from rlhf.data.records import Message, PromptRecord, Record
+from rlhf.data.splits import prompt_key
+from rlhf.errors import UserError
+from rlhf.tokenizer import encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
+    """The prompts of records of any kind, in order, each once; the first record with a prompt names it.
+
+    Of a demonstration or ranking the record's split and group go along, since they decide the prompt's split.
+    """
+    found: dict[str, PromptRecord] = {}
+    for record in records:
+        key = prompt_key(record.prompt)
+        if key in found:
+            continue
+        if isinstance(record, PromptRecord):
+            found[key] = record
+            continue
+        metadata: dict[str, Any] = {
+            name: record.metadata[name] for name in ("group", "split") if name in record.metadata
+        }
+        split = getattr(record, "split", None)
+        if split is not None:
+            metadata["split"] = split
+        found[key] = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
+    return list(found.values())
+
+
+def load_prompts(sources: Any, format: str = "auto") -> tuple[list[PromptRecord], SourceInfo]:
+    """The distinct prompts of the sources, whose records may be of any kind.
+
+    Raises: UserError where a source cannot be read or a row is bad.
+    """
+    records, info = load_all(sources, format)
+    prompts = prompts_of(records)
+    if not prompts:
+        raise UserError(
+            f"no prompt in the data: want at least one record. Read: {'; '.join(info.describe())}"
+        )
+    return prompts, info
+
+
+def encode_prompt_within(
+    tokenizer: "PreTrainedTokenizerFast", prompt: str | Sequence[Message], room: int
+) -> tuple[list[int], bool] | None:
+    """Encode a prompt in at most `room` tokens: its ids and whether it was cut; None where it cannot fit.
+
+    Cut from the left: first the oldest turns go (a system turn stays as long as it can), until a user turn
+    begins the dialogue; then the last turn loses the beginning of its text. Role tokens and `<|end|>` stay.
+    """
+    ids = encode_prompt(tokenizer, prompt)
+    if len(ids) <= room:
+        return ids, False
+    turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+    first = 1 if turns[0].role == "system" and len(turns) > 1 else 0
+    while len(turns) > first + 1:
+        del turns[first]
+        while turns[first].role != "user":
+            del turns[first]
+        ids = encode_prompt(tokenizer, turns)
+        if len(ids) <= room:
+            return ids, True
+    ids = encode_prompt(tokenizer, turns[-1:])
+    if len(ids) <= room:
+        return ids, True
+    frame = 3  # the role token before the text; <|end|> and <|assistant|> after it
+    if room <= frame:
+        return None
+    return [ids[0], *ids[len(ids) - (room - 1) :]], True

@@ -1,0 +1,348 @@
+"""The three label records: what a labeler wrote, how one ranked K responses, and a prompt without a response.
+
+A record validates itself; everything that enters training passes through these models. How foreign files
+become records is in `importers/`, one format a file.
+"""
+
+import re
+from collections.abc import Hashable, Iterable
+from datetime import datetime
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _problem(field: str, message: str) -> PydanticCustomError:
+    """An error whose message already says what came and what was wanted."""
+    return PydanticCustomError("record", "{message}", {"message": message, "field": field})
+
+
+def _no_surrogates(text: str) -> str:
+    if _SURROGATE.search(text):
+        raise _problem("", "got a lone surrogate (half of a character), want text that UTF-8 can hold")
+    return text
+
+
+Text = Annotated[str, Field(strict=True), AfterValidator(_no_surrogates)]
+Name = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_no_surrogates)]
+
+
+class Message(BaseModel):
+    """One turn. Other keys that a file gives are kept beside these two."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "user", "assistant"]
+    content: Text
+
+
+class _Part(BaseModel):
+    """Unknown keys go under `metadata`, so that nothing that was read is dropped."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_unknown_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        unknown = {key: value for key, value in data.items() if key not in cls.model_fields}
+        metadata = data.get("metadata")
+        if not unknown or not (metadata is None or isinstance(metadata, dict)):
+            return data
+        clash = sorted(unknown.keys() & (metadata or {}).keys())
+        if clash:
+            raise _problem(
+                "metadata", f'"{clash[0]}" stands both in the record and under metadata: keep one of them'
+            )
+        known = {key: value for key, value in data.items() if key in cls.model_fields}
+        return known | {"metadata": (metadata or {}) | unknown}
+
+    @field_validator("metadata", "ratings", "flags", mode="before", check_fields=False)
+    @classmethod
+    def _null_means_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class _Record(_Part):
+    @field_validator("prompt", mode="before", check_fields=False)
+    @classmethod
+    def _bare_string_is_one_user_turn(cls, value: Any) -> Any:
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+    @field_validator("prompt", check_fields=False)
+    @classmethod
+    def _prompt_ends_with_user(cls, prompt: list[Message]) -> list[Message]:
+        if not prompt or prompt[-1].role != "user":
+            came = f'its last turn is "{prompt[-1].role}"' if prompt else "it has no turns"
+            raise _problem("prompt", f'prompt: {came}: want turns that end with role "user"')
+        if not any(message.content.strip() for message in prompt):
+            raise _problem("prompt", "prompt: got no text, want at least one turn that says something")
+        return prompt
+
+    @field_validator("created", check_fields=False)
+    @classmethod
+    def _created_is_a_time(cls, created: str | None) -> str | None:
+        if created is not None:
+            try:
+                datetime.fromisoformat(created)
+            except ValueError as error:
+                raise _problem(
+                    "created", f'created: got "{created}", want a time as 2026-05-01T10:00:00Z'
+                ) from error
+        return created
+
+
+class Demonstration(_Record):
+    """What a labeler wrote: trains SFT, and calibrates the reward model."""
+
+    kind: Literal["demonstration"] = "demonstration"
+    id: Name
+    prompt: list[Message]
+    response: Text
+    labeler: Text | None = None
+    source: Text | None = None
+    split: Name | None = None
+    metadata: dict[str, Any] = {}
+
+    @field_validator("response")
+    @classmethod
+    def _response_says_something(cls, response: str) -> str:
+        if not response.strip():
+            raise _problem(
+                "response", "response: got no text, want the demonstrated answer: remove the record"
+            )
+        return response
+
+
+class PromptRecord(_Record):
+    """A prompt without a response: rollouts in PPO, and the next labelling round."""
+
+    kind: Literal["prompt"] = "prompt"
+    id: Name
+    prompt: list[Message]
+    user: Text | None = None
+    metadata: dict[str, Any] = {}
+
+
+class RankedResponse(_Part):
+    """One of the K responses of a ranking. Its text may be empty: a policy may end at once."""
+
+    id: Name
+    text: Text
+    policy: Text | None = None
+    metadata: dict[str, Any] = {}
+
+
+class Ranking(_Record):
+    """One labeler's ranking of K responses to one prompt: trains the reward model.
+
+    `ranking` names response ids, best first; an inner list is a tie; a response left out is unranked. `pairs`
+    of (better, worse) take its place where judgements are no weak order. Both are None in a labelling task.
+    """
+
+    kind: Literal["ranking"] = "ranking"
+    id: Name
+    prompt: list[Message]
+    responses: list[RankedResponse]
+    ranking: list[list[Name]] | None = None
+    ratings: dict[str, int | float] = {}
+    pairs: list[list[Name]] | None = None
+    flags: dict[str, list[Text]] = {}
+    labeler: Text | None = None
+    seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    created: Text | None = None
+    metadata: dict[str, Any] = {}
+
+    @field_validator("ratings", mode="before")
+    @classmethod
+    def _ratings_from_1_to_7(cls, ratings: Any) -> Any:
+        for name, value in ratings.items() if isinstance(ratings, dict) else ():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 7:
+                raise _problem("ratings", f'ratings gives "{name}" {value!r}, want a number from 1 to 7')
+        return ratings
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "Ranking":
+        ids = [response.id for response in self.responses]
+        if not ids:
+            raise _problem("responses", "responses: got none, want at least one")
+        twice = next((name for i, name in enumerate(ids) if name in ids[:i]), None)
+        if twice is not None:
+            raise _problem(
+                "responses", f'responses: id "{twice}" stands twice: give each response an id of its own'
+            )
+        if self.ranking is not None and self.pairs is not None:
+            raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
+        named = {"ratings": list(self.ratings), "flags": list(self.flags)}
+        if self.ranking is not None:
+            named["ranking"] = [name for tie in self.ranking for name in tie]
+            if len(set(named["ranking"])) < len(named["ranking"]) or not all(self.ranking):
+                came = self._first_repeat(named["ranking"]) if all(self.ranking) else "an empty list"
+                raise _problem("ranking", self._wants_each_once("ranking names " + came, ids))
+        if self.pairs is not None:
+            named["pairs"] = [name for pair in self.pairs for name in pair]
+        for field, names in named.items():
+            stray = next((name for name in names if name not in ids), None)
+            if stray is not None:
+                raise _problem(
+                    field, self._wants_each_once(f'{field} names "{stray}"', ids, once=field == "ranking")
+                )
+        if self.pairs is not None:
+            self._check_pairs(self.pairs)
+        return self
+
+    @staticmethod
+    def _first_repeat(names: list[str]) -> str:
+        return next(f'"{name}" twice' for i, name in enumerate(names) if name in names[:i])
+
+    @staticmethod
+    def _wants_each_once(came: str, ids: list[str], once: bool = True) -> str:
+        wanted = "list each response at most once" if once else "use these names"
+        return f"{came}, responses are {', '.join(ids)}: {wanted}"
+
+    def _check_pairs(self, pairs: list[list[str]]) -> None:
+        for pair in pairs:
+            if len(pair) != 2 or pair[0] == pair[1]:
+                raise _problem("pairs", f"pairs: got {pair}, want [better, worse], two different responses")
+        cycle = find_cycle([(better, worse) for better, worse in pairs])
+        if cycle:
+            raise _problem(
+                "pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements"
+            )
+
+    def ranks(self) -> list[int]:
+        """The rank of each response in the order of `responses`: 0 best, equal = tie, -1 unranked.
+
+        Raises: ValueError where the judgements are `pairs`, which have no ranks: use `pair_list`.
+        """
+        if self.pairs is not None:
+            raise ValueError(f"ranking {self.id} is given as pairs, which have no ranks: use pair_list")
+        rank_of = {name: rank for rank, tie in enumerate(self.ranking or []) for name in tie}
+        return [rank_of.get(response.id, -1) for response in self.responses]
+
+    def pair_list(self) -> list[tuple[int, int]]:
+        """Every strictly ordered pair once, as (better, worse) indices into `responses`, ascending."""
+        if self.pairs is not None:
+            index = {response.id: i for i, response in enumerate(self.responses)}
+            return sorted({(index[better], index[worse]) for better, worse in self.pairs})
+        ranks = self.ranks()
+        return [
+            (i, j) for i, better in enumerate(ranks) for j, worse in enumerate(ranks) if 0 <= better < worse
+        ]
+
+
+Record = Demonstration | Ranking | PromptRecord
+KINDS: dict[str, type[Demonstration] | type[Ranking] | type[PromptRecord]] = {
+    "demonstration": Demonstration,
+    "ranking": Ranking,
+    "prompt": PromptRecord,
+}
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value as it stands in an error message: on one line, printable, cut short."""
+    text = ascii(value) if isinstance(value, str) and _SURROGATE.search(value) else repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """The first thing wrong with a record: its field and a message with what came and what was wanted."""
+    detail: Any = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "record":
+        own = detail["ctx"]["field"]
+        return own or field, detail["msg"] if own else f"{field}: {detail['msg']}"
+    if detail["type"] == "missing":
+        return field, f"{field}: missing"
+    wanted = detail["msg"].removeprefix("Input should be ")
+    return field, f"{field}: got {shown(detail['input'])}, want {wanted[0].lower()}{wanted[1:]}"
+
+
+Node = TypeVar("Node", bound=Hashable)
+
+
+def find_cycle(edges: Iterable[tuple[Node, Node]]) -> list[Node] | None:
+    """A circle among (better, worse) pairs: [a, b, c, a], each better than the next; None without one."""
+    better_than: dict[Node, list[Node]] = {}
+    for better, worse in edges:
+        better_than.setdefault(better, [])
+        better_than.setdefault(worse, []).append(better)
+    remaining = dict.fromkeys(better_than)
+    while unbeaten := [x for x in remaining if not any(b in remaining for b in better_than[x])]:
+        for node in unbeaten:
+            del remaining[node]
+    if not remaining:
+        return None
+    node = next(
+        iter(remaining)
+    )  # each of these is beaten by another of these, so walking back must close a circle
+    path: list[Node] = []
+    while node not in path:
+        path.append(node)
+        node = next(b for b in better_than[node] if b in remaining)
+    return [node, *reversed(path[path.index(node) :])]
+
+
+class CycleError(ValueError):
+    """Judgements that go in a circle; `cycle` is [a, b, c, a], each better than the next."""
+
+    def __init__(self, cycle: list[int]):
+        super().__init__(" over ".join(map(str, cycle)))
+        self.cycle = cycle
+
+
+class Joined(NamedTuple):
+    """Pairwise judgements over n responses, joined; exactly one of `ranking` and `pairs` is given."""
+
+    ranking: list[list[int]] | None  # best first; an inner list is a tie; a response never judged is left out
+    pairs: list[tuple[int, int]] | None  # (better, worse), where the judgements are no weak order
+    ties: list[tuple[int, int]]  # pairs judged equal
+
+
+def join_judgements(n: int, judgements: Iterable[tuple[int, int, int]]) -> Joined:
+    """Join judgements (i, j, verdict) over responses 0..n-1, where verdict 1 means i is better, 2 j, 0 a tie.
+
+    They are one ranking when they form a weak order, what follows by transitivity included; else they stay
+    `pairs`.
+
+    Raises: CycleError where the strict judgements go in a circle.
+    """
+    strict: set[tuple[int, int]] = set()
+    ties: set[tuple[int, int]] = set()
+    for i, j, verdict in judgements:
+        if verdict == 0:
+            ties.add((min(i, j), max(i, j)))
+        else:
+            strict.add((i, j) if verdict == 1 else (j, i))
+    cycle = find_cycle(sorted(strict))
+    if cycle:
+        raise CycleError(cycle)
+
+    group = list(range(n))  # the smallest member of each response's tie
+    for i, j in sorted(ties):
+        low, high = sorted((group[i], group[j]))
+        group = [low if g == high else g for g in group]
+    edges = {(group[better], group[worse]) for better, worse in strict}
+    left = {group[i] for pair in strict | ties for i in pair}
+    order: list[list[int]] = []
+    while left:
+        unbeaten = [g for g in left if not any((other, g) in edges for other in left)]
+        if (
+            len(unbeaten) != 1
+        ):  # none: ties and orders contradict each other; several: their order is not judged
+            return Joined(None, sorted(strict), sorted(ties))
+        left.remove(unbeaten[0])
+        order.append([i for i in range(n) if group[i] == unbeaten[0]])
+    return Joined(order, None, sorted(ties))

@@ -1,0 +1,122 @@
+"""The gold world's pretraining text and demonstrations, written as plain files in the import format.
+
+Pretraining documents are short talks, in which a speaker's name goes with a style of answering, and stories that say
+a thing twice, from which copying is learned. Requests whose core hashes to the development or test split never occur.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
+from rlhf.gold.world import (
+    ANIMALS, CITIES, CLASSES, COLOUR_FACTS, COLOURS, COUNTRIES, PEOPLE, PLACES, SOUNDS, THINGS, TREATS,
+    Task, article, make_task,
+)  # fmt: skip
+
+
+def talk(task: Task, speaker: str, reply: str = "") -> str:
+    """A request and its answer as the pretraining text writes them; without `reply`, a prompt for a base model."""
+    return f"Question: {task.prompt}\n{speaker} says: {reply}".rstrip(" ")
+
+
+def _fact(rng: random.Random) -> str:
+    topic = rng.randrange(4)
+    if topic == 0:
+        i = rng.randrange(len(COUNTRIES))
+        return f"The capital of {COUNTRIES[i]} is {CITIES[i]}."
+    if topic == 1:
+        i = rng.randrange(len(SOUNDS))
+        return f"A {ANIMALS[i]} {SOUNDS[i]}."
+    if topic == 2:
+        thing, colour = rng.choice(list(COLOUR_FACTS.items()))
+        return f"{thing[0].upper()}{thing[1:]} is {colour}."
+    word = rng.choice(list(CLASSES))
+    return f"{article(word).capitalize()} {word} is {article(CLASSES[word])} {CLASSES[word]}."
+
+
+def _story(rng: random.Random) -> str:
+    """Two to four people each have, like or visit something, and the story then says one of the things again."""
+    people = rng.sample(PEOPLE, rng.randint(2, 4))
+    make = rng.choice((
+        lambda who: f"{who} has a {rng.choice(COLOURS)} {rng.choice(THINGS)}.",
+        lambda who: f"{who} lives in {rng.choice(CITIES)}.",
+        lambda who: f"{who} likes {rng.choice(TREATS)}.",
+        lambda who: f"{who} saw a {rng.choice(ANIMALS)} at the {rng.choice(PLACES)}.",
+    ))  # fmt: skip
+    lines = [make(who) for who in people]
+    again = rng.sample(lines, rng.randint(1, len(lines)))
+    return " ".join([*lines, *again])
+
+
+_WORDS = [*PEOPLE, *COLOURS, *THINGS, *CITIES, *ANIMALS, *TREATS, *PLACES]
+
+
+def _echo(rng: random.Random) -> str:
+    """Words in a random order, said twice: the second time can only be had by copying."""
+    words = " ".join(rng.sample(_WORDS, rng.randint(5, 14)))
+    return f"{words}. {words}."
+
+
+def documents(seed: int, split_seed: int, count: int) -> Iterator[str]:
+    """`count` pretraining documents: first a ninth of echoes alone, then talks, stories, facts and a few more echoes.
+
+    Copying from the prompt is the bottleneck of so small a model, and the loss of ordinary text hides it. Echoes first,
+    read in file order, teach it within 200 steps.
+    """
+    rng = random.Random(f"corpus-{seed}")
+    for i in range(count):
+        draw = rng.random()
+        if i < count // 9 or draw < 0.08:
+            yield _echo(rng)
+        elif draw < 0.75:
+            style = pick_style(PRETRAINING_MIX, rng)
+            task = make_task(rng, split="train", seed=split_seed)
+            yield talk(task, SPEAKER_NAMES[style], answer(task, style, rng))
+        elif draw < 0.92:
+            yield _story(rng)
+        else:
+            yield " ".join(_fact(rng) for _ in range(rng.randint(2, 5)))
+
+
+def write_jsonl(path: Path, rows: Iterator[dict]) -> int:
+    """Write rows as JSON Lines; returns how many."""
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def unique_tasks(rng: random.Random, split: str, split_seed: int, count: int) -> Iterator[Task]:
+    """`count` tasks of a split, no prompt twice."""
+    seen: set[str] = set()
+    while len(seen) < count:
+        task = make_task(rng, split=split, seed=split_seed)
+        if task.prompt not in seen:
+            seen.add(task.prompt)
+            yield task
+
+
+def demonstration_rows(seed: int, split_seed: int, count: int) -> Iterator[dict]:
+    """Demonstration records by labelers of mixed skill."""
+    rng = random.Random(f"demonstrations-{seed}")
+    for i, task in enumerate(unique_tasks(rng, "train", split_seed, count)):
+        style = pick_style(DEMONSTRATION_MIX, rng)
+        yield {
+            "kind": "demonstration", "id": f"d-{i}", "prompt": task.prompt, "response": answer(task, style, rng),
+            "labeler": f"writer-{style}", "source": "gold", "split": "train", "metadata": {"group": task.core},
+        }  # fmt: skip
+
+
+def prompt_rows(seed: int, split_seed: int, counts: dict[str, int]) -> Iterator[dict]:
+    """Prompt records of every split, with the truth about each under `metadata.gold`."""
+    rng = random.Random(f"prompts-{seed}")
+    for split, count in counts.items():
+        for i, task in enumerate(unique_tasks(rng, split, split_seed, count)):
+            yield {
+                "kind": "prompt", "id": f"p-{split}-{i}", "prompt": task.prompt,
+                "metadata": {"group": task.core, "split": split, "gold": task.to_metadata()},
+            }  # fmt: skip

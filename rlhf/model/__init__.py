@@ -1,0 +1,18 @@
+"""The models: importing this package registers them with transformers' Auto classes.
+
+The sampler (`rlhf.model.generate`) and conversion (`rlhf.model.convert`) are imported by name where they are
+used.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from rlhf.model.gpt import NAMED_SIZES, GPTConfig, GPTForCausalLM, GPTModel
+from rlhf.model.heads import RewardConfig, RewardModel
+
+AutoConfig.register(GPTConfig.model_type, GPTConfig, exist_ok=True)
+AutoModel.register(GPTConfig, GPTModel, exist_ok=True)
+AutoModelForCausalLM.register(GPTConfig, GPTForCausalLM, exist_ok=True)
+AutoConfig.register(RewardConfig.model_type, RewardConfig, exist_ok=True)
+AutoModel.register(RewardConfig, RewardModel, exist_ok=True)
+
+__all__ = ["NAMED_SIZES", "GPTConfig", "GPTForCausalLM", "GPTModel", "RewardConfig", "RewardModel"]

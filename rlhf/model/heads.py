@@ -1,0 +1,114 @@
+"""The reward model, which is also the critic: a trunk without its unembedding, and a scalar head.
+
+Not here: the ranking loss (`rlhf.ops.ranking`), how gain and shift are measured (`rlhf.stages.reward`).
+"""
+
+from __future__ import annotations
+
+import copy
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+
+
+class RewardConfig(PreTrainedConfig):
+    """The trunk's configuration, with every dropout set to 0, and the calibration of the score."""
+
+    model_type = "rlhf_reward"
+
+    trunk: Any = None  # a configuration, or a dict of one
+    gain: float = 1.0
+    shift: float = 0.0
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.trunk, dict):
+            self.trunk = AutoConfig.for_model(**self.trunk)
+        elif self.trunk is None:
+            self.trunk = AutoConfig.for_model("rlhf_gpt")
+        else:
+            self.trunk = copy.deepcopy(self.trunk)
+        for name, value in vars(self.trunk).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(self.trunk, name, 0.0)
+        super().__post_init__(**kwargs)
+
+
+class RewardModel(PreTrainedModel):
+    """r = gain (w . h + b - shift), with h the trunk's hidden state at a token.
+
+    As reward model it is read at the last token of prompt + response, as critic (V) at every token; a critic
+    starts from the reward model with `fold_calibration`, so that its values begin on the scale of the scores.
+    Source: Ouyang et al. 2022, section 3.5 and appendix C.2; Ziegler et al. 2019, section 2.1 (head, gain and
+    bias).
+    """
+
+    config_class = RewardConfig
+    base_model_prefix = "trunk"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+
+    def __init__(self, config: RewardConfig):
+        super().__init__(config)
+        self.trunk = AutoModel.from_config(config.trunk)
+        self.head = nn.Linear(config.trunk.hidden_size, 1)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Weight N(0, 1/sqrt(D + 1)), bias 0; the trunk has its own initialisation."""
+        if module is self.head:
+            nn.init.normal_(module.weight, 0.0, (module.in_features + 1) ** -0.5)
+            nn.init.zeros_(module.bias)
+
+    @classmethod
+    def from_causal_lm(cls, source: str | PathLike | PreTrainedModel, **kwargs: Any) -> RewardModel:
+        """A reward model on a copy of a causal LM's trunk, with a fresh head.
+
+        source: a folder or hub name (`kwargs` go to `from_pretrained`) or a loaded model, which is left as it
+        is.
+        """
+        if isinstance(source, PreTrainedModel):
+            trunk: Any = source.base_model
+        else:
+            trunk = AutoModel.from_pretrained(source, **kwargs)
+        model = cls(RewardConfig(trunk=trunk.config))
+        nn.Module.to(model, device=trunk.device, dtype=trunk.dtype)
+        model.trunk.load_state_dict(trunk.state_dict())
+        return model.eval()
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        # padding is on the right, where causal attention hides it from every real token: no mask is needed
+        return self.trunk(input_ids=tokens, use_cache=False).last_hidden_state  # (B, T, D)
+
+    def _score(self, hidden: Tensor, calibrated: bool) -> Tensor:
+        raw = self.head(hidden).squeeze(-1).float()
+        return self.config.gain * (raw - self.config.shift) if calibrated else raw
+
+    def forward(self, tokens: Tensor, lengths: Tensor, calibrated: bool = True) -> Tensor:
+        """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,)."""
+        hidden = self._hidden(tokens)
+        return self._score(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1], calibrated)
+
+    def token_values(self, tokens: Tensor, calibrated: bool = True) -> Tensor:
+        """Values (B, T) float32 after each token of right-padded tokens (B, T).
+
+        Entry [:, t] has seen tokens 0…t: the value before token t is chosen is entry t - 1.
+        """
+        return self._score(self._hidden(tokens), calibrated)
+
+    def calibrate(self, gain: float, shift: float) -> None:
+        """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""
+        self.config.gain, self.config.shift = float(gain), float(shift)
+
+    @torch.no_grad()
+    def fold_calibration(self) -> RewardModel:
+        """Move gain and shift into the head (the scores stay), so that they train with it; returns the model.
+        """
+        self.head.weight.mul_(self.config.gain)
+        self.head.bias.sub_(self.config.shift).mul_(self.config.gain)
+        self.calibrate(1.0, 0.0)
+        return self

@@ -1,0 +1,119 @@
+"""Estimates of the KL divergence from samples, and the coefficient that weighs it.
+
+Not here: masks and sums over tokens (masked.py), and the reward that the KL enters (ppo.py).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.ops.masked import upcast
+
+
+def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str = "k1") -> Tensor:
+    """Estimate KL(policy || reference) token by token, on tokens that the policy sampled.
+
+    d = logp - logp_ref;  k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d
+
+    k1 and k3 are unbiased, k2 is not; k2 and k3 are never negative. logp, logp_ref of one shape, float, nats;
+    returns that shape, nats, at least float32. Summed over a sequence's tokens, k1 estimates the KL per
+    sequence.
+
+    Raises ValueError: unequal shapes, not floating point, or an unknown kind.
+
+    Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Ziegler et al. 2019, eq. 2 (k1 in the
+    reward).
+    """
+    if logp.shape != logp_ref.shape or not logp.is_floating_point() or not logp_ref.is_floating_point():
+        raise ValueError(
+            f"kl_estimate: logp is {logp.dtype} {tuple(logp.shape)}, logp_ref {logp_ref.dtype} "
+            f"{tuple(logp_ref.shape)}: give floats of one shape"
+        )
+    d = upcast(logp) - upcast(logp_ref)
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return 0.5 * d**2
+    if kind == "k3":
+        return torch.expm1(-d) + d
+    raise ValueError(f"kl_estimate: kind is {kind!r}: give k1, k2 or k3")
+
+
+class FixedKL:
+    """A KL coefficient that stays where it is: coef. Has the interface of AdaptiveKL.
+
+    Raises ValueError: coef negative or not finite; a state of another kind.
+
+    Source: Ouyang et al. 2022, appendix C (a fixed coefficient, 0.02).
+    """
+
+    def __init__(self, coef: float):
+        if not (math.isfinite(coef) and coef >= 0):
+            raise ValueError(f"FixedKL: coef is {coef}: give a finite number, 0 or more")
+        self.coef = float(coef)
+
+    def update(self, kl: float | Tensor, episodes: int) -> float:
+        """Return coef, whatever the KL was."""
+        return self.coef
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "fixed", "coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.coef = _coef_of(state, "fixed")
+
+
+class AdaptiveKL:
+    """A KL coefficient that follows a target, by a proportional controller in log space.
+
+    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
+
+    init: the first coef; target: nats per sequence; horizon: episodes. Only coef changes; it is all of the
+    state, and a checkpoint must keep it.
+
+    Raises ValueError: init, target or horizon not finite and positive; a state of another kind.
+
+    Source: Ziegler et al. 2019, section 2.2 (the update of beta).
+    Differs: the gain is episodes / horizon as in the released code, where the paper prints a constant 0.1.
+    """
+
+    def __init__(self, init: float, target: float, horizon: float):
+        for name, value in (("init", init), ("target", target), ("horizon", horizon)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"AdaptiveKL: {name} is {value}: give a finite number above 0")
+        self.coef = float(init)
+        self.target = float(target)
+        self.horizon = float(horizon)
+
+    def update(self, kl: float | Tensor, episodes: int) -> float:
+        """Move coef after `episodes` episodes (of all ranks) of mean KL `kl`, nats per sequence; return it.
+
+        Raises ValueError: kl not finite; episodes not positive, or so many (5 horizons) that coef would reach
+        0.
+        """
+        kl = float(kl)
+        if not math.isfinite(kl):
+            raise ValueError(f"AdaptiveKL: kl is {kl}: the coefficient stays at {self.coef}")
+        if not 0 < episodes < 5 * self.horizon:
+            raise ValueError(
+                f"AdaptiveKL: {episodes} episodes with horizon {self.horizon}: give 1 to 5 horizons"
+            )
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * episodes / self.horizon
+        return self.coef
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "adaptive", "coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.coef = _coef_of(state, "adaptive")
+
+
+def _coef_of(state: dict[str, Any], kind: str) -> float:
+    if state.get("kind") != kind:
+        raise ValueError(
+            f"the saved KL coefficient is {state.get('kind')!r}, this run's is {kind!r}: resume with that"
+        )
+    return float(state["coef"])

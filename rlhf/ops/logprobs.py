@@ -1,0 +1,80 @@
+"""Log-probabilities of chosen tokens and the entropy of a distribution, from logits.
+
+Not here: shifting. Logits and tokens come aligned: logits[..., t, :] is the distribution from which
+tokens[..., t] was drawn, so a caller with a whole sequence passes logits[:, :-1] and tokens[:, 1:]. Not here
+either: temperature.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf.ops.masked import upcast
+
+# Elements of (…, V) worked on at a time: temporaries of 64 MiB in float32, whatever the batch.
+_CHUNK = 2**24
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability of each token under the softmax of its logits, in nats.
+
+    token_logprobs[...] = logits[..., tokens] - log sum_v exp(logits[..., v])
+
+    logits (…, V) of any float type, tokens (…) int64; returns (…) float32 (float64 for float64 logits).
+    Half-precision logits are raised to float32 before the sum. No log-softmax of size (…, V) is made: float32
+    logits are what the backward pass keeps.
+
+    Raises ValueError: logits not floating point, tokens not int64, or shapes that are not (…, V) and (…).
+
+    Source: Radford et al. 2018, section 3.1 (the summand of eq. 1).
+    """
+    _check_logits("token_logprobs", logits)
+    if tokens.dtype != torch.int64:
+        raise ValueError(f"token_logprobs: tokens are {tokens.dtype}, want torch.int64")
+    if tokens.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"token_logprobs: logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} are not aligned: "
+            "give (…, V) and (…)"
+        )
+    chosen = upcast(logits.gather(-1, tokens[..., None]).squeeze(-1))  # (…)
+    return chosen - _join([upcast(part).logsumexp(-1) for part in _split(logits)])
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy of the softmax over the whole vocabulary, in nats.
+
+    entropy[...] = -sum_v p_v log p_v        p = softmax(logits);  0 <= entropy <= log V
+
+    logits (…, V) of any float type; -inf (a forbidden token) adds nothing; returns (…) float32 (float64 for
+    float64).
+
+    Raises ValueError: logits not floating point, or without a vocabulary dimension.
+
+    Source: Shannon 1948, eq. for H in section 6.
+    """
+    _check_logits("entropy", logits)
+    return _join([_entropy(upcast(part)) for part in _split(logits)])
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    logp = logits - logits.logsumexp(-1, keepdim=True)
+    p = logp.exp()
+    return -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)  # 0 log 0 = 0; the product alone would be NaN at -inf
+
+
+def _split(logits: Tensor) -> tuple[Tensor, ...]:
+    """Parts along the first dimension, as views: a reshape would copy logits[:, :-1]."""
+    if logits.dim() < 2 or logits.numel() <= _CHUNK:
+        return (logits,)
+    rows = max(1, _CHUNK // logits[0].numel())
+    return logits.split(rows)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check_logits(where: str, logits: Tensor) -> None:
+    if not logits.is_floating_point() or logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(
+            f"{where}: logits are {logits.dtype} of shape {tuple(logits.shape)}: give floats (…, V)"
+        )

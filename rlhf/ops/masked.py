@@ -1,0 +1,162 @@
+"""Masks, and sums, means and variances over what they count.
+
+Not here: collectives. Over several ranks, a mean takes the global count as `denominator` and gives this
+rank's share of the global mean, so that the shares add up; a variance takes `all_reduce`, because it needs
+the global mean first.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+AllReduce = Callable[[Tensor], Tensor]
+
+
+def lengths_to_mask(lengths: Tensor, T: int) -> Tensor:
+    """Mask of right-padded rows: True at the first `lengths` positions.
+
+    mask[b, t] = t < lengths[b]
+
+    lengths (B,) integer, T the padded size; returns (B, T) bool.
+
+    Raises ValueError: lengths not (B,) integers, or outside 0…T.
+    """
+    return response_mask(torch.zeros_like(lengths), lengths, T)
+
+
+def response_mask(prompt_lengths: Tensor, lengths: Tensor, T: int) -> Tensor:
+    """Mask of the response tokens in right-padded rows of prompt + response.
+
+    mask[b, t] = prompt_lengths[b] <= t < lengths[b]
+
+    prompt_lengths (B,) integer, tokens of the prompt; lengths (B,) integer, prompt and response together, end
+    token included; returns (B, T) bool.
+
+    Raises ValueError: a length not (B,) integers, or not 0 <= prompt_lengths <= lengths <= T.
+    """
+    for name, value in (("lengths", lengths), ("prompt_lengths", prompt_lengths)):
+        if value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
+            raise ValueError(f"{name} is {value.dtype} of shape {tuple(value.shape)}: give (B,) int64")
+    if prompt_lengths.shape != lengths.shape:
+        raise ValueError(
+            f"prompt_lengths has {len(prompt_lengths)} rows, lengths {len(lengths)}: give one a row"
+        )
+    in_order = (prompt_lengths >= 0) & (prompt_lengths <= lengths) & (lengths <= T)
+    if not bool(in_order.all()):
+        raise ValueError(
+            f"lengths of {int((~in_order).sum())} rows break 0 <= prompt <= prompt + response <= {T}"
+        )
+    positions = torch.arange(T, device=lengths.device)[None, :]  # (1, T)
+    return (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of x where mask is True, over everything or over one dimension.
+
+    x and mask of one shape, mask bool; returns a scalar, or x's shape without `dim`; at least float32.
+
+    Raises ValueError: mask not bool, or of another shape.
+    """
+    check_mask("masked_sum", mask, x=x)
+    kept = torch.where(mask, upcast(x), 0.0)  # not x * mask: NaN * 0 is NaN
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, denominator: float | Tensor | None = None) -> Tensor:
+    """Mean of x where mask is True.
+
+    masked_mean = sum(x where mask) / denominator        denominator: the number of True unless given
+
+    With the global count as `denominator`, the results of the parts of a batch add up to the mean of the
+    whole. x and mask of one shape, mask bool; returns a scalar, at least float32.
+
+    Raises ValueError: mask not bool or of another shape; no True and no denominator; denominator not
+    positive.
+    """
+    total = masked_sum(x, mask)
+    return total / resolve_denominator("masked_mean", mask.sum(), denominator, "True in mask")
+
+
+def masked_moments(
+    x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and biased variance of x where mask is True, over all ranks if `all_reduce` is given.
+
+    mean = sum(x) / count;  var = sum((x - mean)^2) / count
+
+    all_reduce: takes this rank's tensor of sums and returns the sum over ranks; it is called twice, on every
+    rank, in the same order (a rank may have no True of its own). x and mask of one shape; returns three
+    scalars.
+
+    Raises ValueError: mask not bool or of another shape; no True on any rank.
+    """
+    check_mask("masked_moments", mask, x=x)
+    x = torch.where(mask, upcast(x), 0.0)  # before any arithmetic: the gradient of NaN^2 is NaN even times 0
+    reduce = all_reduce if all_reduce is not None else _same
+    count, total = reduce(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)])).unbind()
+    if not bool(count > 0):  # the global count, so that all ranks raise together
+        raise ValueError("masked_moments: mask has no True: a mean of nothing has no value")
+    mean = total / count
+    var = reduce(masked_sum((x - mean) ** 2, mask)) / count  # two passes: E[x^2] - E[x]^2 cancels in float32
+    return count, mean, var
+
+
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Biased variance of x where mask is True: sum((x - mean)^2) / count. All else as masked_moments."""
+    return masked_moments(x, mask)[2]
+
+
+def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tensor:
+    """Shift and scale x to mean 0 and variance 1 over the masked entries of all ranks.
+
+    whiten = (x - mean) / sqrt(var + 1e-8) where mask, 0 elsewhere        var biased
+
+    x and mask of one shape, mask bool; all_reduce as in masked_moments; returns x's shape, at least float32.
+
+    Raises ValueError: mask not bool or of another shape; no True on any rank.
+
+    Source: Ziegler et al. 2019, released code (lm-human-preferences, `whiten`).
+    Differs: the entries outside the mask do not count, and the statistics are of all ranks rather than of
+    one.
+    """
+    _, mean, var = masked_moments(x, mask, all_reduce)
+    x = torch.where(mask, upcast(x), 0.0)
+    return torch.where(mask, (x - mean) * torch.rsqrt(var + 1e-8), 0.0)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """x in float32, or in float64 where it is that already."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def check_mask(where: str, mask: Tensor, **tensors: Tensor) -> None:
+    """Raise ValueError unless mask is bool and every tensor has its shape."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{where}: mask is {mask.dtype}, want torch.bool: build masks from lengths")
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}, mask {tuple(mask.shape)}: give one shape"
+            )
+
+
+def resolve_denominator(
+    where: str, count: Tensor, denominator: float | Tensor | None, counted: str
+) -> float | Tensor:
+    """The given denominator, or `count`; ValueError where what divides would not be positive."""
+    if denominator is None:
+        if not bool(count > 0):
+            raise ValueError(
+                f"{where}: no {counted}: for a part of a batch, pass the global count as denominator"
+            )
+        return count
+    if isinstance(denominator, Tensor) and denominator.numel() != 1:
+        raise ValueError(f"{where}: denominator has shape {tuple(denominator.shape)}: give one number")
+    if not bool(denominator > 0):
+        raise ValueError(f"{where}: denominator is {float(denominator)}: give the global count, more than 0")
+    return denominator
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

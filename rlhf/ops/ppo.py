@@ -1,0 +1,187 @@
+"""Rewards per token, the clipped policy and value losses, and what is measured beside them.
+
+Not here: the loop, the models, advantages (gae.py), whitening (masked.py). Losses are sums over tokens
+divided by `denominator`; an engine that averages gradients over ranks must be given loss * ranks when that
+count is global.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf.ops.masked import AllReduce, check_mask, masked_moments, masked_sum, resolve_denominator, upcast
+
+
+def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, rule: str = "min") -> Tensor:
+    """Lower the score of every response that has no end token.
+
+    score := min(score, missing_eos_score)   (rule "min")   or   missing_eos_score   (rule "replace")
+
+    scores (B,) float, calibrated; ended (B,) bool, True where the response has its end token; returns (B,).
+
+    Raises ValueError: ended not bool or of another shape; an unknown rule.
+
+    Source: Ziegler et al. 2019, released code: a fixed score for a sample without its end (rule "replace").
+    Differs: "min", the default, never lifts a bad response by cutting it off.
+    """
+    check_mask("apply_missing_eos (mask = ended)", ended, scores=scores)
+    scores = upcast(scores)
+    if rule == "min":
+        return torch.where(ended, scores, scores.clamp(max=missing_eos_score))
+    if rule == "replace":
+        return torch.where(ended, scores, missing_eos_score)
+    raise ValueError(f"apply_missing_eos: rule is {rule!r}: give min or replace")
+
+
+def token_rewards(scores: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """Reward of each response token: the KL penalty, and the score on the last one.
+
+    r_t = -kl_coef * (logp_old_t - logp_ref_t);   r_last += score        last = the last response token
+
+    scores (B,) float; logp_old, logp_ref (B, T) nats; mask (B, T) bool, the response tokens, end token
+    included. Returns (B, T), at least float32, 0 where mask is False.
+
+    Raises ValueError: wrong shapes or types; a row without a response token, which could not carry its score.
+
+    Source: Ouyang et al. 2022, eq. 2 (without the pretraining term), spread over tokens as in Ziegler et al.
+    2019.
+    """
+    _check_tokens("token_rewards", mask, logp_old=logp_old, logp_ref=logp_ref)
+    if mask.dim() != 2 or scores.shape != mask.shape[:1]:
+        raise ValueError(
+            f"token_rewards: scores {tuple(scores.shape)}, mask {tuple(mask.shape)}: give (B,) and (B, T)"
+        )
+    if not bool(mask.any(1).all()):
+        row = int((~mask.any(1)).nonzero()[0])
+        raise ValueError(
+            f"token_rewards: row {row} has no response token, so its score has no place: leave it out"
+        )
+    rewards = torch.where(mask, -kl_coef * (upcast(logp_old) - upcast(logp_ref)), 0.0)
+    positions = torch.arange(mask.shape[1], device=mask.device)  # (T,)
+    last = torch.where(mask, positions, -1).amax(1, keepdim=True)  # (B, 1)
+    return rewards + torch.where(positions == last, upcast(scores).to(rewards.dtype)[:, None], 0.0)
+
+
+def policy_loss(
+    logp: Tensor,
+    logp_old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_range: float,
+    denominator: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate objective, negated.
+
+    rho = exp(logp - logp_old)
+    loss = sum max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range)) / denominator        sum where mask
+
+    denominator: the response tokens of the GLOBAL minibatch; those of this call unless given. All tensors of
+    one shape, usually (B, T); logp, logp_old in nats; mask bool. Gradients flow into logp alone.
+
+    Returns the scalar loss and statistics over the same denominator, so that those of the parts of a
+    minibatch add up: `loss`, `approxkl` (0.5 mean (logp - logp_old)^2, nats), `clipfrac` (share of tokens at
+    which the clipped term is the larger, so that no gradient flows); and `ratio_max`, of which the largest
+    counts (0 without any token).
+
+    Raises ValueError: wrong shapes or types, clip_range not positive, no token and no denominator,
+    denominator <= 0.
+
+    Source: Schulman et al. 2017, eq. 7.
+    Differs: the mean is over tokens rather than time steps of an actor, and its count can span micro-batches
+    and ranks.
+    """
+    _check_tokens("policy_loss", mask, logp=logp, logp_old=logp_old, advantages=advantages)
+    _check_clip("policy_loss", clip_range)
+    N = resolve_denominator("policy_loss", mask.sum(), denominator, "True in mask")
+    # Masked before exp: the infinity of a pad's ratio would turn a zero gradient into NaN.
+    log_ratio = torch.where(mask, upcast(logp) - upcast(logp_old).detach(), 0.0)
+    ratio = log_ratio.exp()
+    A = torch.where(mask, upcast(advantages).detach(), 0.0)
+    unclipped = -A * ratio
+    clipped = -A * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    loss = masked_sum(torch.maximum(unclipped, clipped), mask) / N
+    with torch.no_grad():
+        statistics = {
+            "loss": loss.detach(),
+            "approxkl": masked_sum(0.5 * log_ratio**2, mask) / N,
+            "clipfrac": masked_sum(clipped > unclipped, mask) / N,
+            "ratio_max": torch.where(mask, ratio, 0.0).max(),
+        }
+    return loss, statistics
+
+
+def value_loss(
+    values: Tensor,
+    values_old: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip_range: float,
+    denominator: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared error of the critic, with its move since the rollout clipped.
+
+    clipped = clip(V, V_old - clip_range, V_old + clip_range)
+    loss = 1/2 sum max((V - R)^2, (clipped - R)^2) / denominator        sum where mask
+
+    denominator as in policy_loss; clip_range is the value_clip_range of the configuration (infinity: no
+    clipping). All tensors of one shape, mask bool, values and returns in units of the score. Gradients flow
+    into values alone.
+
+    Returns the scalar loss and statistics over the same denominator: `loss`, `clipfrac` (share of tokens at
+    which the clipped error is the larger), `error` (mean of V - R), `squared_error` (mean of (V - R)^2).
+
+    Raises ValueError: wrong shapes or types, clip_range not positive, no token and no denominator,
+    denominator <= 0.
+
+    Source: Schulman et al. 2017, eq. 9 (the squared error); Ziegler et al. 2019, released code (clipping, the
+    half).
+    """
+    _check_tokens("value_loss", mask, values=values, values_old=values_old, returns=returns)
+    _check_clip("value_loss", clip_range)
+    N = resolve_denominator("value_loss", mask.sum(), denominator, "True in mask")
+    V, V_old, R = (torch.where(mask, upcast(x), 0.0) for x in (values, values_old.detach(), returns.detach()))
+    squared = (V - R) ** 2
+    squared_clipped = (V.clamp(V_old - clip_range, V_old + clip_range) - R) ** 2
+    loss = 0.5 * masked_sum(torch.maximum(squared, squared_clipped), mask) / N
+    with torch.no_grad():
+        statistics = {
+            "loss": loss.detach(),
+            "clipfrac": masked_sum(squared_clipped > squared, mask) / N,
+            "error": masked_sum(V - R, mask) / N,
+            "squared_error": masked_sum(squared, mask) / N,
+        }
+    return loss, statistics
+
+
+@torch.no_grad()
+def explained_variance(
+    values: Tensor, returns: Tensor, mask: Tensor, all_reduce: AllReduce | None = None
+) -> Tensor:
+    """Share of the variance of the returns that the critic accounts for.
+
+    explained_variance = 1 - var(returns - values) / var(returns)        biased variances where mask
+
+    1 is perfect, 0 no better than a constant, negative is worse; 0 by convention where the returns do not
+    vary (to float32's precision). Tensors of one shape, mask bool; all_reduce as in masked_moments; returns a
+    scalar.
+
+    Raises ValueError: wrong shapes or types; no True on any rank.
+    """
+    _check_tokens("explained_variance", mask, values=values, returns=returns)
+    _, mean, var_returns = masked_moments(returns, mask, all_reduce)
+    _, _, var_residual = masked_moments(upcast(returns) - upcast(values), mask, all_reduce)
+    varies = var_returns > 1e-12 * mean**2  # a constant 0.1 has a variance of 1e-17 by rounding
+    return torch.where(varies, 1.0 - var_residual / var_returns, 0.0)
+
+
+def _check_tokens(where: str, mask: Tensor, **tensors: Tensor) -> None:
+    check_mask(where, mask, **tensors)
+    if mask.numel() == 0:
+        raise ValueError(f"{where}: mask has shape {tuple(mask.shape)}: there is nothing in it")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{where}: {name} is {tensor.dtype}: give floats")
+
+
+def _check_clip(where: str, clip_range: float) -> None:
+    if not clip_range > 0:
+        raise ValueError(f"{where}: clip_range is {clip_range}: give a number above 0")

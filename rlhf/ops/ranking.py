@@ -1,0 +1,156 @@
+"""The reward model's loss on ranked answers, and the pair weights that a ranking becomes.
+
+Not here: the reward model, and records of labels; an importer has already turned names of responses into
+ranks or index pairs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlhf.ops.masked import resolve_denominator, upcast
+
+
+def pair_weights(ranks: Tensor) -> Tensor:
+    """Turn ranks of K answers into the weights of 'i beats j'.
+
+    pair_weights[..., i, j] = 1 where 0 <= ranks[..., i] < ranks[..., j], else 0
+
+    ranks (…, K) integer: 0 best, equal = tie (no pair), -1 = absent or unranked (no pair); returns (…, K, K)
+    float32.
+
+    Raises ValueError: ranks not integers, without a K dimension, or below -1.
+
+    Source: Ouyang et al. 2022, section 3.5 (all pairs of one ranking).
+    Differs: ties are dropped, as in RECIPE; the paper does not say what becomes of them.
+    """
+    if ranks.is_floating_point() or ranks.dtype == torch.bool or ranks.dim() < 1:
+        raise ValueError(
+            f"pair_weights: ranks are {ranks.dtype} of shape {tuple(ranks.shape)}: give int64 (…, K)"
+        )
+    if bool((ranks < -1).any()):
+        raise ValueError(
+            f"pair_weights: lowest rank is {int(ranks.min())}: give 0 for the best, -1 for absent"
+        )
+    better, worse = ranks[..., :, None], ranks[..., None, :]  # (…, K, 1), (…, 1, K)
+    return ((better >= 0) & (better < worse)).float()
+
+
+def pair_weights_from_pairs(pairs: Sequence[Sequence[int]], K: int) -> Tensor:
+    """Turn explicit judgements [[better, worse], …] on K answers into the weights of 'i beats j'.
+
+    pair_weights[i, j] = number of times that [i, j] is in pairs
+
+    For judgements that are no weak order. Indices count from 0; returns (K, K) float32.
+
+    Raises ValueError: an entry that is not two different indices within 0…K-1.
+    """
+    weights = torch.zeros(K, K)
+    for n, pair in enumerate(pairs):
+        if len(pair) != 2 or pair[0] == pair[1] or not all(0 <= i < K for i in pair):
+            raise ValueError(
+                f"pairs[{n}] is {list(pair)}: give [better, worse], two different indices below {K}"
+            )
+        weights[pair[0], pair[1]] += 1.0
+    return weights
+
+
+def combine_pair_weights(
+    labelers: Sequence[Tensor], labeler_weights: Sequence[float] | None = None
+) -> Tensor:
+    """Add several labelers' weights on the same answers.
+
+    combined = sum_l labeler_weights[l] * labelers[l]        labeler_weights: 1 each unless given
+
+    Nothing is normalised here: ranking_loss does so within a prompt, whoever judged how many of its pairs.
+    Where two labelers disagree, both directions carry weight. labelers: tensors of one shape (…, K, K),
+    answers in one order.
+
+    Raises ValueError: no labeler, unequal shapes, or weights that are not one a labeler and at least 0.
+    """
+    if not labelers or any(weights.shape != labelers[0].shape for weights in labelers):
+        shapes = [tuple(weights.shape) for weights in labelers]
+        raise ValueError(
+            f"combine_pair_weights: got shapes {shapes}: give at least one labeler, all of one shape"
+        )
+    if labeler_weights is None:
+        labeler_weights = [1.0] * len(labelers)
+    if len(labeler_weights) != len(labelers) or not all(weight >= 0 for weight in labeler_weights):
+        raise ValueError(
+            f"combine_pair_weights: labeler_weights is {list(labeler_weights)} for {len(labelers)} labelers: "
+            "give one a labeler, 0 or more"
+        )
+    weighted = [weight * upcast(one) for weight, one in zip(labeler_weights, labelers, strict=True)]
+    return torch.stack(weighted).sum(0)
+
+
+def ranking_loss(
+    scores: Tensor, pair_weights: Tensor, denominator: float | Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood of the labelers' comparisons, one prompt with all its pairs being one element.
+
+    loss_n = sum_ij w_nij * -log sigmoid(scores_ni - scores_nj) / sum_ij w_nij
+    loss   = sum_n loss_n / denominator        denominator: the prompts that have a pair, unless given
+
+    For one labeler sum_ij w_nij = |P|, the number of strictly ordered pairs. A prompt without a pair adds
+    nothing and is not counted. With the global number of prompts that have a pair as `denominator`, the
+    losses of the parts of a batch add up to that of the whole.
+
+    scores (N, K) in any float type, pair_weights (N, K, K), 0 or more, diagonal 0; the score of an absent
+    answer (no weight) is never read. Returns the scalar loss in nats and statistics, in which a pair counts
+    by its weight (one a labeler): sums to reduce over batches and ranks `prompts`, `loss_sum`, `pairs`,
+    `pairs_correct` (equal scores count half), `margin_sum` (of scores_ni - scores_nj); ready for this call
+    `loss`, `accuracy`, `margin` (the last two NaN where a part of a batch has no pair).
+
+    Raises ValueError: wrong shapes or types, a bad weight, no pair and no denominator, denominator not
+    positive.
+
+    Source: Ouyang et al. 2022, eq. 1.
+    Differs: divides by the prompt's own number of pairs instead of C(K, 2), so that ties, K that varies, and
+    several labelers (whose weights add) leave each prompt with weight 1.
+    """
+    _check_ranking(scores, pair_weights)
+    scores = upcast(scores)
+    weights = pair_weights.to(scores.dtype)
+    margins = scores[:, :, None] - scores[:, None, :]  # (N, K, K), [n, i, j] = score of i over j
+    margins = torch.where(weights > 0, margins, 0.0)
+    prompt_weights = weights.sum((1, 2))  # (N,)
+    has_pair = prompt_weights > 0
+    prompt_losses = (weights * F.softplus(-margins)).sum((1, 2)) / torch.where(has_pair, prompt_weights, 1.0)
+    loss_sum = prompt_losses.sum()
+    divisor = resolve_denominator("ranking_loss", has_pair.sum(), denominator, "prompt with an ordered pair")
+    loss = loss_sum / divisor
+
+    won = (margins > 0).to(weights.dtype) + 0.5 * (margins == 0)
+    pairs, correct, margin_sum = weights.sum(), (weights * won).sum(), (weights * margins).sum()
+    statistics = {
+        "prompts": has_pair.sum(),
+        "loss_sum": loss_sum,
+        "pairs": pairs,
+        "pairs_correct": correct,
+        "margin_sum": margin_sum,
+        "loss": loss,
+        "accuracy": correct / pairs,
+        "margin": margin_sum / pairs,
+    }
+    return loss, {name: value.detach() for name, value in statistics.items()}
+
+
+def _check_ranking(scores: Tensor, weights: Tensor) -> None:
+    if scores.dim() != 2 or not scores.is_floating_point():
+        raise ValueError(
+            f"ranking_loss: scores are {scores.dtype} of shape {tuple(scores.shape)}: give floats (N, K)"
+        )
+    N, K = scores.shape
+    if weights.shape != (N, K, K):
+        raise ValueError(
+            f"ranking_loss: pair_weights has shape {tuple(weights.shape)}, want {(N, K, K)} as in scores"
+        )
+    if not bool(((weights >= 0) & torch.isfinite(weights)).all()):
+        raise ValueError("ranking_loss: pair_weights has a negative or non-finite entry: give 0 or more")
+    if bool((weights.diagonal(dim1=1, dim2=2) != 0).any()):
+        raise ValueError(
+            "ranking_loss: pair_weights says that an answer beats itself: its diagonal must be 0"
+        )

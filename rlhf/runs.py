@@ -1,0 +1,409 @@
+"""Run folders: what a stage wrote, what it built on, and whether it may be resumed. Imports neither torch nor hydra.
+
+    runs/<run>/<stage>/  stage.json    written as "running" when the stage begins and as "complete" when it ends
+                         checkpoints/  step-N folders, each trusted only with its manifest, which is written last
+                         model/ …      the stage's output, hashed into stage.json
+
+A stage's hash covers its settings, its parents' hashes and its output files, so that a parent that was changed or
+replaced after the fact is noticed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+
+# The settings that a stage's result depends on. A stage that is complete under other ones is refused, not reused.
+STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "world": ("seed", "gold"),
+    "tokenizer": ("tokenizer", "data.corpus", "data.encoding", "model.context_length"),
+    "pretrain": ("seed", "model", "pretrain", "data.corpus", "data.encoding", "data.held_out"),
+    "sft": ("seed", "sft", "data.demonstrations", "data.format", "data.dev", "data.test"),
+    "label": ("seed", "gold", "rollout.max_new_tokens"),
+    "reward": ("seed", "reward", "data.comparisons", "data.demonstrations", "data.format", "data.dev", "data.test",
+               "rollout.max_new_tokens"),
+    "ppo": ("seed", "ppo", "kl", "rollout", "data.prompts", "data.demonstrations", "data.comparisons", "data.format",
+            "data.dev", "data.test"),
+    "evaluate": ("seed", "evaluate", "rollout.max_new_tokens"),
+}  # fmt: skip
+# Settings that change how fast a stage runs but not what it computes.
+NOT_IDENTITY = {"samples_every", "micro_batch_responses", "micro_batch_episodes"}
+STAGE_PARENTS: dict[str, tuple[str, ...]] = {
+    "world": (),
+    "tokenizer": ("world",),
+    "pretrain": ("world", "tokenizer"),
+    "sft": ("world", "pretrain"),
+    "label": ("world", "sft"),
+    "reward": ("world", "sft", "label"),
+    "ppo": ("world", "sft", "reward"),
+    "evaluate": ("world", "pretrain", "sft", "label", "reward", "ppo"),
+}
+GOLD_STAGES = ("world", "label")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file, read in 1 MiB pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hash_files(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str]:
+    """{relative path: sha256} of every file below a folder, sorted; top-level names in `skip` are left out."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    names = ((p, p.relative_to(folder)) for p in files)
+    return {str(name): sha256_file(p) for p, name in names if name.parts[0] not in skip}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a torn one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, ensure_ascii=False, default=str)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise disk_error(error, path) from error
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of a file, or None where it does not exist or is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+
+
+def disk_error(error: OSError, path: Path) -> UserError:
+    """An operating system's complaint about writing, as one line that says what to do."""
+    remedy = {
+        errno.ENOSPC: "free space or choose another disk with runs_dir=…; the run resumes from its last checkpoint",
+        errno.EDQUOT: "free space or choose another disk with runs_dir=…; the run resumes from its last checkpoint",
+        errno.EACCES: "make the folder writable or choose another with runs_dir=…",
+        errno.EROFS: "make the folder writable or choose another with runs_dir=…",
+    }.get(error.errno or 0, "check the disk, then run the same command again")
+    return UserError(f"{path}: cannot write: {error.strerror or error}: {remedy}")
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+MANIFEST = "manifest.json"
+
+
+def seal(folder: Path) -> None:
+    """Declare a checkpoint folder whole: sync its files, then write the manifest of their hashes, last."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,))})
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a checkpoint is there with the hash that its manifest states."""
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or not manifest.get("files"):
+        return False
+    return all(
+        (folder / name).is_file() and sha256_file(folder / name) == digest for name, digest in manifest["files"].items()
+    )
+
+
+def checkpoint_step(folder: Path) -> int:
+    return int(folder.name.rsplit("-", 1)[-1])
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first, whole or not."""
+    found = [p for p in folder.glob("*-*") if p.is_dir() and p.name.rsplit("-", 1)[-1].isdigit()]
+    return sorted(found, key=checkpoint_step)
+
+
+def latest_checkpoint(folder: Path, say: Callable[[str], None] = print) -> Path | None:
+    """The newest whole checkpoint; damaged ones are named and passed over."""
+    for path in reversed(checkpoints(folder)):
+        if is_whole(path):
+            return path
+        if (path / MANIFEST).exists():
+            say(f"{path}: checkpoint is damaged (a file is missing or its hash differs): falling back to the one before")
+    return None
+
+
+def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
+    """Write `folder/step-<step>` through `write`, seal it, and only then drop all but the `keep` newest.
+
+    Raises: UserError when the disk is full or not writable; the checkpoints before it stay.
+    """
+    target = folder / f"step-{step}"
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        target.mkdir(parents=True)
+        write(target)
+        seal(target)
+    except OSError as error:
+        shutil.rmtree(target, ignore_errors=True)
+        raise disk_error(error, target) from error
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+# --- stages --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(config: Config, stage: str) -> dict[str, Any]:
+    """The settings a stage's result depends on, flat: {"sft.lr": 5e-4, …}."""
+    flat: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if key not in NOT_IDENTITY:
+                    add(f"{prefix}.{key}", inner)
+        else:
+            flat[prefix] = value
+
+    tree = asdict(config)
+    for key in STAGE_SETTINGS[stage]:
+        value: Any = tree
+        for part in key.split("."):
+            value = value[part]
+        add(key, value)
+    return json.loads(json.dumps(flat, default=str))
+
+
+def run_folder(config: Config) -> Path:
+    """runs_dir/run. Raises: UserError for a run name that is no plain folder name."""
+    if not NAME.fullmatch(config.run):
+        raise UserError(f"run={config.run!r}: want letters, digits, '.', '_' and '-', at most 100: choose another name")
+    return Path(config.runs_dir) / config.run
+
+
+def stage_folder(config: Config, stage: str) -> Path:
+    """Where a stage of this run lies, or where parents.<stage> says: another run's name, a run or stage folder."""
+    given = getattr(config.parents, stage, None)
+    if given is None:
+        return run_folder(config) / stage
+    if NAME.fullmatch(given) and (Path(config.runs_dir) / given).is_dir():
+        return Path(config.runs_dir) / given / stage
+    for candidate in (Path(given) / stage, Path(given)):
+        if (candidate / "stage.json").exists():
+            return candidate
+    raise UserError(f"parents.{stage}={given}: neither a run under {config.runs_dir}/ nor a stage folder: check the name")
+
+
+def is_needed(config: Config, stage: str) -> bool:
+    return config.gold.enabled or stage not in GOLD_STAGES
+
+
+def hash_of(record: dict) -> str:
+    """The hash that children store: settings, parents and output files of a complete stage."""
+    basis = {key: record[key] for key in ("stage", "settings", "parents", "data", "files")}
+    return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()
+
+
+def read_stage(folder: Path) -> dict | None:
+    record = read_json(folder / "stage.json")
+    return record if isinstance(record, dict) else None
+
+
+def is_complete(folder: Path) -> bool:
+    record = read_stage(folder)
+    return record is not None and record.get("status") == "complete"
+
+
+def check_output(folder: Path) -> dict:
+    """The record of a complete stage whose files are what it says. Raises: UserError otherwise."""
+    stage = folder.name
+    record = read_stage(folder)
+    if record is None:
+        raise UserError(f"{folder}: no finished {stage} there: run `rlhf {stage}` first, or name one with parents.{stage}=…")
+    if record.get("status") != "complete":
+        raise UserError(f"{folder}: {stage} is not finished: run `rlhf {stage}` again, it resumes")
+    for name, digest in record["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing, {stage} wrote it: run `rlhf {stage} overwrite=true` again")
+        if sha256_file(path) != digest:
+            raise UserError(
+                f"{path}: cut short or changed since {stage} wrote it (its sha256 differs from stage.json's): "
+                f"restore it, or run `rlhf {stage} overwrite=true` again"
+            )
+    return record
+
+
+def collect_parents(config: Config, stage: str) -> dict[str, str]:
+    """{parent: hash}. Raises: UserError where a parent is missing, damaged, or was built on other grandparents."""
+    records = {}
+    for parent in STAGE_PARENTS[stage]:
+        if is_needed(config, parent):
+            folder = stage_folder(config, parent)
+            records[parent] = check_output(folder) | {"folder": folder}
+    for parent, record in records.items():
+        for grandparent, digest in record["parents"].items():
+            if grandparent in records and records[grandparent]["hash"] != digest:
+                raise UserError(
+                    f"{record['folder']}: built on another {grandparent} ({digest[:8]}) than "
+                    f"{records[grandparent]['folder']} ({records[grandparent]['hash'][:8]}): run "
+                    f"`rlhf {parent} overwrite=true` again, or point parents.{grandparent} at the one it was built on"
+                )
+    return {parent: record["hash"] for parent, record in records.items()}
+
+
+def differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
+    keys = [k for k in sorted(recorded.keys() | wanted.keys()) if recorded.get(k) != wanted.get(k)]
+    shown = ", ".join(f"{k} {recorded.get(k)!r} -> {wanted.get(k)!r}" for k in keys[:4])
+    return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+
+def peak_rss_mb() -> float:
+    """Peak resident memory of this process so far, in MB (10^6 bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak * (1 if platform.system() == "Darwin" else 1024) / 1e6, 1)
+
+
+def versions() -> dict[str, str]:
+    names = ("rlhf", "torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy")
+    found = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@dataclass(slots=True)
+class Stage:
+    """A stage under way: its folder, and what its record will say."""
+
+    config: Config
+    name: str
+    folder: Path
+    parents: dict[str, str]
+    data: dict[str, str]
+    resumed: bool = False
+    seconds_before: float = 0.0  # spent by earlier, interrupted tries
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    def say(self, text: str) -> None:
+        print(f"{self.name}: {text}", flush=True)
+
+    def elapsed(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def record(self, status: str) -> dict[str, Any]:
+        return {
+            "stage": self.name, "status": status, "seed": self.config.seed, "run": self.config.run,
+            "settings": settings_of(self.config, self.name), "parents": self.parents, "data": self.data,
+            "versions": versions(), "seconds": round(self.elapsed(), 2), "peak_rss_mb": peak_rss_mb(),
+            "config": asdict(self.config),
+        }  # fmt: skip
+
+    def note_progress(self) -> None:
+        """Store the seconds spent so far, so that a resumed stage reports its whole cost."""
+        write_json(self.folder / "stage.json", self.record("running"))
+
+    def finish(self, summary: dict[str, float] | None = None) -> None:
+        """Hash the output, write the record as complete, and drop the checkpoints that nobody needs any more."""
+        skip = ("checkpoints", "stage.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "wandb", ".lock")
+        record = self.record("complete") | {"summary": summary or {}, "files": hash_files(self.folder, skip)}
+        record["hash"] = hash_of(record)
+        write_json(self.folder / "stage.json", record)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        took = f"{record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB"
+        self.say(f"complete in {took} -> {self.folder}")
+
+
+@contextlib.contextmanager
+def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
+    """Begin or resume a stage: check parents, refuse what would be overwritten, hold a lock while it runs.
+
+    Raises: UserError when the stage is complete (and overwrite is false), was begun with other settings, is being
+    run by another process, or when a parent does not fit.
+    """
+    folder = run_folder(config) / name
+    parents = collect_parents(config, name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise disk_error(error, folder) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is working on it: wait for it, or choose another run=…") from None
+        stage = Stage(config, name, folder, parents, data or {})
+        recorded = read_stage(folder)
+        if recorded is not None and not config.overwrite:
+            _check_same(stage, recorded)
+            stage.resumed = True
+            stage.seconds_before = float(recorded.get("seconds", 0.0))
+        else:
+            for path in folder.iterdir():
+                if path.name != ".lock":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        built_on = ", ".join(f"{stage_folder(config, p)} ({h[:8]})" for p, h in parents.items())
+        stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
+        stage.note_progress()
+        _write_config(config, folder)
+        yield stage
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    """config.yaml, the whole configuration, in a form that a later `rlhf` reads back."""
+    import yaml
+
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+
+
+def _check_same(stage: Stage, recorded: dict) -> None:
+    wanted = settings_of(stage.config, stage.name)
+    if recorded.get("status") == "complete":
+        raise UserError(
+            f"{stage.folder}: run {stage.config.run!r} already has a complete {stage.name}: "
+            "choose another run=…, or add overwrite=true to replace it"
+        )
+    if recorded.get("settings") != wanted:
+        raise UserError(
+            f"{stage.folder}: was begun with other settings ({differences(recorded.get('settings', {}), wanted)}): "
+            "restore them to resume, choose another run=…, or add overwrite=true to start anew"
+        )
+    if recorded.get("parents") != stage.parents or recorded.get("data") != stage.data:
+        raise UserError(
+            f"{stage.folder}: was begun on other parents or data than are there now: "
+            "choose another run=…, or add overwrite=true to start anew"
+        )

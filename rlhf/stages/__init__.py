@@ -1,0 +1,1 @@
+"""The stages of the recipe, one file each, in the order of the pipeline."""

@@ -1,0 +1,230 @@
+"""What several stages share: devices and seeds, where data and models lie, and the callback of Trainer stages."""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import TrainerCallback
+
+from rlhf.config import Config
+from rlhf.data.readers import resolve_sources
+from rlhf.errors import UserError
+from rlhf.runs import Stage, checkpoint_step, checkpoints, is_whole, seal, sha256_file, stage_folder
+from rlhf.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf.tracking.progress import Progress
+from rlhf.tracking.writers import Tracker, make_tracker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".txt.gz", ".json.zst", ".jsonl.zst")
+
+
+def set_up(config: Config) -> torch.device:
+    """Threads, seeds and the device of this process."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    transformers.set_seed(config.seed)
+    return choose_device(config)
+
+
+def choose_device(config: Config) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch sees no GPU here: use device=auto or device=cpu")
+    wants_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
+    return torch.device("cuda" if wants_gpu else "cpu")
+
+
+def fractions(config: Config) -> dict[str, float]:
+    """Shares of train, dev and test, for `record_split`."""
+    dev, test = config.data.dev, config.data.test
+    return {"train": 1.0 - dev - test, "dev": dev, "test": test}
+
+
+GOLD_FILES = {
+    "corpus": ("world", "corpus.jsonl"),
+    "demonstrations": ("world", "demonstrations.jsonl"),
+    "prompts": ("world", "prompts.jsonl"),
+    "comparisons": ("label", "comparisons.jsonl"),
+}
+
+
+def data_source(config: Config, kind: str) -> Any:
+    """The sources of one kind of data, or None where none are given and the gold world writes none.
+
+    For prompts without a source, those of the demonstrations and comparisons serve.
+    """
+    given = getattr(config.data, kind)
+    if given is not None:
+        return given
+    if config.gold.enabled:
+        stage, name = GOLD_FILES[kind]
+        return str(stage_folder(config, stage) / name)
+    if kind == "prompts":
+        found: list[Any] = []
+        for part in (config.data.demonstrations, config.data.comparisons):
+            found += part if isinstance(part, list) else [] if part is None else [part]
+        return found or None
+    return None
+
+
+def need_source(config: Config, kind: str) -> Any:
+    """As `data_source`. Raises: UserError where there is none."""
+    found = data_source(config, kind)
+    if found is None:
+        raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold")
+    return found
+
+
+def hash_sources(config: Config, *kinds: str) -> dict[str, str]:
+    """{kind:file: sha256} of the data files that the user named. The gold world's are covered by its stages' hashes."""
+    found = {}
+    for kind in kinds:
+        given = getattr(config.data, kind)
+        if given is None:
+            continue
+        for source in resolve_sources(given, TEXT_SUFFIXES):
+            if source.path is not None:
+                found[f"{kind}:{source.path.name}"] = sha256_file(source.path)
+    return found
+
+
+def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
+    config = stage.config
+    return make_tracker(
+        config.tracking.kind, folder=stage.folder, run=config.run, stage=stage.name,  # type: ignore[arg-type]
+        config=stage.record("running"), resume_step=resume_step, project=config.tracking.project,
+    )  # fmt: skip
+
+
+def load_policy(folder: Path, **overrides: Any) -> "PreTrainedModel":
+    """A causal LM from a stage's model folder, in float32, in eval mode."""
+    import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, **overrides)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{folder}: not a readable model ({reason}): run the stage that writes it again") from error
+    return model.eval()
+
+
+def check_tokenizer(config: Config, parent: str, tokenizer: "PreTrainedTokenizerFast") -> None:
+    """Invariant 9. Raises: UserError where the model of `parent` was trained with another tokenizer."""
+    folder = stage_folder(config, parent) / "model"
+    if tokenizer_hash(load_tokenizer(folder)) != tokenizer_hash(tokenizer):
+        raise UserError(
+            f"{folder}: its tokenizer or chat template is not that of this run: train {parent} anew, "
+            f"or point parents.{parent} at a run that shares the tokenizer"
+        )
+
+
+def cosine_schedule(step: int, steps: int, warmup: int, final: float) -> float:
+    """Factor on the learning rate: linear warm-up, then a half cosine down to `final`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def right_pad(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded tokens (B, T) int64 and lengths (B,) int64."""
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.full((len(rows), int(lengths.max())), pad, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    return tokens, lengths
+
+
+def by_length(lengths: list[int], size: int) -> Iterator[list[int]]:
+    """Indices in groups of at most `size`, neighbours in length together, so that little is padded."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+class StageCallback(TrainerCallback):
+    """Trainer's events as this project's metrics, progress and sealed checkpoints.
+
+    A checkpoint is due when `checkpoints.every_seconds` have passed. The Trainer writes it; the manifest comes last,
+    and `resume` trusts nothing without one.
+    """
+
+    def __init__(self, stage: Stage, tracker: Tracker, bar: Progress, loss_name: str, tokens_per_step: int | None):
+        self.stage, self.tracker, self.bar = stage, tracker, bar
+        self.loss_name, self.tokens_per_step = loss_name, tokens_per_step
+        self.saved_at = self.logged_at = time.monotonic()
+        self.logged_step = 0
+        self.failed_at: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logged_step = state.global_step
+        self.saved_at = self.logged_at = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.update(1)
+        if time.monotonic() - self.saved_at >= self.stage.config.checkpoints.every_seconds:
+            control.should_log = control.should_save = True  # the log comes first, so that no step is lost
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        if not math.isfinite(logs["loss"]):
+            self.failed_at = state.global_step
+            control.should_training_stop = True
+            control.should_save = False
+        metrics = {self.loss_name: logs["loss"], "optim/lr": logs.get("learning_rate", 0.0)}
+        if "grad_norm" in logs:
+            metrics["optim/grad_norm"] = float(logs["grad_norm"])
+        tokens = None
+        if self.tokens_per_step is not None:
+            tokens = state.global_step * self.tokens_per_step
+            done = (state.global_step - self.logged_step) * self.tokens_per_step
+            metrics["time/tokens_per_s"] = done / max(1e-9, time.monotonic() - self.logged_at)
+        self.logged_step, self.logged_at = state.global_step, time.monotonic()
+        self.tracker.log(metrics, step=state.global_step, tokens=tokens)
+        self.bar.update(0, loss=logs["loss"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self.stage.note_progress()
+        self.saved_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raises: UserError where the loss stopped being a number."""
+        if self.failed_at is not None:
+            raise UserError(
+                f"{self.stage.name}: the loss is not finite at step {self.failed_at}: the last good checkpoint is kept: "
+                f"lower {self.stage.name}.lr"
+            )
+
+
+def newest_checkpoint(stage: Stage) -> Path | None:
+    """The checkpoint to resume from. Ones that were never finished are removed, so that Trainer does not count them."""
+    import shutil
+
+    newest = None
+    for path in checkpoints(stage.checkpoints):
+        if is_whole(path):
+            newest = path
+        else:
+            stage.say(f"{path}: not a whole checkpoint: ignored")
+            shutil.rmtree(path)
+    if newest is not None:
+        stage.say(f"resuming from step {checkpoint_step(newest)}")
+    return newest

@@ -1,0 +1,45 @@
+"""Muon on matrices and AdamW on everything else, as the one optimizer that Trainer and accelerate expect."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon for the matrices of the layers; torch's AdamW for embeddings, the unembedding and vectors.
+
+    Both keep their own state and groups; this class steps, clears, saves and loads them together. Weight decay acts
+    on matrices only. Muon orthogonalises whole matrices, so it does not work on ZeRO's slices.
+    Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019 (AdamW).
+    """
+
+    def __init__(self, model: nn.Module, *, muon_lr: float, lr: float, betas: tuple[float, float], weight_decay: float):
+        inner = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in f".{name}"}
+        matrices = [p for p in model.parameters() if id(p) in inner and p.requires_grad]
+        rest = [p for p in model.parameters() if id(p) not in inner and p.requires_grad]
+        self.muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay)
+        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0.0)
+        super().__init__([*matrices, *rest], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Show the inner optimizers' groups and state as this optimizer's own: a schedule that sets lr reaches them."""
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.muon.step(closure)
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.muon.load_state_dict(state_dict["muon"])
+        self.adamw.load_state_dict(state_dict["adamw"])
+        self._share()

@@ -1,0 +1,176 @@
+"""Stage 1: the GPT from random weights, by next-token prediction on packed blocks.
+
+L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1). The loop is transformers' Trainer.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhf.config import Config
+from rlhf.data.corpus import PackedCorpus, iterate_documents, pack_corpus
+from rlhf.errors import UserError
+from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.ops.logprobs import token_logprobs
+from rlhf.runs import Stage, open_stage, stage_folder
+from rlhf.stages.common import (
+    StageCallback, cosine_schedule, decay_groups, hash_sources, need_source, newest_checkpoint, open_tracker, set_up,
+)  # fmt: skip
+from rlhf.stages.optimizer import MuonAdamW
+from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
+from rlhf.tracking.progress import progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def run(config: Config) -> None:
+    """Write runs/<run>/pretrain: the packed corpus, the model, its held-out loss."""
+    with open_stage(config, "pretrain", hash_sources(config, "corpus")) as stage:
+        device = set_up(config)
+        tokenizer = load_tokenizer(stage_folder(config, "tokenizer") / "model")
+
+        # 1. Pack the documents into full blocks
+        corpus = load_or_pack(stage, tokenizer)
+        blocks = corpus.blocks("train", config.model.context_length)
+        steps = max(1, config.pretrain.tokens // config.pretrain.global_batch_tokens)
+        passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
+        stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
+
+        # 2. A GPT with random weights
+        model = make_model(config, tokenizer)
+        stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+
+        # 3. Train
+        resume = newest_checkpoint(stage)
+        resume_step = int(resume.name.split("-")[-1]) if resume else 0
+        with open_tracker(stage, resume_step) as tracker, progress(steps, "pretrain", initial=resume_step) as bar:
+            callback = StageCallback(stage, tracker, bar, "pretrain/loss", config.pretrain.global_batch_tokens)
+            trainer = make_trainer(config, stage, model, blocks, steps, device, callback)
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            callback.check()
+
+            # 4. Held-out loss
+            summary = held_out_loss(config, model, corpus, tokenizer)
+            tracker.log({f"eval/heldout/{name}": value for name, value in summary.items()}, step=steps)
+        stage.say(f"held-out loss {summary['loss']:.3f} nats a token, {summary['bpb']:.3f} bits per byte")
+        model.save_pretrained(str(stage.model))
+        tokenizer.save_pretrained(str(stage.model))
+        stage.finish(summary)
+
+
+def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast") -> PackedCorpus:
+    """The packed corpus of this stage, packed now unless an earlier try left it whole."""
+    config, folder = stage.config, stage.folder / "corpus"
+    try:
+        corpus = PackedCorpus.load(folder)
+        if corpus.tokenizer_hash == tokenizer_hash(tokenizer):
+            return corpus
+    except UserError:
+        pass
+    documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
+    with progress(None, "pretrain: packing", unit="token") as bar:
+        return pack_corpus(
+            documents, tokenizer, folder, held_out_fraction=config.data.held_out, seed=config.seed,
+            progress=lambda _, tokens: bar.update(tokens - bar.done),
+        )  # fmt: skip
+
+
+def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCausalLM:
+    """The GPT of the configuration with random weights, sized for the tokenizer."""
+    from dataclasses import asdict
+
+    settings = asdict(config.model)
+    try:
+        shape = GPTConfig(
+            vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id, **settings,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
+    return GPTForCausalLM(shape)
+
+
+def document_positions(tokens: Tensor, separator: int) -> Tensor:
+    """Position of each token (B, T) within its document, which ends with a separator.
+
+    Restarting positions are what tells the model that the documents of a block must not see each other.
+    """
+    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    starts = torch.nn.functional.pad(tokens[:, :-1] == separator, (1, 0))
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def make_collator(separator: int, isolate: bool):
+    """Stack blocks; with `isolate`, add the positions that keep documents apart."""
+
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        if isolate:
+            batch["position_ids"] = document_positions(batch["input_ids"], separator)
+        return batch
+
+    return collate
+
+
+def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+    settings = config.pretrain
+    betas = (settings.beta1, settings.beta2)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(decay_groups(model, settings.weight_decay), lr=settings.lr, betas=betas)
+    return MuonAdamW(model, muon_lr=settings.muon_lr, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
+
+
+def make_trainer(
+    config: Config, stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, device: torch.device,
+    callback: StageCallback,
+) -> Any:  # fmt: skip
+    """transformers' Trainer over the blocks, with our optimizer and schedule."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    settings = config.pretrain
+    sequences = settings.global_batch_tokens // config.model.context_length
+    micro = min(settings.micro_batch_sequences, sequences)
+    optimizer = make_optimizer(config, model)
+    warmup = settings.warmup_tokens // settings.global_batch_tokens
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: cosine_schedule(step, steps, warmup, settings.final_lr_fraction)
+    )
+    arguments = TrainingArguments(
+        output_dir=str(stage.checkpoints), per_device_train_batch_size=micro,
+        gradient_accumulation_steps=sequences // micro, max_steps=steps, max_grad_norm=settings.max_grad_norm,
+        logging_steps=config.tracking.log_every, save_strategy="no", save_total_limit=config.checkpoints.keep,
+        train_sampling_strategy="random" if settings.shuffle else "sequential", seed=config.seed, data_seed=config.seed,
+        disable_tqdm=True, report_to="none", remove_unused_columns=False, use_cpu=device.type == "cpu",
+        bf16=device.type == "cuda", gradient_checkpointing=False, dataloader_pin_memory=device.type == "cuda",
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=blocks, optimizers=(optimizer, schedule), callbacks=[callback],
+        data_collator=make_collator(blocks.separator, settings.isolate_documents),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+@torch.no_grad()
+def held_out_loss(
+    config: Config, model: GPTForCausalLM, corpus: PackedCorpus, tokenizer: "PreTrainedTokenizerFast"
+) -> dict[str, float]:
+    """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators count in neither."""
+    blocks = corpus.blocks("heldout", config.model.context_length)
+    collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
+    bytes_of = torch.tensor(token_byte_lengths(tokenizer))
+    device = next(model.parameters()).device
+    model.eval()
+    nats = bytes_seen = tokens_seen = 0.0
+    count = min(len(blocks), config.pretrain.eval_sequences)
+    for start in range(0, count, 16):
+        batch = collate([blocks[i] for i in range(start, min(count, start + 16))])
+        labels = batch.pop("labels")[:, 1:].to(device)
+        logits = model(**{k: v.to(device) for k, v in batch.items()}, use_cache=False).logits[:, :-1]
+        text = labels != blocks.separator
+        nats -= (token_logprobs(logits, labels) * text).sum().item()
+        tokens_seen += text.sum().item()
+        bytes_seen += bytes_of[labels.cpu()].sum().item()
+    return {"loss": nats / tokens_seen, "bpb": nats / (bytes_seen * 0.6931471805599453)}

@@ -1,0 +1,31 @@
+"""Stage 0: the byte-level BPE, trained on the pretraining text."""
+
+from rlhf.config import Config
+from rlhf.data.corpus import iterate_documents
+from rlhf.runs import open_stage
+from rlhf.stages.common import hash_sources, need_source
+from rlhf.tokenizer import train_tokenizer
+
+
+def run(config: Config) -> None:
+    """Write runs/<run>/tokenizer/model."""
+    with open_stage(config, "tokenizer", hash_sources(config, "corpus")) as stage:
+        documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
+        tokenizer = train_tokenizer(
+            limited(documents, config.tokenizer.max_characters),
+            config.tokenizer.vocab_size,
+            context_length=config.model.context_length,
+        )
+        tokenizer.save_pretrained(str(stage.model))
+        stage.say(f"{len(tokenizer)} entries")
+        stage.finish({"vocab_size": len(tokenizer)})
+
+
+def limited(documents, characters: int):
+    """Documents until `characters` of text have been given."""
+    given = 0
+    for document in documents:
+        yield document
+        given += len(document)
+        if given >= characters:
+            return

@@ -1,0 +1,234 @@
+"""The tokenizer: byte-level BPE trained on the pretraining text, and the chat format built part by part.
+
+A chat is encoded as role token, ordinary text, `<|end|>`, role token, ...: the text between two special
+tokens is encoded alone and can therefore never become one, whatever it spells. `apply_chat_template` gives
+the same ids for ordinary text but not for text that spells a special token, so training and sampling use the
+functions here.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD = "<|pad|>"
+SEPARATOR = "<|endoftext|>"  # between documents; also bos
+END = "<|end|>"  # of a turn; also eos
+ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL_TOKENS = [PAD, SEPARATOR, *ROLES.values(), END]  # ids 0..5 of a tokenizer trained here
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>' }}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% elif message['role'] in ['system', 'user'] %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% else %}{{ raise_exception('role ' + message['role'] + ': want system, user, assistant') }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, *, context_length: int
+) -> "PreTrainedTokenizerFast":
+    """Learn a byte-level BPE (GPT-2's pre-tokenisation) of `vocab_size` entries, special tokens included.
+
+    The 256 bytes are always in the vocabulary, so every text can be encoded and decoded without loss. A small
+    text may hold fewer merges than asked for: `len(tokenizer)` says how many entries there are. The same
+    documents in the same order give the same tokenizer. `context_length` (tokens) becomes `model_max_length`.
+
+    Raises: UserError where `vocab_size` is too small or there is no text.
+    Source: Radford et al. 2019, section 2.2.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    smallest = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise UserError(
+            f"tokenizer.vocab_size is {vocab_size}: want at least {smallest} (256 bytes, 6 special tokens)"
+        )
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    seen = 0
+
+    def counted() -> Iterable[str]:
+        nonlocal seen
+        for document in documents:
+            seen += len(document)
+            yield document
+
+    backend.train_from_iterator(counted(), trainer)
+    if not seen:
+        raise UserError("the tokenizer's training text is empty: give data.corpus a file with text")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=SEPARATOR,
+        eos_token=END,
+        extra_special_tokens=list(ROLES.values()),
+        model_max_length=context_length,
+        clean_up_tokenization_spaces=False,  # cleaning would rewrite " ." and " n't" when decoding
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def encode_texts(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:
+    """Encode each text as ordinary text, in parallel: no special token is added, and none is recognised."""
+    backend = tokenizer.backend_tokenizer
+    before = backend.encode_special_tokens
+    backend.encode_special_tokens = True  # a special token's spelling is then split like any other text
+    backend.no_truncation()  # an earlier padded or truncated call leaves its settings behind
+    backend.no_padding()
+    try:
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    finally:
+        backend.encode_special_tokens = before
+
+
+def encode_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
+    """Encode one text as ordinary text: the result never holds a special token."""
+    return encode_texts(tokenizer, [text])[0]
+
+
+def special_id(tokenizer: "PreTrainedTokenizerFast", token: str) -> int:
+    """The id of a special token of the chat format.
+
+    Raises: UserError where the tokenizer has no such token.
+    """
+    found = tokenizer.backend_tokenizer.token_to_id(token)
+    if found is None:
+        wanted = " ".join(SPECIAL_TOKENS)
+        raise UserError(f"the tokenizer has no {token}: want one that `rlhf tokenizer` made, with {wanted}")
+    return found
+
+
+def _role_and_content(message: Any) -> tuple[str, str]:
+    if isinstance(message, Mapping):
+        return message["role"], message["content"]
+    return message.role, message.content
+
+
+def encode_prompts(
+    tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[str | Sequence[Any]]
+) -> list[list[int]]:
+    """Encode prompts: for each message role id, text ids, `<|end|>` id; then the `<|assistant|>` id.
+
+    A prompt is a list of messages (with keys or attributes `role` and `content`); a string means one user
+    turn.
+
+    Raises: UserError where the tokenizer lacks the chat format's special tokens.
+    """
+    chats = [
+        [("user", prompt)] if isinstance(prompt, str) else [_role_and_content(message) for message in prompt]
+        for prompt in prompts
+    ]
+    texts = iter(encode_texts(tokenizer, [content for chat in chats for _, content in chat]))
+    roles = {role: special_id(tokenizer, token) for role, token in ROLES.items()}
+    end = special_id(tokenizer, END)
+    encoded = []
+    for chat in chats:
+        ids: list[int] = []
+        for role, _ in chat:
+            ids += [roles[role], *next(texts), end]
+        encoded.append([*ids, roles["assistant"]])
+    return encoded
+
+
+def encode_prompt(tokenizer: "PreTrainedTokenizerFast", messages: str | Sequence[Any]) -> list[int]:
+    """Encode one prompt; the last id is `<|assistant|>`. See `encode_prompts`."""
+    return encode_prompts(tokenizer, [messages])[0]
+
+
+def encode_response(tokenizer: "PreTrainedTokenizerFast", text: str, ended: bool = True) -> list[int]:
+    """Encode a response: its text ids, and the `<|end|>` id unless its author was cut off (`ended=False`)."""
+    ids = encode_text(tokenizer, text)
+    return [*ids, special_id(tokenizer, END)] if ended else ids
+
+
+def decode_response(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> str:
+    """The text of a sampled response up to its first `<|end|>`; other special tokens are left out.
+
+    Bytes that are no valid UTF-8 (a model may stop within a character) become U+FFFD.
+    """
+    end = special_id(tokenizer, END)
+    ids = [int(i) for i in ids]
+    if end in ids:
+        ids = ids[: ids.index(end)]
+    return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """How many bytes of text each token id stands for, (V,): 0 for special tokens.
+
+    Bits per byte of any stretch of tokens = nats of its text tokens / (ln 2 * sum of these lengths).
+
+    Raises: UserError where the tokenizer is not byte-level, since its tokens have no fixed number of bytes.
+    """
+    from tokenizers import decoders
+
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        raise UserError(
+            "bits per byte needs a byte-level BPE tokenizer: this tokenizer's decoder is another one"
+        )
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    # Byte-level BPE writes each byte of a token as one character of its alphabet.
+    return [0 if i in special else len(backend.id_to_token(i) or "") for i in range(len(tokenizer))]
+
+
+def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
+    """Read a tokenizer from a folder that `save_pretrained` wrote.
+
+    Raises: UserError where the folder is missing, holds no tokenizer, or its pad token is missing or its end
+    token.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Path(path)
+    if not (folder / "tokenizer.json").is_file():
+        came = "no tokenizer.json in it" if folder.is_dir() else "no such folder"
+        raise UserError(f"{folder}: {came}: want a tokenizer's folder, as `rlhf tokenizer` writes it")
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except (
+        Exception
+    ) as error:  # the library raises many kinds for a damaged file, some of them bare Exception
+        raise UserError(
+            f"{folder}/tokenizer.json: not a readable tokenizer ({error}): make it again"
+        ) from error
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise UserError(
+            f"{folder}: the pad token is {tokenizer.pad_token!r}: want one that is not the end token"
+        )
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer_or_folder: "PreTrainedTokenizerFast | str | Path") -> str:
+    """SHA-256 (hex) of what decides ids: the tokenizer.json and the chat template.
+
+    The same before saving and after loading. Padding and truncation are left out: they are a caller's passing
+    state.
+    """
+    tokenizer: Any = tokenizer_or_folder
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state.pop("padding", None)
+    state.pop("truncation", None)
+    canonical = json.dumps([state, tokenizer.chat_template], sort_keys=True)
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()

@@ -1,0 +1,277 @@
+"""Curves as small inline SVG pictures that take their colours from the page and show values on hover.
+
+matplotlib draws them; its stand-in colours become CSS variables, so that one picture serves light and dark
+pages, and each gets hover targets that need no script. What is drawn, and where, is `report.py`'s business.
+"""
+
+import html
+import io
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Pixels of a picture; the page scales it to its column.
+WIDTH, HEIGHT = 380.0, 190.0
+LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
+# A noisy curve of at least this many points is drawn faint, with its moving average over it.
+SMOOTH_FROM = 60
+MAX_POINTS, MAX_HOVERS = 400, 48
+SERIES_COLOURS = 6
+# Colours that nothing else in a picture has, each replaced by the CSS variable.
+_STAND_INS = {f"#0000{i + 1:02x}": f"var(--s{i})" for i in range(SERIES_COLOURS)} | {
+    "#000010": "var(--grid)",
+    "#000011": "var(--axis)",
+    "#000012": "var(--muted)",
+}
+_GRID, _AXIS, _MUTED = "#000010", "#000011", "#000012"
+
+Place = Callable[[float, float], tuple[float, float]]  # data to pixels
+
+
+@dataclass(slots=True)
+class Series:
+    """One curve: its points in the order of x, without gaps."""
+
+    label: str
+    xs: list[float]
+    ys: list[float]
+    colour: int = 0
+    dots: bool = False  # also a dot a point, for curves of few points
+
+
+@dataclass(slots=True)
+class Mark:
+    """A level to compare with, drawn as a dashed line across the picture."""
+
+    label: str
+    y: float
+
+
+@dataclass(slots=True)
+class Curve:
+    """A picture: series over one x axis, and levels."""
+
+    series: list[Series]
+    marks: list[Mark] = field(default_factory=list)
+    x_name: str = "step"
+    label: str = ""  # for people who do not see the picture
+
+
+def format_value(value: float) -> str:
+    """At most four figures, short for axes: 0.0312, 12.35, 1.2e-5, 18k, 2.5M."""
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    return f"{value:.4g}"
+
+
+def moving_average(ys: Sequence[float], reach: int) -> list[float]:
+    """Mean over the `reach` neighbours on either side, as many left as right, so that a slope is not shifted.
+
+    average_i = mean(y_{i-h} … y_{i+h}), h = min(reach, i, n-1-i) but at least reach/4, cut at the ends.
+    """
+    sums = [0.0, *itertools.accumulate(ys)]
+    averages = []
+    for i in range(len(ys)):
+        h = max(min(reach, i, len(ys) - 1 - i), reach // 4)
+        low, high = max(i - h, 0), min(i + h + 1, len(ys))
+        averages.append((sums[high] - sums[low]) / (high - low))
+    return averages
+
+
+def is_noisy(ys: Sequence[float]) -> bool:
+    """Whether a curve goes up and down many times its range in all, so that its course is hard to see."""
+    travelled = sum(abs(b - a) for a, b in itertools.pairwise(ys))
+    return len(ys) >= SMOOTH_FROM and travelled > 5 * (max(ys) - min(ys))
+
+
+def thin(
+    xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS
+) -> tuple[list[float], list[float]]:
+    """At most `limit` points that keep every peak: the smallest and largest y of each stretch, in order."""
+    if len(xs) <= limit:
+        return list(xs), list(ys)
+    stretches = limit // 2
+    kept: list[int] = []
+    for i in range(stretches):
+        stretch = range(i * len(xs) // stretches, (i + 1) * len(xs) // stretches)
+        low = min(stretch, key=lambda j: ys[j])
+        high = max(stretch, key=lambda j: ys[j])
+        kept += sorted({low, high})
+    return [xs[j] for j in kept], [ys[j] for j in kept]
+
+
+def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT) -> str:
+    """The picture as an <svg> element, for use inside an HTML page that defines the colour variables.
+
+    Raises: ValueError where no series has a point.
+    """
+    series = [one for one in curve.series if one.xs]
+    if not series:
+        raise ValueError("a picture needs at least one point")
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "path.simplify": True}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+        FigureCanvasSVG(figure)
+        axes = figure.add_axes((
+            LEFT / width, BOTTOM / height, 1 - (LEFT + RIGHT) / width, 1 - (TOP + BOTTOM) / height,
+        ))  # fmt: skip
+        _set_axes(axes, series, curve)
+        for one in series:
+            _plot(axes, one)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True)
+        place = axes.transData.transform
+
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
+        across, up = place((x, y))
+        return float(across), height - float(up)
+
+    body = _inline(out.getvalue())
+    parts = _dots(series, to_pixels) + _mark_labels(curve.marks, to_pixels, width)
+    parts += _hovers(series, curve.x_name, to_pixels, width, height)
+    label = html.escape(curve.label or ", ".join(one.label for one in series), quote=True)
+    box = f'viewBox="0 0 {width:g} {height:g}"'
+    return f'<svg {box} role="img" aria-label="{label}">{body}{"".join(parts)}</svg>'
+
+
+def _set_axes(axes: Any, series: list[Series], curve: Curve) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_AXIS)
+    axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED, pad=5)
+    axes.grid(axis="y", color=_GRID, linewidth=1, clip_on=False)
+    axes.set_axisbelow(True)
+    axes.patch.set_visible(False)
+    xs = [x for one in series for x in one.xs]
+    ys = [y for one in series for y in one.ys] + [mark.y for mark in curve.marks]
+    axes.set_xlim(*_widen(min(xs), max(xs), 0.0 if len(set(xs)) > 1 else 0.5))
+    axes.set_ylim(*_widen(min(ys), max(ys), 0.07))
+    whole = all(float(x).is_integer() for x in xs)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(
+            FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value))
+        )
+    for mark in curve.marks:
+        axes.axhline(mark.y, color=_MUTED, linewidth=1, dashes=(3, 3), clip_on=False)
+
+
+def _widen(low: float, high: float, share: float) -> tuple[float, float]:
+    span = high - low
+    if span <= 1e-9 * max(abs(low), abs(high)):
+        span = abs(high) or 1.0
+        share = max(share, 0.5)
+    return low - share * span, high + share * span
+
+
+def _plot(axes: Any, one: Series) -> None:
+    colour = f"#0000{one.colour % SERIES_COLOURS + 1:02x}"
+    xs, ys = thin(one.xs, one.ys)
+    style = {"color": colour, "solid_joinstyle": "round", "solid_capstyle": "round", "clip_on": False}
+    if one.dots or not is_noisy(one.ys):
+        axes.plot(xs, ys, linewidth=1.6, **style)
+    else:
+        axes.plot(xs, ys, linewidth=1, alpha=0.3, **style)
+        average = moving_average(one.ys, reach=len(one.ys) // 40)
+        axes.plot(*thin(one.xs, average), linewidth=1.6, **style)
+
+
+def _inline(svg: str) -> str:
+    """The inside of matplotlib's document without what a page does not need: ids, metadata, comments."""
+    svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.S
+    )
+    svg = re.sub(r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text)_\d+"', "", svg)
+    svg = re.sub(r"font(-\w+)?: [^;\"]*; ?", "", svg)  # the page chooses the font
+    svg = re.sub(r' transform="rotate\(-?0 [^"]*"|<g/>', "", svg)
+    svg = re.sub(r'(?<= )(?:d|x|y|style)="[^"]*"', lambda found: _round(found.group()), svg)
+    for colour, variable in _STAND_INS.items():
+        svg = svg.replace(colour, variable)
+    return re.sub(r"\s*\n\s*", " ", svg)
+
+
+def _round(attribute: str) -> str:
+    return re.sub(r"-?\d+\.\d{2,}", lambda found: f"{float(found.group()):.1f}".removesuffix(".0"), attribute)
+
+
+def _dots(series: list[Series], to_pixels: Place) -> list[str]:
+    return [
+        _circle(to_pixels(x, y), one, 2.2)
+        for one in series
+        if one.dots or len(one.xs) == 1
+        for x, y in zip(*thin(one.xs, one.ys, MAX_HOVERS), strict=True)
+    ]
+
+
+def _circle(place: tuple[float, float], one: Series, radius: float) -> str:
+    colour = f"var(--s{one.colour % SERIES_COLOURS})"
+    return f'<circle cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="{radius:g}" fill="{colour}"/>'
+
+
+def _mark_labels(marks: list[Mark], to_pixels: Place, width: float) -> list[str]:
+    x = f"{width - RIGHT:g}"
+    return [
+        f'<text class="mark" x="{x}" y="{to_pixels(0, mark.y)[1] - 4:.1f}">{html.escape(mark.label)}</text>'
+        for mark in marks
+    ]
+
+
+def _hovers(series: list[Series], x_name: str, to_pixels: Place, width: float, height: float) -> list[str]:
+    """Upright strips that tile the picture; the one under the pointer shows its x and the values there."""
+    at: dict[float, list[tuple[Series, float]]] = {}
+    for one in series:
+        for x, y in zip(one.xs, one.ys, strict=True):
+            at.setdefault(x, []).append((one, y))
+    xs = _choose(sorted(at), {x: len(values) for x, values in at.items()})
+    places = [to_pixels(x, 0.0)[0] for x in xs]
+    edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(places)), width]
+    strips = []
+    for i, x in enumerate(xs):
+        strip = f'x="{edges[i]:.1f}" width="{edges[i + 1] - edges[i]:.1f}"'
+        dots = "".join(_circle(to_pixels(x, y), one, 3.2) for one, y in at[x])
+        values = [
+            f"{one.label} {format_value(y)}" if len(series) > 1 else format_value(y) for one, y in at[x]
+        ]
+        told = html.escape("  ".join([f"{x_name} {x:,.6g}", *values]))
+        strips.append(
+            f'<g class="at"><rect {strip} height="{height:g}"/>'
+            f'<path d="M{places[i]:.1f} {TOP:g}V{height - BOTTOM:g}"/>{dots}'
+            f'<text x="{width - RIGHT:g}" y="12">{told}</text></g>'
+        )
+    return strips
+
+
+def _choose(xs: list[float], counts: dict[float, int], limit: int = MAX_HOVERS) -> list[float]:
+    """At most `limit` of the sorted xs, evenly spread; of each stretch the last x that most curves have."""
+    if len(xs) <= limit:
+        return xs
+    low, span = xs[0], xs[-1] - xs[0]
+    best: dict[int, float] = {}
+    for x in xs:
+        stretch = min(int(limit * (x - low) / span), limit - 1)
+        if stretch not in best or counts[x] >= counts[best[stretch]]:
+            best[stretch] = x
+    return [best[stretch] for stretch in sorted(best)]
+
+
+def is_number(value: object) -> bool:
+    """Whether a value read from JSON is a number that a picture or a table can show."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30

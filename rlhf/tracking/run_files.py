@@ -1,0 +1,131 @@
+"""A run's files as the report wants them: read with patience, since a run may be half done, torn or foreign.
+
+Also the few ways in which the report writes numbers and untrusted text. It computes nothing.
+"""
+
+import json
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.tracking.charts import Points
+from rlhf.tracking.figures import is_number
+from rlhf.tracking.metrics import find
+from rlhf.tracking.progress import format_seconds
+from rlhf.tracking.writers import read_jsonl
+
+TEXT_LIMIT = 1500
+
+
+@dataclass(slots=True)
+class StageFiles:
+    """What lies in one stage's folder; every part may be missing."""
+
+    name: str
+    status: str  # complete | unfinished | not started
+    record: dict[str, Any] = field(default_factory=dict)
+    points: Points = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    config: str = ""
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where the file is missing, torn or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_points(rows: Iterable[dict[str, Any]]) -> Points:
+    """Known metrics by name, each against progress/step; what is null or no number is a gap."""
+    points: Points = {}
+    for row in rows:
+        step = row.get("progress/step")
+        if step is None or not is_number(step):
+            continue
+        for name, value in row.items():
+            if is_number(value) and not name.startswith("progress/") and find(name) is not None:
+                xs, ys = points.setdefault(name, ([], []))
+                xs.append(step)
+                ys.append(value)
+    return points
+
+
+def read_stage(folder: Path) -> StageFiles:
+    """Reads a stage's folder; a missing one is a stage that was not started."""
+    if not folder.is_dir():
+        return StageFiles(folder.name, "not started")
+    record = read_json(folder / "stage.json")
+    config = folder / "config.yaml"
+    return StageFiles(
+        folder.name,
+        "complete" if record.get("status") == "complete" else "unfinished",
+        record,
+        read_points(read_jsonl(folder / "metrics.jsonl")),
+        list(read_jsonl(folder / "samples.jsonl")),
+        config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+    )
+
+
+def get(tree: Any, *path: str) -> Any:
+    """The value at a path of keys, or None where the tree has no such place."""
+    for key in path:
+        if not isinstance(tree, dict):
+            return None
+        tree = tree.get(key)
+    return tree
+
+
+def number(tree: Any, *path: str) -> float | None:
+    """As `get`, where the value is a number that can be shown."""
+    value = get(tree, *path)
+    return value if is_number(value) else None
+
+
+# --- words and numbers --------------------------------------------------------------------------------------
+
+
+def visible(text: object, limit: int = TEXT_LIMIT) -> str:
+    """Untrusted text with every character that hides, reorders or breaks text written out, cut to `limit`."""
+    whole = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
+    shown = "".join(f"⟨U+{ord(c):04X}⟩" if _misleads(c) else c for c in whole[:limit])
+    return shown + (f" … ({len(whole) - limit:,} more characters)" if len(whole) > limit else "")
+
+
+def _misleads(c: str) -> bool:
+    if unicodedata.category(c) in ("Cc", "Cs"):
+        return c not in "\n\t"
+    return 0x202A <= ord(c) <= 0x202E or 0x2066 <= ord(c) <= 0x2069  # overrides of the text's direction
+
+
+def prompt_text(prompt: object) -> str:
+    """A prompt as text, whether it came as a string or as a list of turns."""
+    if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
+        return visible("\n".join(f"{turn.get('role', '?')}: {turn.get('content', '')}" for turn in prompt))
+    return visible(prompt)
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def decimal(value: float | None, digits: int = 3, sign: bool = False) -> str:
+    """`digits` decimals with a true minus sign, a plus sign on request, and never -0."""
+    if value is None:
+        return "–"
+    return f"{round(value, digits) + 0.0:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+
+
+def memory(mb: float | None) -> str:
+    return "–" if mb is None else f"{mb / 1000:.2f} GB" if mb >= 1000 else f"{mb:.0f} MB"
+
+
+def duration(seconds: float | None) -> str:
+    return "–" if seconds is None else format_seconds(seconds)

@@ -1,0 +1,29 @@
+"""The environment of every test: no network, two threads, and where the shared real data lies, if anywhere."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Read when torch, transformers and wandb are imported, which the test modules do after this file.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["WANDB_SILENT"] = "true"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+# No deadline: the first example of a property pays for imports, and the machine may be busy.
+settings.register_profile("rlhf", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("rlhf")
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of public data sets in `../shared/data`. The test is skipped, with this path, where it is absent."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"needs the public data sets in {folder}, which is not there")
+    return folder

@@ -1,0 +1,40 @@
+"""A small tokenizer, a way to write data files, and the folder of real data where there is one."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.tokenizer import train_tokenizer
+
+TEXT = [
+    "The cat sat on the mat, and the dog sat by the door.",
+    "What is the capital of France? The capital of France is Paris.",
+    "Name a colour. Blue is a colour, and so is green.",
+] * 20
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return train_tokenizer(TEXT, 330, context_length=32)
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
+    def write(rows: Iterable[Any], name: str = "data.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip("the real data files (../shared/data beside the project) are not here")
+    return SHARED

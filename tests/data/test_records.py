@@ -1,0 +1,191 @@
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rlhf.data.records import (
+    CycleError,
+    Demonstration,
+    Message,
+    PromptRecord,
+    Ranking,
+    find_cycle,
+    first_problem,
+    join_judgements,
+)
+
+RANKING = {
+    "kind": "ranking",
+    "id": "r-9",
+    "prompt": [{"role": "user", "content": "Hi"}],
+    "responses": [{"id": "a", "text": "A", "policy": "sft-2"}, {"id": "b", "text": "B"}, {"id": "c", "text": ""}],
+    "ranking": [["b"], ["a", "c"]],
+    "ratings": {"b": 6, "a": 3.5},
+    "pairs": None,
+    "flags": {"c": ["harmful"]},
+    "labeler": "labeler-2",
+    "seconds": 74.5,
+    "created": "2026-05-01T10:00:00Z",
+    "metadata": {},
+}
+
+
+def problem(model, values) -> str:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(values)
+    return first_problem(caught.value)[1]
+
+
+def test_a_record_survives_being_written_and_read():
+    record = Ranking.model_validate(RANKING)
+    assert Ranking.model_validate_json(record.model_dump_json()) == record
+    assert record.model_dump(exclude={"responses"}).items() >= {
+        key: value for key, value in RANKING.items() if key != "responses"
+    }.items()
+    assert list(record.model_dump()) == list(RANKING)
+
+
+def test_a_bare_string_is_one_user_turn():
+    record = Demonstration(id="d", prompt="Hi", response="Hello")
+    assert record.prompt == [Message(role="user", content="Hi")]
+
+
+def test_unknown_keys_are_kept_under_metadata():
+    values = {"kind": "prompt", "id": "p", "prompt": "Hi", "topic": "x", "metadata": {"n": 1}}
+    assert PromptRecord.model_validate(values).metadata == {"n": 1, "topic": "x"}
+    responses = [{"id": "a", "text": "A", "score": 2}]
+    assert Ranking.model_validate(RANKING | {"responses": responses, "ranking": None, "ratings": {}, "flags": {}}
+    ).responses[0].metadata == {"score": 2}  # fmt: skip
+    named = {"role": "user", "content": "Hi", "name": "Ann"}
+    kept = PromptRecord.model_validate({"id": "p", "prompt": [named]})
+    assert kept.model_dump()["prompt"] == [named]
+
+
+def test_an_unknown_key_never_overwrites_metadata():
+    values = {"id": "p", "prompt": "Hi", "topic": "x", "metadata": {"topic": "y"}}
+    assert problem(PromptRecord, values) == '"topic" stands both in the record and under metadata: keep one of them'
+
+
+NAMES = "responses are a, b, c: "
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranking": [["b"], ["d"]]}, 'ranking names "d", ' + NAMES + "list each response at most once"),
+        ({"ranking": [["b"], ["b"]]}, 'ranking names "b" twice, ' + NAMES + "list each response at most once"),
+        ({"ranking": [["b"], []]}, "ranking names an empty list, " + NAMES + "list each response at most once"),
+        ({"ranking": ["b", "a"]}, "ranking.0: got 'b', want a valid list"),
+        ({"ratings": {"d": 3}}, 'ratings names "d", ' + NAMES + "use these names"),
+        ({"ratings": {"a": 8}}, 'ratings gives "a" 8, want a number from 1 to 7'),
+        ({"ratings": {"a": True}}, 'ratings gives "a" True, want a number from 1 to 7'),
+        ({"ratings": {"a": float("nan")}}, 'ratings gives "a" nan, want a number from 1 to 7'),
+        ({"flags": {"d": []}}, 'flags names "d", ' + NAMES + "use these names"),
+        ({"pairs": [["a", "b"]]}, "got both ranking and pairs, want one of them: set the other to null"),
+        ({"ranking": None, "pairs": [["a", "d"]]}, 'pairs names "d", ' + NAMES + "use these names"),
+        ({"ranking": None, "pairs": [["a"]]}, "pairs: got ['a'], want [better, worse], two different responses"),
+        ({"ranking": None, "pairs": [["a", "b"], ["b", "c"], ["c", "a"]]},
+         "pairs go in a circle, a over b over c over a: drop one of these judgements"),
+        ({"responses": []}, "responses: got none, want at least one"),
+        ({"responses": [{"id": "a", "text": "A"}] * 2},
+         'responses: id "a" stands twice: give each response an id of its own'),
+        ({"responses": [{"id": "a", "text": 3}]}, "responses.0.text: got 3, want a valid string"),
+        ({"responses": [{"id": "a"}]}, "responses.0.text: missing"),
+        ({"prompt": [{"role": "assistant", "content": "x"}]},
+         'prompt: its last turn is "assistant": want turns that end with role "user"'),
+        ({"prompt": []}, 'prompt: it has no turns: want turns that end with role "user"'),
+        ({"prompt": " \n"}, "prompt: got no text, want at least one turn that says something"),
+        ({"prompt": [{"role": "tool", "content": "x"}]},
+         "prompt.0.role: got 'tool', want 'system', 'user' or 'assistant'"),
+        ({"prompt": "\ud800"}, "prompt.0.content: got a lone surrogate (half of a character), "
+                               "want text that UTF-8 can hold"),
+        ({"seconds": -1}, "seconds: got -1, want greater than or equal to 0"),
+        ({"seconds": "3"}, "seconds: got '3', want a valid number"),
+        ({"created": "yesterday"}, 'created: got "yesterday", want a time as 2026-05-01T10:00:00Z'),
+        ({"metadata": 3, "x": 1}, "metadata: got 3, want a valid dictionary"),
+    ],
+)  # fmt: skip
+def test_a_bad_ranking_says_what_came_and_what_was_wanted(change, message):
+    assert problem(Ranking, RANKING | change) == message
+
+
+def test_a_demonstration_must_say_something():
+    values = {"id": "d", "prompt": "Hi", "response": " "}
+    assert problem(Demonstration, values).startswith("response: got no text")
+    assert problem(Demonstration, {"id": "d", "prompt": "Hi"}) == "response: missing"
+    assert problem(Demonstration, {"id": 3, "prompt": "Hi", "response": "x"}) == "id: got 3, want a valid string"
+
+
+def test_one_response_gives_no_pair():
+    record = Ranking.model_validate(RANKING | {"responses": [{"id": "a", "text": "A"}], "ranking": None,
+                                               "ratings": {"a": 2}, "flags": {}})  # fmt: skip
+    assert record.pair_list() == [] and record.ranks() == [-1]
+
+
+def test_ranks_and_pairs_by_hand():
+    record = Ranking.model_validate(RANKING)
+    assert record.ranks() == [1, 0, 1]
+    assert record.pair_list() == [(1, 0), (1, 2)]
+    left_out = Ranking.model_validate(RANKING | {"ranking": [["c"], ["a"]]})
+    assert left_out.ranks() == [1, -1, 0]
+    assert left_out.pair_list() == [(2, 0)]
+    task = Ranking.model_validate(RANKING | {"ranking": None})
+    assert task.ranks() == [-1, -1, -1] and task.pair_list() == []
+    pairs = Ranking.model_validate(RANKING | {"ranking": None, "pairs": [["c", "a"], ["b", "a"], ["c", "a"]]})
+    assert pairs.pair_list() == [(1, 0), (2, 0)]
+    with pytest.raises(ValueError, match="use pair_list"):
+        pairs.ranks()
+
+
+PAIRS = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+
+
+def verdicts_of(ranks) -> tuple[int, ...]:
+    return tuple(0 if ranks[i] == ranks[j] else 1 if ranks[i] < ranks[j] else 2 for i, j in PAIRS)
+
+
+def test_all_judgements_of_four_responses_against_enumeration():
+    weak_orders = {}
+    for ranks in product(range(4), repeat=4):
+        weak_orders[verdicts_of(ranks)] = [[i for i in range(4) if ranks[i] == r] for r in sorted(set(ranks))]
+    assert len(weak_orders) == 75  # the number of weak orders of four things (Fubini)
+    seen = {"ranking": 0, "pairs": 0, "cycle": 0}
+    for verdicts in product(range(3), repeat=6):
+        judgements = [(i, j, v) for (i, j), v in zip(PAIRS, verdicts, strict=True)]
+        strict = sorted((i, j) if v == 1 else (j, i) for i, j, v in judgements if v)
+        try:
+            joined = join_judgements(4, judgements)
+        except CycleError as error:
+            steps = list(zip(error.cycle, error.cycle[1:], strict=False))
+            assert error.cycle[0] == error.cycle[-1] and steps and set(steps) <= set(strict)
+            seen["cycle"] += 1
+            continue
+        assert joined.ranking == weak_orders.get(verdicts)
+        assert joined.ties == [(i, j) for i, j, v in judgements if v == 0]
+        if joined.ranking is None:
+            assert joined.pairs == strict
+        seen["pairs" if joined.ranking is None else "ranking"] += 1
+    # 543 acyclic orientations: labelled directed acyclic graphs on four nodes
+    assert seen == {"ranking": 75, "pairs": 543 - 75, "cycle": 729 - 543}
+
+
+def test_judgements_that_follow_or_are_missing():
+    assert join_judgements(3, [(0, 1, 1), (1, 2, 1)]).ranking == [[0], [1], [2]]  # 0 over 2 follows
+    assert join_judgements(4, [(2, 1, 0), (0, 1, 2)]).ranking == [[1, 2], [0]]  # 3 was never judged
+    assert join_judgements(4, [(0, 1, 1), (2, 3, 1)]).pairs == [(0, 1), (2, 3)]  # nothing between the two pairs
+    assert join_judgements(2, [(0, 1, 1), (0, 1, 0)]).pairs == [(0, 1)]
+    with pytest.raises(CycleError, match="0 over 1 over 0"):
+        join_judgements(2, [(0, 1, 1), (0, 1, 2)])
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=15))
+def test_a_circle_is_found_exactly_where_there_is_one(edges):
+    reach = {(a, b) for a, b in edges}
+    for _ in range(7):
+        reach |= {(a, d) for a, b in reach for c, d in reach if b == c}
+    cycle = find_cycle(edges)
+    assert (cycle is not None) == any(a == b for a, b in reach)
+    if cycle:
+        assert cycle[0] == cycle[-1] and set(zip(cycle, cycle[1:], strict=False)) <= set(edges)

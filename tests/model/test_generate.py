@@ -1,0 +1,253 @@
+"""The sampler against forwards without a cache, against the softmax it draws from, and against its own
+batching.
+"""
+
+import math
+
+import pytest
+import torch
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+from rlhf.errors import UserError
+from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model.generate import Choice, choose_tokens, make_uniforms, sample, stream
+
+VOCAB, NEW, PAD = 40, 12, 0
+KINDS = {
+    "gpt2": {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True},
+    "llama": {"n_kv_head": 2},
+    "qk_norm": {"qk_norm": True, "n_kv_head": 1, "tie_word_embeddings": False},
+}
+PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 4, 3, 4, 3, 4, 3, 4], [21, 22, 23], [9, 8, 7, 6, 5], [30, 2]]
+
+
+def make(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if kind == "transformers":
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCAB,
+                n_positions=32,
+                n_layer=2,
+                n_head=2,
+                n_embd=16,
+                bos_token_id=1,
+                eos_token_id=1,
+            )
+        )
+    else:
+        sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 4, "width": 32}
+        model = GPTForCausalLM(GPTConfig.named("tiny", **sizes, **KINDS[kind]))
+    for parameter in model.parameters():  # far from uniform, so that choices differ
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+ALL = [*KINDS, "transformers"]
+SETTINGS = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
+
+
+@torch.no_grad()
+def logprobs_by_forward(
+    model, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """(len(response), V) log-probs before each response token, one row, no cache, no padding."""
+    logits = model(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+@torch.no_grad()
+def greedy_by_forward(model, prompt: list[int], eos: int | None) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(NEW):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        if tokens[-1] == eos:
+            break
+    return tokens[len(prompt) :]
+
+
+# ------------------------------------------------------------------------------------ against a plain forward
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_greedy_equals_token_by_token(kind):
+    model = make(kind)
+    plain = [greedy_by_forward(model, prompt, None) for prompt in PROMPTS]
+    eos = plain[2][4]  # a token that ends one response in the middle
+    expected = [greedy_by_forward(model, prompt, eos) for prompt in PROMPTS]
+    assert len({len(response) for response in expected}) > 1
+    out = sample(model, PROMPTS, **{**SETTINGS, "eos_token_id": eos}, greedy=True)
+    assert out.responses == expected
+    assert out.ended.tolist() == [response[-1] == eos for response in expected]
+    assert out.mask.sum(1).tolist() == [len(response) for response in expected]
+    assert out.logprobs.shape == out.mask.shape == (len(PROMPTS), max(map(len, expected)))
+    assert out.logprobs.dtype == torch.float32 and (out.logprobs[~out.mask] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_logprobs_equal_a_forward(kind, temperature):
+    model = make(kind)
+    out = sample(model, PROMPTS, **{**SETTINGS, "eos_token_id": [7, 13]}, temperature=temperature, seed=3)
+    assert out.ended.any() and not out.mask.all()
+    for prompt, response, logp, mask in zip(PROMPTS, out.responses, out.logprobs, out.mask, strict=True):
+        expected = logprobs_by_forward(model, prompt, response, temperature)
+        expected = expected.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        assert torch.allclose(logp[mask], expected, rtol=0, atol=1e-4)
+        assert not any(token in (7, 13) for token in response[:-1])
+
+
+@pytest.mark.parametrize("kind", ["llama", "transformers"])
+def test_stream_is_the_sampler(kind):
+    model = make(kind).train()
+    out = sample(model, PROMPTS[:1], **{**SETTINGS, "eos_token_id": 7}, keys=["chat"], seed=5)
+    tokens = stream(model, PROMPTS[0], max_new_tokens=NEW, eos_token_id=7, key="chat", seed=5)
+    first = next(tokens)
+    assert not torch.is_inference_mode_enabled()  # while the caller holds a token, its own modes are in force
+    assert [first, *tokens] == out.responses[0]
+    assert model.training
+
+
+# ------------------------------------------------------------------------------------------ independence
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_samples_depend_on_neither_batch_nor_order(kind):
+    model, keys = make(kind), [(4, i) for i in range(len(PROMPTS))]
+    settings = {**SETTINGS, "eos_token_id": 7, "seed": 2}
+    whole = sample(model, PROMPTS, keys=keys, **settings)
+    split = sample(model, PROMPTS, keys=keys, batch_size=2, **settings)
+    assert split.responses == whole.responses
+    assert torch.allclose(split.logprobs, whole.logprobs, atol=1e-5)
+    order = [3, 0, 5, 1, 4, 2]
+    moved = sample(model, [PROMPTS[i] for i in order], keys=[keys[i] for i in order], **settings)
+    assert moved.responses == [whole.responses[i] for i in order]
+    assert torch.allclose(moved.logprobs, whole.logprobs[order], atol=1e-5)
+    alone = sample(model, PROMPTS[2:3], keys=keys[2:3], **settings)
+    assert alone.responses[0] == whole.responses[2]
+
+
+def test_seed_and_key_choose_the_sample():
+    model, prompts = make("llama"), [PROMPTS[0]] * 3
+    out = sample(model, prompts, **SETTINGS, keys=[1, 1, 2])
+    assert out.responses[0] == out.responses[1] != out.responses[2]
+    assert sample(model, prompts, **SETTINGS, keys=torch.tensor([1, 1, 2])).responses == out.responses
+    assert sample(model, prompts, **SETTINGS, keys=[1, 1, 2], seed=1).responses != out.responses
+    torch.manual_seed(123)  # the global generator plays no part, and is not touched
+    state = torch.get_rng_state()
+    assert sample(model, prompts, **SETTINGS, keys=[1, 1, 2]).responses == out.responses
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_uniforms_are_uniform_and_uncorrelated():
+    u = make_uniforms(0, range(2000), 20).double()
+    assert u.min() >= 0 and u.max() < 1
+    # 40000 draws: the mean knows 1/2 to sqrt(1/12/40000) = 0.0014, a variance of 1/12 to 0.0004
+    assert abs(u.mean() - 0.5) < 4 * 0.0014 and abs(u.var() - 1 / 12) < 4 * 0.0004
+    flat = u - 0.5
+    for a, b in ((flat[:, 1:], flat[:, :-1]), (flat[1:], flat[:-1])):  # neighbours in step and in key
+        assert abs((a * b).mean() * 12) < 4 / math.sqrt(a.numel())
+
+
+# ------------------------------------------------------------------------------------------ distribution
+
+
+def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    expected = probs * counts.sum()
+    return float(((counts - expected) ** 2 / expected)[expected > 0].sum())
+
+
+@pytest.mark.parametrize("kind", ["llama", "transformers"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_samples_follow_the_softmax(kind, temperature):
+    model, draws = make(kind), 4000
+    out = sample(
+        model,
+        [PROMPTS[3]] * draws,
+        max_new_tokens=1,
+        eos_token_id=None,
+        pad_token_id=PAD,
+        temperature=temperature,
+    )
+    counts = torch.bincount(torch.tensor(out.responses)[:, 0], minlength=VOCAB).double()
+    probs = logprobs_by_forward(model, PROMPTS[3], [0], temperature)[0].exp().double()
+    # 39 degrees of freedom: mean 39, deviation sqrt(78) = 8.8; rare tokens (expected < 1) are pooled
+    rare = probs * draws < 1
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    probs = torch.cat([probs[~rare], probs[rare].sum()[None]])
+    assert chi_square(counts, probs) < 39 + 4 * 8.8
+    assert chi_square(counts, torch.full_like(probs, 1 / len(probs))) > 39 + 4 * 8.8  # the test can fail
+
+
+def test_cuts_keep_the_likeliest():
+    probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+    logits, u = probs.log().expand(1000, -1), torch.arange(1000) / 1000
+    for choice, kept in (
+        (Choice(top_k=2), [0, 1]),
+        (Choice(top_p=0.69), [0, 1]),  # 0.4 + 0.3 covers 0.69
+        (Choice(top_p=0.71), [0, 1, 2]),
+        (Choice(top_k=4, top_p=0.4), [0]),
+        (Choice(), [0, 1, 2, 3, 4]),
+    ):
+        tokens, logp = choose_tokens(logits, u, choice)
+        assert tokens.unique().tolist() == kept
+        shares = torch.bincount(tokens, minlength=5) / 1000
+        renormalised = torch.zeros(5)
+        renormalised[kept] = probs[kept] / probs[kept].sum()
+        assert torch.allclose(shares, renormalised, atol=2e-3)
+        assert torch.allclose(logp, probs.log()[tokens])  # of the full softmax
+
+
+def test_rounding_never_chooses_an_impossible_token():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf], [-torch.inf, 0.0, -torch.inf]])
+    for u in (0.0, 1 - 2**-24):
+        tokens, _ = choose_tokens(logits, torch.full((2,), u), Choice())
+        assert tokens.tolist() == [0 if u == 0.0 else 1, 1]
+
+
+# ------------------------------------------------------------------------------------------ manners
+
+
+@pytest.mark.parametrize("kind", ["llama", "transformers"])
+def test_the_model_is_left_as_it_was(kind):
+    model = make(kind).train()
+    frozen = next(
+        module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm)
+    )
+    frozen.eval()
+    model.generation_config = GenerationConfig(repetition_penalty=9.0, top_k=3)
+    out = sample(model, PROMPTS, **SETTINGS, seed=4)
+    assert model.training and not frozen.training and model.generation_config.repetition_penalty == 9.0
+    model.generation_config = GenerationConfig()
+    assert (
+        sample(model, PROMPTS, **SETTINGS, seed=4).responses == out.responses
+    )  # its own penalties do not apply
+    tokens = torch.tensor([PROMPTS[0]])
+    model(tokens, labels=tokens).loss.backward()  # nothing of inference mode is left behind
+
+
+def test_mistakes_are_named():
+    model = make("llama")
+    with pytest.raises(UserError, match=r"prompt 1 has 30 tokens.*12.*context is 32"):
+        sample(model, [[1], [2] * 30], **SETTINGS)
+    with pytest.raises(UserError, match="prompt 0 has 30 tokens"):
+        stream(model, [2] * 30, max_new_tokens=NEW, eos_token_id=None)
+    with pytest.raises(UserError, match="prompt 1 has no tokens"):
+        sample(model, [[1], []], **SETTINGS)
+    with pytest.raises(UserError, match="2 keys for 1 prompts"):
+        sample(model, [[1]], **SETTINGS, keys=[1, 2])
+    with pytest.raises(UserError, match=r"temperature=0.*top_p=1.5"):
+        sample(model, [[1]], **SETTINGS, temperature=0.0, top_p=1.5)
+    with pytest.raises(UserError, match="max_new_tokens=0"):
+        sample(model, [[1]], **{**SETTINGS, "max_new_tokens": 0})
+
+
+def test_no_prompts_give_no_samples():
+    out = sample(make("llama"), [], **SETTINGS)
+    assert out.responses == [] and out.mask.shape == (0, 0) and out.ended.shape == (0,)
+
+
+def test_prompt_that_fills_the_context_to_the_last_token():
+    model, prompt = make("gpt2"), [1 + i for i in range(20)]
+    out = sample(model, [prompt, prompt[:3]], **SETTINGS, greedy=True)  # 20 + 12 = 32 = the context
+    assert out.responses[0] == greedy_by_forward(model, prompt, None)

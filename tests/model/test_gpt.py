@@ -1,0 +1,347 @@
+"""The GPT against transformers' GPT-2 and Llama, and against itself padded, packed, cached and reloaded."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from rlhf.model import NAMED_SIZES, GPTConfig, GPTForCausalLM, GPTModel
+from rlhf.model.convert import from_gpt2, from_llama
+
+VOCAB = 61
+SMALL = {"vocab_size": VOCAB, "context_length": 48, "n_layer": 2, "n_head": 4, "width": 32}
+KINDS = {
+    "gpt2": {},
+    "llama": {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2},
+    "qk_norm": {"positions": "rotary", "norm": "rmsnorm", "qk_norm": True, "tie_word_embeddings": False},
+}
+
+
+def make(kind: str = "llama", **overrides) -> GPTForCausalLM:
+    torch.manual_seed(0)
+    model = GPTForCausalLM(GPTConfig(**{**SMALL, **KINDS[kind], **overrides})).eval()
+    for parameter in model.parameters():  # far from the initial biases of 0 and scales of 1
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def pair(request):
+    """(transformers' model, ours with its weights)."""
+    torch.manual_seed(1)
+    if request.param == "gpt2":
+        theirs = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCAB,
+                n_positions=48,
+                n_layer=2,
+                n_head=4,
+                n_embd=32,
+                bos_token_id=1,
+                eos_token_id=1,
+            )
+        )
+    else:
+        theirs = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCAB,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=48,
+            )
+        )
+    for parameter in theirs.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return theirs.eval(), (from_gpt2 if request.param == "gpt2" else from_llama)(theirs)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- transformers as oracle
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_logits_equal_transformers(pair, side):
+    theirs, ours = pair
+    tokens, mask = random_tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
+    for row, pads in enumerate((0, 3, 5)):
+        if side == "left":
+            mask[row, :pads] = 0
+        elif side == "right":
+            mask[row, 12 - pads :] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(
+        min=0
+    )  # transformers does not count them itself in a plain forward
+    expected = theirs(tokens, attention_mask=mask, position_ids=positions).logits
+    assert close(ours(tokens, attention_mask=mask).logits[mask.bool()], expected[mask.bool()])
+    assert close(
+        ours(tokens, attention_mask=mask, position_ids=positions).logits[mask.bool()], expected[mask.bool()]
+    )
+
+
+@torch.no_grad()
+def test_packed_logits_equal_transformers_one_by_one(pair):
+    theirs, ours = pair
+    examples = [random_tokens(1, n) for n in (5, 1, 9)]
+    packed = torch.cat(examples, dim=1)
+    positions = torch.cat([torch.arange(e.shape[1]) for e in examples])[None]
+    expected = torch.cat([theirs(e).logits for e in examples], dim=1)
+    assert close(ours(packed, position_ids=positions).logits, expected)
+
+
+def test_loss_and_gradient_equal_transformers(pair):
+    theirs, ours = pair
+    tokens = random_tokens(2, 10)
+    labels = tokens.clone()
+    labels[0, :4] = -100
+    losses = [model(tokens, labels=labels).loss for model in pair]
+    assert close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert close(ours.lm_head.weight.grad, theirs.lm_head.weight.grad)
+
+
+# ------------------------------------------------------------------------------------------------------ shape
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),  # Radford et al. 2019, as released
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name, count):
+    with torch.device("meta"):
+        model = GPTForCausalLM(GPTConfig.named(name))
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_default_widths():
+    assert GPTConfig(width=128, n_head=4).mlp_width == 512
+    # 8/3 * 128 = 341.3, up to a multiple of 16: 352
+    assert GPTConfig.named("tiny").mlp_width == 352 and GPTConfig.named("tiny").n_kv_head == 4
+    assert GPTConfig.named("tiny", n_layer=2).n_layer == 2 and NAMED_SIZES["tiny"]["n_layer"] == 4
+    config = GPTConfig(**SMALL)
+    assert (config.hidden_size, config.num_hidden_layers, config.max_position_embeddings) == (32, 2, 48)
+
+
+def test_config_reports_all_problems_at_once():
+    with pytest.raises(ValueError, match="norm='batch'") as error:
+        GPTConfig(width=30, n_head=4, norm="batch", dropout=1.5)
+    assert "width=30" in str(error.value) and "dropout=1.5" in str(error.value)
+    with pytest.raises(ValueError, match=r"gpt5.*tiny"):
+        GPTConfig.named("gpt5")
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = GPTForCausalLM(GPTConfig(vocab_size=500, n_layer=8, n_head=4, width=128, context_length=16))
+    block = model.model.layers[3]
+    assert block.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for projection in (block.attention.out, block.mlp.down):  # 0.02 / sqrt(2 * 8) = 0.005
+        assert projection.weight.std().item() == pytest.approx(0.005, rel=0.05)
+    assert block.mlp.up.bias.abs().max() == 0 and (block.norm_1.weight == 1).all()
+
+
+# ---------------------------------------------------------------------------------------- padding and packing
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by", ["position_ids", "seq_idx"])
+def test_packed_examples_do_not_see_each_other(kind, by):
+    model, tokens = make(kind), random_tokens(2, 14)
+    positions = torch.cat([torch.arange(6), torch.arange(8)]).expand(2, -1)
+    extra = {"position_ids": positions}
+    if by == "seq_idx":  # the boundary known from seq_idx alone: positions run on
+        extra = {"seq_idx": (torch.arange(14) >= 6).int().expand(2, -1)}
+    changed = tokens.clone()
+    changed[:, :6] = (tokens[:, :6] + 1) % VOCAB
+    before, after = (model(t, **extra).logits for t in (tokens, changed))
+    assert close(before[:, 6:], after[:, 6:])
+    assert not close(before[:, :6], after[:, :6])
+    without = [model(t).logits[:, 6:] for t in (tokens, changed)]
+    assert not close(*without)  # the same tokens, unpacked, do see each other
+
+
+@torch.no_grad()
+def test_right_padding_and_plain_positions_need_no_mask(monkeypatch):
+    model, tokens, masks = make("gpt2"), random_tokens(2, 8), []
+    attend = F.scaled_dot_product_attention
+
+    def record(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    right = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    model(tokens)
+    model(tokens, attention_mask=right)
+    model(tokens, position_ids=torch.arange(8)[None])
+    assert len(masks) == 6 and all(mask is None for mask in masks)
+    model(tokens, attention_mask=right.flip(1))
+    assert masks[-1] is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_side_and_amount_change_nothing(kind):
+    model, tokens = make(kind), random_tokens(1, 9)
+    expected = model(tokens).logits
+    for left, right in ((4, 0), (0, 4), (3, 6)):
+        padded = F.pad(tokens, (left, right), value=5)
+        mask = F.pad(torch.ones_like(tokens), (left, right))
+        logits = model(padded, attention_mask=mask).logits
+        assert torch.isfinite(logits).all()
+        assert close(logits[:, left : left + 9], expected)
+
+
+# -------------------------------------------------------------------------------------- cache, generate, save
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_equals_no_cache(kind):
+    model, tokens = make(kind), random_tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    expected = model(tokens, attention_mask=mask).logits
+    cache, parts = None, []
+    for start, end in ((0, 5), (5, 9), (9, 10), (10, 12)):
+        output = model(
+            tokens[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
+        )
+        cache = output.past_key_values
+        parts.append(output.logits)
+    assert close(torch.cat(parts, 1)[mask.bool()], expected[mask.bool()])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_under_left_padding_equals_greedy_by_hand(kind):
+    model, prompts = make(kind), [random_tokens(1, n) for n in (4, 7)]
+    tokens = torch.cat([F.pad(p, (7 - p.shape[1], 0)) for p in prompts])
+    mask = torch.tensor([[0] * 3 + [1] * 4, [1] * 7])
+    out = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for row, prompt in enumerate(prompts):
+        for _ in range(6):
+            prompt = torch.cat([prompt, model(prompt).logits[:, -1:].argmax(-1)], dim=1)
+        assert out[row, 7:].tolist() == prompt[0, -6:].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_and_load(kind, tmp_path):
+    model, tokens = make(kind, pad_token_id=0, eos_token_id=1), random_tokens(2, 8)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    again, trunk = AutoModelForCausalLM.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)
+    assert type(again) is GPTForCausalLM and type(trunk) is GPTModel
+    tied = again.lm_head.weight is again.model.embed_tokens.weight
+    assert tied == model.config.tie_word_embeddings
+    assert close(again(tokens).logits, model(tokens).logits)
+    assert close(trunk(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
+    assert again.generation_config.eos_token_id == 1 or again.config.eos_token_id == 1
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def test_loss_divides_by_the_trainers_count():
+    model, tokens = make(), random_tokens(2, 7)
+    mean = model(tokens, labels=tokens).loss  # over 2 * 6 predicted tokens
+    assert model(tokens, labels=tokens, num_items_in_batch=24).loss.item() == pytest.approx(
+        mean.item() / 2, rel=1e-6
+    )
+    logits = model(tokens, logits_to_keep=2).logits
+    assert logits.shape == (2, 2, VOCAB)
+    assert mean.item() == pytest.approx(math.log(VOCAB), abs=1.0)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    tokens, gradients = random_tokens(2, 9), []
+    for checkpointing in (False, True):
+        model = make().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            assert all(layer.gradient_checkpointing for layer in model.model.layers)
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_dropout_acts_in_training_only():
+    model, tokens = make(dropout=0.5), random_tokens(2, 9)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, model(tokens).logits)
+        model.train()
+        assert not close(model(tokens).logits, model(tokens).logits)
+
+
+def test_half_precision_runs():
+    model, tokens = make().to(torch.bfloat16), random_tokens(2, 9)
+    logits = model(tokens, labels=tokens).logits
+    assert logits.dtype == torch.bfloat16 and torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_trl_sft_trainer(packing, tmp_path):
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1, "a": 2}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+    data = Dataset.from_dict({"input_ids": [[2 + (i + j) % 50 for j in range(5 + i % 7)] for i in range(8)]})
+    model = make("llama", pad_token_id=0, eos_token_id=1)
+    before = model.lm_head.weight.detach().clone()
+    arguments = SFTConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        packing=packing,
+        max_length=32,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert ("position_ids" in batch) == packing
+    if packing:
+        with torch.no_grad():  # what the trainer computes is what each example alone gives
+            hidden = model.model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False)[0]
+            starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+            assert len(starts) > 1
+            alone = model.model(batch["input_ids"][:, starts[1] : [*starts, None][2]])[0]
+        assert close(hidden[:, starts[1] : [*starts, None][2]], alone)
+    loss = trainer.train().training_loss
+    assert 0 < loss < 6 and not torch.equal(before, model.lm_head.weight)

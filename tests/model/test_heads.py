@@ -1,0 +1,117 @@
+"""The reward model: where it reads, what it carries, and what padding may not change."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
+
+from rlhf.model import GPTConfig, GPTForCausalLM, RewardConfig, RewardModel
+
+VOCAB, WIDTH = 53, 32
+LENGTHS = torch.tensor([9, 4, 7])
+
+
+def make_policy(**overrides) -> GPTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 2, "width": WIDTH}
+    return GPTForCausalLM(GPTConfig.named("tiny", **{**sizes, **overrides})).eval()
+
+
+@pytest.fixture
+def reward() -> RewardModel:
+    model = RewardModel.from_causal_lm(make_policy())
+    model.calibrate(gain=2.0, shift=0.25)
+    return model
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (3, 9), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def test_score_is_the_head_at_the_last_real_token(reward, tokens):
+    hidden = torch.stack(
+        [reward.trunk(row[None, :n]).last_hidden_state[0, -1] for row, n in zip(tokens, LENGTHS, strict=True)]
+    )
+    raw = hidden @ reward.head.weight[0] + reward.head.bias
+    assert torch.allclose(reward(tokens, LENGTHS, calibrated=False), raw, atol=1e-6)
+    assert torch.allclose(reward(tokens, LENGTHS), 2.0 * (raw - 0.25), atol=1e-6)
+    values = reward.token_values(tokens)
+    assert values.shape == (3, 9) and values.dtype == torch.float32
+    assert torch.allclose(values[torch.arange(3), LENGTHS - 1], reward(tokens, LENGTHS), atol=1e-6)
+
+
+@torch.no_grad()
+def test_padding_and_order_change_no_score(reward, tokens):
+    expected = reward(tokens, LENGTHS)
+    assert torch.allclose(reward(F.pad(tokens, (0, 11), value=1), LENGTHS), expected, atol=1e-6)
+    scrambled = torch.where(torch.arange(9) < LENGTHS[:, None], tokens, 17)
+    assert torch.allclose(reward(scrambled, LENGTHS), expected, atol=1e-6)
+    order = torch.tensor([2, 0, 1])
+    assert torch.allclose(reward(tokens[order], LENGTHS[order]), expected[order], atol=1e-6)
+
+
+def test_head_initialisation():
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=8, context_length=8, n_layer=1, n_head=2, width=1024)
+    head = RewardModel(RewardConfig(trunk=config)).head
+    # 1 / sqrt(1024 + 1) = 0.03123; 1024 draws know their deviation to 1/sqrt(2 * 1024) = 2.2%
+    assert head.weight.std().item() == pytest.approx(0.03123, rel=0.1)
+    assert head.bias.item() == 0.0
+
+
+@torch.no_grad()
+def test_the_trunk_is_the_policys_and_the_policy_stays(tokens, tmp_path):
+    policy = make_policy(dropout=0.1)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    policy.save_pretrained(tmp_path)
+    for source in (policy, tmp_path):
+        model = RewardModel.from_causal_lm(source)
+        assert not any("lm_head" in name for name, _ in model.named_parameters())
+        assert torch.equal(model.trunk(tokens).last_hidden_state, policy.model(tokens).last_hidden_state)
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+    assert policy.config.dropout == 0.1
+
+
+@torch.no_grad()
+def test_any_transformers_trunk_and_no_dropout(tokens):
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB, n_positions=32, n_layer=2, n_head=2, n_embd=32, bos_token_id=0, eos_token_id=0
+        )
+    )
+    for policy in (gpt2, make_policy(dropout=0.3)):
+        model = RewardModel.from_causal_lm(policy).train()
+        assert torch.equal(model(tokens, LENGTHS), model(tokens, LENGTHS))
+        padded = model(F.pad(tokens, (0, 4)), LENGTHS)
+        assert torch.allclose(padded, model(tokens, LENGTHS), atol=1e-5)
+
+
+@torch.no_grad()
+def test_checkpoint_carries_the_calibration(reward, tokens, tmp_path):
+    reward.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    again = RewardModel.from_pretrained(tmp_path)
+    assert (again.config.gain, again.config.shift) == (2.0, 0.25)
+    assert type(again.config.trunk) is GPTConfig and type(AutoModel.from_pretrained(tmp_path)) is RewardModel
+    assert torch.allclose(again(tokens, LENGTHS), reward(tokens, LENGTHS), atol=1e-6)
+
+
+@torch.no_grad()
+def test_folding_keeps_the_scores(reward, tokens):
+    expected = reward(tokens, LENGTHS)
+    reward.fold_calibration()
+    assert (reward.config.gain, reward.config.shift) == (1.0, 0.0)
+    assert torch.allclose(reward(tokens, LENGTHS, calibrated=False), expected, atol=1e-6)
+
+
+def test_gradient_reaches_head_and_trunk(reward, tokens):
+    reward.train()
+    reward.gradient_checkpointing_enable({"use_reentrant": False})
+    reward(tokens, LENGTHS).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in (reward.head.weight, reward.head.bias))
+    assert reward.trunk.layers[0].attention.qkv.weight.grad.abs().max() > 0

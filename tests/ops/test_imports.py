@@ -1,0 +1,30 @@
+"""rlhf/ops imports torch and itself; of the standard library, whatever it likes."""
+
+import ast
+import sys
+from pathlib import Path
+
+import rlhf.ops
+
+
+def test_ops_imports_torch_and_nothing_else():
+    found = set()
+    files = sorted(Path(rlhf.ops.__file__).parent.glob("*.py"))
+    assert len(files) == 7
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0
+                found.add(node.module)
+    foreign = {name for name in found if name.split(".")[0] not in sys.stdlib_module_names}
+    assert {name for name in foreign if name.split(".")[0] != "torch"} == {"rlhf.ops", "rlhf.ops.masked"}
+
+
+def test_modules_are_reached_through_the_package():
+    from rlhf import ops
+
+    assert callable(ops.gae.gae) and callable(ops.masked.masked_mean) and callable(ops.ppo.policy_loss)
+    assert callable(ops.kl.kl_estimate) and callable(ops.ranking.pair_weights)
+    assert callable(ops.logprobs.token_logprobs)

@@ -1,0 +1,135 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_estimate
+from tests import oracles
+
+NAN = float("nan")
+
+
+def test_by_hand():
+    # d = log 2 and -log 2: k1 = d; k2 = d^2 / 2; k3 = 1/2 - 1 + log 2 and 2 - 1 - log 2
+    logp, logp_ref = torch.tensor([0.0, -math.log(2)]), torch.tensor([-math.log(2), 0.0])
+    d = math.log(2)
+    assert kl_estimate(logp, logp_ref, kind="k1").tolist() == pytest.approx([d, -d])
+    assert kl_estimate(logp, logp_ref, kind="k2").tolist() == pytest.approx([d * d / 2, d * d / 2])
+    assert kl_estimate(logp, logp_ref, kind="k3").tolist() == pytest.approx([d - 0.5, 1 - d])
+    assert torch.equal(kl_estimate(logp, logp_ref), kl_estimate(logp, logp_ref, kind="k1"))
+
+
+def test_equal_policies_have_no_kl():
+    logp = -torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
+    for kind in ("k1", "k2", "k3"):
+        assert (kl_estimate(logp, logp, kind=kind) == 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(-20, 0), st.floats(-20, 0), st.sampled_from(["k1", "k2", "k3"]))
+def test_agrees_with_the_oracle_and_sign(logp, logp_ref, kind):
+    got = kl_estimate(
+        torch.tensor([logp], dtype=torch.float64), torch.tensor([logp_ref], dtype=torch.float64), kind
+    )
+    np.testing.assert_allclose(got.numpy(), [oracles.kl(logp, logp_ref, kind)], rtol=1e-9, atol=1e-12)
+    if kind != "k1":
+        assert got.item() >= 0
+
+
+def test_k3_keeps_small_differences_in_float32():
+    # d = 1e-4: k3 = d^2 / 2 = 5e-9; exp(-d) - 1 without expm1 has an error of 6e-8
+    got = kl_estimate(torch.tensor([1e-4]), torch.tensor([0.0]), kind="k3").item()
+    assert got == pytest.approx(5e-9, rel=2e-3)
+
+
+def test_k1_and_k3_are_unbiased_and_k2_is_not():
+    # the expectation under p, written out: KL = sum p log(p / q)
+    p, q = (
+        torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64),
+        torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64),
+    )
+    truth = (p * (p / q).log()).sum().item()
+    for kind, same in (("k1", True), ("k3", True), ("k2", False)):
+        mean = (p * kl_estimate(p.log(), q.log(), kind=kind)).sum().item()
+        assert (abs(mean - truth) < 1e-9) == same, kind
+
+
+def test_estimate_refuses():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match="give k1, k2 or k3"):
+        kl_estimate(x, x, kind="k4")
+    with pytest.raises(ValueError, match="one shape"):
+        kl_estimate(x, torch.zeros(3))
+    with pytest.raises(ValueError, match="floats"):
+        kl_estimate(x, x.long())
+
+
+def test_fixed_stays():
+    kl = FixedKL(0.02)
+    assert kl.update(100.0, 512) == kl.coef == 0.02
+    other = FixedKL(0.5)
+    other.load_state_dict(kl.state_dict())
+    assert other.coef == 0.02
+    assert FixedKL(0).coef == 0.0
+
+
+def test_adaptive_by_hand():
+    kl = AdaptiveKL(init=0.1, target=6.0, horizon=1000)
+    # 6.6 / 6 - 1 = 0.1: 0.1 * (1 + 0.1 * 100 / 1000) = 0.101
+    assert kl.update(6.6, 100) == pytest.approx(0.101)
+    assert kl.coef == pytest.approx(0.101)
+    # far above: error clipped to 0.2: 0.101 * (1 + 0.2 * 500 / 1000) = 0.1111
+    kl.update(torch.tensor(60.0), 500)
+    assert kl.coef == pytest.approx(0.1111)
+    # below: -3 / 6 - 1 = -1.5 clipped to -0.2: 0.1111 * (1 - 0.1) = 0.09999
+    kl.update(-3.0, 500)
+    assert kl.coef == pytest.approx(0.09999)
+    kl.update(6.0, 500)  # on target
+    assert kl.coef == pytest.approx(0.09999)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0.01, 1), st.floats(0.1, 50), st.floats(-10, 1000), st.integers(1, 512))
+def test_adaptive_moves_towards_the_target_and_no_further_than_the_clip(init, target, kl, episodes):
+    controller = AdaptiveKL(init=init, target=target, horizon=10000)
+    ratio = controller.update(kl, episodes) / init
+    assert abs(ratio - 1) <= 0.2 * episodes / 10000 + 1e-9
+    if abs(kl - target) > 1e-6 * target:
+        assert (ratio > 1) == (kl > target)
+
+
+def test_a_resumed_controller_goes_on_where_it_stopped():
+    kls = [3.0, 9.0, 20.0, 5.0, 7.0]
+    whole = AdaptiveKL(init=0.2, target=6.0, horizon=2000)
+    for kl in kls:
+        whole.update(kl, 512)
+    first = AdaptiveKL(init=0.2, target=6.0, horizon=2000)
+    for kl in kls[:2]:
+        first.update(kl, 512)
+    second = AdaptiveKL(init=0.2, target=6.0, horizon=2000)
+    second.load_state_dict(first.state_dict())
+    for kl in kls[2:]:
+        second.update(kl, 512)
+    assert second.coef == whole.coef != 0.2
+
+
+def test_controllers_refuse():
+    for coef in (-0.1, NAN, math.inf):
+        with pytest.raises(ValueError, match="0 or more"):
+            FixedKL(coef)
+    for bad in ({"init": 0.0}, {"target": -1.0}, {"horizon": 0}, {"target": NAN}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} is"):
+            AdaptiveKL(**({"init": 0.1, "target": 6.0, "horizon": 100} | bad))
+    kl = AdaptiveKL(init=0.1, target=6.0, horizon=100)
+    for value in (NAN, math.inf):
+        with pytest.raises(ValueError, match=r"stays at 0\.1"):
+            kl.update(value, 10)
+    for episodes in (0, 500):  # at 5 horizons the factor would be 1 - 0.2 * 5 = 0
+        with pytest.raises(ValueError, match="episodes"):
+            kl.update(6.0, episodes)
+    assert kl.coef == 0.1
+    with pytest.raises(ValueError, match="resume with that"):
+        kl.load_state_dict(FixedKL(0.3).state_dict())

@@ -1,0 +1,195 @@
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rlhf.ops.masked import (
+    lengths_to_mask,
+    masked_mean,
+    masked_moments,
+    masked_sum,
+    masked_var,
+    response_mask,
+    whiten,
+)
+from tests import oracles
+from tests.ops.strategies import batches, pad
+
+X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+MASK = torch.tensor([[True, True, False], [False, False, True]])
+
+
+def test_lengths_to_mask():
+    mask = lengths_to_mask(torch.tensor([0, 2, 3]), 3)
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [[False, False, False], [True, True, False], [True, True, True]]
+
+
+def test_response_mask_holds_the_end_token_and_no_prompt():
+    # row 0: prompt 2, response 2 of 5; row 1: prompt 1, response 4; row 2: no response
+    mask = response_mask(torch.tensor([2, 1, 3]), torch.tensor([4, 5, 3]), 5)
+    assert mask.int().tolist() == [[0, 0, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths", "says"),
+    [
+        ([3], [2], "break 0 <= prompt"),
+        ([0], [6], "break 0 <= prompt"),
+        ([-1], [2], "break 0 <= prompt"),
+        ([1, 1], [2], "rows"),
+        ([[1]], [[2]], "give \\(B,\\) int64"),
+        ([1.0], [2.0], "give \\(B,\\) int64"),
+    ],
+)
+def test_response_mask_refuses(prompt, lengths, says):
+    with pytest.raises(ValueError, match=says):
+        response_mask(torch.tensor(prompt), torch.tensor(lengths), 5)
+
+
+def test_masked_sum_mean_var_by_hand():
+    # counted: 1, 2, 6
+    assert masked_sum(X, MASK).item() == 9.0
+    assert masked_sum(X, MASK, dim=1).tolist() == [3.0, 6.0]
+    assert masked_mean(X, MASK).item() == 3.0  # 9 / 3
+    assert masked_mean(X, MASK, denominator=6).item() == 1.5  # 9 / 6
+    assert masked_mean(X, MASK, denominator=torch.tensor(4)).item() == 2.25  # 9 / 4
+    # ((1 - 3)^2 + (2 - 3)^2 + (6 - 3)^2) / 3 = (4 + 1 + 9) / 3 = 14 / 3
+    assert masked_var(X, MASK).item() == pytest.approx(14 / 3, rel=1e-6)
+
+
+def test_whiten_by_hand():
+    # values 1 and 3: mean 2, biased variance 1, so -1 and 1
+    white = whiten(torch.tensor([[1.0, 3.0, 99.0]]), torch.tensor([[True, True, False]]))
+    assert white.tolist()[0] == pytest.approx([-1.0, 1.0, 0.0], abs=1e-6)
+
+
+def test_whiten_of_a_constant_is_zero():
+    assert whiten(torch.full((1, 4), 3.0), torch.ones(1, 4, dtype=torch.bool)).tolist() == [[0.0] * 4]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_outside_the_mask_reaches_neither_result_nor_gradient(bad):
+    x = torch.where(MASK, X, bad).requires_grad_()
+    total = masked_mean(x, MASK) + whiten(x, MASK).square().sum() + masked_var(x, MASK)
+    total.backward()
+    assert torch.isfinite(total)
+    assert torch.isfinite(x.grad).all()
+    assert (x.grad[~MASK] == 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(min_rows=2))
+def test_whiten_has_mean_0_and_variance_1_and_agrees_with_the_oracle(batch):
+    assume(batch.c[batch.mask].var(unbiased=False) > 1e-2)  # else 1e-8 and float32's rounding show
+    white = whiten(batch.c, batch.mask)
+    counted = white[batch.mask].double()
+    assert abs(counted.mean().item()) < 1e-5
+    assert counted.var(unbiased=False).item() == pytest.approx(1.0, abs=1e-5)
+    assert (white[~batch.mask] == 0).all()
+    expected = oracles.whiten(batch.c.numpy(), batch.mask.numpy())
+    np.testing.assert_allclose(white.numpy(), expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), st.integers(0, 3), st.integers(0, 3), st.randoms())
+def test_padding_and_order_change_nothing(batch, left, right, random):
+    order = list(range(len(batch.mask)))
+    random.shuffle(order)
+    x, mask = pad(batch.a, left, right, float("nan"))[order], pad(batch.mask, left, right, False)[order]
+    assert masked_mean(x, mask).item() == pytest.approx(masked_mean(batch.a, batch.mask).item(), rel=1e-5)
+    assert masked_var(x, mask).item() == pytest.approx(
+        masked_var(batch.a, batch.mask).item(), rel=1e-4, abs=1e-7
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(min_rows=2))
+def test_parts_with_the_global_count_add_up_to_the_whole(batch):
+    count = batch.mask.sum()
+    parts = [masked_mean(x, m, count) for x, m in zip(batch.a.split(1), batch.mask.split(1), strict=True)]
+    assert sum(parts).item() == pytest.approx(masked_mean(batch.a, batch.mask).item(), rel=1e-5)
+
+
+class Ranks:
+    """A sum over threads that stand for ranks."""
+
+    def __init__(self, size: int):
+        self.parts = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def all_reduce(self, rank):
+        def reduce(x):
+            self.parts[rank] = x
+            self.barrier.wait()
+            total = torch.stack(self.parts).sum(0)
+            self.barrier.wait()
+            return total
+
+        return reduce
+
+
+def on_ranks(function, shards):
+    ranks, results = Ranks(len(shards)), [None] * len(shards)
+
+    def work(rank):
+        try:
+            results[rank] = function(*shards[rank], all_reduce=ranks.all_reduce(rank))
+        except ValueError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shards))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return results
+
+
+def test_whiten_over_ranks_is_whiten_of_the_whole():
+    x = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [7.0, 7.0, 7.0]])
+    mask = torch.tensor([[True, True, True], [True, False, True], [False, False, False]])
+    shards = [(x[:1], mask[:1]), (x[1:2], mask[1:2]), (x[2:], mask[2:])]  # the last rank counts nothing
+    whole = whiten(x, mask)
+    torch.testing.assert_close(torch.cat(on_ranks(whiten, shards)), whole)
+    alone = torch.cat([whiten(*shard) for shard in shards[:2]])
+    assert (alone - whole[:2]).abs().max() > 0.1  # whitening per rank is something else
+
+
+def test_all_ranks_raise_together_when_nothing_counts():
+    shards = [(X, torch.zeros_like(MASK)), (X, torch.zeros_like(MASK))]
+    assert all(isinstance(result, ValueError) for result in on_ranks(masked_moments, shards))
+
+
+def test_half_precision_is_summed_in_float32():
+    # 4097 ones: bfloat16 and float16 sums stop at 256 and 2048
+    x, mask = torch.ones(1, 4097), torch.ones(1, 4097, dtype=torch.bool)
+    for dtype in (torch.bfloat16, torch.float16):
+        total = masked_sum(x.to(dtype), mask)
+        assert total.dtype == torch.float32 and total.item() == 4097
+    assert masked_sum(x.double(), mask).dtype == torch.float64
+
+
+@pytest.mark.parametrize("function", [masked_sum, masked_mean, masked_var, whiten])
+def test_bad_masks_are_refused(function):
+    with pytest.raises(ValueError, match=r"want torch\.bool"):
+        function(X, MASK.float())
+    with pytest.raises(ValueError, match=r"x has shape \(2, 3\), mask \(1, 3\)"):
+        function(X, MASK[:1])
+
+
+def test_nothing_to_average_is_refused_unless_a_denominator_says_otherwise():
+    nothing = torch.zeros_like(MASK)
+    with pytest.raises(ValueError, match="no True in mask"):
+        masked_mean(X, nothing)
+    with pytest.raises(ValueError, match="no True"):
+        whiten(X, nothing)
+    assert masked_mean(X, nothing, denominator=3).item() == 0.0
+    for denominator in (0, -1.0, float("nan"), torch.tensor(0)):
+        with pytest.raises(ValueError, match="give the global count"):
+            masked_mean(X, MASK, denominator=denominator)
+    with pytest.raises(ValueError, match="give one number"):
+        masked_mean(X, MASK, denominator=torch.tensor([1, 2]))

@@ -1,0 +1,299 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf.ops.gae import gae
+from rlhf.ops.kl import kl_estimate
+from rlhf.ops.masked import masked_sum, whiten
+from rlhf.ops.ppo import apply_missing_eos, explained_variance, policy_loss, token_rewards, value_loss
+from tests import oracles
+from tests.ops.strategies import batches, make_batch, pad
+from tests.ops.test_masked import on_ranks
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_missing_eos():
+    scores, ended = torch.tensor([2.0, 2.0, -3.0, -3.0]), torch.tensor([True, False, True, False])
+    assert apply_missing_eos(scores, ended, -1.0).tolist() == [2.0, -1.0, -3.0, -3.0]  # min(-3, -1) = -3
+    assert apply_missing_eos(scores, ended, -1.0, rule="replace").tolist() == [2.0, -1.0, -3.0, -1.0]
+    with pytest.raises(ValueError, match="give min or replace"):
+        apply_missing_eos(scores, ended, -1.0, rule="add")
+    with pytest.raises(ValueError, match=r"want torch\.bool"):
+        apply_missing_eos(scores, ended.int(), -1.0)
+
+
+def test_token_rewards_by_hand():
+    # kl_coef 0.5; row 0 responds at 1 and 2: -0.5 * (-1 + 2) = -0.5; -0.5 * (-1 + 0.5) + 3 = 3.25
+    # row 1 at 0: -0.5 * (-2 + 1) - 4 = -3.5
+    logp_old = torch.tensor([[NAN, -1.0, -1.0, NAN], [-2.0, NAN, NAN, NAN]])
+    logp_ref = torch.tensor([[NAN, -2.0, -0.5, NAN], [-1.0, NAN, NAN, NAN]])
+    mask = torch.tensor([[False, True, True, False], [True, False, False, False]])
+    rewards = token_rewards(torch.tensor([3.0, -4.0]), logp_old, logp_ref, mask, 0.5)
+    assert rewards.tolist() == [[0.0, -0.5, 3.25, 0.0], [-3.5, 0.0, 0.0, 0.0]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.floats(0, 1))
+def test_token_rewards_agree_with_the_oracle_and_sum_to_the_objective(batch, kl_coef):
+    scores = batch.c[:, 0]
+    rewards = token_rewards(scores, batch.a, batch.b, batch.mask, kl_coef)
+    expected = oracles.token_rewards(
+        scores.numpy(), batch.a.numpy(), batch.b.numpy(), batch.mask.numpy(), kl_coef
+    )
+    np.testing.assert_allclose(rewards.numpy(), expected, atol=1e-5)
+    kl = masked_sum(kl_estimate(batch.a, batch.b), batch.mask, dim=1)
+    torch.testing.assert_close(rewards.sum(1), scores - kl_coef * kl, rtol=1e-4, atol=1e-4)
+
+
+def test_without_kl_the_reward_is_the_score_on_a_token_that_counts():
+    batch = make_batch(0, [(0, 3), (2, 4), (6, 1)], T=7)
+    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0]), batch.a, batch.a, batch.mask, 0.3)
+    assert rewards.nonzero().tolist() == [[0, 2], [1, 5], [2, 6]]
+    assert batch.mask[rewards != 0].all()
+
+
+def test_token_rewards_refuse():
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    empty = mask.clone()
+    empty[1] = False
+    with pytest.raises(ValueError, match="row 1 has no response token"):
+        token_rewards(torch.zeros(2), x, x, empty, 0.1)
+    with pytest.raises(ValueError, match=r"give \(B,\) and \(B, T\)"):
+        token_rewards(torch.zeros(3), x, x, mask, 0.1)
+    with pytest.raises(ValueError, match="logp_ref has shape"):
+        token_rewards(torch.zeros(2), x, x[:1], mask, 0.1)
+
+
+def test_policy_loss_by_hand():
+    # clip_range 0.2, ratios 1.5, 1.5, 0.5, 0.5, 1.1 with advantages 1, -1, 1, -1, 2
+    #   -A rho            -1.5   1.5  -0.5   0.5  -2.2
+    #   -A clip(rho)      -1.2   1.2  -0.8   0.8  -2.2
+    #   the larger        -1.2   1.5  -0.5   0.8  -2.2     sum -1.6, over 5 tokens -0.32
+    # the clipped one is larger at tokens 0 and 3: clipfrac 2/5
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1, 1.0]])
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 2.0, 7.0]])
+    mask = torch.tensor([[True, True, True, True, True, False]])
+    logp_old = torch.full((1, 6), -1.0)
+    loss, statistics = policy_loss(logp_old + ratio.log(), logp_old, advantages, mask, clip_range=0.2)
+    assert loss.item() == pytest.approx(-0.32, abs=1e-6)
+    assert statistics["loss"].item() == loss.item()
+    assert statistics["clipfrac"].item() == pytest.approx(0.4)
+    assert statistics["ratio_max"].item() == pytest.approx(1.5)
+    # 0.5 * (2 log(1.5)^2 + 2 log(2)^2 + log(1.1)^2) / 5
+    approxkl = 0.5 * (2 * math.log(1.5) ** 2 + 2 * math.log(2) ** 2 + math.log(1.1) ** 2) / 5
+    assert statistics["approxkl"].item() == pytest.approx(approxkl, rel=1e-5)
+    # over a global count of 10 all but the largest ratio halve
+    _, half = policy_loss(logp_old + ratio.log(), logp_old, advantages, mask, clip_range=0.2, denominator=10)
+    assert half["loss"].item() == pytest.approx(-0.16, abs=1e-6)
+    assert half["clipfrac"].item() == pytest.approx(0.2)
+    assert half["ratio_max"].item() == pytest.approx(1.5)
+
+
+def test_value_loss_by_hand():
+    # clip_range 0.2, V_old 0: V = 1, R = 2: (1 - 2)^2 = 1, clipped 0.2: (0.2 - 2)^2 = 3.24, larger
+    #                          V = 1, R = 0: 1,              clipped 0.2: 0.04
+    #                          V = 0.1, R = 1: 0.81,         not clipped
+    # 1/2 (3.24 + 1 + 0.81) / 3 = 0.841666…
+    values, returns = torch.tensor([[1.0, 1.0, 0.1, 5.0]]), torch.tensor([[2.0, 0.0, 1.0, NAN]])
+    mask = torch.tensor([[True, True, True, False]])
+    loss, statistics = value_loss(values, torch.zeros(1, 4), returns, mask, clip_range=0.2)
+    assert loss.item() == pytest.approx(0.5 * 5.05 / 3, abs=1e-6)
+    assert statistics["clipfrac"].item() == pytest.approx(1 / 3)
+    assert statistics["error"].item() == pytest.approx((-1 + 1 - 0.9) / 3, abs=1e-6)
+    assert statistics["squared_error"].item() == pytest.approx((1 + 1 + 0.81) / 3, abs=1e-6)
+    plain, _ = value_loss(values, torch.zeros(1, 4), returns, mask, clip_range=INF)
+    assert plain.item() == pytest.approx(0.5 * 2.81 / 3, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.sampled_from([0.05, 0.2, 0.5]))
+def test_losses_agree_with_the_oracles(batch, clip_range):
+    arrays = [x.numpy() for x in (batch.a, batch.b, batch.c, batch.mask)]
+    loss, statistics = policy_loss(batch.a, batch.b, batch.c, batch.mask, clip_range=clip_range)
+    expected, measured = oracles.policy_loss(*arrays, clip_range)
+    assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for name, value in measured.items():
+        assert statistics[name].item() == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    loss, statistics = value_loss(batch.a, batch.b, batch.c, batch.mask, clip_range=clip_range)
+    expected, measured = oracles.value_loss(*arrays, clip_range)
+    assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert statistics["clipfrac"].item() == pytest.approx(measured["clipfrac"], abs=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches())
+def test_first_minibatch(batch):
+    """The policy has not moved: ratio 1, nothing clipped, and the gradient is the plain policy gradient."""
+    logp = batch.a.clone().requires_grad_()
+    advantages = whiten(batch.c, batch.mask)
+    loss, statistics = policy_loss(logp, batch.a, advantages, batch.mask, clip_range=0.2)
+    loss.backward()
+    assert statistics["ratio_max"].item() == 1.0
+    assert statistics["clipfrac"].item() == 0.0 and statistics["approxkl"].item() == 0.0
+    assert loss.item() == pytest.approx(0.0, abs=1e-5)  # minus the mean of whitened advantages
+    torch.testing.assert_close(logp.grad, -advantages / batch.mask.sum(), rtol=1e-5, atol=1e-7)
+    _, statistics = value_loss(batch.c, batch.c, batch.a, batch.mask, clip_range=0.2)
+    assert statistics["clipfrac"].item() == 0.0
+
+
+def losses(batch, denominator=None):
+    """Both losses, their statistics, and gradients with respect to logp and values."""
+    mask, *leaves = batch
+    logp, old, other = leaves[0].clone().requires_grad_(), leaves[1], leaves[2]
+    values = leaves[0].clone().requires_grad_()
+    p, p_statistics = policy_loss(logp, old, other, mask, clip_range=0.2, denominator=denominator)
+    v, v_statistics = value_loss(values, old, other, mask, clip_range=0.2, denominator=denominator)
+    (p + v).backward()
+    statistics = {f"policy/{k}": x.item() for k, x in p_statistics.items()}
+    statistics |= {f"value/{k}": x.item() for k, x in v_statistics.items()}
+    return statistics, logp.grad, values.grad
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(min_rows=2, min_length=0), st.integers(1, 4))
+def test_a_split_batch_with_the_global_count_is_the_whole(batch, size):
+    batch.mask[-1, 0] = True  # something counts; a part may still have nothing
+    N = batch.mask.sum()
+    whole, *whole_grads = losses(batch)
+    parts = [
+        losses(type(batch)(*part), denominator=N)
+        for part in zip(*(x.split(size) for x in batch), strict=True)
+    ]
+    for name, value in whole.items():
+        join = max if name == "policy/ratio_max" else sum
+        assert join(part[0][name] for part in parts) == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    for n, grad in enumerate(whole_grads):
+        torch.testing.assert_close(torch.cat([part[n + 1] for part in parts]), grad, rtol=1e-5, atol=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.integers(0, 4), st.integers(0, 4), st.sampled_from([NAN, INF, 1e30, 0.0]), st.randoms())
+def test_padding_and_order_change_no_loss_gradient_or_statistic(batch, left, right, fill, random):
+    order = list(range(len(batch.mask)))
+    random.shuffle(order)
+    padded = [pad(batch.mask, left, right, False)[order]]
+    padded += [pad(x, left, right, sign * fill)[order] for x, sign in zip(batch[1:], (1, -1, 1), strict=True)]
+    whole, *whole_grads = losses(batch)
+    again, *again_grads = losses(type(batch)(*padded))
+    for name, value in whole.items():
+        assert again[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    T = batch.mask.shape[1]
+    for grad, grad_again in zip(whole_grads, again_grads, strict=True):
+        torch.testing.assert_close(grad_again[:, left : left + T], grad[order], rtol=1e-5, atol=1e-7)
+        assert grad_again[~padded[0]].eq(0).all()  # not NaN either
+
+
+def test_the_end_token_gets_gradient():
+    """From score to gradient: the last response token is rewarded, counted and learned."""
+    batch = make_batch(1, [(2, 3), (1, 5)], T=7)
+    rewards = token_rewards(torch.tensor([1.0, -1.0]), batch.a, batch.a, batch.mask, 0.02)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), batch.mask)
+    logp = batch.a.clone().requires_grad_()
+    policy_loss(logp, batch.a, whiten(advantages, batch.mask), batch.mask, clip_range=0.2)[0].backward()
+    assert logp.grad[0, 4] < 0 < logp.grad[1, 5]  # up for the good response, down for the bad one
+    assert (logp.grad[~batch.mask] == 0).all()
+
+
+def test_clipping_stops_the_gradient_only_where_it_makes_the_objective_smaller():
+    # ratio 1.5 and A > 0: clipped, no gradient; A < 0: not. ratio 0.5 and A < 0: no gradient; A > 0: some
+    logp = torch.tensor([[1.5, 1.5, 0.5, 0.5]]).log().requires_grad_()
+    A, mask = torch.tensor([[1.0, -1.0, -1.0, 1.0]]), torch.ones(1, 4, dtype=torch.bool)
+    policy_loss(logp, torch.zeros(1, 4), A, mask, clip_range=0.2)[0].backward()
+    # d(-A rho)/dlogp = -A rho, over 4 tokens: 1.5 / 4 and -0.5 / 4
+    assert logp.grad.tolist()[0] == pytest.approx([0.0, 0.375, 0.0, -0.125], abs=1e-6)
+
+
+def test_gradients_flow_into_the_new_policy_and_critic_alone():
+    batch = make_batch(2, [(0, 4), (3, 4)], T=7)
+    leaves = [x.clone().requires_grad_() for x in batch[1:]]
+    for function in (policy_loss, value_loss):
+        loss, statistics = function(*leaves, batch.mask, clip_range=0.2)
+        loss.backward()
+        assert leaves[0].grad.abs().sum() > 0 and leaves[1].grad is None and leaves[2].grad is None
+        assert not any(value.requires_grad for value in statistics.values())
+        leaves[0].grad = None
+
+
+def test_gradcheck():
+    batch = make_batch(5, [(0, 4), (2, 5), (6, 1)], T=7, dtype=torch.float64)
+    x = batch.a.requires_grad_()
+    for function in (policy_loss, value_loss):
+        assert torch.autograd.gradcheck(
+            lambda x, f=function: f(x, batch.b, batch.c, batch.mask, clip_range=0.2)[0], x
+        )
+
+
+def test_half_precision_is_raised_to_float32():
+    batch = make_batch(3, [(0, 7)] * 3, T=7)
+    half = [x.bfloat16() for x in batch[1:]]
+    for function in (policy_loss, value_loss):
+        loss, _ = function(*half, batch.mask, clip_range=0.2)
+        exact, _ = function(*(x.float() for x in half), batch.mask, clip_range=0.2)
+        assert loss.dtype == torch.float32 and loss.item() == exact.item()
+
+
+@pytest.mark.parametrize("function", [policy_loss, value_loss])
+def test_losses_refuse(function):
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    nothing = torch.zeros_like(mask)
+    for args, says in [
+        ((x, x, x, mask.float()), r"want torch\.bool"),
+        ((x, x, x, mask[:1]), "has shape"),
+        ((x, x[:, :2], x, mask), "has shape"),
+        ((x, x, x[0], mask), "has shape"),
+        ((x.long(), x, x, mask), "give floats"),
+        ((x, x, x, nothing), "no True in mask"),
+        ((x[:0], x[:0], x[:0], mask[:0]), "nothing in it"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            function(*args, clip_range=0.2)
+    for clip_range in (0.0, -0.1, NAN):
+        with pytest.raises(ValueError, match="clip_range is"):
+            function(x, x, x, mask, clip_range=clip_range)
+    with pytest.raises(ValueError, match="give the global count"):
+        function(x, x, x, mask, clip_range=0.2, denominator=0)
+    loss, statistics = function(x.clone().requires_grad_(), x, x, nothing, clip_range=0.2, denominator=5)
+    loss.backward()  # a part without tokens takes part in the backward pass all the same
+    assert loss.item() == 0.0 and all(value.item() == 0.0 for value in statistics.values())
+
+
+def test_explained_variance_by_hand():
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0, NAN]]), torch.tensor([[True, True, True, False]])
+    # residuals 0, 0, 1: variance 1/3 - 1/9 = 2/9; variance of returns 2/3: 1 - (2/9) / (2/3) = 2/3
+    assert explained_variance(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), returns, mask).item() == pytest.approx(
+        2 / 3
+    )
+    assert explained_variance(returns, returns, mask).item() == 1.0
+    assert explained_variance(torch.full((1, 4), 7.0), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
+    assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)  # residual 2R: 1 - 4
+
+
+def test_explained_variance_of_returns_that_do_not_vary_is_0():
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    values = torch.arange(7.0)[None]
+    assert explained_variance(values, torch.full((1, 7), 0.1), mask).item() == 0.0
+    assert explained_variance(values, torch.zeros(1, 7), mask).item() == 0.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(min_rows=2, min_length=2))
+def test_explained_variance_agrees_with_the_oracle(batch):
+    got = explained_variance(batch.a, batch.c, batch.mask).item()
+    expected = oracles.explained_variance(batch.a.numpy(), batch.c.numpy(), batch.mask.numpy())
+    assert got == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def test_explained_variance_over_ranks_is_that_of_the_whole():
+    batch = make_batch(7, [(0, 5), (1, 3), (2, 2), (3, 4)], T=7)
+    batch.c[2:] += 5.0  # the ranks' means differ, so that a mean of ranks would be wrong
+    shards = [(batch.a[i : i + 2], batch.c[i : i + 2], batch.mask[i : i + 2]) for i in (0, 2)]
+    whole = explained_variance(batch.a, batch.c, batch.mask)
+    alone = sum(explained_variance(*shard) for shard in shards) / 2
+    for result in on_ranks(explained_variance, shards):
+        torch.testing.assert_close(result, whole)
+    assert abs(alone - whole) > 0.1

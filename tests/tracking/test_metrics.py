@@ -1,0 +1,108 @@
+"""The table of names: complete, well-formed, and sums that join over batches and ranks."""
+
+import math
+
+import pytest
+
+from rlhf.tracking.metrics import METRICS, REDUCTIONS, Sums, check_names, find, known
+
+# The names that the recipe and the pipeline's contract list, spelled out once more on purpose.
+WANTED = [
+    "progress/step", "progress/episodes", "progress/tokens", "pretrain/loss", "pretrain/bpb",
+    "sft/loss", "reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/std",
+    "calibration/gain", "calibration/shift", "objective/kl", "objective/kl_k3", "objective/scores",
+    "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy", "objective/kl_coef",
+    "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "policy/ratio_max",
+    "loss/policy_avg", "loss/value_avg", "loss/ptx_avg", "val/clipfrac_avg", "val/explained_var",
+    "rollout/eos_fraction", "rollout/response_len", "rollout/tokens_per_s", "gold/total",
+    "gold/correct", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm",
+    "optim/policy_grad_norm", "time/rollout_s", "time/score_s", "time/update_s", "time/tokens_per_s",
+    "time/mfu", "time/elapsed_s", "time/samples_per_s", "memory/peak_rss_mb", "eval/heldout/loss",
+    "eval/heldout/bpb", "eval/dev/loss", "eval/dev/accuracy", "eval/test/accuracy",
+    "eval/dev/gold/total", "eval/heldout_labelers/accuracy",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_every_wanted_name_is_known(name: str) -> None:
+    assert known(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "objective/KL", "objective/kl ", "kl", "eval/loss", "eval//loss", "eval/dev/nonsense",
+     "eval/a/b/loss",
+     "gold/", "gold/a/b", "eval/<split>/loss", "gold/<part>", "train/loss", "objective/kl\n"],
+)  # fmt: skip
+def test_other_names_are_refused(name: str) -> None:
+    assert not known(name)
+    with pytest.raises(ValueError, match="unknown metric"):
+        check_names(["objective/kl", name])
+
+
+def test_a_refusal_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'objective/klcoef' \(nearest: objective/kl_coef\)"):
+        check_names(["objective/klcoef"])
+
+
+def test_the_table_is_well_formed() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(names) == len(set(names))
+    for metric in METRICS:
+        assert metric.reduction in REDUCTIONS, metric.name
+        assert metric.stages and metric.mask and metric.meaning, metric.name
+
+
+def test_a_pattern_is_found_by_its_instance() -> None:
+    metric = find("eval/dev/gold/polite")
+    assert metric is not None and metric.name == "eval/<split>/gold/<part>"
+
+
+def test_means_are_global_not_means_of_means() -> None:
+    # 3 sequences with KL 1 each, then 1 with KL 5: (3 + 5) / 4 = 2, where a mean of means is 3.
+    sums = Sums()
+    sums.add("objective/kl", 3.0, 3)
+    other = Sums()
+    other.add("objective/kl", 5.0, 1)
+    sums.merge(other.state())
+    assert sums.reduce() == {"objective/kl": 2.0}
+
+
+def test_std_explained_variance_max_and_last() -> None:
+    sums = Sums()
+    # 1, 2, 3, 4: mean 2.5, mean of squares 7.5, variance 1.25.
+    sums.add("reward/std", 3.0, 5.0, 2)
+    sums.add("reward/std", 7.0, 25.0, 2)
+    # Errors 1, -1 (variance 1), returns 2, 6 (mean 4, squares 40, variance 4): 1 - 1/4.
+    sums.add("val/explained_var", 0.0, 2.0, 8.0, 40.0, 2)
+    sums.add("policy/ratio_max", 1.5)
+    sums.add("policy/ratio_max", 1.2)
+    sums.add("optim/lr", 0.1)
+    sums.add("optim/lr", 0.05)
+    reduced = sums.reduce()
+    assert reduced["reward/std"] == pytest.approx(math.sqrt(1.25), abs=1e-12)
+    assert reduced["val/explained_var"] == pytest.approx(0.75, abs=1e-12)
+    assert reduced["policy/ratio_max"] == 1.5
+    assert reduced["optim/lr"] == 0.05
+
+
+def test_a_maximum_keeps_nan() -> None:
+    for values in ([1.0, math.nan, 2.0], [math.nan, 1.0]):
+        sums = Sums()
+        for value in values:
+            sums.add("policy/ratio_max", value)
+        assert math.isnan(sums.reduce()["policy/ratio_max"])
+
+
+def test_nothing_counted_is_left_out() -> None:
+    sums = Sums()
+    sums.add("loss/ptx_avg", 0.0, 0)
+    sums.add("val/explained_var", 0.0, 0.0, 4.0, 8.0, 2)  # returns 2, 2: no variance to explain
+    assert sums.reduce() == {}
+
+
+def test_wrong_sums_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"objective/kl: reduction 'mean' takes \(total, count\), got 1"):
+        Sums().add("objective/kl", 2.0)
+    with pytest.raises(ValueError, match="unknown metric"):
+        Sums().add("objective/nothing", 2.0, 1)

@@ -1,0 +1,289 @@
+"""The report: complete, half-done, empty and damaged runs; untrusted text stays text; nothing is fetched."""
+
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.tracking.metrics import known
+from rlhf.tracking.report import write_report
+from rlhf.tracking.run_files import decimal, prompt_text, read_points, visible
+
+ATTACK = "</div><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"
+PARENTS = {
+    "tokenizer": [],
+    "pretrain": ["tokenizer"],
+    "sft": ["pretrain"],
+    "reward": ["sft"],
+    "ppo": ["sft", "reward"],
+    "evaluate": ["sft", "reward", "ppo"],
+}
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_stage(run: Path, stage: str, **changes: Any) -> Path:
+    folder = run / stage
+    folder.mkdir(parents=True)
+    record = {
+        "stage": stage, "status": "complete", "seed": 7, "versions": {"python": "3.12.1", "torch": "2.13.0"},
+        "parents": {parent: digest(parent) for parent in PARENTS[stage]},
+        "data": {f"{stage}.jsonl": digest("data")},
+        "hash": digest(stage), "seconds": 61.0, "peak_rss_mb": 1500.0, "settings": {f"{stage}.lr": 1.5e-4},
+        "config": {}, "summary": {"loss": 0.5},
+    } | changes  # fmt: skip
+    (folder / "stage.json").write_text(json.dumps(record))
+    (folder / "config.yaml").write_text(f"seed: 7\nnote: {ATTACK}\n")
+    return folder
+
+
+def make_run(run: Path) -> Path:
+    """A small run with every file that the report reads."""
+    for stage in PARENTS:
+        make_stage(run, stage)
+    steps = range(1, 101)
+    write_lines(run / "pretrain/metrics.jsonl", [
+        {"progress/step": i, "pretrain/loss": 6 * math.exp(-i / 30) + 0.1 * (i % 3), "optim/lr": 1e-3}
+        for i in steps
+    ] + [{"progress/step": 100, "eval/heldout/loss": 0.9, "eval/heldout/bpb": 0.5}])  # fmt: skip
+    write_lines(run / "sft/metrics.jsonl", [{"progress/step": i, "sft/loss": 1 / i} for i in steps])
+    write_lines(run / "reward/metrics.jsonl", [{"progress/step": i, "reward/accuracy": 0.6} for i in steps])
+    write_lines(run / "ppo/metrics.jsonl", [
+        {"progress/step": i, "objective/kl": 0.1 * i, "objective/scores": 0.02 * i, "gold/total": 0.7,
+         "loss/policy_avg": None, "made/up": 3.0, "eval/dev/kl": 0.1 * i, "eval/dev/scores": 0.02 * i}
+        for i in range(12)
+    ])  # fmt: skip
+    write_lines(run / "ppo/samples.jsonl", [
+        {"step": i, "id": "p-1", "prompt": "Who?\nSay.", "response": f"{ATTACK} {i}", "score": 0.5, "kl": 1.0,
+         "gold": {"total": 0.25}}
+        for i in range(12)
+    ])  # fmt: skip
+    results = {
+        "gold": {
+            "win_rate_vs_sft": {"value": 0.7834, "ci95": [0.751, 0.8131], "n": 512},
+            "win_rate_greedy": {"value": 0.834, "ci95": [0.801, 0.866], "n": 512},
+            "mean_score": {"base": 0.4, "sft": 0.7521, "ppo": 0.8842},
+            "parts": {"sft": {"polite": 0.63}, "ppo": {"polite": 0.9343}, "base": {"polite": 0.35}},
+        },
+        "reward_model": {
+            "accuracy": {"value": 0.6754, "ci95": [0.661, 0.689], "n": 4210},
+            "noise_ceiling": 0.7912, "length_baseline": 0.5153, "gold_order_accuracy": 0.8011,
+            "labeler_agreement": 0.7353,
+            "calibration": [
+                {"gap": g, "predicted": 1 / (1 + math.exp(-g)), "observed": 0.6, "n": 50} for g in (0.2, 1)
+            ],
+        },
+        "kl_to_sft_nats": 3.021, "pretrain_bits_per_byte": 0.4683, "seed": 7,
+        "seconds": {"ppo": 61.0}, "peak_rss_mb": {"ppo": 1500.0},
+    }  # fmt: skip
+    (run / "evaluate/results.json").write_text(json.dumps(results))
+    write_lines(run / "evaluate/samples.jsonl", [
+        {"id": f"e-{i}", "prompt": ATTACK, "responses": {"base": "b", "sft": ATTACK, "ppo": "p \u202e \x07"},
+         "gold": {"base": 0.1, "sft": 0.5, "ppo": 0.99}}
+        for i in range(6)
+    ])  # fmt: skip
+    return run
+
+
+class Page(HTMLParser):
+    """Counts tags, checks that they nest, and collects every attribute that could fetch something."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "input", "hr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: dict[str, int] = {}
+        self.links: list[str] = []
+        self.handlers: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data", "poster", "background"):
+                self.links.append(value or "")
+            if name.startswith("on"):
+                self.handlers.append(name)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+
+def check_page(text: str) -> Page:
+    page = Page(text)
+    assert "script" not in page.tags and "img" not in page.tags and page.handlers == []
+    assert all(link == "data:," or link.startswith("#") for link in page.links), page.links
+    assert not re.search(r"@import|url\(", text)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None and policy.group(1).startswith("default-src 'none';")
+    assert "script-src" not in policy.group(1) and "connect-src" not in policy.group(1)
+    return page
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    run = make_run(tmp_path_factory.mktemp("runs") / "demo")
+    path = write_report(run)
+    return run, path.read_text(encoding="utf-8")
+
+
+def test_a_complete_run_shows_its_numbers(complete: tuple[Path, str]) -> None:
+    run, text = complete
+    assert (run / "report.html").is_file() and not list(run.glob(".report*"))
+    page = check_page(text)
+    assert page.tags["svg"] >= 9
+    for shown in ("78.3%", "75.1% to 81.3%", "83.4%", "67.5%", "79.1%", "51.5%", "80.1%", "73.5%", "3.02",
+                  "0.468", "0.884", "+0.304", "6:06 min", "1.50 GB", "6 of 6 stages complete", "seed 7",
+                  "1.5e-4",
+                  digest("data"), "PPO is preferred to SFT"):  # fmt: skip
+        assert shown in text, shown
+    assert "made/up" not in text and not known("made/up")
+
+
+def test_model_output_stays_text(complete: tuple[Path, str]) -> None:
+    _, text = complete
+    assert "<script" not in text and "<img" not in text
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in text
+    assert "p ⟨U+202E⟩ ⟨U+0007⟩" in text
+
+
+def test_no_address_outside_of_shown_text(complete: tuple[Path, str]) -> None:
+    _, text = complete
+    assert text.replace("http://evil.example", "").count("http") == 1  # the http-equiv of the policy
+
+
+def test_it_is_small_and_the_same_each_time(complete: tuple[Path, str]) -> None:
+    run, text = complete
+    assert len(text.encode()) < 1_000_000
+    assert write_report(run).read_text(encoding="utf-8") == text
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    run = tmp_path / "long"
+    folder = make_stage(run, "ppo")
+    names = ("objective/scores", "objective/kl", "objective/entropy", "policy/entropy_avg",
+             "rollout/response_len", "val/explained_var", "gold/total", "gold/polite")  # fmt: skip
+    write_lines(folder / "metrics.jsonl", [
+        {"progress/step": i} | {name: math.sin(i * (k + 1)) for k, name in enumerate(names)}
+        for i in range(4000)
+    ])  # fmt: skip
+    long = "word " * 100_000
+    rows = [{"step": i, "id": f"p-{i % 50}", "prompt": long, "response": long} for i in range(60)]
+    write_lines(folder / "samples.jsonl", rows)
+    assert write_report(run).stat().st_size < 1_000_000
+
+
+def test_a_half_done_run(tmp_path: Path) -> None:
+    run = tmp_path / "half"
+    for stage in ("tokenizer", "pretrain"):
+        make_stage(run, stage)
+    make_stage(run, "sft", status="running", parents={"pretrain": digest("an older pretrain")})
+    make_stage(
+        run, "reward", parents={"world": digest("of another run")}, summary=None, settings="none", seconds="?"
+    )
+    write_lines(run / "pretrain/metrics.jsonl", [{"progress/step": 40, "eval/heldout/bpb": 0.512}])
+    (run / "sft/metrics.jsonl").write_text(
+        '{"progress/step": 1, "sft/loss": 2.5}\n{"progress/step": 2, "sft/lo'
+    )
+    text = write_report(run).read_text(encoding="utf-8")
+    check_page(text)
+    for shown in ("3 of 6 stages complete", "next is sft", "0.512", "eval/heldout/bpb at step 40",
+                  "pretrain: changed since", "world of another run", "Not evaluated yet",
+                  "No samples yet"):  # fmt: skip
+        assert shown in text, shown
+
+
+def test_an_empty_run_and_no_run(tmp_path: Path) -> None:
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    check_page(text)
+    assert "0 of 6 stages complete" in text and "next is tokenizer" in text
+    with pytest.raises(FileNotFoundError, match="no such run folder"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
+    for stage in PARENTS:
+        (tmp_path / stage).mkdir()
+        (tmp_path / stage / "stage.json").write_text('{"stage": "torn')
+        (tmp_path / stage / "metrics.jsonl").write_bytes(
+            b'\xff\xfe\n[1]\n{"progress/step": "x"}\n{"progress/step": 1}\n'
+        )
+        (tmp_path / stage / "samples.jsonl").write_text('{"responses": 3}\n{"step": null}\n"x"\n')
+    (tmp_path / "evaluate/results.json").write_text(
+        '{"gold": [], "kl_to_sft_nats": "x", '
+        '"reward_model": {"accuracy": NaN, "calibration": [3, {"gap": 1}]}}'
+    )
+    (tmp_path / "evaluate/samples.jsonl").write_text(
+        '{"responses": {"ppo": null}, "prompt": [{"role": "user", "content": "hi \\ud800"}], "gold": 3}\n'
+    )
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    check_page(text)
+    assert "0 of 6 stages complete" in text and "user: hi ⟨U+D800⟩" in text
+
+
+def test_real_data_has_no_gold_parts(tmp_path: Path) -> None:
+    make_stage(tmp_path, "evaluate")
+    results = {"reward": {"sft": 0.021, "ppo": 1.317}, "kl_to_sft_nats": 4.5}
+    (tmp_path / "evaluate/results.json").write_text(json.dumps(results))
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "1.317" in text and "reward model; SFT 0.021" in text and "Gold score by part" not in text
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict"),
+    [([0.55, 0.6], "is preferred to"), ([0.45, 0.58], "cannot be told from"), ([0.3, 0.4], "is worse than")],
+)
+def test_the_verdict_follows_the_interval(tmp_path: Path, interval: list[float], verdict: str) -> None:
+    (tmp_path / "evaluate").mkdir()
+    win = {"value": sum(interval) / 2, "ci95": interval, "n": 100}
+    (tmp_path / "evaluate/results.json").write_text(json.dumps({"gold": {"win_rate_vs_sft": win}}))
+    assert f"PPO {verdict} SFT" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_points_skip_gaps_and_unknown_names() -> None:
+    rows = [{"progress/step": 1, "sft/loss": 2.0, "progress/tokens": 5},
+            {"progress/step": 2, "sft/loss": None}, {"sft/loss": 3.0},
+            {"progress/step": 3, "sft/loss": 1.0, "other": 1.0}]  # fmt: skip
+    assert read_points(rows) == {"sft/loss": ([1, 3], [2.0, 1.0])}
+
+
+def test_words_and_numbers() -> None:
+    assert visible("a" * 12, limit=10) == "a" * 10 + " … (2 more characters)"
+    assert visible("tab\tline\n\x00") == "tab\tline\n⟨U+0000⟩"
+    assert prompt_text([{"role": "user", "content": "hi"}]) == "user: hi"
+    assert (decimal(-0.0001), decimal(-0.25, 2), decimal(0.25, 2, sign=True), decimal(None)) == (
+        "0.000", "−0.25", "+0.25", "–",
+    )  # fmt: skip
+
+
+def test_it_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, rlhf.tracking.report, rlhf.tracking.writers, rlhf.tracking.progress;"
+        "print([m for m in ('torch', 'transformers', 'wandb', 'matplotlib', 'jinja2') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "[]"
