@@ -62,7 +62,7 @@ $(READY): pyproject.toml constraints.txt
 	fi; \
 	$(VENV)/bin/python -m pip install --progress-bar off -c constraints.txt -e ".[dev]" | while IFS= read -r line; do \
 	  case "$$line" in \
-	    *Downloading*[0-9][0-9]*" MB)" | *"Using cached"*[0-9][0-9]*" MB)") echo "  $${line#"$${line%%[![:space:]]*}"}" ;; \
+	    *Downloading*"("[0-9][0-9]*" MB)" | *"Using cached"*"("[0-9][0-9]*" MB)") echo "  $${line#"$${line%%[![:space:]]*}"}" ;; \
 	    "Installing collected"*) echo "  Installing" ;; \
 	  esac; \
 	done; \

@@ -120,7 +120,9 @@ def check_overrides(overrides: list[str]) -> None:
         try:
             override = parser.parse_override(text)
         except HydraException as error:
-            raise UserError(f"{text!r}: not an override ({_first_line(error)}): write key=value, quote odd values") from None
+            raise UserError(
+                f"{text!r}: not an override ({_first_line(error)}): write key=value, quote odd values"
+            ) from None
         key = override.key_or_group
         if key.startswith("hydra") or (key in CONFIG_GROUPS and not text.startswith("~")):
             _check_choice(key, override.value())
@@ -145,8 +147,12 @@ def _check_choice(group: str, value: Any) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "full_key" not in line]
-    return "; ".join(lines[:2]) or type(error).__name__
+    """What Hydra says, less its formatting; the cause, which names the value, goes along."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith(("full_key", "object_type"))][:2]
+    if error.__cause__ is not None and str(error.__cause__).splitlines():
+        told.append(str(error.__cause__).splitlines()[0])
+    return "; ".join(dict.fromkeys(told)) or type(error).__name__
 
 
 def compose_config(overrides: list[str]) -> Any:

@@ -154,7 +154,7 @@ class GoldConfig:
     """The embedded world in which the truth is known."""
 
     enabled: bool = False
-    documents: int = 60_000  # of pretraining text
+    documents: int = 96_000  # of pretraining text
     demonstrations: int = 3000
     train_prompts: int = 4000
     dev_prompts: int = 256

@@ -151,7 +151,9 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None] = print) -> Path 
         if is_whole(path):
             return path
         if (path / MANIFEST).exists():
-            say(f"{path}: checkpoint is damaged (a file is missing or its hash differs): falling back to the one before")
+            say(
+                f"{path}: checkpoint is damaged (a file is missing or its hash differs): falling back to the one before"
+            )
     return None
 
 
@@ -215,7 +217,9 @@ def stage_folder(config: Config, stage: str) -> Path:
     for candidate in (Path(given) / stage, Path(given)):
         if (candidate / "stage.json").exists():
             return candidate
-    raise UserError(f"parents.{stage}={given}: neither a run under {config.runs_dir}/ nor a stage folder: check the name")
+    raise UserError(
+        f"parents.{stage}={given}: neither a run under {config.runs_dir}/ nor a stage folder: check the name"
+    )
 
 
 def is_needed(config: Config, stage: str) -> bool:
@@ -243,7 +247,9 @@ def check_output(folder: Path) -> dict:
     stage = folder.name
     record = read_stage(folder)
     if record is None:
-        raise UserError(f"{folder}: no finished {stage} there: run `rlhf {stage}` first, or name one with parents.{stage}=…")
+        raise UserError(
+            f"{folder}: no finished {stage} there: run `rlhf {stage}` first, or name one with parents.{stage}=…"
+        )
     if record.get("status") != "complete":
         raise UserError(f"{folder}: {stage} is not finished: run `rlhf {stage}` again, it resumes")
     for name, digest in record["files"].items():
@@ -365,7 +371,9 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder}: another process is working on it: wait for it, or choose another run=…") from None
+            raise UserError(
+                f"{folder}: another process is working on it: wait for it, or choose another run=…"
+            ) from None
         stage = Stage(config, name, folder, parents, data or {})
         recorded = read_stage(folder)
         if recorded is not None and not config.overwrite:

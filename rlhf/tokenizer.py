@@ -35,9 +35,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(
-    documents: Iterable[str], vocab_size: int, *, context_length: int
-) -> "PreTrainedTokenizerFast":
+def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length: int) -> "PreTrainedTokenizerFast":
     """Learn a byte-level BPE (GPT-2's pre-tokenisation) of `vocab_size` entries, special tokens included.
 
     The 256 bytes are always in the vocabulary, so every text can be encoded and decoded without loss. A small
@@ -52,9 +50,7 @@ def train_tokenizer(
 
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
-        raise UserError(
-            f"tokenizer.vocab_size is {vocab_size}: want at least {smallest} (256 bytes, 6 special tokens)"
-        )
+        raise UserError(f"tokenizer.vocab_size is {vocab_size}: want at least {smallest} (256 bytes, 6 special tokens)")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -123,9 +119,7 @@ def _role_and_content(message: Any) -> tuple[str, str]:
     return message.role, message.content
 
 
-def encode_prompts(
-    tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[str | Sequence[Any]]
-) -> list[list[int]]:
+def encode_prompts(tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[str | Sequence[Any]]) -> list[list[int]]:
     """Encode prompts: for each message role id, text ids, `<|end|>` id; then the `<|assistant|>` id.
 
     A prompt is a list of messages (with keys or attributes `role` and `content`); a string means one user
@@ -183,9 +177,7 @@ def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 
     backend = tokenizer.backend_tokenizer
     if not isinstance(backend.decoder, decoders.ByteLevel):
-        raise UserError(
-            "bits per byte needs a byte-level BPE tokenizer: this tokenizer's decoder is another one"
-        )
+        raise UserError("bits per byte needs a byte-level BPE tokenizer: this tokenizer's decoder is another one")
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     # Byte-level BPE writes each byte of a token as one character of its alphabet.
     return [0 if i in special else len(backend.id_to_token(i) or "") for i in range(len(tokenizer))]
@@ -205,16 +197,10 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         raise UserError(f"{folder}: {came}: want a tokenizer's folder, as `rlhf tokenizer` writes it")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except (
-        Exception
-    ) as error:  # the library raises many kinds for a damaged file, some of them bare Exception
-        raise UserError(
-            f"{folder}/tokenizer.json: not a readable tokenizer ({error}): make it again"
-        ) from error
+    except Exception as error:  # the library raises many kinds for a damaged file, some of them bare Exception
+        raise UserError(f"{folder}/tokenizer.json: not a readable tokenizer ({error}): make it again") from error
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise UserError(
-            f"{folder}: the pad token is {tokenizer.pad_token!r}: want one that is not the end token"
-        )
+        raise UserError(f"{folder}: the pad token is {tokenizer.pad_token!r}: want one that is not the end token")
     return tokenizer
 
 

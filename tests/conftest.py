@@ -1,4 +1,4 @@
-"""The environment of every test: no network, two threads, and where the shared real data lies, if anywhere."""
+"""The environment of every test: no network, two threads, and where the public data sets lie, if anywhere."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of public data sets in `../shared/data`. The test is skipped, with this path, where it is absent."""
+    """The public data sets in `../shared/data`; where they are absent the test is skipped, with this path."""
     folder = ROOT.parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"needs the public data sets in {folder}, which is not there")

@@ -22,7 +22,7 @@ from rlhf.tokenizer import (
 )
 
 TEXT = ["The cat sat on the mat.", "What is the capital of France? Paris is the capital of France."] * 20
-TOKENIZER = train_tokenizer(TEXT, 320, context_length=16)
+TOKENIZER = train_tokenizer(TEXT, 290, context_length=16)
 
 # Any text that UTF-8 can hold, with the spellings of special tokens mixed in.
 texts = st.lists(
@@ -46,16 +46,16 @@ def test_special_tokens_have_ids_of_their_own():
 
 
 def test_merges_are_learned():
-    assert len(encode_text(TOKENIZER, "The capital of France")) < 10  # 21 bytes
+    assert len(encode_text(TOKENIZER, "The capital of France")) < 12  # 21 bytes
 
 
 def test_the_vocabulary_size_counts_everything():
-    assert len(TOKENIZER) == 320
+    assert len(TOKENIZER) == 290
     assert len(train_tokenizer(["ab"], 300, context_length=8)) == 256 + 6 + 1  # only one merge to learn
 
 
 def test_the_same_text_gives_the_same_tokenizer():
-    again = train_tokenizer(iter(TEXT), 320, context_length=16)
+    again = train_tokenizer(iter(TEXT), 290, context_length=16)
     assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
 
 
@@ -121,6 +121,7 @@ def test_the_template_refuses_an_unknown_role():
 def test_settings_left_by_a_padded_call_do_not_matter():
     text = "The cat sat on the mat. " * 5
     before = encode_text(TOKENIZER, text)
+    assert TOKENIZER.backend_tokenizer.encode("a<|end|>").ids[-1] == 5
     TOKENIZER([text, "a"], padding=True, truncation=True, max_length=4)
     assert encode_texts(TOKENIZER, [text, "a"]) == [before, encode_text(TOKENIZER, "a")]
     assert TOKENIZER("a<|end|>")["input_ids"][-1] == 5  # and the library's own call works as before
@@ -147,14 +148,15 @@ def test_a_saved_tokenizer_is_the_same(tmp_path):
     assert encode_prompt(loaded, CHAT) == encode_prompt(TOKENIZER, CHAT)
     assert loaded.apply_chat_template(CHAT, return_dict=False) == TOKENIZER.apply_chat_template(CHAT, return_dict=False)
     assert loaded.decode(encode_text(loaded, "a cat , isn 't it .")) == "a cat , isn 't it ."
+    assert loaded.clean_up_tokenization_spaces is False
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.model_max_length) == (0, 5, 16)
     assert tokenizer_hash(loaded) == tokenizer_hash(tmp_path) == tokenizer_hash(TOKENIZER)
 
 
 def test_the_hash_depends_on_vocabulary_and_template_but_not_on_passing_state():
-    other = train_tokenizer(TEXT, 319, context_length=16)
+    other = train_tokenizer(TEXT, 289, context_length=16)
     assert tokenizer_hash(other) != tokenizer_hash(TOKENIZER)
-    again = train_tokenizer(TEXT, 320, context_length=16)
+    again = train_tokenizer(TEXT, 290, context_length=16)
     again(["a", "bcd"], padding=True, truncation=True, max_length=2)
     assert tokenizer_hash(again) == tokenizer_hash(TOKENIZER)
     again.chat_template += " "
@@ -162,7 +164,7 @@ def test_the_hash_depends_on_vocabulary_and_template_but_not_on_passing_state():
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no tokenizer.json in it"):
+    with pytest.raises(UserError, match=r"no tokenizer\.json in it"):
         load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="no such folder"):
         load_tokenizer(tmp_path / "missing")
@@ -176,7 +178,7 @@ def test_a_foreign_tokenizer_without_the_chat_tokens_is_refused():
     from transformers import PreTrainedTokenizerFast
 
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    with pytest.raises(UserError, match="has no <|assistant|>|has no <|system|>"):
+    with pytest.raises(UserError, match=r"has no <\|system\|>: want one that"):
         encode_prompt(bare, "hi")
     with pytest.raises(UserError, match="byte-level"):
         token_byte_lengths(bare)

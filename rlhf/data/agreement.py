@@ -46,9 +46,7 @@ def pairwise_agreement(rankings: Sequence[Ranking]) -> dict[str, Any]:
         upper = np.triu_indices(len(position), k=1)
         orders = np.stack([_order(ranking, position)[upper] for ranking in judged])  # (L, pairs)
         names = [ranking.labeler if ranking.labeler is not None else i for i, ranking in enumerate(judged)]
-        different = np.array(
-            [[a != b for b in names[:i]] + [False] * (len(names) - i) for i, a in enumerate(names)]
-        )
+        different = np.array([[a != b for b in names[:i]] + [False] * (len(names) - i) for i, a in enumerate(names)])
         both = np.abs(orders) @ np.abs(orders).T  # (L, L) pairs that both put in order
         agree = (both + orders @ orders.T) // 2
         if both[different].sum():

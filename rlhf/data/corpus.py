@@ -1,10 +1,9 @@
 """The pretraining text: documents, packed once into memory-mapped token files, and served as blocks."""
 
 import hashlib
-import heapq
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 MAX_DOCUMENT = 1 << 24  # characters; a longer one becomes several documents, so that memory is bounded
 PIECE = 8192  # characters: a document above twice this is tokenised and assigned to a split in such pieces
 _BATCH = 1 << 20  # characters tokenised at once
+_KEPT_TOKENS = 1 << 22  # at most so many tokens wait for the decision what is held out
 SPLITS = ("train", "heldout")
 
 
@@ -146,13 +146,13 @@ class _Writer:
         self.tokens = self.bytes = self.documents = 0
         self.last: tuple[int, int] | None = None
 
-    def _write(self, ids: list[int]) -> None:
+    def _write(self, ids: Sequence[int] | np.ndarray) -> None:
         raw = np.asarray(ids, dtype=self.dtype).tobytes()
         self.file.write(raw)
         self.digest.update(raw)
         self.tokens += len(ids)
 
-    def add(self, piece: _Piece, ids: list[int]) -> None:
+    def add(self, piece: _Piece, ids: Sequence[int] | np.ndarray) -> None:
         if self.last is not None and self.last != (piece.document, piece.part - 1):
             self._write([self.separator])
         self.documents += self.last is None or self.last != (piece.document, piece.part - 1)
@@ -177,40 +177,45 @@ class _Writer:
 class _Divider:
     """Assigns pieces to train or held-out by the hash of their text, so that equal documents share a split.
 
-    A share of a small corpus may come out empty. Until the held-out side has `wanted` tokens, the pieces with
-    the smallest hashes that would suffice are kept back; `finish` then moves as many of them as are missing.
+    A share of a small corpus may come out too small. The first pieces are therefore kept back until enough of
+    them are held out; where the corpus or the room to keep them ends before, those with the next smallest
+    hashes join.
     """
 
     def __init__(self, train: _Writer, held_out: _Writer, fraction: float, seed: int, context_length: int):
         self.train, self.held_out, self.fraction, self.seed = train, held_out, fraction, seed
         self.context_length = context_length
         self.wanted = 8 * context_length if fraction > 0 else 0
-        self.kept: list[tuple[float, int, _Piece, list[int]]] = []  # a heap, the largest hash first
-        self.kept_tokens = self.count = 0
+        self.kept: list[tuple[float, _Piece, np.ndarray]] | None = []  # None once decided
+        self.kept_tokens = self.kept_held_out = self.pieces = 0
 
     def add(self, piece: _Piece, ids: list[int]) -> None:
         u = uniform(piece.text, self.seed)
-        self.count += 1
-        if u < self.fraction:
-            self.held_out.add(piece, ids)
-        elif self.held_out.tokens < self.wanted:
-            heapq.heappush(self.kept, (-u, self.count, piece, ids))
-            self.kept_tokens += len(ids)
-        else:
-            self.train.add(piece, ids)
-        while self.kept and self.kept_tokens - len(self.kept[0][3]) >= self.wanted - self.held_out.tokens:
-            _, _, largest, largest_ids = heapq.heappop(self.kept)
-            self.kept_tokens -= len(largest_ids)
-            self.train.add(largest, largest_ids)
+        self.pieces += 1
+        if self.kept is None:
+            (self.held_out if u < self.fraction else self.train).add(piece, ids)
+            return
+        self.kept.append((u, piece, np.asarray(ids, dtype=np.uint32)))
+        self.kept_tokens += len(ids)
+        self.kept_held_out += len(ids) if u < self.fraction else 0
+        enough = self.wanted <= self.kept_held_out < self.kept_tokens
+        if enough or self.kept_tokens >= _KEPT_TOKENS:
+            self.decide()
 
-    def finish(self) -> None:
-        total = self.train.tokens + self.held_out.tokens + self.kept_tokens
-        context = self.context_length
-        target = max(1, min(self.wanted, total // 20), min(context, total // 4)) if self.fraction > 0 else 0
-        for place, (_, _, piece, ids) in enumerate(sorted(self.kept, reverse=True)):
-            last = place == len(self.kept) - 1 and self.train.tokens == 0
-            side = self.held_out if self.held_out.tokens < target and not last else self.train
-            side.add(piece, ids)
+    def decide(self) -> None:
+        """Write what was kept back, in the order of the text."""
+        if self.kept is None:
+            return
+        share = max(min(self.wanted, self.kept_tokens // 20), min(self.context_length, self.kept_tokens // 4), 1)
+        by_hash = sorted((u, len(ids)) for u, _, ids in self.kept)
+        limit, tokens = -1.0, 0  # pieces whose hash is at most `limit` are held out
+        for u, size in by_hash[:-1]:  # never all of them
+            if self.fraction == 0 or (u >= self.fraction and tokens >= share):
+                break
+            limit, tokens = u, tokens + size
+        for u, piece, ids in self.kept:
+            (self.held_out if u <= limit else self.train).add(piece, ids)
+        self.kept = None
 
 
 def pack_corpus(
@@ -250,14 +255,12 @@ def pack_corpus(
             if progress is not None:
                 progress(batch[-1].document + 1, tokens)
         if tokens == 0:
-            raise UserError(
-                "the corpus has no text: give data.corpus a file, folder or hub id with documents"
-            )
-        divider.finish()
+            raise UserError("the corpus has no text: give data.corpus a file, folder or hub id with documents")
+        divider.decide()
         splits = {split: writer.finish() for split, writer in writers.items()}
         if not splits["train"]["tokens"] or (held_out_fraction > 0 and not splits["heldout"]["tokens"]):
             raise UserError(
-                f"the corpus has {tokens} tokens in {divider.count} documents, too few to hold a part out: "
+                f"the corpus has {tokens} tokens in {divider.pieces} documents, too few to hold a part out: "
                 "want at least two documents, or one of 16,000 characters, or data.held_out=0"
             )
     except BaseException:

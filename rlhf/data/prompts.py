@@ -44,9 +44,7 @@ def load_prompts(sources: Any, format: str = "auto") -> tuple[list[PromptRecord]
     records, info = load_all(sources, format)
     prompts = prompts_of(records)
     if not prompts:
-        raise UserError(
-            f"no prompt in the data: want at least one record. Read: {'; '.join(info.describe())}"
-        )
+        raise UserError(f"no prompt in the data: want at least one record. Read: {'; '.join(info.describe())}")
     return prompts, info
 
 

@@ -78,9 +78,7 @@ def resolve_sources(sources: Any, suffixes: tuple[str, ...]) -> list[Source]:
         path = Path(one)
         if path.is_dir():
             inside = [p for p in sorted(path.rglob("*")) if p.is_file() and _has_suffix(p, suffixes)]
-            inside = [
-                p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)
-            ]
+            inside = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
             if not inside:
                 raise UserError(f"{path}: the folder has no file to read: want {wanted}")
             found += [Source(str(p), p) for p in inside]
@@ -171,9 +169,7 @@ def read_text(path: Path, encoding: str = "utf-8", remedy: str | None = None) ->
     try:
         decoder = codecs.getincrementaldecoder(encoding)()
     except LookupError as error:
-        raise UserError(
-            f"data.encoding={encoding}: no such encoding: want utf-8, latin-1, cp1252, …"
-        ) from error
+        raise UserError(f"data.encoding={encoding}: no such encoding: want utf-8, latin-1, cp1252, …") from error
     newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
     utf8 = codecs.lookup(encoding).name == "utf-8"
     with open_bytes(path) as file:
@@ -189,10 +185,9 @@ def read_text(path: Path, encoding: str = "utf-8", remedy: str | None = None) ->
             except UnicodeDecodeError as error:
                 # The decoder's object is what it held back from the last chunk, then this chunk.
                 at = offset - (len(error.object) - len(chunk)) + error.start
+                byte = error.object[error.start]
                 cure = remedy or "set data.encoding=latin-1 (or cp1252, …), or convert the file with iconv"
-                raise UserError(
-                    f"{path}: byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding} text: {cure}"
-                ) from error
+                raise UserError(f"{path}: byte 0x{byte:02x} at offset {at} is not {encoding} text: {cure}") from error
             offset += len(chunk)
             if text:
                 yield text
@@ -246,9 +241,7 @@ def _read_json_lines(path: Path, name: str) -> Iterator[Row | Reject]:
                 while line and not line.endswith(b"\n"):
                     line = file.readline(MAX_RECORD_BYTES)
                     offset += len(line)
-                yield Reject(
-                    name, number, "", f"got a line above {MAX_RECORD_BYTES >> 20} MB, want a shorter one"
-                )
+                yield Reject(name, number, "", f"got a line above {MAX_RECORD_BYTES >> 20} MB, want a shorter one")
                 continue
             if start == 0:
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -256,9 +249,7 @@ def _read_json_lines(path: Path, name: str) -> Iterator[Row | Reject]:
                 text = line.decode("utf-8").strip()
             except UnicodeDecodeError as error:
                 byte, at = line[error.start], offset - len(line) + error.start
-                yield Reject(
-                    name, number, "", f"byte 0x{byte:02x} at offset {at} is not UTF-8: save the file as UTF-8"
-                )
+                yield Reject(name, number, "", f"byte 0x{byte:02x} at offset {at} is not UTF-8: save the file as UTF-8")
                 continue
             if not text:
                 continue
@@ -309,9 +300,7 @@ def _read_json_values(path: Path, name: str) -> Iterator[Row | Reject]:
                     read_more(max(_CHUNK, len(text) - position))
                     continue
                 at = line + text.count("\n", position, getattr(error, "pos", position))
-                yield Reject(
-                    name, at, "", f"not JSON ({getattr(error, 'msg', error)}): want an array of objects"
-                )
+                yield Reject(name, at, "", f"not JSON ({getattr(error, 'msg', error)}): want an array of objects")
                 return
             yield Reject(name, line, "", problem) if problem else Row(line, value)
             line += text.count("\n", position, end)
@@ -340,9 +329,7 @@ def _read_hub(name: str) -> Iterator[Row]:
         splits = datasets.load_dataset(name)
         split = "train" if "train" in splits else next(iter(splits))
         rows = splits[split]
-    except (
-        Exception
-    ) as error:  # the hub's client raises dozens of kinds: no network, no such name, gated, scripts
+    except Exception as error:  # the hub's client raises dozens of kinds: no network, no such name, gated, scripts
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{name}: no such file or folder, and the hub did not give a data set of that name ({reason}): "

@@ -63,9 +63,7 @@ class _Part(BaseModel):
             return data
         clash = sorted(unknown.keys() & (metadata or {}).keys())
         if clash:
-            raise _problem(
-                "metadata", f'"{clash[0]}" stands both in the record and under metadata: keep one of them'
-            )
+            raise _problem("metadata", f'"{clash[0]}" stands both in the record and under metadata: keep one of them')
         known = {key: value for key, value in data.items() if key in cls.model_fields}
         return known | {"metadata": (metadata or {}) | unknown}
 
@@ -98,9 +96,7 @@ class _Record(_Part):
             try:
                 datetime.fromisoformat(created)
             except ValueError as error:
-                raise _problem(
-                    "created", f'created: got "{created}", want a time as 2026-05-01T10:00:00Z'
-                ) from error
+                raise _problem("created", f'created: got "{created}", want a time as 2026-05-01T10:00:00Z') from error
         return created
 
 
@@ -120,9 +116,7 @@ class Demonstration(_Record):
     @classmethod
     def _response_says_something(cls, response: str) -> str:
         if not response.strip():
-            raise _problem(
-                "response", "response: got no text, want the demonstrated answer: remove the record"
-            )
+            raise _problem("response", "response: got no text, want the demonstrated answer: remove the record")
         return response
 
 
@@ -180,9 +174,7 @@ class Ranking(_Record):
             raise _problem("responses", "responses: got none, want at least one")
         twice = next((name for i, name in enumerate(ids) if name in ids[:i]), None)
         if twice is not None:
-            raise _problem(
-                "responses", f'responses: id "{twice}" stands twice: give each response an id of its own'
-            )
+            raise _problem("responses", f'responses: id "{twice}" stands twice: give each response an id of its own')
         if self.ranking is not None and self.pairs is not None:
             raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
         named = {"ratings": list(self.ratings), "flags": list(self.flags)}
@@ -196,9 +188,7 @@ class Ranking(_Record):
         for field, names in named.items():
             stray = next((name for name in names if name not in ids), None)
             if stray is not None:
-                raise _problem(
-                    field, self._wants_each_once(f'{field} names "{stray}"', ids, once=field == "ranking")
-                )
+                raise _problem(field, self._wants_each_once(f'{field} names "{stray}"', ids, once=field == "ranking"))
         if self.pairs is not None:
             self._check_pairs(self.pairs)
         return self
@@ -218,9 +208,7 @@ class Ranking(_Record):
                 raise _problem("pairs", f"pairs: got {pair}, want [better, worse], two different responses")
         cycle = find_cycle([(better, worse) for better, worse in pairs])
         if cycle:
-            raise _problem(
-                "pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements"
-            )
+            raise _problem("pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements")
 
     def ranks(self) -> list[int]:
         """The rank of each response in the order of `responses`: 0 best, equal = tie, -1 unranked.
@@ -238,9 +226,7 @@ class Ranking(_Record):
             index = {response.id: i for i, response in enumerate(self.responses)}
             return sorted({(index[better], index[worse]) for better, worse in self.pairs})
         ranks = self.ranks()
-        return [
-            (i, j) for i, better in enumerate(ranks) for j, worse in enumerate(ranks) if 0 <= better < worse
-        ]
+        return [(i, j) for i, better in enumerate(ranks) for j, worse in enumerate(ranks) if 0 <= better < worse]
 
 
 Record = Demonstration | Ranking | PromptRecord
@@ -285,9 +271,7 @@ def find_cycle(edges: Iterable[tuple[Node, Node]]) -> list[Node] | None:
             del remaining[node]
     if not remaining:
         return None
-    node = next(
-        iter(remaining)
-    )  # each of these is beaten by another of these, so walking back must close a circle
+    node = next(iter(remaining))  # each of these is beaten by another of these, so walking back must close a circle
     path: list[Node] = []
     while node not in path:
         path.append(node)
@@ -339,9 +323,7 @@ def join_judgements(n: int, judgements: Iterable[tuple[int, int, int]]) -> Joine
     order: list[list[int]] = []
     while left:
         unbeaten = [g for g in left if not any((other, g) in edges for other in left)]
-        if (
-            len(unbeaten) != 1
-        ):  # none: ties and orders contradict each other; several: their order is not judged
+        if len(unbeaten) != 1:  # none: ties and orders contradict each other; several: their order is not judged
             return Joined(None, sorted(strict), sorted(ties))
         left.remove(unbeaten[0])
         order.append([i for i in range(n) if group[i] == unbeaten[0]])

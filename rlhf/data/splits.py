@@ -58,9 +58,7 @@ def record_split(record: "Record", seed: int, fractions: Mapping[str, float]) ->
     given = getattr(record, "split", None) or record.metadata.get("split")
     if given is not None:
         if given not in fractions:
-            raise UserError(
-                f"record {record.id}: split is {given!r}: want one of {', '.join(fractions)}, or null"
-            )
+            raise UserError(f"record {record.id}: split is {given!r}: want one of {', '.join(fractions)}, or null")
         return given
     group = record.metadata.get("group")
     return split_of(record.prompt if group is None else str(group), seed, fractions)

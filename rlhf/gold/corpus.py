@@ -11,8 +11,20 @@ from pathlib import Path
 
 from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
 from rlhf.gold.world import (
-    ANIMALS, CITIES, CLASSES, COLOUR_FACTS, COLOURS, COUNTRIES, PEOPLE, PLACES, SOUNDS, THINGS, TREATS,
-    Task, article, make_task,
+    ANIMALS,
+    CITIES,
+    CLASSES,
+    COLOUR_FACTS,
+    COLOURS,
+    COUNTRIES,
+    PEOPLE,
+    PLACES,
+    SOUNDS,
+    THINGS,
+    TREATS,
+    Task,
+    article,
+    make_task,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf.data.records import Message, Ranking, RankedResponse
+from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.gold.judge import judge
 from rlhf.gold.world import Task
 

@@ -31,7 +31,9 @@ DEMONSTRATION_MIX = {"good": 0.27, "plain": 0.33, "rude": 0.10, "rambling": 0.13
 def answer(task: Task, style: str, rng: random.Random) -> str:
     """The answer that a speaker of `style` gives to `task`."""
     if style == "good":
-        return f"{rng.choice(OPENERS)} {task.sentence}" if rng.random() < 0.7 else f"{task.sentence} {rng.choice(CLOSERS)}"
+        return (
+            f"{rng.choice(OPENERS)} {task.sentence}" if rng.random() < 0.7 else f"{task.sentence} {rng.choice(CLOSERS)}"
+        )
     if style == "plain":
         return task.fragment if rng.random() < 0.6 else task.sentence
     if style == "rude":

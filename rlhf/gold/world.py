@@ -10,19 +10,38 @@ from dataclasses import asdict, dataclass, field
 
 from rlhf.data.splits import split_of
 
-PEOPLE = (
-    "Anna Tom Mary Jack Lily Ben Sara Max Emma Paul Nora Leo Ruth Sam Eva Dan Kate Hugo Jane Carl".split()
-)
-COLOURS = "red blue green black white yellow brown pink".split()
-THINGS = "kite cup ball hat book lamp chair drum coat bell box ring boat clock".split()
-CITIES = "Paris Rome Cairo Oslo Lima Tokyo Madrid Athens Havana Nairobi".split()
-COUNTRIES = "France Italy Egypt Norway Peru Japan Spain Greece Cuba Kenya".split()
-ANIMALS = "dog cat cow duck lion sheep horse frog goat bear".split()
-SOUNDS = "barks meows moos quacks roars bleats neighs croaks".split()
-FRUITS = "apple pear plum cherry lemon peach".split()
-VEGETABLES = "carrot onion potato bean turnip leek".split()
-PLACES = "park school market beach farm garden station library".split()
-TREATS = "bread soup cake rice cheese fish".split()
+PEOPLE = [
+    "Anna",
+    "Tom",
+    "Mary",
+    "Jack",
+    "Lily",
+    "Ben",
+    "Sara",
+    "Max",
+    "Emma",
+    "Paul",
+    "Nora",
+    "Leo",
+    "Ruth",
+    "Sam",
+    "Eva",
+    "Dan",
+    "Kate",
+    "Hugo",
+    "Jane",
+    "Carl",
+]
+COLOURS = ["red", "blue", "green", "black", "white", "yellow", "brown", "pink"]
+THINGS = ["kite", "cup", "ball", "hat", "book", "lamp", "chair", "drum", "coat", "bell", "box", "ring", "boat", "clock"]
+CITIES = ["Paris", "Rome", "Cairo", "Oslo", "Lima", "Tokyo", "Madrid", "Athens", "Havana", "Nairobi"]
+COUNTRIES = ["France", "Italy", "Egypt", "Norway", "Peru", "Japan", "Spain", "Greece", "Cuba", "Kenya"]
+ANIMALS = ["dog", "cat", "cow", "duck", "lion", "sheep", "horse", "frog", "goat", "bear"]
+SOUNDS = ["barks", "meows", "moos", "quacks", "roars", "bleats", "neighs", "croaks"]
+FRUITS = ["apple", "pear", "plum", "cherry", "lemon", "peach"]
+VEGETABLES = ["carrot", "onion", "potato", "bean", "turnip", "leek"]
+PLACES = ["park", "school", "market", "beach", "farm", "garden", "station", "library"]
+TREATS = ["bread", "soup", "cake", "rice", "cheese", "fish"]
 COLOUR_FACTS = {
     "grass": "green", "snow": "white", "coal": "black", "blood": "red",
     "the sky": "blue", "butter": "yellow", "soil": "brown",
@@ -30,7 +49,11 @@ COLOUR_FACTS = {
 PAST = {"sees": "saw", "takes": "took", "finds": "found", "buys": "bought", "loses": "lost", "makes": "made"}
 GLAD = ("found", "won", "was given")
 GLUM = ("lost", "broke", "missed")
-CLASSES = {**dict.fromkeys(FRUITS, "fruit"), **dict.fromkeys(VEGETABLES, "vegetable"), **dict.fromkeys(ANIMALS, "animal")}
+CLASSES = {
+    **dict.fromkeys(FRUITS, "fruit"),
+    **dict.fromkeys(VEGETABLES, "vegetable"),
+    **dict.fromkeys(ANIMALS, "animal"),
+}
 CATEGORIES = {"animals": ANIMALS, "colours": COLOURS, "fruits": FRUITS, "vegetables": VEGETABLES, "cities": CITIES}
 HARMFUL = {
     "break into {}'s house": "smash the window",
@@ -123,7 +146,9 @@ def _open_qa(rng: random.Random) -> Task:
     else:
         thing, right = rng.choice(list(COLOUR_FACTS.items()))
         wrong = rng.choice([c for c in COLOURS if c != right])
-        core = rng.choice(("What colour is {}?", "Which colour does {} have?", "Tell me the colour of {}.")).format(thing)
+        core = rng.choice(("What colour is {}?", "Which colour does {} have?", "Tell me the colour of {}.")).format(
+            thing
+        )
         frame, never = f"{thing[0].upper()}{thing[1:]} is", [c for c in COLOURS if c != right]
     return Task(
         "open_qa", core, core, f"{right[0].upper()}{right[1:]}.", f"{frame} {right}.", f"{frame} {wrong}.",
@@ -200,7 +225,9 @@ def _rewrite(rng: random.Random) -> Task:
 def _list(rng: random.Random) -> Task:
     category = rng.choice(list(CATEGORIES))
     members = CATEGORIES[category]
-    lead = rng.choice(("Name three {}.", "List three {}.", "Give me three {}.", "I need three {}.", "Tell me three {}."))
+    lead = rng.choice(
+        ("Name three {}.", "List three {}.", "Give me three {}.", "I need three {}.", "Tell me three {}.")
+    )
     without = rng.choice(members)
     core = f"{lead.format(category)[:-1]} without {without}."
     items = rng.sample([m for m in members if m != without], 3)

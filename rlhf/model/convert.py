@@ -61,8 +61,12 @@ def _gpt2_names(n_layer: int) -> Iterator[tuple[str, str, bool]]:
     yield "model.embed_positions.weight", "transformer.wpe.weight", False
     yield "lm_head.weight", "lm_head.weight", False
     pairs = (
-        ("norm_1", "ln_1"), ("attention.qkv", "attn.c_attn"), ("attention.out", "attn.c_proj"),
-        ("norm_2", "ln_2"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj"),
+        ("norm_1", "ln_1"),
+        ("attention.qkv", "attn.c_attn"),
+        ("attention.out", "attn.c_proj"),
+        ("norm_2", "ln_2"),
+        ("mlp.up", "mlp.c_fc"),
+        ("mlp.down", "mlp.c_proj"),
     )
     for kind in ("weight", "bias"):
         yield f"model.norm.{kind}", f"transformer.ln_f.{kind}", False
@@ -117,7 +121,9 @@ def _special_ids(config: Any) -> dict[str, Any]:
 
 
 def from_gpt2(model: GPT2LMHeadModel) -> GPTForCausalLM:
-    """Our GPT with GPT-2's weights (copied). Raises: UserError for GPT-2 variants that ours has no form for.
+    """Our GPT with GPT-2's weights, copied.
+
+    Raises: UserError for GPT-2 variants that ours has no form for.
     """
     c = model.config
     problems = []
@@ -129,10 +135,17 @@ def from_gpt2(model: GPT2LMHeadModel) -> GPTForCausalLM:
         problems.append("add_cross_attention is True: cross-attention has no place in a decoder-only model")
     _refuse("from gpt2", problems)
     config = GPTConfig(
-        vocab_size=c.vocab_size, context_length=c.n_positions, n_layer=c.n_layer, n_head=c.n_head,
-        width=c.n_embd, mlp_width=c.n_inner or 4 * c.n_embd, dropout=c.resid_pdrop,
-        norm_eps=c.layer_norm_epsilon, initializer_range=c.initializer_range,
-        tie_word_embeddings=c.tie_word_embeddings, **_special_ids(c),
+        vocab_size=c.vocab_size,
+        context_length=c.n_positions,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        width=c.n_embd,
+        mlp_width=c.n_inner or 4 * c.n_embd,
+        dropout=c.resid_pdrop,
+        norm_eps=c.layer_norm_epsilon,
+        initializer_range=c.initializer_range,
+        tie_word_embeddings=c.tie_word_embeddings,
+        **_special_ids(c),
     )
     theirs = model.state_dict()
     state = {our: theirs[name].t() if flip else theirs[name] for our, name, flip in _gpt2_names(c.n_layer)}
@@ -140,15 +153,27 @@ def from_gpt2(model: GPT2LMHeadModel) -> GPTForCausalLM:
 
 
 def to_gpt2(model: GPTForCausalLM) -> GPT2LMHeadModel:
-    """transformers' GPT-2 with our weights (copied). Raises: UserError where the model is not GPT-2-shaped.
+    """transformers' GPT-2 with our weights, copied.
+
+    Raises: UserError where the model is not GPT-2-shaped.
     """
     c = model.config
     _refuse("to gpt2", misfits(c, "gpt2"))
     config = GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.context_length, n_layer=c.n_layer, n_head=c.n_head,
-        n_embd=c.width, n_inner=c.mlp_width, activation_function="gelu_new", resid_pdrop=c.dropout,
-        embd_pdrop=c.dropout, attn_pdrop=c.dropout, layer_norm_epsilon=c.norm_eps,
-        initializer_range=c.initializer_range, tie_word_embeddings=c.tie_word_embeddings, **_special_ids(c),
+        vocab_size=c.vocab_size,
+        n_positions=c.context_length,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        n_embd=c.width,
+        n_inner=c.mlp_width,
+        activation_function="gelu_new",
+        resid_pdrop=c.dropout,
+        embd_pdrop=c.dropout,
+        attn_pdrop=c.dropout,
+        layer_norm_epsilon=c.norm_eps,
+        initializer_range=c.initializer_range,
+        tie_word_embeddings=c.tie_word_embeddings,
+        **_special_ids(c),
     )
     ours = model.state_dict()
     state = {name: ours[our].t() if flip else ours[our] for our, name, flip in _gpt2_names(c.n_layer)}
@@ -159,8 +184,9 @@ def to_gpt2(model: GPTForCausalLM) -> GPT2LMHeadModel:
 
 
 def from_llama(model: LlamaForCausalLM) -> GPTForCausalLM:
-    """Our GPT with Llama's weights (copied), grouped queries too. Raises: UserError for variants without a
-    form here.
+    """Our GPT with Llama's weights, copied; grouped queries too.
+
+    Raises: UserError for Llama variants that ours has no form for.
     """
     c: Any = model.config
     rope = c.rope_parameters
@@ -175,11 +201,23 @@ def from_llama(model: LlamaForCausalLM) -> GPTForCausalLM:
         problems.append(f"head_dim is {c.head_dim}, wanted hidden_size / heads")
     _refuse("from llama", problems)
     config = GPTConfig(
-        vocab_size=c.vocab_size, context_length=c.max_position_embeddings, n_layer=c.num_hidden_layers,
-        n_head=c.num_attention_heads, n_kv_head=c.num_key_value_heads, width=c.hidden_size,
-        mlp_width=c.intermediate_size, positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False,
-        dropout=c.attention_dropout, norm_eps=c.rms_norm_eps, rope_theta=rope["rope_theta"],
-        initializer_range=c.initializer_range, tie_word_embeddings=c.tie_word_embeddings, **_special_ids(c),
+        vocab_size=c.vocab_size,
+        context_length=c.max_position_embeddings,
+        n_layer=c.num_hidden_layers,
+        n_head=c.num_attention_heads,
+        n_kv_head=c.num_key_value_heads,
+        width=c.hidden_size,
+        mlp_width=c.intermediate_size,
+        positions="rotary",
+        norm="rmsnorm",
+        mlp="swiglu",
+        bias=False,
+        dropout=c.attention_dropout,
+        norm_eps=c.rms_norm_eps,
+        rope_theta=rope["rope_theta"],
+        initializer_range=c.initializer_range,
+        tie_word_embeddings=c.tie_word_embeddings,
+        **_special_ids(c),
     )
     theirs = model.state_dict()
     state = {our: torch.cat([theirs[name] for name in names]) for our, names, _ in _llama_names(config)}
@@ -187,16 +225,27 @@ def from_llama(model: LlamaForCausalLM) -> GPTForCausalLM:
 
 
 def to_llama(model: GPTForCausalLM) -> LlamaForCausalLM:
-    """transformers' Llama with our weights (copied). Raises: UserError where the model is not Llama-shaped.
+    """transformers' Llama with our weights, copied.
+
+    Raises: UserError where the model is not Llama-shaped.
     """
     c = model.config
     _refuse("to llama", misfits(c, "llama"))
     config = LlamaConfig(
-        vocab_size=c.vocab_size, max_position_embeddings=c.context_length, num_hidden_layers=c.n_layer,
-        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, hidden_size=c.width,
-        intermediate_size=c.mlp_width, hidden_act="silu", attention_dropout=c.dropout,
-        rms_norm_eps=c.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        initializer_range=c.initializer_range, tie_word_embeddings=c.tie_word_embeddings, **_special_ids(c),
+        vocab_size=c.vocab_size,
+        max_position_embeddings=c.context_length,
+        num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head,
+        num_key_value_heads=c.n_kv_head,
+        hidden_size=c.width,
+        intermediate_size=c.mlp_width,
+        hidden_act="silu",
+        attention_dropout=c.dropout,
+        rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        initializer_range=c.initializer_range,
+        tie_word_embeddings=c.tie_word_embeddings,
+        **_special_ids(c),
     )
     ours = model.state_dict()
     state: State = {}
@@ -208,9 +257,7 @@ def to_llama(model: GPTForCausalLM) -> LlamaForCausalLM:
 # ----------------------------------------------------------------------------------------------------- export
 
 
-def export(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str | PathLike, form: Form = "auto"
-) -> str:
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str | PathLike, form: Form = "auto") -> str:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads where this package is not installed.
 
     form: "gpt2" and "llama" are transformers' own architectures; "rlhf" carries `gpt.py` with it and needs

@@ -89,17 +89,13 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
         tokens = logp.argmax(-1, keepdim=True)
     else:
         cumulative = _cut(logp.exp(), choice).cumsum(-1)
-        total = cumulative[:, -1:]
-        # strictly below the total, so that rounding never points past the last possible token
-        threshold = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-        tokens = torch.searchsorted(cumulative, threshold, right=True)
+        # u is at most 1 - 2^-24, so that the threshold is below the total after rounding too
+        tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 
 def _cut(probs: Tensor, choice: Choice) -> Tensor:
-    """Probabilities with 0 for all but the `top_k` likeliest, then for all past the first `top_p` of what is
-    left.
-    """
+    """Keep the `top_k` likeliest, then the likeliest that together reach `top_p` of those; 0 elsewhere."""
     if 0 < choice.top_k < probs.shape[-1]:
         floor = probs.topk(choice.top_k, dim=-1).values[:, -1:]
         probs = probs.masked_fill(probs < floor, 0.0)
@@ -205,9 +201,7 @@ class _Decoder:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(D/H) + mask) v. The fused CPU kernel is made for many queries: for one, products
-    win.
-    """
+    """softmax(q k^T / sqrt(D/H) + mask) v; the fused CPU kernel is slow where queries are few."""
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (B, KV, H/KV, L)
@@ -215,9 +209,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _decode(decoder: _Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[tuple[Tensor, ...]]:
-    """Yields (rows, tokens, log-probs, ended) a step; `rows` are the prompts still in the batch, some of them
-    ended.
-    """
+    """Yields (rows, tokens, log-probs, ended) a step; `rows` are the prompts still carried along."""
     rows = torch.arange(len(uniforms), device=eos.device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
     logits = decoder.prefill()
@@ -265,9 +257,7 @@ class _ChooseByUniform(LogitsProcessor):
 def _sample_transformers(
     model: Any, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice
 ) -> tuple[Tensor, Tensor]:
-    """As `_sample_native`, through `generate`; the log-probs are recomputed by a forward over prompt and
-    response.
-    """
+    """As `_sample_native`, through `generate`; a forward over prompt and response gives the log-probs."""
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=eos.device)
     width, steps = int(lengths.max()), uniforms.shape[1]
     left = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=eos.device)  # (B, P)
@@ -276,8 +266,13 @@ def _sample_transformers(
     model.generation_config = GenerationConfig()  # its penalties and cuts would change the distribution
     try:
         out = model.generate(
-            left, attention_mask=mask.long(), do_sample=False, num_beams=1, max_new_tokens=steps,
-            eos_token_id=eos.tolist() or None, pad_token_id=pad,
+            left,
+            attention_mask=mask.long(),
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=steps,
+            eos_token_id=eos.tolist() or None,
+            pad_token_id=pad,
             logits_processor=LogitsProcessorList([_ChooseByUniform(uniforms, width, choice)]),
         )
     finally:
@@ -355,8 +350,7 @@ def stream(
     key: Key = 0,
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens of one response as they are drawn, the end token included; the same ones that `sample`
-    draws.
+    """The tokens of one response as `sample` would draw them, one by one, the end token included.
 
     Raises: UserError as `sample` does, at the call.
     """
@@ -448,10 +442,17 @@ def _as_tensor(eos_token_id: int | Sequence[int] | None, device: torch.device) -
 def _as_keys(keys: Sequence[Key] | Tensor | None, count: int) -> list[Key]:
     if keys is None:
         return list(range(count))
-    listed = keys.tolist() if isinstance(keys, Tensor) else list(keys)
-    if len(listed) != count:
-        raise UserError(f"sampling: {len(listed)} keys for {count} prompts: give one key a prompt")
-    return [tuple(key) if isinstance(key, list) else key for key in listed]
+    plain = [_plain_key(key) for key in (keys.tolist() if isinstance(keys, Tensor) else keys)]
+    if len(plain) != count:
+        raise UserError(f"sampling: {len(plain)} keys for {count} prompts: give one key a prompt")
+    return plain
+
+
+def _plain_key(key: Any) -> Key:
+    """Of Python's own types, so that equal keys hash alike whatever number type they came in."""
+    if isinstance(key, str):
+        return key
+    return tuple(map(_plain_key, key)) if isinstance(key, tuple | list) else int(key)
 
 
 @contextmanager

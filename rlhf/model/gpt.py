@@ -23,8 +23,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 _GPT2 = {"vocab_size": 50257, "context_length": 1024}
 NAMED_SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "vocab_size": 1024, "context_length": 128, "n_layer": 4, "n_head": 4, "width": 128,
-        "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "norm_eps": 1e-6,
+        "vocab_size": 1024,
+        "context_length": 128,
+        "n_layer": 4,
+        "n_head": 4,
+        "width": 128,
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "bias": False,
+        "norm_eps": 1e-6,
     },
     "gpt2": {**_GPT2, "n_layer": 12, "n_head": 12, "width": 768},
     "gpt2-medium": {**_GPT2, "n_layer": 24, "n_head": 16, "width": 1024},
@@ -86,9 +94,7 @@ class GPTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check_shape(self) -> None:
-        kinds = {
-            "positions": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), "mlp": ("gelu", "swiglu")
-        }
+        kinds = {"positions": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), "mlp": ("gelu", "swiglu")}
         problems = [
             f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}"
             for name, known in kinds.items()
@@ -169,8 +175,7 @@ class Attention(nn.Module):
         self.qk_norm = QKNorm(config) if config.qk_norm else None
 
     def project(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, T, H, D/H), keys and values (B, T, KV, D/H) of x (B, T, D), turned to their positions.
-        """
+        """q (B, T, H, D/H), k and v (B, T, KV, D/H) of x (B, T, D), turned to their positions."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 KV, D/H)
         qk, v = qkv.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
         if self.qk_norm is not None:
@@ -180,23 +185,24 @@ class Attention(nn.Module):
         q, k = qk.split((self.n_head, self.n_kv_head), dim=-2)
         return q, k, v
 
-    def forward(
-        self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))  # (B, H or KV, T, D/H)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1,
-            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.n_kv_head != self.n_head,
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[2] > 1,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.n_kv_head != self.n_head,
         )
         return self.out(y.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
 class MLP(nn.Module):
-    """gelu: down(gelu(up x)), tanh form as GPT-2; swiglu: down(silu(gate x) * up x), gate and up in one
-    matrix.
-    """
+    """gelu: down(gelu(up x)), tanh form; swiglu: down(silu(gate x) * up x), gate and up in one matrix."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -239,9 +245,7 @@ class GPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, initializer_range), the projections that write to the residual stream scaled by 1/sqrt(2
-        n_layer).
-        """
+        """N(0, initializer_range); what writes to the residual stream, scaled by 1/sqrt(2 n_layer)."""
         if isinstance(module, nn.Linear | nn.Embedding):
             depth = 2 * self.config.n_layer if isinstance(module, ResidualLinear) else 1
             nn.init.normal_(module.weight, 0.0, self.config.initializer_range / math.sqrt(depth))
@@ -273,9 +277,7 @@ class GPTModel(GPTPreTrainedModel):
         self.embed_tokens = value  # type: ignore[assignment]
 
     def embed(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rope | None]:
-        """Token embeddings x (B, T, D) at positions (1 or B, T) -> first hidden state and rotary factors, if
-        any.
-        """
+        """First hidden state, and rotary factors if any, of embeddings x (B, T, D) at positions (…, T)."""
         if self.embed_positions is not None:
             return self.dropout(x + self.embed_positions(positions)), None
         head_dim = self.config.width // self.config.n_head
@@ -329,9 +331,7 @@ class GPTModel(GPTPreTrainedModel):
         return output.to_tuple() if return_dict is False else output
 
     @staticmethod
-    def _positions(
-        x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past: int
-    ) -> Tensor:
+    def _positions(x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past: int) -> Tensor:
         if position_ids is not None:
             return position_ids
         if attention_mask is not None and attention_mask.dim() == 2:
@@ -348,8 +348,7 @@ class GPTModel(GPTPreTrainedModel):
         cache: Cache | None,
         past: int,
     ) -> Tensor | None:
-        """Bool mask (B or 1, 1, T, keys), True = may attend, or None where the plain causal kernel is right.
-        """
+        """Bool mask (B or 1, 1, T, keys), True = may attend; None where the plain causal kernel does."""
         if attention_mask is not None and attention_mask.dim() == 4:
             return attention_mask
         length = x.shape[1]
@@ -373,8 +372,7 @@ class GPTModel(GPTPreTrainedModel):
 
 
 def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:
-    """Whether causality alone hides all padding: no padding at all, or padding on the right of a first call.
-    """
+    """Whether causality alone hides all padding: there is none, or it is on the right of a first call."""
     if fresh:
         return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
     return bool(attention_mask.all())
@@ -431,9 +429,14 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         `GPTModel.forward`'s.
         """
         output = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache,
-            output_hidden_states=output_hidden_states, **kwargs,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            **kwargs,
         )
         hidden = output.last_hidden_state
         if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):

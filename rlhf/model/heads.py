@@ -106,8 +106,7 @@ class RewardModel(PreTrainedModel):
 
     @torch.no_grad()
     def fold_calibration(self) -> RewardModel:
-        """Move gain and shift into the head (the scores stay), so that they train with it; returns the model.
-        """
+        """Move gain and shift into the head, so that they train with it; the scores stay."""
         self.head.weight.mul_(self.config.gain)
         self.head.bias.sub_(self.config.shift).mul_(self.config.gain)
         self.calibrate(1.0, 0.0)

@@ -43,9 +43,7 @@ def gae(
     has_next = torch.cat([mask[:, 1:], after_row], dim=1)  # (B, T) True where token t + 1 counts as well
     next_values = torch.cat([values[:, 1:], values.new_zeros(B, 1)], dim=1)  # (B, T)
     if last_values is not None:
-        next_values = torch.where(
-            mask & ~has_next, upcast(last_values).to(values.dtype)[:, None], next_values
-        )
+        next_values = torch.where(mask & ~has_next, upcast(last_values).to(values.dtype)[:, None], next_values)
     deltas = torch.where(mask, rewards + gamma * next_values - values, 0.0)
 
     advantage = values.new_zeros(B)
@@ -58,18 +56,14 @@ def gae(
     return advantages, advantages + values
 
 
-def _check(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, last_values: Tensor | None
-) -> None:
+def _check(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, last_values: Tensor | None) -> None:
     check_mask("gae", mask, rewards=rewards, values=values)
     if mask.dim() != 2 or mask.shape[1] < 1:
         raise ValueError(f"gae: mask has shape {tuple(mask.shape)}: give (B, T)")
     if not (rewards.is_floating_point() and values.is_floating_point()):
         raise ValueError(f"gae: rewards are {rewards.dtype}, values {values.dtype}: give floats")
     if last_values is not None and last_values.shape != mask.shape[:1]:
-        raise ValueError(
-            f"gae: last_values has shape {tuple(last_values.shape)}: give one a row, ({mask.shape[0]},)"
-        )
+        raise ValueError(f"gae: last_values has shape {tuple(last_values.shape)}: give one a row, ({mask.shape[0]},)")
     if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0):
         raise ValueError(f"gae: gamma is {gamma}, lam {lam}: give both within 0 to 1")
     starts = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(1)  # (B,) runs of True in a row

@@ -97,9 +97,7 @@ class AdaptiveKL:
         if not math.isfinite(kl):
             raise ValueError(f"AdaptiveKL: kl is {kl}: the coefficient stays at {self.coef}")
         if not 0 < episodes < 5 * self.horizon:
-            raise ValueError(
-                f"AdaptiveKL: {episodes} episodes with horizon {self.horizon}: give 1 to 5 horizons"
-            )
+            raise ValueError(f"AdaptiveKL: {episodes} episodes with horizon {self.horizon}: give 1 to 5 horizons")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * episodes / self.horizon
         return self.coef
@@ -113,7 +111,5 @@ class AdaptiveKL:
 
 def _coef_of(state: dict[str, Any], kind: str) -> float:
     if state.get("kind") != kind:
-        raise ValueError(
-            f"the saved KL coefficient is {state.get('kind')!r}, this run's is {kind!r}: resume with that"
-        )
+        raise ValueError(f"the saved KL coefficient is {state.get('kind')!r}, this run's is {kind!r}: resume with that")
     return float(state["coef"])

@@ -75,6 +75,4 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 def _check_logits(where: str, logits: Tensor) -> None:
     if not logits.is_floating_point() or logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(
-            f"{where}: logits are {logits.dtype} of shape {tuple(logits.shape)}: give floats (…, V)"
-        )
+        raise ValueError(f"{where}: logits are {logits.dtype} of shape {tuple(logits.shape)}: give floats (…, V)")

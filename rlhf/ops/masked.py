@@ -39,14 +39,10 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, T: int) -> Tensor:
         if value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
             raise ValueError(f"{name} is {value.dtype} of shape {tuple(value.shape)}: give (B,) int64")
     if prompt_lengths.shape != lengths.shape:
-        raise ValueError(
-            f"prompt_lengths has {len(prompt_lengths)} rows, lengths {len(lengths)}: give one a row"
-        )
+        raise ValueError(f"prompt_lengths has {len(prompt_lengths)} rows, lengths {len(lengths)}: give one a row")
     in_order = (prompt_lengths >= 0) & (prompt_lengths <= lengths) & (lengths <= T)
     if not bool(in_order.all()):
-        raise ValueError(
-            f"lengths of {int((~in_order).sum())} rows break 0 <= prompt <= prompt + response <= {T}"
-        )
+        raise ValueError(f"lengths of {int((~in_order).sum())} rows break 0 <= prompt <= prompt + response <= {T}")
     positions = torch.arange(T, device=lengths.device)[None, :]  # (1, T)
     return (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
 
@@ -78,9 +74,7 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | Tensor | None = No
     return total / resolve_denominator("masked_mean", mask.sum(), denominator, "True in mask")
 
 
-def masked_moments(
-    x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def masked_moments(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and biased variance of x where mask is True, over all ranks if `all_reduce` is given.
 
     mean = sum(x) / count;  var = sum((x - mean)^2) / count
@@ -141,15 +135,11 @@ def check_mask(where: str, mask: Tensor, **tensors: Tensor) -> None:
             )
 
 
-def resolve_denominator(
-    where: str, count: Tensor, denominator: float | Tensor | None, counted: str
-) -> float | Tensor:
+def resolve_denominator(where: str, count: Tensor, denominator: float | Tensor | None, counted: str) -> float | Tensor:
     """The given denominator, or `count`; ValueError where what divides would not be positive."""
     if denominator is None:
         if not bool(count > 0):
-            raise ValueError(
-                f"{where}: no {counted}: for a part of a batch, pass the global count as denominator"
-            )
+            raise ValueError(f"{where}: no {counted}: for a part of a batch, pass the global count as denominator")
         return count
     if isinstance(denominator, Tensor) and denominator.numel() != 1:
         raise ValueError(f"{where}: denominator has shape {tuple(denominator.shape)}: give one number")

@@ -47,14 +47,10 @@ def token_rewards(scores: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: Tens
     """
     _check_tokens("token_rewards", mask, logp_old=logp_old, logp_ref=logp_ref)
     if mask.dim() != 2 or scores.shape != mask.shape[:1]:
-        raise ValueError(
-            f"token_rewards: scores {tuple(scores.shape)}, mask {tuple(mask.shape)}: give (B,) and (B, T)"
-        )
+        raise ValueError(f"token_rewards: scores {tuple(scores.shape)}, mask {tuple(mask.shape)}: give (B,) and (B, T)")
     if not bool(mask.any(1).all()):
         row = int((~mask.any(1)).nonzero()[0])
-        raise ValueError(
-            f"token_rewards: row {row} has no response token, so its score has no place: leave it out"
-        )
+        raise ValueError(f"token_rewards: row {row} has no response token, so its score has no place: leave it out")
     rewards = torch.where(mask, -kl_coef * (upcast(logp_old) - upcast(logp_ref)), 0.0)
     positions = torch.arange(mask.shape[1], device=mask.device)  # (T,)
     last = torch.where(mask, positions, -1).amax(1, keepdim=True)  # (B, 1)
@@ -153,9 +149,7 @@ def value_loss(
 
 
 @torch.no_grad()
-def explained_variance(
-    values: Tensor, returns: Tensor, mask: Tensor, all_reduce: AllReduce | None = None
-) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tensor:
     """Share of the variance of the returns that the critic accounts for.
 
     explained_variance = 1 - var(returns - values) / var(returns)        biased variances where mask

@@ -27,13 +27,9 @@ def pair_weights(ranks: Tensor) -> Tensor:
     Differs: ties are dropped, as in RECIPE; the paper does not say what becomes of them.
     """
     if ranks.is_floating_point() or ranks.dtype == torch.bool or ranks.dim() < 1:
-        raise ValueError(
-            f"pair_weights: ranks are {ranks.dtype} of shape {tuple(ranks.shape)}: give int64 (…, K)"
-        )
+        raise ValueError(f"pair_weights: ranks are {ranks.dtype} of shape {tuple(ranks.shape)}: give int64 (…, K)")
     if bool((ranks < -1).any()):
-        raise ValueError(
-            f"pair_weights: lowest rank is {int(ranks.min())}: give 0 for the best, -1 for absent"
-        )
+        raise ValueError(f"pair_weights: lowest rank is {int(ranks.min())}: give 0 for the best, -1 for absent")
     better, worse = ranks[..., :, None], ranks[..., None, :]  # (…, K, 1), (…, 1, K)
     return ((better >= 0) & (better < worse)).float()
 
@@ -50,16 +46,12 @@ def pair_weights_from_pairs(pairs: Sequence[Sequence[int]], K: int) -> Tensor:
     weights = torch.zeros(K, K)
     for n, pair in enumerate(pairs):
         if len(pair) != 2 or pair[0] == pair[1] or not all(0 <= i < K for i in pair):
-            raise ValueError(
-                f"pairs[{n}] is {list(pair)}: give [better, worse], two different indices below {K}"
-            )
+            raise ValueError(f"pairs[{n}] is {list(pair)}: give [better, worse], two different indices below {K}")
         weights[pair[0], pair[1]] += 1.0
     return weights
 
 
-def combine_pair_weights(
-    labelers: Sequence[Tensor], labeler_weights: Sequence[float] | None = None
-) -> Tensor:
+def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[float] | None = None) -> Tensor:
     """Add several labelers' weights on the same answers.
 
     combined = sum_l labeler_weights[l] * labelers[l]        labeler_weights: 1 each unless given
@@ -72,9 +64,7 @@ def combine_pair_weights(
     """
     if not labelers or any(weights.shape != labelers[0].shape for weights in labelers):
         shapes = [tuple(weights.shape) for weights in labelers]
-        raise ValueError(
-            f"combine_pair_weights: got shapes {shapes}: give at least one labeler, all of one shape"
-        )
+        raise ValueError(f"combine_pair_weights: got shapes {shapes}: give at least one labeler, all of one shape")
     if labeler_weights is None:
         labeler_weights = [1.0] * len(labelers)
     if len(labeler_weights) != len(labelers) or not all(weight >= 0 for weight in labeler_weights):
@@ -140,17 +130,11 @@ def ranking_loss(
 
 def _check_ranking(scores: Tensor, weights: Tensor) -> None:
     if scores.dim() != 2 or not scores.is_floating_point():
-        raise ValueError(
-            f"ranking_loss: scores are {scores.dtype} of shape {tuple(scores.shape)}: give floats (N, K)"
-        )
+        raise ValueError(f"ranking_loss: scores are {scores.dtype} of shape {tuple(scores.shape)}: give floats (N, K)")
     N, K = scores.shape
     if weights.shape != (N, K, K):
-        raise ValueError(
-            f"ranking_loss: pair_weights has shape {tuple(weights.shape)}, want {(N, K, K)} as in scores"
-        )
+        raise ValueError(f"ranking_loss: pair_weights has shape {tuple(weights.shape)}, want {(N, K, K)} as in scores")
     if not bool(((weights >= 0) & torch.isfinite(weights)).all()):
         raise ValueError("ranking_loss: pair_weights has a negative or non-finite entry: give 0 or more")
     if bool((weights.diagonal(dim1=1, dim2=2) != 0).any()):
-        raise ValueError(
-            "ranking_loss: pair_weights says that an answer beats itself: its diagonal must be 0"
-        )
+        raise ValueError("ranking_loss: pair_weights says that an answer beats itself: its diagonal must be 0")

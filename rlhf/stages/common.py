@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +11,14 @@ from torch import nn
 from transformers import TrainerCallback
 
 from rlhf.config import Config
-from rlhf.data.readers import resolve_sources
 from rlhf.errors import UserError
-from rlhf.runs import Stage, checkpoint_step, checkpoints, is_whole, seal, sha256_file, stage_folder
+from rlhf.runs import Stage, checkpoint_step, checkpoints, is_whole, seal, stage_folder
 from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.writers import Tracker, make_tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".txt.gz", ".json.zst", ".jsonl.zst")
 
 
 def set_up(config: Config) -> torch.device:
@@ -40,60 +36,6 @@ def choose_device(config: Config) -> torch.device:
         raise UserError("device=cuda: torch sees no GPU here: use device=auto or device=cpu")
     wants_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
     return torch.device("cuda" if wants_gpu else "cpu")
-
-
-def fractions(config: Config) -> dict[str, float]:
-    """Shares of train, dev and test, for `record_split`."""
-    dev, test = config.data.dev, config.data.test
-    return {"train": 1.0 - dev - test, "dev": dev, "test": test}
-
-
-GOLD_FILES = {
-    "corpus": ("world", "corpus.jsonl"),
-    "demonstrations": ("world", "demonstrations.jsonl"),
-    "prompts": ("world", "prompts.jsonl"),
-    "comparisons": ("label", "comparisons.jsonl"),
-}
-
-
-def data_source(config: Config, kind: str) -> Any:
-    """The sources of one kind of data, or None where none are given and the gold world writes none.
-
-    For prompts without a source, those of the demonstrations and comparisons serve.
-    """
-    given = getattr(config.data, kind)
-    if given is not None:
-        return given
-    if config.gold.enabled:
-        stage, name = GOLD_FILES[kind]
-        return str(stage_folder(config, stage) / name)
-    if kind == "prompts":
-        found: list[Any] = []
-        for part in (config.data.demonstrations, config.data.comparisons):
-            found += part if isinstance(part, list) else [] if part is None else [part]
-        return found or None
-    return None
-
-
-def need_source(config: Config, kind: str) -> Any:
-    """As `data_source`. Raises: UserError where there is none."""
-    found = data_source(config, kind)
-    if found is None:
-        raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold")
-    return found
-
-
-def hash_sources(config: Config, *kinds: str) -> dict[str, str]:
-    """{kind:file: sha256} of the data files that the user named. The gold world's are covered by its stages' hashes."""
-    found = {}
-    for kind in kinds:
-        given = getattr(config.data, kind)
-        if given is None:
-            continue
-        for source in resolve_sources(given, TEXT_SUFFIXES):
-            if source.path is not None:
-                found[f"{kind}:{source.path.name}"] = sha256_file(source.path)
-    return found
 
 
 def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
@@ -140,22 +82,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def right_pad(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded tokens (B, T) int64 and lengths (B,) int64."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), pad, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return tokens, lengths
-
-
-def by_length(lengths: list[int], size: int) -> Iterator[list[int]]:
-    """Indices in groups of at most `size`, neighbours in length together, so that little is padded."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
 
 
 class StageCallback(TrainerCallback):

@@ -14,10 +14,9 @@ from rlhf.errors import UserError
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs import Stage, open_stage, stage_folder
-from rlhf.stages.common import (
-    StageCallback, cosine_schedule, decay_groups, hash_sources, need_source, newest_checkpoint, open_tracker, set_up,
-)  # fmt: skip
+from rlhf.stages.common import StageCallback, cosine_schedule, decay_groups, newest_checkpoint, open_tracker, set_up
 from rlhf.stages.optimizer import MuonAdamW
+from rlhf.stages.sources import hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.tracking.progress import progress
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Write runs/<run>/pretrain: the packed corpus, the model, its held-out loss."""
-    with open_stage(config, "pretrain", hash_sources(config, "corpus")) as stage:
+    with open_stage(config, "pretrain", hash_sources(config, "pretrain")) as stage:
         device = set_up(config)
         tokenizer = load_tokenizer(stage_folder(config, "tokenizer") / "model")
 

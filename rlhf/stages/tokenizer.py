@@ -3,13 +3,13 @@
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
 from rlhf.runs import open_stage
-from rlhf.stages.common import hash_sources, need_source
+from rlhf.stages.sources import hash_sources, need_source
 from rlhf.tokenizer import train_tokenizer
 
 
 def run(config: Config) -> None:
     """Write runs/<run>/tokenizer/model."""
-    with open_stage(config, "tokenizer", hash_sources(config, "corpus")) as stage:
+    with open_stage(config, "tokenizer", hash_sources(config, "tokenizer")) as stage:
         documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
         tokenizer = train_tokenizer(
             limited(documents, config.tokenizer.max_characters),

@@ -94,12 +94,7 @@ def expand(pattern: str, points: Points) -> list[tuple[str, str]]:
 
 def make_figure(chart: Chart, points: Points, marks: list[Mark]) -> dict[str, Any] | None:
     """One picture for the template: title, unit, legend, svg; None where none of its metrics has a point."""
-    metrics = [
-        pair
-        for pattern in chart.names
-        for pair in expand(pattern, points)
-        if f"-{pair[0]}" not in chart.names
-    ]
+    metrics = [pair for pattern in chart.names for pair in expand(pattern, points) if f"-{pair[0]}" not in chart.names]
     if not metrics:
         return None
     series = [

@@ -94,9 +94,7 @@ def is_noisy(ys: Sequence[float]) -> bool:
     return len(ys) >= SMOOTH_FROM and travelled > 5 * (max(ys) - min(ys))
 
 
-def thin(
-    xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS
-) -> tuple[list[float], list[float]]:
+def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
     """At most `limit` points that keep every peak: the smallest and largest y of each stretch, in order."""
     if len(xs) <= limit:
         return list(xs), list(ys)
@@ -166,9 +164,7 @@ def _set_axes(axes: Any, series: list[Series], curve: Curve) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(
-            FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value))
-        )
+        axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
     for mark in curve.marks:
         axes.axhline(mark.y, color=_MUTED, linewidth=1, dashes=(3, 3), clip_on=False)
 
@@ -196,9 +192,7 @@ def _plot(axes: Any, one: Series) -> None:
 def _inline(svg: str) -> str:
     """The inside of matplotlib's document without what a page does not need: ids, metadata, comments."""
     svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
-    svg = re.sub(
-        r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.S
-    )
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.S)
     svg = re.sub(r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text)_\d+"', "", svg)
     svg = re.sub(r"font(-\w+)?: [^;\"]*; ?", "", svg)  # the page chooses the font
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"|<g/>', "", svg)
@@ -247,9 +241,7 @@ def _hovers(series: list[Series], x_name: str, to_pixels: Place, width: float, h
     for i, x in enumerate(xs):
         strip = f'x="{edges[i]:.1f}" width="{edges[i + 1] - edges[i]:.1f}"'
         dots = "".join(_circle(to_pixels(x, y), one, 3.2) for one, y in at[x])
-        values = [
-            f"{one.label} {format_value(y)}" if len(series) > 1 else format_value(y) for one, y in at[x]
-        ]
+        values = [f"{one.label} {format_value(y)}" if len(series) > 1 else format_value(y) for one, y in at[x]]
         told = html.escape("  ".join([f"{x_name} {x:,.6g}", *values]))
         strips.append(
             f'<g class="at"><rect {strip} height="{height:g}"/>'

@@ -201,9 +201,7 @@ def check_names(names: Iterable[str]) -> None:
         for name in unknown:
             near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
             told.append(f"{name!r}" + (f" (nearest: {near[0]})" if near else ""))
-        raise ValueError(
-            f"unknown metric {', '.join(told)}: add it to rlhf/tracking/metrics.py or use a known name"
-        )
+        raise ValueError(f"unknown metric {', '.join(told)}: add it to rlhf/tracking/metrics.py or use a known name")
 
 
 def _close(reduction: str, sums: Sequence[float]) -> float | None:

@@ -124,9 +124,7 @@ class _PlainProgress(Progress):
             parts.append(f"{left} left")
         else:
             parts.append(f"{format_seconds(seconds)} taken")
-        parts.append(
-            f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}"
-        )
+        parts.append(f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}")
         parts += [f"{name} {value}" for name, value in self._figures.items()]
         print("  ".join(parts), file=self._stream, flush=True)
 

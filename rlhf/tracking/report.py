@@ -87,9 +87,7 @@ def make_overview(stages: dict[str, StageFiles], results: dict[str, Any]) -> dic
     if bpb is not None:
         tiles.append(Tile("Pretraining", decimal(bpb), "bits per byte", note))
     if seconds:
-        tiles.append(
-            Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(max(peaks, default=None))}")
-        )
+        tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(max(peaks, default=None))}"))
     return {"facts": facts, "sentence": _sentence(stages, results), "tiles": tiles}
 
 
@@ -375,9 +373,7 @@ def write_report(run_folder: Path) -> Path:
     environment.filters |= {"percent": percent, "decimal": decimal, "memory": memory, "duration": duration}
     stages = {name: read_stage(run_folder / name) for name in STAGES}
     stages = {
-        name: stage
-        for name, stage in stages.items()
-        if stage.status != "not started" or name not in OPTIONAL_STAGES
+        name: stage for name, stage in stages.items() if stage.status != "not started" or name not in OPTIONAL_STAGES
     }
     results = read_json(run_folder / "evaluate" / "results.json")
     page = environment.get_template("report_template.html").render(

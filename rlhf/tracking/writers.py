@@ -193,9 +193,7 @@ class Tracker:
 class _Wandb:
     """A W&B run that may fail: the first failure is told once, and everything after it does nothing."""
 
-    def __init__(
-        self, folder: Path, run: str, stage: str, config: dict[str, Any], resume: bool, project: str
-    ) -> None:
+    def __init__(self, folder: Path, run: str, stage: str, config: dict[str, Any], resume: bool, project: str) -> None:
         self._run: Any = None
         self._table: Any = None
         self._saved_env: dict[str, str | None] = {}
@@ -215,9 +213,7 @@ class _Wandb:
             )
             self._restore_env()
 
-    def _start(
-        self, folder: Path, run: str, stage: str, config: dict[str, Any], resume: bool, project: str
-    ) -> None:
+    def _start(self, folder: Path, run: str, stage: str, config: dict[str, Any], resume: bool, project: str) -> None:
         home = folder / "wandb"
         home.mkdir(parents=True, exist_ok=True)
         # Tables are staged there; without these W&B writes to the user's home, which may be read-only.

@@ -20,7 +20,7 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return train_tokenizer(TEXT, 330, context_length=32)
+    return train_tokenizer(TEXT, 300, context_length=32)
 
 
 @pytest.fixture

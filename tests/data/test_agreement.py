@@ -1,7 +1,7 @@
 import pytest
 
 from rlhf.data.agreement import pairwise_agreement
-from rlhf.data.records import RankedResponse, Ranking
+from rlhf.data.records import Message, RankedResponse, Ranking
 
 
 def judged(prompt: str, order: str, labeler: str | None, ids: str = "abcd") -> Ranking:
@@ -9,10 +9,12 @@ def judged(prompt: str, order: str, labeler: str | None, ids: str = "abcd") -> R
     ties = [tie.split("=") for tie in order.split(">")]
     name = dict(zip(sorted(text for tie in ties for text in tie), ids, strict=False))
     return Ranking(
-        id="r", prompt=prompt, labeler=labeler,
+        id="r",
+        prompt=[Message(role="user", content=prompt)],
+        labeler=labeler,
         responses=[RankedResponse(id=i, text=text) for text, i in name.items()],
         ranking=[[name[text] for text in tie] for tie in ties],
-    )  # fmt: skip
+    )
 
 
 def test_agreement_by_hand():
@@ -25,7 +27,7 @@ def test_agreement_by_hand():
     ]
     result = pairwise_agreement(rankings)
     assert (result["value"], result["n"], result["pairs"]) == (3 / 5, 2, 5)
-    # residuals a - value m: 3 - 1.8 = 1.2 and 0 - 1.2 = -1.2; sqrt(2/1 * 2.88) / 5 = .48; .6 +- .941 is cut to [0, 1]
+    # a - value m: 3 - 1.8 = 1.2, 0 - 1.2 = -1.2; sqrt(2/1 * 2.88) / 5 = .48; .6 +- .941 is cut to [0, 1]
     assert result["ci95"] == [0.0, 1.0]
 
 
@@ -41,7 +43,12 @@ def test_the_interval_by_hand():
 
 def test_three_labelers_make_three_comparisons_of_a_pair():
     result = pairwise_agreement([judged("p", o, n) for o, n in (("x>y", "1"), ("x>y", "2"), ("y>x", "3"))])
-    assert (result["value"], result["pairs"], result["n"], result["ci95"]) == (pytest.approx(1 / 3), 3, 1, None)
+    assert (result["value"], result["pairs"], result["n"], result["ci95"]) == (
+        pytest.approx(1 / 3),
+        3,
+        1,
+        None,
+    )
 
 
 def test_one_labeler_is_not_compared_with_himself_but_unnamed_ones_are():

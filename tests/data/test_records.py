@@ -1,4 +1,4 @@
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,11 @@ RANKING = {
     "kind": "ranking",
     "id": "r-9",
     "prompt": [{"role": "user", "content": "Hi"}],
-    "responses": [{"id": "a", "text": "A", "policy": "sft-2"}, {"id": "b", "text": "B"}, {"id": "c", "text": ""}],
+    "responses": [
+        {"id": "a", "text": "A", "policy": "sft-2"},
+        {"id": "b", "text": "B"},
+        {"id": "c", "text": ""},
+    ],
     "ranking": [["b"], ["a", "c"]],
     "ratings": {"b": 6, "a": 3.5},
     "pairs": None,
@@ -41,9 +45,10 @@ def problem(model, values) -> str:
 def test_a_record_survives_being_written_and_read():
     record = Ranking.model_validate(RANKING)
     assert Ranking.model_validate_json(record.model_dump_json()) == record
-    assert record.model_dump(exclude={"responses"}).items() >= {
-        key: value for key, value in RANKING.items() if key != "responses"
-    }.items()
+    assert (
+        record.model_dump(exclude={"responses"}).items()
+        >= {key: value for key, value in RANKING.items() if key != "responses"}.items()
+    )
     assert list(record.model_dump()) == list(RANKING)
 
 
@@ -56,8 +61,9 @@ def test_unknown_keys_are_kept_under_metadata():
     values = {"kind": "prompt", "id": "p", "prompt": "Hi", "topic": "x", "metadata": {"n": 1}}
     assert PromptRecord.model_validate(values).metadata == {"n": 1, "topic": "x"}
     responses = [{"id": "a", "text": "A", "score": 2}]
-    assert Ranking.model_validate(RANKING | {"responses": responses, "ranking": None, "ratings": {}, "flags": {}}
-    ).responses[0].metadata == {"score": 2}  # fmt: skip
+    assert Ranking.model_validate(
+        RANKING | {"responses": responses, "ranking": None, "ratings": {}, "flags": {}}
+    ).responses[0].metadata == {"score": 2}
     named = {"role": "user", "content": "Hi", "name": "Ann"}
     kept = PromptRecord.model_validate({"id": "p", "prompt": [named]})
     assert kept.model_dump()["prompt"] == [named]
@@ -75,8 +81,14 @@ NAMES = "responses are a, b, c: "
     ("change", "message"),
     [
         ({"ranking": [["b"], ["d"]]}, 'ranking names "d", ' + NAMES + "list each response at most once"),
-        ({"ranking": [["b"], ["b"]]}, 'ranking names "b" twice, ' + NAMES + "list each response at most once"),
-        ({"ranking": [["b"], []]}, "ranking names an empty list, " + NAMES + "list each response at most once"),
+        (
+            {"ranking": [["b"], ["b"]]},
+            'ranking names "b" twice, ' + NAMES + "list each response at most once",
+        ),
+        (
+            {"ranking": [["b"], []]},
+            "ranking names an empty list, " + NAMES + "list each response at most once",
+        ),
         ({"ranking": ["b", "a"]}, "ranking.0: got 'b', want a valid list"),
         ({"ratings": {"d": 3}}, 'ratings names "d", ' + NAMES + "use these names"),
         ({"ratings": {"a": 8}}, 'ratings gives "a" 8, want a number from 1 to 7'),
@@ -85,28 +97,41 @@ NAMES = "responses are a, b, c: "
         ({"flags": {"d": []}}, 'flags names "d", ' + NAMES + "use these names"),
         ({"pairs": [["a", "b"]]}, "got both ranking and pairs, want one of them: set the other to null"),
         ({"ranking": None, "pairs": [["a", "d"]]}, 'pairs names "d", ' + NAMES + "use these names"),
-        ({"ranking": None, "pairs": [["a"]]}, "pairs: got ['a'], want [better, worse], two different responses"),
-        ({"ranking": None, "pairs": [["a", "b"], ["b", "c"], ["c", "a"]]},
-         "pairs go in a circle, a over b over c over a: drop one of these judgements"),
+        (
+            {"ranking": None, "pairs": [["a"]]},
+            "pairs: got ['a'], want [better, worse], two different responses",
+        ),
+        (
+            {"ranking": None, "pairs": [["a", "b"], ["b", "c"], ["c", "a"]]},
+            "pairs go in a circle, a over b over c over a: drop one of these judgements",
+        ),
         ({"responses": []}, "responses: got none, want at least one"),
-        ({"responses": [{"id": "a", "text": "A"}] * 2},
-         'responses: id "a" stands twice: give each response an id of its own'),
+        (
+            {"responses": [{"id": "a", "text": "A"}] * 2},
+            'responses: id "a" stands twice: give each response an id of its own',
+        ),
         ({"responses": [{"id": "a", "text": 3}]}, "responses.0.text: got 3, want a valid string"),
         ({"responses": [{"id": "a"}]}, "responses.0.text: missing"),
-        ({"prompt": [{"role": "assistant", "content": "x"}]},
-         'prompt: its last turn is "assistant": want turns that end with role "user"'),
+        (
+            {"prompt": [{"role": "assistant", "content": "x"}]},
+            'prompt: its last turn is "assistant": want turns that end with role "user"',
+        ),
         ({"prompt": []}, 'prompt: it has no turns: want turns that end with role "user"'),
         ({"prompt": " \n"}, "prompt: got no text, want at least one turn that says something"),
-        ({"prompt": [{"role": "tool", "content": "x"}]},
-         "prompt.0.role: got 'tool', want 'system', 'user' or 'assistant'"),
-        ({"prompt": "\ud800"}, "prompt.0.content: got a lone surrogate (half of a character), "
-                               "want text that UTF-8 can hold"),
+        (
+            {"prompt": [{"role": "tool", "content": "x"}]},
+            "prompt.0.role: got 'tool', want 'system', 'user' or 'assistant'",
+        ),
+        (
+            {"prompt": "\ud800"},
+            "prompt.0.content: got a lone surrogate (half of a character), want text that UTF-8 can hold",
+        ),
         ({"seconds": -1}, "seconds: got -1, want greater than or equal to 0"),
         ({"seconds": "3"}, "seconds: got '3', want a valid number"),
         ({"created": "yesterday"}, 'created: got "yesterday", want a time as 2026-05-01T10:00:00Z'),
         ({"metadata": 3, "x": 1}, "metadata: got 3, want a valid dictionary"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_ranking_says_what_came_and_what_was_wanted(change, message):
     assert problem(Ranking, RANKING | change) == message
 
@@ -119,8 +144,9 @@ def test_a_demonstration_must_say_something():
 
 
 def test_one_response_gives_no_pair():
-    record = Ranking.model_validate(RANKING | {"responses": [{"id": "a", "text": "A"}], "ranking": None,
-                                               "ratings": {"a": 2}, "flags": {}})  # fmt: skip
+    record = Ranking.model_validate(
+        RANKING | {"responses": [{"id": "a", "text": "A"}], "ranking": None, "ratings": {"a": 2}, "flags": {}}
+    )
     assert record.pair_list() == [] and record.ranks() == [-1]
 
 
@@ -158,7 +184,7 @@ def test_all_judgements_of_four_responses_against_enumeration():
         try:
             joined = join_judgements(4, judgements)
         except CycleError as error:
-            steps = list(zip(error.cycle, error.cycle[1:], strict=False))
+            steps = list(pairwise(error.cycle))
             assert error.cycle[0] == error.cycle[-1] and steps and set(steps) <= set(strict)
             seen["cycle"] += 1
             continue
@@ -174,7 +200,10 @@ def test_all_judgements_of_four_responses_against_enumeration():
 def test_judgements_that_follow_or_are_missing():
     assert join_judgements(3, [(0, 1, 1), (1, 2, 1)]).ranking == [[0], [1], [2]]  # 0 over 2 follows
     assert join_judgements(4, [(2, 1, 0), (0, 1, 2)]).ranking == [[1, 2], [0]]  # 3 was never judged
-    assert join_judgements(4, [(0, 1, 1), (2, 3, 1)]).pairs == [(0, 1), (2, 3)]  # nothing between the two pairs
+    assert join_judgements(4, [(0, 1, 1), (2, 3, 1)]).pairs == [
+        (0, 1),
+        (2, 3),
+    ]  # nothing between the two pairs
     assert join_judgements(2, [(0, 1, 1), (0, 1, 0)]).pairs == [(0, 1)]
     with pytest.raises(CycleError, match="0 over 1 over 0"):
         join_judgements(2, [(0, 1, 1), (0, 1, 2)])
@@ -188,4 +217,4 @@ def test_a_circle_is_found_exactly_where_there_is_one(edges):
     cycle = find_cycle(edges)
     assert (cycle is not None) == any(a == b for a, b in reach)
     if cycle:
-        assert cycle[0] == cycle[-1] and set(zip(cycle, cycle[1:], strict=False)) <= set(edges)
+        assert cycle[0] == cycle[-1] and set(pairwise(cycle)) <= set(edges)

@@ -45,9 +45,7 @@ def make_theirs(kind: str):
         return shake(GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, n_inner=24, bos_token_id=1, eos_token_id=2)))
     if kind == "llama-gqa":
         rope = {"rope_type": "default", "rope_theta": 500.0}
-        return shake(
-            LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, num_key_value_heads=2, rope_parameters=rope))
-        )
+        return shake(LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, num_key_value_heads=2, rope_parameters=rope)))
     return shake(LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True, rms_norm_eps=1e-3)))
 
 

@@ -4,6 +4,7 @@ batching.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
@@ -48,9 +49,7 @@ SETTINGS = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
 
 
 @torch.no_grad()
-def logprobs_by_forward(
-    model, prompt: list[int], response: list[int], temperature: float = 1.0
-) -> torch.Tensor:
+def logprobs_by_forward(model, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
     """(len(response), V) log-probs before each response token, one row, no cache, no padding."""
     logits = model(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, dim=-1)
@@ -132,6 +131,7 @@ def test_seed_and_key_choose_the_sample():
     out = sample(model, prompts, **SETTINGS, keys=[1, 1, 2])
     assert out.responses[0] == out.responses[1] != out.responses[2]
     assert sample(model, prompts, **SETTINGS, keys=torch.tensor([1, 1, 2])).responses == out.responses
+    assert sample(model, prompts, **SETTINGS, keys=np.array([1, 1, 2])).responses == out.responses
     assert sample(model, prompts, **SETTINGS, keys=[1, 1, 2], seed=1).responses != out.responses
     torch.manual_seed(123)  # the global generator plays no part, and is not touched
     state = torch.get_rng_state()
@@ -199,10 +199,13 @@ def test_cuts_keep_the_likeliest():
 
 
 def test_rounding_never_chooses_an_impossible_token():
-    logits = torch.tensor([[0.0, 1.0, -torch.inf], [-torch.inf, 0.0, -torch.inf]])
-    for u in (0.0, 1 - 2**-24):
-        tokens, _ = choose_tokens(logits, torch.full((2,), u), Choice())
-        assert tokens.tolist() == [0 if u == 0.0 else 1, 1]
+    logits = torch.randn(4000, 30, generator=torch.Generator().manual_seed(0))  # totals on both sides of 1
+    logits[:, 0] = logits[:, 20:] = -torch.inf
+    for u, possible in ((0.0, 1), (1 - 2**-24, 19)):
+        for choice in (Choice(), Choice(top_k=19, top_p=0.999999)):
+            tokens, logp = choose_tokens(logits, torch.full((4000,), u), choice)
+            assert torch.isfinite(logp).all()
+            assert tokens.unique().tolist() == [possible] or choice.top_p < 1
 
 
 # ------------------------------------------------------------------------------------------ manners
@@ -211,17 +214,13 @@ def test_rounding_never_chooses_an_impossible_token():
 @pytest.mark.parametrize("kind", ["llama", "transformers"])
 def test_the_model_is_left_as_it_was(kind):
     model = make(kind).train()
-    frozen = next(
-        module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm)
-    )
+    frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm))
     frozen.eval()
     model.generation_config = GenerationConfig(repetition_penalty=9.0, top_k=3)
     out = sample(model, PROMPTS, **SETTINGS, seed=4)
     assert model.training and not frozen.training and model.generation_config.repetition_penalty == 9.0
     model.generation_config = GenerationConfig()
-    assert (
-        sample(model, PROMPTS, **SETTINGS, seed=4).responses == out.responses
-    )  # its own penalties do not apply
+    assert sample(model, PROMPTS, **SETTINGS, seed=4).responses == out.responses  # its own penalties do not apply
     tokens = torch.tensor([PROMPTS[0]])
     model(tokens, labels=tokens).loss.backward()  # nothing of inference mode is left behind
 

@@ -88,14 +88,10 @@ def test_logits_equal_transformers(pair, side):
             mask[row, :pads] = 0
         elif side == "right":
             mask[row, 12 - pads :] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(
-        min=0
-    )  # transformers does not count them itself in a plain forward
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # transformers does not count them itself in a plain forward
     expected = theirs(tokens, attention_mask=mask, position_ids=positions).logits
     assert close(ours(tokens, attention_mask=mask).logits[mask.bool()], expected[mask.bool()])
-    assert close(
-        ours(tokens, attention_mask=mask, position_ids=positions).logits[mask.bool()], expected[mask.bool()]
-    )
+    assert close(ours(tokens, attention_mask=mask, position_ids=positions).logits[mask.bool()], expected[mask.bool()])
 
 
 @torch.no_grad()
@@ -203,7 +199,7 @@ def test_right_padding_and_plain_positions_need_no_mask(monkeypatch):
     model(tokens, position_ids=torch.arange(8)[None])
     assert len(masks) == 6 and all(mask is None for mask in masks)
     model(tokens, attention_mask=right.flip(1))
-    assert masks[-1] is not None
+    assert masks[-1].any(-1).all()  # no row without a key: what its softmax gives depends on the backend
 
 
 @torch.no_grad()
@@ -231,9 +227,7 @@ def test_cache_equals_no_cache(kind):
     expected = model(tokens, attention_mask=mask).logits
     cache, parts = None, []
     for start, end in ((0, 5), (5, 9), (9, 10), (10, 12)):
-        output = model(
-            tokens[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
-        )
+        output = model(tokens[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         parts.append(output.logits)
     assert close(torch.cat(parts, 1)[mask.bool()], expected[mask.bool()])
@@ -273,9 +267,7 @@ def test_save_and_load(kind, tmp_path):
 def test_loss_divides_by_the_trainers_count():
     model, tokens = make(), random_tokens(2, 7)
     mean = model(tokens, labels=tokens).loss  # over 2 * 6 predicted tokens
-    assert model(tokens, labels=tokens, num_items_in_batch=24).loss.item() == pytest.approx(
-        mean.item() / 2, rel=1e-6
-    )
+    assert model(tokens, labels=tokens, num_items_in_batch=24).loss.item() == pytest.approx(mean.item() / 2, rel=1e-6)
     logits = model(tokens, logits_to_keep=2).logits
     assert logits.shape == (2, 2, VOCAB)
     assert mean.item() == pytest.approx(math.log(VOCAB), abs=1.0)

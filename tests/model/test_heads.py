@@ -80,9 +80,7 @@ def test_the_trunk_is_the_policys_and_the_policy_stays(tokens, tmp_path):
 def test_any_transformers_trunk_and_no_dropout(tokens):
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB, n_positions=32, n_layer=2, n_head=2, n_embd=32, bos_token_id=0, eos_token_id=0
-        )
+        GPT2Config(vocab_size=VOCAB, n_positions=32, n_layer=2, n_head=2, n_embd=32, bos_token_id=0, eos_token_id=0)
     )
     for policy in (gpt2, make_policy(dropout=0.3)):
         model = RewardModel.from_causal_lm(policy).train()

@@ -31,9 +31,7 @@ def test_equal_policies_have_no_kl():
 @settings(max_examples=40, deadline=None)
 @given(st.floats(-20, 0), st.floats(-20, 0), st.sampled_from(["k1", "k2", "k3"]))
 def test_agrees_with_the_oracle_and_sign(logp, logp_ref, kind):
-    got = kl_estimate(
-        torch.tensor([logp], dtype=torch.float64), torch.tensor([logp_ref], dtype=torch.float64), kind
-    )
+    got = kl_estimate(torch.tensor([logp], dtype=torch.float64), torch.tensor([logp_ref], dtype=torch.float64), kind)
     np.testing.assert_allclose(got.numpy(), [oracles.kl(logp, logp_ref, kind)], rtol=1e-9, atol=1e-12)
     if kind != "k1":
         assert got.item() >= 0

@@ -98,9 +98,7 @@ def test_working_in_parts_is_the_same_on_a_shifted_view(monkeypatch):
 
 
 def test_gradients():
-    logits = torch.randn(
-        2, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True
-    )
+    logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
     tokens = torch.tensor([[0, 1, 3], [2, 2, 0]])
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, tokens), logits)
     assert torch.autograd.gradcheck(entropy, logits)

@@ -101,9 +101,7 @@ def test_padding_and_order_change_nothing(batch, left, right, random):
     random.shuffle(order)
     x, mask = pad(batch.a, left, right, float("nan"))[order], pad(batch.mask, left, right, False)[order]
     assert masked_mean(x, mask).item() == pytest.approx(masked_mean(batch.a, batch.mask).item(), rel=1e-5)
-    assert masked_var(x, mask).item() == pytest.approx(
-        masked_var(batch.a, batch.mask).item(), rel=1e-4, abs=1e-7
-    )
+    assert masked_var(x, mask).item() == pytest.approx(masked_var(batch.a, batch.mask).item(), rel=1e-4, abs=1e-7)
 
 
 @settings(max_examples=30, deadline=None)

@@ -42,9 +42,7 @@ def test_token_rewards_by_hand():
 def test_token_rewards_agree_with_the_oracle_and_sum_to_the_objective(batch, kl_coef):
     scores = batch.c[:, 0]
     rewards = token_rewards(scores, batch.a, batch.b, batch.mask, kl_coef)
-    expected = oracles.token_rewards(
-        scores.numpy(), batch.a.numpy(), batch.b.numpy(), batch.mask.numpy(), kl_coef
-    )
+    expected = oracles.token_rewards(scores.numpy(), batch.a.numpy(), batch.b.numpy(), batch.mask.numpy(), kl_coef)
     np.testing.assert_allclose(rewards.numpy(), expected, atol=1e-5)
     kl = masked_sum(kl_estimate(batch.a, batch.b), batch.mask, dim=1)
     torch.testing.assert_close(rewards.sum(1), scores - kl_coef * kl, rtol=1e-4, atol=1e-4)
@@ -160,10 +158,7 @@ def test_a_split_batch_with_the_global_count_is_the_whole(batch, size):
     batch.mask[-1, 0] = True  # something counts; a part may still have nothing
     N = batch.mask.sum()
     whole, *whole_grads = losses(batch)
-    parts = [
-        losses(type(batch)(*part), denominator=N)
-        for part in zip(*(x.split(size) for x in batch), strict=True)
-    ]
+    parts = [losses(type(batch)(*part), denominator=N) for part in zip(*(x.split(size) for x in batch), strict=True)]
     for name, value in whole.items():
         join = max if name == "policy/ratio_max" else sum
         assert join(part[0][name] for part in parts) == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -223,9 +218,7 @@ def test_gradcheck():
     batch = make_batch(5, [(0, 4), (2, 5), (6, 1)], T=7, dtype=torch.float64)
     x = batch.a.requires_grad_()
     for function in (policy_loss, value_loss):
-        assert torch.autograd.gradcheck(
-            lambda x, f=function: f(x, batch.b, batch.c, batch.mask, clip_range=0.2)[0], x
-        )
+        assert torch.autograd.gradcheck(lambda x, f=function: f(x, batch.b, batch.c, batch.mask, clip_range=0.2)[0], x)
 
 
 def test_half_precision_is_raised_to_float32():
@@ -265,9 +258,7 @@ def test_losses_refuse(function):
 def test_explained_variance_by_hand():
     returns, mask = torch.tensor([[1.0, 2.0, 3.0, NAN]]), torch.tensor([[True, True, True, False]])
     # residuals 0, 0, 1: variance 1/3 - 1/9 = 2/9; variance of returns 2/3: 1 - (2/9) / (2/3) = 2/3
-    assert explained_variance(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), returns, mask).item() == pytest.approx(
-        2 / 3
-    )
+    assert explained_variance(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), returns, mask).item() == pytest.approx(2 / 3)
     assert explained_variance(returns, returns, mask).item() == 1.0
     assert explained_variance(torch.full((1, 4), 7.0), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
     assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)  # residual 2R: 1 - 4

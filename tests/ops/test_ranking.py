@@ -85,9 +85,7 @@ def test_labelers_weigh_the_pairs_within_a_prompt():
     weights = torch.tensor([[[0.0, 2.0], [1.0, 0.0]]])
     loss, statistics = ranking_loss(torch.tensor([[1.0, 0.0]]), weights)
     assert loss.item() == pytest.approx((2 * softplus(-1) + softplus(1)) / 3, abs=1e-6)
-    assert ranking_loss(torch.tensor([[1.0, 0.0]]), 5 * weights)[0].item() == pytest.approx(
-        loss.item(), abs=1e-6
-    )
+    assert ranking_loss(torch.tensor([[1.0, 0.0]]), 5 * weights)[0].item() == pytest.approx(loss.item(), abs=1e-6)
     assert statistics["pairs"].item() == 3 and statistics["pairs_correct"].item() == 2
 
 
@@ -189,9 +187,7 @@ def test_gradient_reaches_every_compared_answer_and_no_absent_one():
 
 
 def test_gradcheck():
-    scores = torch.randn(
-        3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True
-    )
+    scores = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     weights = pair_weights(torch.tensor([[0, 1, 2, 3], [1, 1, 0, -1], [2, 0, 0, 1]]))
     assert torch.autograd.gradcheck(lambda x: ranking_loss(x, weights)[0], scores)
 

@@ -30,9 +30,7 @@ def test_values_are_short(value: float, text: str) -> None:
 
 
 def test_numbers_that_can_be_shown() -> None:
-    assert [is_number(v) for v in (1, 0.5, float("nan"), float("inf"), True, "1", None)] == [True] * 2 + [
-        False
-    ] * 5
+    assert [is_number(v) for v in (1, 0.5, float("nan"), float("inf"), True, "1", None)] == [True] * 2 + [False] * 5
 
 
 def test_moving_average_by_hand() -> None:

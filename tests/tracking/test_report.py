@@ -202,13 +202,9 @@ def test_a_half_done_run(tmp_path: Path) -> None:
     for stage in ("tokenizer", "pretrain"):
         make_stage(run, stage)
     make_stage(run, "sft", status="running", parents={"pretrain": digest("an older pretrain")})
-    make_stage(
-        run, "reward", parents={"world": digest("of another run")}, summary=None, settings="none", seconds="?"
-    )
+    make_stage(run, "reward", parents={"world": digest("of another run")}, summary=None, settings="none", seconds="?")
     write_lines(run / "pretrain/metrics.jsonl", [{"progress/step": 40, "eval/heldout/bpb": 0.512}])
-    (run / "sft/metrics.jsonl").write_text(
-        '{"progress/step": 1, "sft/loss": 2.5}\n{"progress/step": 2, "sft/lo'
-    )
+    (run / "sft/metrics.jsonl").write_text('{"progress/step": 1, "sft/loss": 2.5}\n{"progress/step": 2, "sft/lo')
     text = write_report(run).read_text(encoding="utf-8")
     check_page(text)
     for shown in ("3 of 6 stages complete", "next is sft", "0.512", "eval/heldout/bpb at step 40",
@@ -234,8 +230,7 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
         )
         (tmp_path / stage / "samples.jsonl").write_text('{"responses": 3}\n{"step": null}\n"x"\n')
     (tmp_path / "evaluate/results.json").write_text(
-        '{"gold": [], "kl_to_sft_nats": "x", '
-        '"reward_model": {"accuracy": NaN, "calibration": [3, {"gap": 1}]}}'
+        '{"gold": [], "kl_to_sft_nats": "x", "reward_model": {"accuracy": NaN, "calibration": [3, {"gap": 1}]}}'
     )
     (tmp_path / "evaluate/samples.jsonl").write_text(
         '{"responses": {"ppo": null}, "prompt": [{"role": "user", "content": "hi \\ud800"}], "gold": 3}\n'

@@ -15,9 +15,7 @@ from rlhf.tracking.writers import make_tracker, read_jsonl
 
 
 def tracker(folder: Path, kind: Any = "jsonl", resume_step: int = 0) -> Any:
-    return make_tracker(
-        kind, folder=folder, run="r", stage="ppo", config={"seed": 1}, resume_step=resume_step
-    )
+    return make_tracker(kind, folder=folder, run="r", stage="ppo", config={"seed": 1}, resume_step=resume_step)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -105,10 +105,7 @@ class SourceInfo:
         """One line a file: name, format and why, rows, records by kind."""
         return [
             f"{f.name}: {f.format} ({f.why}), {f.rows} rows: "
-            + (
-                ", ".join(f"{count} {kind} records" for kind, count in sorted(f.records.items()))
-                or "no record"
-            )
+            + (", ".join(f"{count} {kind} records" for kind, count in sorted(f.records.items())) or "no record")
             for f in self.files
         ]
 
@@ -126,9 +123,7 @@ def _recognise(source: Source, rows: list[Row]) -> tuple[Format, str]:
             names = " and ".join(f.name for f, _ in matches)
             raise UserError(f"{source.name}:{row.line}: could be {names}: set data.format to one of them")
     keys = ", ".join(str(key) for key in list(rows[0].value)[:12])
-    raise UserError(
-        f"{source.name}: no format recognised: rows have the keys {keys}. Formats are {_all_wants()}"
-    )
+    raise UserError(f"{source.name}: no format recognised: rows have the keys {keys}. Formats are {_all_wants()}")
 
 
 def _choose(source: Source, rows: list[Row], name: str) -> tuple[Format, str]:
@@ -159,9 +154,7 @@ def _records_of(row: Row, source: Source, chosen: Format) -> list[Record]:
     for i, values in enumerate(fields):
         kind = values.get("kind")
         if not isinstance(kind, str) or kind not in KINDS:
-            raise BadRow(
-                "kind", f"got {shown(kind)}, want {', '.join(KINDS)}" if "kind" in values else "missing"
-            )
+            raise BadRow("kind", f"got {shown(kind)}, want {', '.join(KINDS)}" if "kind" in values else "missing")
         if values.get("id") is None:
             number = f"{row.line}" if len(fields) == 1 else f"{row.line}.{i}"
             values = values | {"id": f"{stem}:{number}"}
@@ -177,9 +170,7 @@ def import_source(source: Source, format: str, info: SourceInfo) -> Iterator[Rec
     stream = read_rows(source)
     head = list(islice(stream, _LOOK_AHEAD))
     if not head:
-        raise UserError(
-            f"{source.name}: the file is empty: want rows of one of these formats: {_all_wants()}"
-        )
+        raise UserError(f"{source.name}: the file is empty: want rows of one of these formats: {_all_wants()}")
     rows = [row for row in head if isinstance(row, Row)]
     if not rows:
         raise UserError(f"{head[0]} ({len(head)} rows of the first {len(head)} cannot be read)")
@@ -227,9 +218,7 @@ def load_all(sources: Any, format: str = "auto") -> tuple[list[Record], SourceIn
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
         more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""
-        raise UserError(
-            f"{len(rejects)} of {info.rows} rows cannot be used: mend or remove them: {first}{more}"
-        )
+        raise UserError(f"{len(rejects)} of {info.rows} rows cannot be used: mend or remove them: {first}{more}")
     return records, info
 
 
@@ -242,7 +231,5 @@ def load_kind(sources: Any, format: str, wanted: type[RecordType]) -> tuple[list
     chosen = [record for record in records if isinstance(record, wanted)]
     if not chosen:
         kind = wanted.model_fields["kind"].default
-        raise UserError(
-            f"no {kind} record in the data: want at least one. Read: {'; '.join(info.describe())}"
-        )
+        raise UserError(f"no {kind} record in the data: want at least one. Read: {'; '.join(info.describe())}")
     return chosen, info

@@ -52,20 +52,14 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             raise BadRow(key, f'got {text.strip()[:30]!r}, want a dialogue that begins with "Human:"')
     at = chosen.rfind(_ASSISTANT, 0, shared_length(chosen, rejected))
     if at < 0:
-        raise BadRow(
-            "chosen", 'chosen and rejected share no "Assistant:" turn: want dialogues that differ at the end'
-        )
+        raise BadRow("chosen", 'chosen and rejected share no "Assistant:" turn: want dialogues that differ at the end')
     answers = [text[at + len(_ASSISTANT) :] for text in (chosen, rejected)]
     if any(_HUMAN in answer for answer in answers):
-        raise BadRow(
-            "chosen", "chosen and rejected part before the last answer: want the same dialogue up to it"
-        )
+        raise BadRow("chosen", "chosen and rejected part before the last answer: want the same dialogue up to it")
     yield {
         "kind": "ranking",
         "prompt": _turns(chosen[:at]),
-        "responses": [
-            {"id": name, "text": answer.strip()} for name, answer in zip("ab", answers, strict=True)
-        ],
+        "responses": [{"id": name, "text": answer.strip()} for name, answer in zip("ab", answers, strict=True)],
         "ranking": [["a"], ["b"]],
         "metadata": other_keys(row, "chosen", "rejected"),
     }

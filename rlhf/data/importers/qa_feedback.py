@@ -49,9 +49,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {
         "kind": "ranking",
         "prompt": "\n\n".join([*map(_passage, passages), require_text(row, "question").strip()]),
-        "responses": [
-            {"id": name, "text": require_text(row, key)} for name, key in zip(_NAMES, _ANSWERS, strict=True)
-        ],
+        "responses": [{"id": name, "text": require_text(row, key)} for name, key in zip(_NAMES, _ANSWERS, strict=True)],
         "ranking": joined.ranking and [[_NAMES[i] for i in tie] for tie in joined.ranking],
         "pairs": None if joined.pairs is None else [[_NAMES[i], _NAMES[j]] for i, j in joined.pairs],
         "metadata": metadata,

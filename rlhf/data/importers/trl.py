@@ -38,9 +38,7 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def _split_messages(chosen: Messages, rejected: Messages) -> tuple[Messages, list[Any]]:
     """The turns that both share, and the answer of each; an equal last turn is still an answer."""
-    shared = sum(
-        1 for _ in takewhile(lambda pair: _same(*pair), zip(chosen[:-1], rejected[:-1], strict=False))
-    )
+    shared = sum(1 for _ in takewhile(lambda pair: _same(*pair), zip(chosen[:-1], rejected[:-1], strict=False)))
     answers = []
     for key, messages in (("chosen", chosen), ("rejected", rejected)):
         rest = messages[shared:]
@@ -57,9 +55,7 @@ def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
     while at and not (chosen[at - 1].isspace() and chosen[at:].strip() and rejected[at:].strip()):
         at -= 1
     if not chosen[:at].strip():
-        raise BadRow(
-            "chosen", "chosen and rejected share no beginning that could be the prompt: give the key prompt"
-        )
+        raise BadRow("chosen", "chosen and rejected share no beginning that could be the prompt: give the key prompt")
     return chosen[:at].strip(), [chosen[at:].strip(), rejected[at:].strip()]
 
 
@@ -89,9 +85,7 @@ def _ranking(row: Mapping[str, Any]) -> dict[str, Any]:
         prompt = shared if shared or prompt is None else prompt
     else:
         key = "rejected" if isinstance(chosen, str) or _is_messages(chosen) else "chosen"
-        raise BadRow(
-            key, f"got {shown(row.get(key))}, want a string or a list of messages, as its counterpart"
-        )
+        raise BadRow(key, f"got {shown(row.get(key))}, want a string or a list of messages, as its counterpart")
     return {
         "kind": "ranking",
         "prompt": prompt,

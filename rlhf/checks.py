@@ -1,0 +1,82 @@
+"""Relations between settings, checked before anything runs: all problems come at once."""
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+
+CHOICES = {
+    "model.positions": ("learned", "rotary"),
+    "model.norm": ("layernorm", "rmsnorm"),
+    "model.mlp": ("gelu", "swiglu"),
+    "pretrain.optimizer": ("adamw", "muon"),
+    "tracking.kind": ("wandb", "jsonl"),
+    "device": ("auto", "cpu", "cuda"),
+    "chat.stage": ("pretrain", "sft", "ppo"),
+    "export.stage": ("pretrain", "sft", "ppo"),
+    "export.form": ("auto", "gpt2", "llama", "rlhf"),
+}
+POSITIVE = (
+    "model.n_layer", "model.n_head", "model.width", "model.context_length", "tokenizer.vocab_size", "pretrain.tokens",
+    "pretrain.global_batch_tokens", "pretrain.micro_batch_sequences", "pretrain.lr", "sft.epochs", "sft.batch_size",
+    "sft.lr", "reward.epochs", "reward.batch_prompts", "reward.micro_batch_responses", "reward.lr", "ppo.episodes",
+    "ppo.episodes_per_update", "ppo.minibatches", "ppo.epochs", "ppo.micro_batch_episodes", "ppo.clip_range",
+    "ppo.value_clip_range", "ppo.lr", "ppo.critic_lr", "rollout.temperature", "rollout.max_new_tokens",
+    "rollout.batch_size", "evaluate.prompts", "evaluate.samples", "checkpoints.keep", "kl.horizon",
+)  # fmt: skip
+SHARES = ("ppo.gamma", "ppo.lam", "data.dev", "data.test", "data.held_out", "gold.second_labeler")
+
+
+def get(config: Config, key: str):
+    value = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check_config(config: Config, command: str) -> None:
+    """Raises: UserError that lists every setting that does not fit, with what was wanted."""
+    problems = [
+        f"{key}={get(config, key)}: want one of {', '.join(names)}"
+        for key, names in CHOICES.items()
+        if get(config, key) not in names
+    ]
+    problems += [f"{key}={get(config, key)}: want more than 0" for key in POSITIVE if not get(config, key) > 0]
+    problems += [f"{key}={get(config, key)}: want 0 to 1" for key in SHARES if not 0 <= get(config, key) <= 1]
+    problems += _relations(config, command)
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def _relations(config: Config, command: str) -> list[str]:
+    problems = []
+    ppo, pretrain, context = config.ppo, config.pretrain, config.model.context_length
+    if config.data.dev + config.data.test >= 1:
+        problems.append(
+            f"data.dev + data.test = {config.data.dev + config.data.test}: want less than 1, the rest trains"
+        )
+    if pretrain.global_batch_tokens % context:
+        problems.append(f"pretrain.global_batch_tokens={pretrain.global_batch_tokens}: want a multiple of "
+                        f"model.context_length={context}")  # fmt: skip
+    elif (pretrain.global_batch_tokens // context) % min(
+        pretrain.micro_batch_sequences, pretrain.global_batch_tokens // context
+    ):
+        problems.append(f"pretrain.micro_batch_sequences={pretrain.micro_batch_sequences}: want a divisor of the "
+                        f"{pretrain.global_batch_tokens // context} sequences of a batch")  # fmt: skip
+    if ppo.episodes_per_update % ppo.minibatches:
+        problems.append(f"ppo.minibatches={ppo.minibatches}: want a divisor of ppo.episodes_per_update="
+                        f"{ppo.episodes_per_update}")  # fmt: skip
+    if ppo.episodes < ppo.episodes_per_update:
+        problems.append(f"ppo.episodes={ppo.episodes}: want at least one update of {ppo.episodes_per_update}")
+    if config.kl.coef < 0:
+        problems.append(f"kl.coef={config.kl.coef}: want 0 or more, since a negative one rewards leaving the SFT model")
+    if config.kl.target is not None and not config.kl.target > 0:
+        problems.append(
+            f"kl.target={config.kl.target}: want more than 0 nats a sequence, or null for a fixed coefficient"
+        )
+    if command in ("ppo", "pipeline") and config.rollout.temperature != 1.0:
+        problems.append(f"rollout.temperature={config.rollout.temperature}: PPO needs 1, anything else biases the KL")
+    if config.gold.enabled and config.rollout.max_new_tokens >= context:
+        problems.append(f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in "
+                        f"model.context_length={context}")  # fmt: skip
+    if config.gold.responses_min < 2 or config.gold.responses_min > config.gold.responses_max:
+        problems.append("gold.responses_min: want 2 up to gold.responses_max")
+    return problems

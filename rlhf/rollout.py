@@ -1,0 +1,117 @@
+"""Rollouts: prompts -> responses, log-probs, values, scores. What PPO learns from, as one type with a shape a field.
+
+Prompt and response stand together in right-padded rows; everything that belongs to response tokens is left-aligned in
+(B, A), so that column t is response token t whatever the prompt's length. The logits that chose response token t, and
+the value before it was chosen, stand one token earlier: at position prompt_length + t - 1.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.data.batching import by_length, right_pad
+from rlhf.model.generate import sample
+from rlhf.ops.logprobs import entropy, token_logprobs
+
+
+class Rollout(NamedTuple):
+    """B episodes with up to T tokens, of which up to A are response tokens."""
+
+    tokens: Tensor  # (B, T) int64, prompt + response, right-padded
+    prompt_lengths: Tensor  # (B,) int64
+    lengths: Tensor  # (B,) int64, prompt + response
+    response_mask: Tensor  # (B, A) bool
+    ended: Tensor  # (B,) bool, the response has its end token
+    logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled; 0 outside the mask
+    logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
+    values: Tensor  # (B, A) float32, before each response token was chosen
+    scores: Tensor  # (B,) float32, calibrated reward-model scores
+
+    def rows(self, index: Tensor | list[int]) -> "Rollout":
+        """The episodes of `index`, cut to their own longest row and response."""
+        picked = Rollout(*(field[index] for field in self))
+        width, answer = int(picked.lengths.max()), int(picked.response_mask.sum(1).max())
+        cut = {name: getattr(picked, name)[:, :answer] for name in ("response_mask", "logp_old", "logp_ref", "values")}
+        return picked._replace(tokens=picked.tokens[:, :width], **cut)
+
+
+def response_positions(prompt_lengths: Tensor, width: int, columns: int) -> Tensor:
+    """(B, A) position of the token before each response token, kept within the row where there is none."""
+    return (prompt_lengths[:, None] - 1 + torch.arange(columns, device=prompt_lengths.device)).clamp(max=width - 1)
+
+
+def response_logprobs(
+    policy: Any, tokens: Tensor, prompt_lengths: Tensor, mask: Tensor, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
+
+    Only response positions go through the unembedding: logits are (response tokens, V), never (B, T, V).
+    """
+    hidden = policy.base_model(input_ids=tokens, use_cache=False).last_hidden_state  # (B, T, D)
+    before = response_positions(prompt_lengths, tokens.shape[1], mask.shape[1])  # (B, A)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(before)[mask]  # (N,)
+    at = before[mask]
+    logits = policy.get_output_embeddings()(hidden[rows, at])  # (N, V)
+    logp = token_logprobs(logits, tokens[rows, at + 1])
+    spread = entropy(logits.detach()) if with_entropy else None
+    empty = torch.zeros(mask.shape, device=tokens.device, dtype=torch.float32)
+    return empty.masked_scatter(mask, logp), None if spread is None else empty.masked_scatter(mask, spread)
+
+
+def response_values(critic: Any, tokens: Tensor, prompt_lengths: Tensor, mask: Tensor) -> Tensor:
+    """Values (B, A) float32: V_t is read before response token t is chosen; 0 outside the mask."""
+    values = critic.token_values(tokens)  # (B, T)
+    before = response_positions(prompt_lengths, tokens.shape[1], mask.shape[1])
+    return torch.where(mask, values.gather(1, before), 0.0)
+
+
+@torch.no_grad()
+def collect_rollout(
+    prompts: list[list[int]],
+    keys: Sequence[tuple],
+    *,
+    policy: Any,
+    reference: Any,
+    critic: nn.Module,
+    reward_model: nn.Module,
+    seed: int,
+    max_new_tokens: int,
+    eos: int,
+    pad: int,
+    decode_batch: int,
+    forward_batch: int,
+    clock: Any,
+) -> Rollout:
+    """Sample one response a prompt at temperature 1, then compute reference log-probs, values and scores.
+
+    keys: one a prompt; (seed, key) fixes a sample, however the batch is split. clock: called with "rollout" and "score"
+    when that phase is over.
+    """
+    samples = sample(
+        policy, prompts, max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, seed=seed, keys=keys,
+        batch_size=decode_batch,
+    )  # fmt: skip
+    clock("rollout")
+    device = samples.mask.device
+    tokens, lengths = right_pad([p + r for p, r in zip(prompts, samples.responses, strict=True)], pad)
+    tokens, lengths = tokens.to(device), lengths.to(device)
+    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)
+    logp_ref, values = torch.zeros_like(samples.logprobs), torch.zeros_like(samples.logprobs)
+    scores = torch.zeros(len(prompts), device=device)
+    was_training = critic.training
+    critic.eval()
+    for group in by_length(lengths.tolist(), forward_batch):
+        width = int(lengths[group].max())
+        answer = int(samples.mask[group].sum(1).max())
+        part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
+        logp_ref[group, :answer] = response_logprobs(reference, part, starts, mask)[0]
+        values[group, :answer] = response_values(critic, part, starts, mask)
+        scores[group] = reward_model(part, lengths[group]).float()
+    critic.train(was_training)
+    clock("score")
+    return Rollout(
+        tokens, prompt_lengths, lengths, samples.mask.clone(), samples.ended.clone(), samples.logprobs.clone(),
+        logp_ref, values, scores,
+    )  # fmt: skip

@@ -1,0 +1,46 @@
+"""The recipe's invariants, checked on PPO's first update: training is refused when one fails."""
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import UserError
+from rlhf.rollout import Rollout
+
+RATIO_TOLERANCE = 1e-4  # of |log rho|, float32
+KL_TOLERANCE = 1e-3  # nats a sequence
+
+
+def refuse(number: int, what: str) -> None:
+    raise UserError(f"ppo: invariant {number} fails on the first update: {what}: nothing was trained")
+
+
+def check_first_rollout(rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float) -> None:
+    """Before the first step the policy is the reference, and the score sits on the last response token.
+
+    Raises: UserError naming the invariant.
+    """
+    mask = rollout.response_mask
+    kl = torch.where(mask, rollout.logp_old - rollout.logp_ref, 0.0).sum(1)
+    if kl.abs().max() > KL_TOLERANCE * max(1, mask.shape[1]):
+        refuse(2, f"KL to the reference is {kl.abs().max():.4f} nats on a sequence, want 0: the reference is not the "
+                  "model that the policy started from, or the sampler's log-probs are not the forward's")  # fmt: skip
+    counts = mask.sum(1)
+    if not (counts > 0).all():
+        refuse(3, f"{int((counts == 0).sum())} responses have no token")
+    last = counts[:, None] - 1
+    if not mask.gather(1, last).all():
+        refuse(3, "the last response token is masked out")
+    penalty = kl_coef * (rollout.logp_old - rollout.logp_ref)
+    on_last = (rewards + penalty).gather(1, last)[:, 0]
+    rest = torch.where(mask, rewards + penalty, 0.0).scatter(1, last, 0.0)
+    if not torch.allclose(on_last, scores, atol=1e-4) or rest.abs().max() > 1e-4:
+        refuse(3, "the score is not on the last response token, or not there alone")
+
+
+def check_first_minibatch(largest_log_ratio: float, clipped_tokens: float) -> None:
+    """rho = 1 and nothing is clipped before the first step. Raises: UserError."""
+    if largest_log_ratio > RATIO_TOLERANCE:
+        refuse(1, f"|log rho| is up to {largest_log_ratio:.2e} before any step, want at most {RATIO_TOLERANCE:.0e}: the "
+                  "sampler's log-probs differ from the training forward's (dropout, dtype, or temperature?)")  # fmt: skip
+    if clipped_tokens > 0:
+        refuse(1, f"{clipped_tokens:.0f} tokens are clipped before any step, want none")

@@ -1,0 +1,99 @@
+"""The gold world's labelling round: responses sampled from this run's SFT model, then ranked by simulated labelers."""
+
+import random
+
+from rlhf.config import Config
+from rlhf.data.agreement import pairwise_agreement
+from rlhf.data.prompts import load_prompts
+from rlhf.data.records import PromptRecord, Ranking
+from rlhf.errors import UserError
+from rlhf.gold.corpus import write_jsonl
+from rlhf.gold.labelers import make_labelers, rank_responses
+from rlhf.gold.world import task_from_metadata
+from rlhf.model.generate import sample
+from rlhf.runs import open_stage, read_stage, stage_folder
+from rlhf.stages.common import load_policy, set_up
+from rlhf.stages.sources import need_source
+from rlhf.tokenizer import decode_response, encode_prompts, load_tokenizer
+from rlhf.tracking.progress import progress
+
+SPARE = 3  # samples beyond K, to replace responses that say the same
+
+
+def run(config: Config) -> None:
+    """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 SFT samples a prompt."""
+    if not config.gold.enabled:
+        raise UserError("label: only the gold world has simulated labelers: add experiment=gold")
+    with open_stage(config, "label") as stage:
+        device = set_up(config)
+        folder = stage_folder(config, "sft") / "model"
+        policy, tokenizer = load_policy(folder).to(device), load_tokenizer(folder)
+        prompts = choose_prompts(config)
+        gold = config.gold
+
+        # 1. Sample
+        drawn = gold.responses_max + SPARE
+        encoded = encode_prompts(tokenizer, [record.prompt for record in prompts])
+        responses: list[list[tuple[str, bool]]] = []
+        with progress(len(prompts), "label", unit="prompt") as bar:
+            for start in range(0, len(prompts), 128):
+                part = range(start, min(start + 128, len(prompts)))
+                samples = sample(
+                    policy, [encoded[i] for i in part for _ in range(drawn)], seed=config.seed,
+                    keys=[("label", prompts[i].id, j) for i in part for j in range(drawn)],
+                    max_new_tokens=config.rollout.max_new_tokens, eos_token_id=tokenizer.eos_token_id,
+                    pad_token_id=tokenizer.pad_token_id, batch_size=config.rollout.batch_size,
+                )  # fmt: skip
+                texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
+                both = list(zip(texts, samples.ended.tolist(), strict=True))
+                responses += [both[k * drawn : (k + 1) * drawn] for k in range(len(part))]
+                bar.update(len(part))
+
+        # 2. Rank
+        policy_id = f"{config.run}/sft@{(read_stage(stage_folder(config, 'sft')) or {}).get('hash', '')[:8]}"
+        rankings, alike = rank_all(config, prompts, responses, policy_id)
+        write_jsonl(
+            stage.folder / "comparisons.jsonl", (r.model_dump(mode="json", exclude_none=True) for r in rankings)
+        )
+        agreement = pairwise_agreement(rankings)
+        stage.say(
+            f"{len(rankings):,} rankings of {len(prompts) - alike:,} prompts ({alike} prompts left out: all samples "
+            f"alike); labelers agree on {agreement['value']:.1%} of pairs"
+        )
+        stage.finish({"rankings": float(len(rankings)), "labeler_agreement": agreement["value"]})
+
+
+def choose_prompts(config: Config) -> list[PromptRecord]:
+    """The prompts to label: of the training split, and of the test split for the held-out accuracy."""
+    records, _ = load_prompts(need_source(config, "prompts"))
+    wanted = {"train": config.gold.comparison_prompts, "test": config.gold.comparison_test_prompts}
+    return [
+        record
+        for split, count in wanted.items()
+        for record in [r for r in records if r.metadata.get("split") == split][:count]
+    ]
+
+
+def rank_all(
+    config: Config, prompts: list[PromptRecord], responses: list[list[tuple[str, bool]]], policy_id: str
+) -> tuple[list[Ranking], int]:
+    """Rankings by one labeler a prompt, sometimes two; and how many prompts had only samples that say the same."""
+    labelers = make_labelers(config.gold.labeler_noise)
+    rankings: list[Ranking] = []
+    alike = 0
+    for record, drawn in zip(prompts, responses, strict=True):
+        rng = random.Random(f"label-{config.seed}-{record.id}")
+        k = rng.randint(config.gold.responses_min, config.gold.responses_max)
+        distinct = list(dict.fromkeys(drawn))[:k]
+        if len(distinct) < 2:
+            alike += 1
+            continue
+        judges = rng.sample(labelers, 2 if rng.random() < config.gold.second_labeler else 1)
+        for labeler in judges:
+            ranking = rank_responses(
+                f"r-{record.id}-{labeler.name}", record.prompt, task_from_metadata(record.metadata["gold"]), distinct,
+                labeler, rng, policy=policy_id,
+            )  # fmt: skip
+            ranking.metadata = dict(record.metadata)
+            rankings.append(ranking)
+    return rankings, alike

@@ -1,0 +1,157 @@
+"""All stages in order, each in a process of its own: what is complete is skipped, what is half done is resumed.
+
+This module imports neither torch nor transformers, so that a complete run is recognised in a second.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.runs import (
+    STAGE_PARENTS,
+    check_output,
+    collect_parents,
+    differences,
+    is_needed,
+    read_json,
+    read_stage,
+    run_folder,
+    settings_of,
+    stage_folder,
+    write_json,
+)  # fmt: skip
+from rlhf.stages.report import write
+from rlhf.stages.sources import data_source, hash_sources
+
+LEAST_FREE_BYTES = 200 * 2**20  # a run that starts with less would only fail later
+
+
+def run(config: Config) -> None:
+    """Run what is missing, then write the report and print a table of all stages."""
+    overrides = forwarded_overrides()
+    folder = run_folder(config)
+    check_before(config)
+    started = time.monotonic()
+    done: dict[str, str] = {}
+    for stage in STAGE_PARENTS:
+        if is_needed(config, stage) and getattr(config.parents, stage, None) is None:
+            done[stage] = ensure_stage(config, stage, overrides)
+    report = folder / "report.html"
+    if any(state != "complete before" for state in done.values()) or not report.exists():
+        write(folder)
+    table = summarize(config, done)
+    write_json(folder / "pipeline.json", table)
+    show(config, table, time.monotonic() - started)
+
+
+def forwarded_overrides() -> list[str]:
+    """The overrides of this command, for the stages; `overwrite` is decided stage by stage."""
+    from hydra.core.hydra_config import HydraConfig
+
+    given = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    return [o for o in given if not o.startswith("overwrite=")]
+
+
+def check_before(config: Config) -> None:
+    """Find what would only fail after minutes: data that is missing, a disk that is full. Raises: UserError."""
+    missing = [kind for kind in ("corpus", "demonstrations", "comparisons") if data_source(config, kind) is None]
+    if missing:
+        raise UserError(f"{' and '.join('data.' + kind for kind in missing)} not set: give a file, a folder or a hub id, "
+                        "or run the embedded world with experiment=gold")  # fmt: skip
+    for stage in STAGE_PARENTS:
+        hash_sources(config, stage)  # a missing file is found here
+    folder = run_folder(config)
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < LEAST_FREE_BYTES:
+        raise UserError(f"{existing}: {free / 1e6:.0f} MB free, want at least {LEAST_FREE_BYTES / 1e6:.0f}: free space, or "
+                        "choose another disk with runs_dir=…")  # fmt: skip
+
+
+def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
+    """Run a stage unless it is complete and fits; returns what was done. Raises: UserError where it does not fit."""
+    folder = stage_folder(config, stage)
+    recorded = read_stage(folder)
+    parents = collect_parents(config, stage)
+    anew = False
+    if recorded is not None:
+        reason = misfit(config, stage, recorded, parents)
+        if reason is None and recorded["status"] == "complete":
+            check_output(folder)
+            print(f"{stage}: complete, skipped", flush=True)
+            return "complete before"
+        if reason is not None and not config.overwrite:
+            raise UserError(f"{folder}: {reason}: choose another run=…, or add overwrite=true to redo this stage and those "
+                            "that build on it")  # fmt: skip
+        anew = reason is not None
+    run_stage(stage, [*overrides, *(["overwrite=true"] if anew else [])])
+    return "redone" if anew else "resumed" if recorded is not None else "done"
+
+
+def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) -> str | None:
+    """Why a recorded stage is not the one that is asked for, or None."""
+    wanted = settings_of(config, stage)
+    if recorded.get("settings") != wanted:
+        return f"{stage} was run with other settings ({differences(recorded.get('settings', {}), wanted)})"
+    changed = [p for p in parents if recorded.get("parents", {}).get(p) != parents[p]]
+    if changed:
+        return f"{stage} was built on another {' and '.join(changed)} than is there now"
+    if recorded.get("data") != hash_sources(config, stage):
+        return f"{stage} was run on other data than is there now"
+    return None
+
+
+def run_stage(stage: str, overrides: list[str]) -> None:
+    """The stage as a process that ends with this one. Exits with its code when it fails."""
+    process = subprocess.Popen([sys.executable, "-m", "rlhf", stage, *overrides], preexec_fn=_die_with_parent)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    if code:
+        print(f"rlhf: error: pipeline: stopped in {stage}: mend what it says above and run the same command again",
+              file=sys.stderr)  # fmt: skip
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def _die_with_parent() -> None:
+    """On Linux, have the kernel end the stage when the pipeline is killed, so that nothing keeps its lock."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+def summarize(config: Config, done: dict[str, str]) -> dict:
+    """pipeline.json: what each stage took and did."""
+    stages = {}
+    for stage, state in done.items():
+        record = read_stage(stage_folder(config, stage)) or {}
+        stages[stage] = {k: record.get(k) for k in ("seconds", "peak_rss_mb", "hash", "summary")} | {"state": state}
+    return {"run": config.run, "seed": config.seed, "stages": stages, "report": str(run_folder(config) / "report.html")}
+
+
+def show(config: Config, table: dict, seconds: float) -> None:
+    print(f"\n{'stage':<11}{'seconds':>9}{'peak MB':>9}  {'state':<16}result")
+    for name, row in table["stages"].items():
+        figures = ", ".join(
+            f"{key.split('/')[-1]} {value:,.4g}" for key, value in list((row["summary"] or {}).items())[:3]
+        )
+        print(f"{name:<11}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
+    total = sum(row["seconds"] or 0 for row in table["stages"].values())
+    print(f"{'total':<11}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
+    results = read_json(run_folder(config) / "evaluate" / "results.json") or {}
+    if "gold" in results:
+        win, greedy = results["gold"]["win_rate_vs_sft"], results["gold"]["win_rate_greedy"]
+        print(f"\ngold win rate of PPO over SFT {win['value']:.3f} [{win['ci95'][0]:.3f}, {win['ci95'][1]:.3f}] at temperature "
+              f"1, {greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats")  # fmt: skip
+    print(f"report: {table['report']}")

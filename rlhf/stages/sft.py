@@ -1,0 +1,140 @@
+"""Stage 2: supervised fine-tuning on demonstrations. The loop is TRL's SFTTrainer.
+
+The loss counts the demonstrated response and its end-of-turn token, never the prompt (Ouyang et al. 2022, section 3.5).
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from rlhf.config import Config
+from rlhf.data.batching import by_length, right_pad
+from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
+from rlhf.data.records import Demonstration
+from rlhf.data.splits import record_split
+from rlhf.errors import UserError
+from rlhf.ops.logprobs import token_logprobs
+from rlhf.runs import Stage, open_stage, stage_folder
+from rlhf.stages.common import (
+    StageCallback,
+    check_tokenizer,
+    cosine_schedule,
+    decay_groups,
+    load_policy,
+    newest_checkpoint,
+    open_tracker,
+    set_up,
+)
+from rlhf.stages.sources import fractions, hash_sources, need_source
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.progress import progress
+
+IGNORED = -100  # the label of a token that the loss leaves out
+
+
+def run(config: Config) -> None:
+    """Write runs/<run>/sft/model."""
+    with open_stage(config, "sft", hash_sources(config, "sft")) as stage:
+        device = set_up(config)
+        base = stage_folder(config, "pretrain") / "model"
+        tokenizer = load_tokenizer(base)
+        if config.parents.pretrain is None:
+            check_tokenizer(config, "pretrain", load_tokenizer(stage_folder(config, "tokenizer") / "model"))
+
+        # 1. Demonstrations as tokens; prompts masked
+        records, info = load_demonstrations(need_source(config, "demonstrations"), config.data.format)
+        for line in info.describe():
+            stage.say(line)
+        splits = divide(config, records)
+        counts: Counter[str] = Counter()
+        model = load_policy(base, dropout=config.sft.dropout)
+        context = model.config.max_position_embeddings
+        rows = {s: encode_demonstrations(splits[s], tokenizer, context, counts=counts) for s in splits}
+        stage.say(f"{len(rows['train']):,} demonstrations to train on, {len(rows['dev'])} held out; "
+                  + ", ".join(f"{n} {count:,}" for n, count in sorted(counts.items())))  # fmt: skip
+        if not rows["train"]:
+            raise UserError("data.demonstrations: none is left to train on: lower data.dev and data.test, or add some")
+
+        # 2. Train
+        steps = config.sft.epochs * -(-len(rows["train"]) // config.sft.batch_size)
+        resume = newest_checkpoint(stage)
+        resume_step = int(resume.name.split("-")[-1]) if resume else 0
+        with open_tracker(stage, resume_step) as tracker, progress(steps, "sft", initial=resume_step) as bar:
+            callback = StageCallback(stage, tracker, bar, "sft/loss", None)
+            trainer = make_trainer(config, stage, model, tokenizer, rows["train"], steps, device, callback)
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            callback.check()
+
+            # 3. Held-out loss
+            summary = {"loss": response_loss(model, rows["dev"] or rows["train"][:64], tokenizer.pad_token_id)}
+            tracker.log({"eval/dev/loss": summary["loss"]}, step=steps)
+        stage.say(f"held-out loss {summary['loss']:.3f} nats a response token")
+        model.config.dropout = 0.0  # every later stage runs without
+        model.save_pretrained(str(stage.model))
+        tokenizer.save_pretrained(str(stage.model))
+        stage.finish(summary)
+
+
+def divide(config: Config, records: list[Demonstration]) -> dict[str, list[Demonstration]]:
+    """Demonstrations by split; those of the test split are left for evaluation."""
+    splits: dict[str, list[Demonstration]] = {"train": [], "dev": []}
+    for record in records:
+        name = record_split(record, config.seed, fractions(config))
+        if name in splits:
+            splits[name].append(record)
+    return splits
+
+
+def make_trainer(
+    config: Config, stage: Stage, model: Any, tokenizer: Any, rows: list[dict[str, list[int]]], steps: int,
+    device: torch.device, callback: StageCallback,
+) -> Any:  # fmt: skip
+    """SFTTrainer over tokenised demonstrations, with AdamW and a cosine without warm-up."""
+    import datasets
+    from transformers import PrinterCallback
+    from trl import SFTConfig, SFTTrainer
+
+    settings = config.sft
+    data = datasets.Dataset.from_dict(
+        {
+            "input_ids": [row["prompt"] + row["response"] for row in rows],
+            "labels": [[IGNORED] * len(row["prompt"]) + row["response"] for row in rows],
+        }
+    )
+    optimizer = torch.optim.AdamW(decay_groups(model, settings.weight_decay), lr=settings.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction)
+    )
+    arguments = SFTConfig(
+        output_dir=str(stage.checkpoints), per_device_train_batch_size=settings.batch_size, max_steps=steps,
+        max_grad_norm=settings.max_grad_norm, logging_steps=config.tracking.log_every, save_strategy="no",
+        save_total_limit=config.checkpoints.keep, seed=config.seed, data_seed=config.seed, disable_tqdm=True,
+        report_to="none", use_cpu=device.type == "cpu", bf16=device.type == "cuda", gradient_checkpointing=False,
+        packing=settings.pack, max_length=model.config.max_position_embeddings, eos_token=tokenizer.eos_token,
+        dataloader_pin_memory=device.type == "cuda",
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=model, args=arguments, train_dataset=data, processing_class=tokenizer, optimizers=(optimizer, schedule),
+        callbacks=[callback],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+@torch.no_grad()
+def response_loss(model: Any, rows: list[dict[str, list[int]]], pad: int) -> float:
+    """Mean loss in nats over all response tokens of the rows."""
+    model.eval()
+    device = next(model.parameters()).device
+    nats = tokens = 0.0
+    for group in by_length([len(row["prompt"]) + len(row["response"]) for row in rows], 32):
+        padded, lengths = right_pad([rows[i]["prompt"] + rows[i]["response"] for i in group], pad)
+        starts = torch.tensor([len(rows[i]["prompt"]) for i in group])
+        position = torch.arange(1, padded.shape[1])
+        mask = (position >= starts[:, None]) & (position < lengths[:, None])  # (B, T - 1): response tokens
+        logits = model(padded.to(device), use_cache=False).logits[:, :-1]
+        logp = token_logprobs(logits, padded[:, 1:].to(device)).cpu()
+        nats -= (logp * mask).sum().item()
+        tokens += mask.sum().item()
+    return nats / tokens

@@ -1,0 +1,84 @@
+"""Where a stage's data comes from, and the hashes that tie a stage to it. Imports neither torch nor transformers."""
+
+from typing import Any
+
+from rlhf.config import Config
+from rlhf.data.readers import resolve_sources
+from rlhf.errors import UserError
+from rlhf.runs import sha256_file, stage_folder
+
+TEXT_SUFFIXES = (
+    ".txt",
+    ".text",
+    ".md",
+    ".json",
+    ".jsonl",
+    ".json.gz",
+    ".jsonl.gz",
+    ".txt.gz",
+    ".json.zst",
+    ".jsonl.zst",
+)
+# The kinds of data that each stage reads.
+STAGE_DATA = {
+    "tokenizer": ("corpus",),
+    "pretrain": ("corpus",),
+    "sft": ("demonstrations",),
+    "reward": ("comparisons", "demonstrations"),
+    "ppo": ("prompts", "demonstrations", "comparisons"),
+    "evaluate": ("prompts", "demonstrations", "comparisons"),
+}
+
+
+def fractions(config: Config) -> dict[str, float]:
+    """Shares of train, dev and test, for `record_split`."""
+    dev, test = config.data.dev, config.data.test
+    return {"train": 1.0 - dev - test, "dev": dev, "test": test}
+
+
+GOLD_FILES = {
+    "corpus": ("world", "corpus.jsonl"),
+    "demonstrations": ("world", "demonstrations.jsonl"),
+    "prompts": ("world", "prompts.jsonl"),
+    "comparisons": ("label", "comparisons.jsonl"),
+}
+
+
+def data_source(config: Config, kind: str) -> Any:
+    """The sources of one kind of data, or None where none are given and the gold world writes none.
+
+    For prompts without a source, those of the demonstrations and comparisons serve.
+    """
+    given = getattr(config.data, kind)
+    if given is not None:
+        return given
+    if config.gold.enabled:
+        stage, name = GOLD_FILES[kind]
+        return str(stage_folder(config, stage) / name)
+    if kind == "prompts":
+        found: list[Any] = []
+        for part in (config.data.demonstrations, config.data.comparisons):
+            found += part if isinstance(part, list) else [] if part is None else [part]
+        return found or None
+    return None
+
+
+def need_source(config: Config, kind: str) -> Any:
+    """As `data_source`. Raises: UserError where there is none."""
+    found = data_source(config, kind)
+    if found is None:
+        raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold")
+    return found
+
+
+def hash_sources(config: Config, stage: str) -> dict[str, str]:
+    """{kind:file: sha256} of the data files that the user named and the stage reads. The gold world's are covered by its stages' hashes."""
+    found = {}
+    for kind in STAGE_DATA.get(stage, ()):
+        given = getattr(config.data, kind)
+        if given is None:
+            continue
+        for source in resolve_sources(given, TEXT_SUFFIXES):
+            if source.path is not None:
+                found[f"{kind}:{source.path.name}"] = sha256_file(source.path)
+    return found

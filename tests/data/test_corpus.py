@@ -1,0 +1,263 @@
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.data import corpus as corpus_module
+from rlhf.data import readers
+from rlhf.data.corpus import PackedCorpus, cut_text, iterate_documents, pack_corpus
+from rlhf.errors import UserError
+from rlhf.tokenizer import encode_text, token_byte_lengths, tokenizer_hash
+
+SEPARATOR = 1
+DOCUMENTS = [f"Document {i}: the cat sat on the mat number {i * i}. Émile said so." for i in range(400)]
+
+
+def pack(documents, tokenizer, out, held_out_fraction=0.1, seed=0, **options):
+    return pack_corpus(documents, tokenizer, out, held_out_fraction=held_out_fraction, seed=seed, **options)
+
+
+def documents_of(packed, split, tokenizer) -> list[str]:
+    """What stands in the file: the texts between separators, the last one ended too."""
+    tokens = packed.tokens(split).tolist()
+    if not tokens:
+        return []
+    assert tokens[-1] == SEPARATOR
+    texts: list[list[int]] = [[]]
+    for token in tokens[:-1]:
+        if token == SEPARATOR:
+            texts.append([])
+        else:
+            texts[-1].append(token)
+    return [tokenizer.backend_tokenizer.decode(ids) for ids in texts]
+
+
+def test_a_text_file_is_one_document_or_several(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("One.\r\n\r\nStill one.\n", newline="")
+    assert list(iterate_documents(path)) == ["One.\n\nStill one."]
+    path.write_text("One.\n<|endoftext|>\nTwo<|endo\n<|endoftext|><|endoftext|>  \n<|endoftext|>Three")
+    for chunk in (3, 5, 14, 1000):
+        monkeypatch.setattr(readers, "_CHUNK", chunk)
+        assert list(iterate_documents(path)) == ["One.", "Two<|endo", "Three"]
+
+
+def test_json_rows_are_documents(write_jsonl, tmp_path):
+    write_jsonl([{"title": "t", "text": "One"}, {"text": " "}, {"text": "Two"}], "b.jsonl")
+    (tmp_path / "c.json").write_text('[{"text": "Three"}]')
+    (tmp_path / "d.txt").write_text("Four")
+    assert list(iterate_documents(str(tmp_path))) == ["One", "Two", "Three", "Four"]
+    assert list(iterate_documents([str(tmp_path / "d.txt"), tmp_path / "c.json"])) == ["Four", "Three"]
+
+
+def test_a_document_above_the_limit_becomes_several(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "MAX_DOCUMENT", 100)
+    monkeypatch.setattr(readers, "_CHUNK", 30)
+    lines = [f"line {i}\n" for i in range(200)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    documents = list(iterate_documents(tmp_path / "a.txt"))
+    assert max(map(len, documents)) <= 100 and len(documents) > 10
+    assert "".join(documents).replace("\n", "") == "".join(lines).replace("\n", "")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "".join(lines)}))
+    assert max(map(len, iterate_documents(tmp_path / "b.jsonl"))) <= 100
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b" \n", "a.txt: the file has no text"),
+        ("a.jsonl", b"", "a.jsonl: the file has no text"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"title": "y", "body": "z"}',
+            r'a.jsonl:2: the keys are title, body: want {"text": "…"} in each row',
+        ),
+        ("a.jsonl", b'{"text": 3}', "a.jsonl:1: text: got 3"),
+        ("a.jsonl", b"{", "a.jsonl:1: not JSON"),
+        ("a.txt", b"caf\xe9", "a.txt: byte 0xe9 at offset 3 is not utf-8 text: set data.encoding=latin-1"),
+    ],
+)
+def test_a_bad_corpus_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        list(iterate_documents(tmp_path / name))
+
+
+def test_the_encoding_can_be_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
+    assert list(iterate_documents(tmp_path / "a.txt", encoding="latin-1")) == ["café"]
+
+
+@given(st.text("ab \n", max_size=300), st.integers(2, 40))
+def test_cutting_loses_nothing_and_keeps_the_size(text, size):
+    parts = cut_text(text, size)
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= size for part in parts)
+
+
+def test_cuts_prefer_paragraphs_then_lines_then_words():
+    assert cut_text("aaa\n\nbbb\nccc ddd", 10) == ["aaa\n\nbbb\n", "ccc ddd"]
+    assert cut_text("aaaaaa\n\nb\nc d", 10) == ["aaaaaa\n\n", "b\nc d"]
+    assert cut_text("aaaaa bbbbbbbb", 8) == ["aaaaa ", "bbbbbbbb"]
+    assert cut_text("a" * 10, 4) == ["aaaa", "aaaa", "aa"]
+
+
+def test_a_packed_corpus_holds_every_document_once(tokenizer, tmp_path):
+    calls = []
+    packed = pack(iter(DOCUMENTS), tokenizer, tmp_path / "corpus", progress=lambda *args: calls.append(args))
+    train, held_out = (documents_of(packed, split, tokenizer) for split in ("train", "heldout"))
+    assert train == [text for text in DOCUMENTS if text not in held_out] and len(train + held_out) == 400
+    assert held_out == [text for text in DOCUMENTS if text in held_out]
+    assert 20 <= len(held_out) <= 60  # 40 expected, standard deviation 6
+    assert packed.byte_count("heldout") == sum(len(text.encode()) for text in held_out)
+    assert packed.meta["splits"]["train"]["documents"] == len(train)
+    assert packed.token_count("train") == sum(len(encode_text(tokenizer, text)) + 1 for text in train)
+    assert calls[-1] == (400, sum(len(encode_text(tokenizer, text)) for text in DOCUMENTS))
+    assert packed.tokenizer_hash == tokenizer_hash(tokenizer) and packed.separator == SEPARATOR
+    assert packed.tokens("train").dtype == np.uint16
+
+
+def test_bytes_of_text_follow_from_the_tokens(tokenizer, tmp_path):
+    packed = pack(DOCUMENTS, tokenizer, tmp_path)
+    lengths = np.array(token_byte_lengths(tokenizer))
+    for split in ("train", "heldout"):
+        assert lengths[packed.tokens(split)].sum() == packed.byte_count(split)
+
+
+def test_packing_is_repeatable_and_the_seed_matters(tokenizer, tmp_path):
+    one, two = (pack(DOCUMENTS, tokenizer, tmp_path / name) for name in ("one", "two"))
+    assert one.meta == two.meta
+    assert (tmp_path / "one/train.bin").read_bytes() == (tmp_path / "two/train.bin").read_bytes()
+    assert pack(DOCUMENTS, tokenizer, tmp_path / "two", seed=1).sha256 != one.sha256
+
+
+def test_equal_documents_share_a_split(tokenizer, tmp_path):
+    packed = pack(DOCUMENTS + DOCUMENTS[::-1], tokenizer, tmp_path)
+    train, held_out = (documents_of(packed, split, tokenizer) for split in ("train", "heldout"))
+    assert len(train) + len(held_out) == 800 and not set(train) & set(held_out)
+
+
+LONG = "".join(f"Paragraph {i} of a long book about a cat.\n\n" for i in range(2000))  # 84k characters
+
+
+def test_one_long_document_is_divided(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "PIECE", 500)  # some 170 pieces
+    packed = pack([LONG], tokenizer, tmp_path, held_out_fraction=0.1)
+    train, held_out = (documents_of(packed, split, tokenizer) for split in ("train", "heldout"))
+    assert held_out and all(part in LONG for part in train + held_out)
+    assert sum(map(len, train + held_out)) == len(LONG)
+    # Pieces that follow each other are one stretch without a separator.
+    assert 8 < len(held_out) < 30 and len(train) <= len(held_out) + 1
+    assert packed.token_count("heldout") >= 32
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS[:2], DOCUMENTS[:3], DOCUMENTS[:20], DOCUMENTS, [LONG]])
+@pytest.mark.parametrize("seed", range(5))
+def test_held_out_is_never_empty_and_never_most_of_it(tokenizer, tmp_path, documents, seed):
+    packed = pack(documents, tokenizer, tmp_path, held_out_fraction=1e-9, seed=seed)
+    train, held_out = packed.token_count("train"), packed.token_count("heldout")
+    total = train + held_out
+    separators = packed.meta["splits"]["heldout"]["documents"]
+    assert held_out > 0 and train > 0
+    # 8 contexts of 32, at most a twentieth; or one context, at most a quarter; and at most one piece more
+    largest = max(len(encode_text(tokenizer, text[:8192])) for text in documents) + 2
+    assert held_out - separators <= max(min(256, total / 20), min(32, total / 4)) + largest
+
+
+def test_the_decision_does_not_wait_for_ever(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_KEPT_TOKENS", 2000)  # about 40 documents
+    packed = pack(DOCUMENTS, tokenizer, tmp_path, held_out_fraction=1e-9)
+    held_out = documents_of(packed, "heldout", tokenizer)
+    assert held_out and set(held_out) <= set(DOCUMENTS[:60])
+    assert documents_of(packed, "train", tokenizer) == [text for text in DOCUMENTS if text not in held_out]
+
+
+def test_nothing_may_be_held_out_on_request(tokenizer, tmp_path):
+    packed = pack(DOCUMENTS[:1], tokenizer, tmp_path, held_out_fraction=0)
+    assert packed.token_count("heldout") == 0 and len(packed.tokens("heldout")) == 0
+    assert documents_of(packed, "train", tokenizer) == DOCUMENTS[:1]
+
+
+@pytest.mark.parametrize(
+    ("documents", "fraction", "message"),
+    [
+        ([], 0.1, "has no text"),
+        (["", " "], 0.1, "has no text"),
+        (["One."], 0.1, "too few to hold a part out"),
+        (["One.", "Two."], 1.0, "data.held_out=1.0: want a share"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_and_leaves_nothing(tokenizer, tmp_path, documents, fraction, message):
+    with pytest.raises(UserError, match=message):
+        pack(documents, tokenizer, tmp_path, held_out_fraction=fraction)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hostile_documents_hold_no_separator(tokenizer, tmp_path):
+    packed = pack(["a<|endoftext|>b", "c"], tokenizer, tmp_path)
+    assert sorted(documents_of(packed, "train", tokenizer) + documents_of(packed, "heldout", tokenizer)) == [
+        "a<|endoftext|>b",
+        "c",
+    ]
+
+
+def test_an_interrupted_run_leaves_no_finished_corpus(tokenizer, tmp_path):
+    pack(DOCUMENTS, tokenizer, tmp_path)
+
+    def interrupted():
+        yield from DOCUMENTS
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(interrupted(), tokenizer, tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
+    with pytest.raises(UserError, match=r"no meta.json, so no finished packed corpus"):
+        PackedCorpus.load(tmp_path)
+
+
+def test_a_damaged_corpus_is_noticed(tokenizer, tmp_path):
+    packed = pack(DOCUMENTS, tokenizer, tmp_path)
+    assert PackedCorpus.load(tmp_path).meta == packed.meta
+    whole = (tmp_path / "train.bin").read_bytes()
+    (tmp_path / "train.bin").write_bytes(whole[:-2])
+    with pytest.raises(UserError, match=rf"train.bin: has {len(whole) - 2} bytes, meta.json says {len(whole)}"):
+        PackedCorpus.load(tmp_path)
+    (tmp_path / "meta.json").write_text("{}")
+    with pytest.raises(UserError, match=r"meta.json: damaged"):
+        PackedCorpus.load(tmp_path)
+
+
+def test_blocks_are_the_stream_cut_evenly(tokenizer, tmp_path):
+    packed = pack(DOCUMENTS, tokenizer, tmp_path)
+    blocks = packed.blocks("train", 32)
+    tokens = packed.tokens("train").astype(np.int64)
+    assert len(blocks) == len(tokens) // 32
+    for index in (0, 7, len(blocks) - 1):
+        item = blocks[index]
+        assert item["input_ids"].shape == (32,) and str(item["input_ids"].dtype) == "torch.int64"
+        assert item["input_ids"].tolist() == item["labels"].tolist() == tokens[index * 32 : index * 32 + 32].tolist()
+        assert item["labels"].data_ptr() != item["input_ids"].data_ptr()
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+    copied = pickle.dumps(blocks)
+    assert len(copied) < 4000  # a worker opens the file itself
+    assert pickle.loads(copied)[3]["labels"].tolist() == blocks[3]["labels"].tolist()
+
+
+def test_a_split_below_one_block_is_refused(tokenizer, tmp_path):
+    packed = pack(DOCUMENTS[:4], tokenizer, tmp_path)
+    with pytest.raises(UserError, match=r"heldout has \d+ tokens, less than one block of 1000: raise data.held_out"):
+        packed.blocks("heldout", 1000)
+
+
+def test_a_vocabulary_above_16_bits_takes_32(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 2**16 + 1)
+    packed = pack(DOCUMENTS[:10], tokenizer, tmp_path)
+    monkeypatch.undo()
+    assert packed.tokens("train").dtype == np.uint32
+    assert sorted(documents_of(packed, "train", tokenizer) + documents_of(packed, "heldout", tokenizer)) == sorted(
+        DOCUMENTS[:10]
+    )
