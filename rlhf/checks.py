@@ -22,7 +22,10 @@ POSITIVE = (
     "ppo.value_clip_range", "ppo.lr", "ppo.critic_lr", "rollout.temperature", "rollout.max_new_tokens",
     "rollout.batch_size", "evaluate.prompts", "evaluate.samples", "checkpoints.keep", "kl.horizon",
 )  # fmt: skip
-SHARES = ("ppo.gamma", "ppo.lam", "data.dev", "data.test", "data.held_out", "gold.second_labeler")
+SHARES = (
+    "ppo.gamma", "ppo.lam", "data.dev", "data.test", "data.held_out", "gold.second_labeler", "model.dropout",
+    "sft.dropout",
+)  # fmt: skip
 
 
 def get(config: Config, key: str):
@@ -49,19 +52,26 @@ def check_config(config: Config, command: str) -> None:
 def _relations(config: Config, command: str) -> list[str]:
     problems = []
     ppo, pretrain, context = config.ppo, config.pretrain, config.model.context_length
+    if not 0 <= config.seed < 2**32:
+        problems.append(f"seed={config.seed}: want 0 to {2**32 - 1}")
+    if config.threads < 0:
+        problems.append(f"threads={config.threads}: want 0 (as many as there are cores) or more")
     if config.data.dev + config.data.test >= 1:
         problems.append(
             f"data.dev + data.test = {config.data.dev + config.data.test}: want less than 1, the rest trains"
         )
-    if pretrain.global_batch_tokens % context:
+    sequences = pretrain.global_batch_tokens // max(1, context)
+    if context > 0 and pretrain.global_batch_tokens % context:
         problems.append(f"pretrain.global_batch_tokens={pretrain.global_batch_tokens}: want a multiple of "
                         f"model.context_length={context}")  # fmt: skip
-    elif (pretrain.global_batch_tokens // context) % min(
-        pretrain.micro_batch_sequences, pretrain.global_batch_tokens // context
+    elif (
+        sequences > 0
+        and pretrain.micro_batch_sequences > 0
+        and sequences % min(pretrain.micro_batch_sequences, sequences)
     ):
         problems.append(f"pretrain.micro_batch_sequences={pretrain.micro_batch_sequences}: want a divisor of the "
-                        f"{pretrain.global_batch_tokens // context} sequences of a batch")  # fmt: skip
-    if ppo.episodes_per_update % ppo.minibatches:
+                        f"{sequences} sequences of a batch")  # fmt: skip
+    if ppo.minibatches > 0 and ppo.episodes_per_update % ppo.minibatches:
         problems.append(f"ppo.minibatches={ppo.minibatches}: want a divisor of ppo.episodes_per_update="
                         f"{ppo.episodes_per_update}")  # fmt: skip
     if ppo.episodes < ppo.episodes_per_update:

@@ -32,9 +32,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 HELP_GROUPS = {
     "tokenizer": ("tokenizer", "data"), "pretrain": ("model", "pretrain", "data"), "sft": ("sft", "data"),
     "reward": ("reward", "data"), "ppo": ("ppo", "kl", "rollout"), "evaluate": ("evaluate", "rollout"),
-    "pipeline": (), "report": (), "chat": ("chat",), "export": ("export",), "world": ("gold",), "label": ("gold",),
+    "pipeline": ("tracking", "checkpoints", "parents"), "report": (), "chat": ("chat",), "export": ("export",),
+    "world": ("gold",), "label": ("gold",),
 }  # fmt: skip
 CONFIG_GROUPS = ("model", "experiment", "tracking")
+# Hydra's flags that are followed by a value.
+FLAGS_WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name",
+                    "-cd", "--config-dir")  # fmt: skip
 
 
 def conf_dir() -> Path:
@@ -78,8 +82,18 @@ def _dispatch(arguments: list[str]) -> None:
     if any(flag in overrides for flag in ("-h", "--help")):
         print(_command_help(command))
         return
-    check_overrides([o for o in overrides if not o.startswith("-")])
+    check_overrides(split_flags(overrides)[1])
     _run_with_hydra(command, overrides)
+
+
+def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the overrides."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before in FLAGS_WITH_VALUE and "=" not in argument
+        (flags if argument.startswith("-") or is_value else overrides).append(argument)
+    return flags, overrides
 
 
 def _nearest(word: str, known: list[str]) -> str:
@@ -180,8 +194,7 @@ def register_schema() -> None:
 
 
 def _run_with_hydra(command: str, overrides: list[str]) -> None:
-    flags = [o for o in overrides if o.startswith("-")]
-    plain = [o for o in overrides if not o.startswith("-")]
+    flags, plain = split_flags(overrides)
     sweep = any(flag in ("-m", "--multirun") for flag in flags)
     if not sweep:
         from rlhf.checks import check_config
@@ -192,7 +205,7 @@ def _run_with_hydra(command: str, overrides: list[str]) -> None:
     from omegaconf import OmegaConf
 
     def task(composed: Any) -> None:
-        config = OmegaConf.to_object(composed)
+        config: Any = OmegaConf.to_object(composed)
         if sweep:
             from rlhf.checks import check_config
 

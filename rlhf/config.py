@@ -12,18 +12,18 @@ from typing import Any
 class ModelConfig:
     """The GPT to pretrain."""
 
-    n_layer: int = 12
-    n_head: int = 12
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads
     n_kv_head: int | None = None  # fewer than n_head: grouped-query attention
-    width: int = 768
+    width: int = 768  # of the residual stream, a multiple of n_head
     mlp_width: int | None = None  # hidden units of the MLP; none: 4 x width (GELU) or 8/3 x width (SwiGLU)
     context_length: int = 1024  # tokens
     positions: str = "learned"  # learned | rotary
     norm: str = "layernorm"  # layernorm | rmsnorm
     mlp: str = "gelu"  # gelu | swiglu
-    bias: bool = True
-    tie_word_embeddings: bool = True
-    dropout: float = 0.0
+    bias: bool = True  # biases in linear layers and LayerNorm
+    tie_word_embeddings: bool = True  # one matrix embeds and unembeds
+    dropout: float = 0.0  # share dropped
     initializer_range: float = 0.02  # standard deviation of the random weights
 
 
@@ -59,13 +59,13 @@ class PretrainConfig:
     micro_batch_sequences: int = 16  # sequences a forward on one device
     optimizer: str = "adamw"  # adamw | muon (Muon on matrices, AdamW on the rest)
     lr: float = 6e-4  # AdamW
-    muon_lr: float = 0.02
+    muon_lr: float = 0.02  # learning rate of Muon's matrices
     weight_decay: float = 0.1  # on matrices only
-    beta1: float = 0.9
-    beta2: float = 0.95
-    warmup_tokens: int = 375_000_000
-    final_lr_fraction: float = 0.1
-    max_grad_norm: float = 1.0
+    beta1: float = 0.9  # of AdamW
+    beta2: float = 0.95  # of AdamW
+    warmup_tokens: int = 375_000_000  # tokens of linear warm-up
+    final_lr_fraction: float = 0.1  # where the cosine ends, as a share of lr
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm
     shuffle: bool = True  # blocks in random order; false: in file order
     isolate_documents: bool = False  # documents in one block do not see each other
     eval_sequences: int = 256  # held-out blocks of the held-out loss
@@ -75,13 +75,13 @@ class PretrainConfig:
 class SftConfig:
     """Supervised fine-tuning on demonstrations (Ouyang et al. 2022, appendix C.1)."""
 
-    epochs: int = 16
+    epochs: int = 16  # passes over the demonstrations
     batch_size: int = 32  # demonstrations an optimizer step
-    lr: float = 9.65e-6
-    final_lr_fraction: float = 0.1
-    weight_decay: float = 0.0
+    lr: float = 9.65e-6  # AdamW, cosine without warm-up
+    final_lr_fraction: float = 0.1  # where the cosine ends, as a share of lr
+    weight_decay: float = 0.0  # on matrices only
     dropout: float = 0.2  # residual
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm
     pack: bool = False  # several demonstrations a row, none seeing another
 
 
@@ -89,13 +89,13 @@ class SftConfig:
 class RewardConfig:
     """The reward model (Ouyang et al. 2022, section 3.5 and appendix C.2)."""
 
-    epochs: int = 1
+    epochs: int = 1  # passes over the comparisons
     batch_prompts: int = 64  # prompts, each with all its responses, an optimizer step
     micro_batch_responses: int = 64  # responses a forward
-    lr: float = 9e-6
-    final_lr_fraction: float = 0.1
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    lr: float = 9e-6  # AdamW, cosine without warm-up
+    final_lr_fraction: float = 0.1  # where the cosine ends, as a share of lr
+    weight_decay: float = 0.0  # on matrices only
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm
     calibration_samples: int = 512  # SFT samples that set the gain
 
 
@@ -104,22 +104,22 @@ class PpoConfig:
     """PPO with a clipped objective (Ouyang et al. 2022, appendix C.4)."""
 
     episodes: int = 256_000  # in all
-    episodes_per_update: int = 512
+    episodes_per_update: int = 512  # prompts of one rollout, over all devices
     minibatches: int = 8  # optimizer steps an epoch
     epochs: int = 1  # passes over one rollout
     micro_batch_episodes: int = 64  # episodes a forward
-    clip_range: float = 0.2
-    value_clip_range: float = 0.2
-    gamma: float = 1.0
-    lam: float = 0.95
-    lr: float = 1e-5
-    critic_lr: float = 9e-6
+    clip_range: float = 0.2  # eps: how far a ratio may leave 1
+    value_clip_range: float = 0.2  # eps_v: how far a value may leave the old one
+    gamma: float = 1.0  # discount a token
+    lam: float = 0.95  # lambda of GAE
+    lr: float = 1e-5  # of the policy
+    critic_lr: float = 9e-6  # of the value model
     warmup_updates: int = 10  # from a tenth of the learning rate
     critic_warmup_updates: int = 0  # updates at the start that train the critic alone
-    value_coef: float = 1.0
-    max_grad_norm: float = 1.0
+    value_coef: float = 1.0  # weight of the value loss
+    max_grad_norm: float = 1.0  # each model's gradient is scaled down to this norm
     missing_eos_score: float | None = -1.0  # score := min(score, this) where the end token is missing; none: leave it
-    whiten_advantages: bool = True
+    whiten_advantages: bool = True  # mean 0 and variance 1 over the rollout
     samples_every: int = 1  # updates between rows of the samples table
 
 
@@ -127,7 +127,7 @@ class PpoConfig:
 class KlConfig:
     """The penalty for leaving the SFT model, in nats."""
 
-    coef: float = 0.02
+    coef: float = 0.02  # score that a nat of KL costs; where it adapts, the first value
     target: float | None = None  # nats a sequence; none: a fixed coefficient
     horizon: int = 10_000  # episodes (adaptive only)
 
@@ -136,8 +136,8 @@ class KlConfig:
 class RolloutConfig:
     """How responses are drawn. PPO refuses anything but temperature 1, since it would bias the KL."""
 
-    temperature: float = 1.0
-    max_new_tokens: int = 256
+    temperature: float = 1.0  # of sampling
+    max_new_tokens: int = 256  # tokens of the longest response
     batch_size: int = 256  # sequences decoded at once
 
 
@@ -153,18 +153,18 @@ class EvaluateConfig:
 class GoldConfig:
     """The embedded world in which the truth is known."""
 
-    enabled: bool = False
+    enabled: bool = False  # read the world's files where no data.… is given
     documents: int = 96_000  # of pretraining text
-    demonstrations: int = 3000
-    train_prompts: int = 4000
-    dev_prompts: int = 256
-    test_prompts: int = 512
-    comparison_prompts: int = 1800  # prompts whose responses are ranked
+    demonstrations: int = 3000  # demonstrations written
+    train_prompts: int = 4000  # prompts of the training split
+    dev_prompts: int = 256  # prompts for choosing settings
+    test_prompts: int = 512  # prompts for the final figures
+    comparison_prompts: int = 3000  # prompts whose responses are ranked
     comparison_test_prompts: int = 300  # of the test split, for the reward model's held-out accuracy
     responses_min: int = 4  # K
-    responses_max: int = 9
+    responses_max: int = 9  # largest K
     second_labeler: float = 0.25  # share of prompts that a second labeler ranks too
-    labeler_noise: float = 0.9
+    labeler_noise: float = 1.4  # standard deviation of a judgement; the gold score's range is 10
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class TrackingConfig:
     """Where metrics go. JSONL is always written."""
 
     kind: str = "wandb"  # wandb (offline unless a key is set) | jsonl
-    project: str = "rlhf"
+    project: str = "rlhf"  # W&B project
     log_every: int = 10  # optimizer steps between lines (pretraining and SFT)
 
 
@@ -181,18 +181,18 @@ class CheckpointConfig:
     """What a killed run resumes from."""
 
     every_seconds: float = 600.0  # time between checkpoints
-    keep: int = 2
+    keep: int = 2  # newest checkpoints that stay
 
 
 @dataclass(slots=True)
 class ParentsConfig:
     """Where a stage finds what it builds on: a run's name or a path; none: the same run."""
 
-    tokenizer: str | None = None
-    pretrain: str | None = None
-    sft: str | None = None
-    reward: str | None = None
-    ppo: str | None = None
+    tokenizer: str | None = None  # a run or a stage folder
+    pretrain: str | None = None  # a run or a stage folder
+    sft: str | None = None  # a run or a stage folder
+    reward: str | None = None  # a run or a stage folder
+    ppo: str | None = None  # a run or a stage folder
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class ChatConfig:
     """`rlhf chat`."""
 
     stage: str = "ppo"  # whose model answers: pretrain | sft | ppo
-    greedy: bool = False
+    greedy: bool = False  # take the likeliest token instead of sampling
     message: str | None = None  # answer this one message and leave
 
 
@@ -208,7 +208,7 @@ class ChatConfig:
 class ExportConfig:
     """`rlhf export`."""
 
-    stage: str = "ppo"
+    stage: str = "ppo"  # whose model: pretrain | sft | ppo
     form: str = "auto"  # auto | gpt2 | llama | rlhf
     out: str | None = None  # none: runs/<run>/export
 
@@ -218,9 +218,9 @@ class Config:
     """Everything. One schema serves every command, so that one set of overrides runs a stage or the pipeline."""
 
     run: str = "default"  # the run's name, a folder under runs_dir
-    runs_dir: str = "runs"
-    seed: int = 0
-    overwrite: bool = False
+    runs_dir: str = "runs"  # the folder of all runs
+    seed: int = 0  # of every random choice
+    overwrite: bool = False  # replace what the run already has
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 0  # CPU threads; 0: as many as there are cores
     model: ModelConfig = field(default_factory=ModelConfig)

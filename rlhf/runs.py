@@ -114,6 +114,8 @@ def disk_error(error: OSError, path: Path) -> UserError:
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
+# How safetensors and torch.save, which raise no OSError, word a disk that is full.
+FULL_DISK = ("os error 28", "inline_container")
 
 
 def seal(folder: Path) -> None:
@@ -160,6 +162,8 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None] = print) -> Path 
 def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
     """Write `folder/step-<step>` through `write`, seal it, and only then drop all but the `keep` newest.
 
+    Later steps are dropped too: who went back to this step had found them damaged.
+
     Raises: UserError when the disk is full or not writable; the checkpoints before it stay.
     """
     target = folder / f"step-{step}"
@@ -168,11 +172,18 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep
         target.mkdir(parents=True)
         write(target)
         seal(target)
-    except OSError as error:
+    except Exception as error:
         shutil.rmtree(target, ignore_errors=True)
-        raise disk_error(error, target) from error
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise disk_error(error, target) from error
+        if any(sign in str(error) for sign in FULL_DISK):
+            raise disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), target) from error
+        raise
+    found = checkpoints(folder)
+    newest = [path for path in found if checkpoint_step(path) <= step][-keep:]
+    for path in found:
+        if path not in newest:
+            shutil.rmtree(path, ignore_errors=True)
     return target
 
 
@@ -358,7 +369,8 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
     """Begin or resume a stage: check parents, refuse what would be overwritten, hold a lock while it runs.
 
     Raises: UserError when the stage is complete (and overwrite is false), was begun with other settings, is being
-    run by another process, or when a parent does not fit.
+    run by another process, when files of someone else's lie there, when the disk is full, or when a parent does not
+    fit.
     """
     folder = run_folder(config) / name
     parents = collect_parents(config, name)
@@ -381,14 +393,33 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             stage.resumed = True
             stage.seconds_before = float(recorded.get("seconds", 0.0))
         else:
-            for path in folder.iterdir():
-                if path.name != ".lock":
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _empty(stage, config.overwrite)
         built_on = ", ".join(f"{stage_folder(config, p)} ({h[:8]})" for p, h in parents.items())
         stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
         stage.note_progress()
-        _write_config(config, folder)
-        yield stage
+        try:
+            _write_config(config, folder)
+            yield stage
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise disk_error(error, Path(error.filename or folder)) from error
+            raise
+
+
+def _empty(stage: Stage, overwrite: bool) -> None:
+    """Remove what lies in a stage's folder; the record goes last, so that an interrupted removal is noticed."""
+    found = [path for path in stage.folder.iterdir() if path.name != ".lock"]
+    strangers = sorted(path.name for path in found if not path.name.startswith("."))
+    if strangers and not overwrite:
+        raise UserError(
+            f"{stage.folder}: has no readable stage.json but other files ({', '.join(strangers[:3])}): choose another "
+            f"run=…, or run `rlhf {stage.name} overwrite=true` to replace them"
+        )
+    try:
+        for path in sorted(found, key=lambda p: p.name == "stage.json"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise disk_error(error, stage.folder) from error
 
 
 def _write_config(config: Config, folder: Path) -> None:

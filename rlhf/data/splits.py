@@ -16,10 +16,10 @@ def prompt_key(prompt: "str | Sequence[Message]") -> str:
 
     A bare string and the same text as one user turn have the same key; the turns of other roles are named.
     """
-    if isinstance(prompt, str):
-        text = prompt
-    else:
-        text = "\n".join(m.content if m.role == "user" else f"{m.role}: {m.content}" for m in prompt)
+    turns = [prompt] if isinstance(prompt, str) else [
+        m.content if m.role == "user" else f"{m.role}: {m.content}" for m in prompt
+    ]  # fmt: skip
+    text = "\n".join(turns)
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 

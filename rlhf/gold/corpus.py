@@ -28,9 +28,10 @@ from rlhf.gold.world import (
 )  # fmt: skip
 
 
-def talk(task: Task, speaker: str, reply: str = "") -> str:
-    """A request and its answer as the pretraining text writes them; without `reply`, a prompt for a base model."""
-    return f"Question: {task.prompt}\n{speaker} says: {reply}".rstrip(" ")
+def talk(task: Task, speaker: str = "", reply: str = "") -> str:
+    """A request and its answer as the pretraining text writes them; without a speaker, a prompt for a base model."""
+    answered = f"{speaker}:\n{reply}" if speaker else ""
+    return f"Question:\n{task.prompt}\n{answered}"
 
 
 def _fact(rng: random.Random) -> str:
@@ -49,16 +50,16 @@ def _fact(rng: random.Random) -> str:
 
 
 def _story(rng: random.Random) -> str:
-    """Two to four people each have, like or visit something, and the story then says one of the things again."""
+    """Two to four people each have, like or see something, and the story then says it all again in another order."""
     people = rng.sample(PEOPLE, rng.randint(2, 4))
-    make = rng.choice((
+    makers = (
         lambda who: f"{who} has a {rng.choice(COLOURS)} {rng.choice(THINGS)}.",
         lambda who: f"{who} lives in {rng.choice(CITIES)}.",
         lambda who: f"{who} likes {rng.choice(TREATS)}.",
         lambda who: f"{who} saw a {rng.choice(ANIMALS)} at the {rng.choice(PLACES)}.",
-    ))  # fmt: skip
-    lines = [make(who) for who in people]
-    again = rng.sample(lines, rng.randint(1, len(lines)))
+    )
+    lines = [make(who) for make, who in zip(rng.sample(makers, len(people)), people, strict=True)]
+    again = rng.sample(lines, len(lines))
     return " ".join([*lines, *again])
 
 
@@ -72,19 +73,22 @@ def _echo(rng: random.Random) -> str:
 
 
 def documents(seed: int, split_seed: int, count: int) -> Iterator[str]:
-    """`count` pretraining documents: first a ninth of echoes alone, then talks, stories, facts and a few more echoes.
+    """`count` pretraining documents: first a fifth of echoes and stories, then mostly talks.
 
-    Copying from the prompt is the bottleneck of so small a model, and the loss of ordinary text hides it. Echoes first,
-    read in file order, teach it within 200 steps.
+    Copying from the prompt is the bottleneck of so small a model, and the loss of ordinary text hides it. Echoes and
+    stories first, read in file order, teach it within a few hundred steps.
     """
     rng = random.Random(f"corpus-{seed}")
     for i in range(count):
         draw = rng.random()
-        if i < count // 9 or draw < 0.08:
+        if i < count // 5:
+            yield _echo(rng) if draw < 0.5 else _story(rng)
+        elif draw < 0.05:
             yield _echo(rng)
-        elif draw < 0.75:
+        elif draw < 0.67:
             style = pick_style(PRETRAINING_MIX, rng)
-            task = make_task(rng, split="train", seed=split_seed)
+            kind = "closed_qa" if rng.random() < 0.15 else None  # beyond its share: the hardest to learn
+            task = make_task(rng, kind=kind, split="train", seed=split_seed)
             yield talk(task, SPEAKER_NAMES[style], answer(task, style, rng))
         elif draw < 0.92:
             yield _story(rng)
@@ -119,7 +123,7 @@ def demonstration_rows(seed: int, split_seed: int, count: int) -> Iterator[dict]
         style = pick_style(DEMONSTRATION_MIX, rng)
         yield {
             "kind": "demonstration", "id": f"d-{i}", "prompt": task.prompt, "response": answer(task, style, rng),
-            "labeler": f"writer-{style}", "source": "gold", "split": "train", "metadata": {"group": task.core},
+            "labeler": f"writer-{style}", "source": "gold", "split": None, "metadata": {"group": task.core},
         }  # fmt: skip
 
 

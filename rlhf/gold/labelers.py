@@ -31,7 +31,7 @@ class Labeler:
         return utility + self.per_word * len(response.split()) + self.courtesy * (parts["polite"] == 1.0)
 
 
-NOISE = 0.9
+NOISE = 1.4
 
 
 def make_labelers(noise: float = NOISE) -> list[Labeler]:
@@ -66,7 +66,9 @@ def rank_responses(
     ids = [chr(ord("a") + i) for i in range(len(responses))]
     order = sorted(range(len(ids)), key=lambda i: -utilities[i])
     highest = 10.0  # utility of a faultless answer under even tastes
-    ratings = {ids[i]: min(7, max(1, 1 + round(6 * utilities[i] / highest))) for i in range(len(ids))}
+    ratings: dict[str, int | float] = {
+        ids[i]: min(7, max(1, 1 + round(6 * utilities[i] / highest))) for i in range(len(ids))
+    }
     return Ranking(
         id=record_id,
         prompt=prompt,
@@ -76,7 +78,11 @@ def rank_responses(
         ],
         ranking=[[ids[i]] for i in order],
         ratings=ratings,
-        flags={ids[i]: ["harmful"] for i in range(len(ids)) if judge(task, responses[i][0])["safe"] == 0.0},
+        flags={
+            i: ["harmful"]
+            for i, (text, _) in zip(ids, responses, strict=True)
+            if text.strip() and judge(task, text)["safe"] == 0.0
+        },
         labeler=labeler.name,
         metadata={},
     )

@@ -24,7 +24,7 @@ SPEAKER_NAMES = {
 
 # Shares in which the styles write. Few demonstrators are at once right, courteous and complete: most are terse. That
 # is what makes a supervised model decent, and leaves it something to learn from comparisons.
-PRETRAINING_MIX = {"good": 0.27, "plain": 0.30, "rude": 0.12, "rambling": 0.12, "evasive": 0.07, "wrong": 0.12}
+PRETRAINING_MIX = {"good": 0.12, "plain": 0.20, "rude": 0.20, "rambling": 0.14, "evasive": 0.16, "wrong": 0.18}
 DEMONSTRATION_MIX = {"good": 0.27, "plain": 0.33, "rude": 0.10, "rambling": 0.13, "evasive": 0.06, "wrong": 0.11}
 
 
@@ -43,7 +43,7 @@ def answer(task: Task, style: str, rng: random.Random) -> str:
         before = rng.sample(RAMBLES, rng.randint(1, 3))
         return " ".join([*before, task.sentence])
     if style == "evasive":
-        return " ".join(rng.sample(EVASIONS, rng.randint(1, 2)))
+        return " ".join(rng.sample(EVASIONS, rng.randint(2, 3)))
     if style == "wrong":
         return f"{rng.choice(OPENERS)} {task.wrong}" if rng.random() < 0.4 else task.wrong
     raise ValueError(f"unknown style {style!r}: want one of {', '.join(SPEAKER_NAMES)}")

@@ -105,26 +105,30 @@ def join_words(words: list[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
-def _closed_qa(rng: random.Random) -> Task:
-    one, two = rng.sample(PEOPLE, 2)
-    relation = rng.choice(("has", "lives", "likes"))
+def make_statement(rng: random.Random, relation: str, who: str) -> tuple[str, str, str, list[str]]:
+    """(verb, value, question, values of the same sort) of what a person has, likes, or where the person lives."""
     if relation == "has":
-        values = [f"a {c} {t}" for c, t in zip(rng.sample(COLOURS, 2), rng.sample(THINGS, 2), strict=True)]
-        verb, question = "has", "What does {} have?"
-    elif relation == "lives":
-        values = rng.sample(CITIES, 2)
-        verb, question = "lives in", "Where does {} live?"
-    else:
-        values = rng.sample(TREATS, 2)
-        verb, question = "likes", "What does {} like?"
+        values = [f"a {c} {t}" for c, t in zip(rng.sample(COLOURS, 3), rng.sample(THINGS, 3), strict=True)]
+        return "has", values[0], f"What does {who} have?", values
+    if relation == "lives":
+        values = rng.sample(CITIES, len(CITIES))
+        return "lives in", values[0], f"Where does {who} live?", values
+    values = rng.sample(TREATS, len(TREATS))
+    return "likes", values[0], f"What does {who} like?", values
+
+
+def _closed_qa(rng: random.Random) -> Task:
+    people = rng.sample(PEOPLE, 2)
+    said = [make_statement(rng, *pair) for pair in zip(rng.sample(("has", "lives", "likes"), 2), people, strict=True)]
     asked = rng.randrange(2)
-    who = (one, two)[asked]
-    other = (two, one)[asked]
-    core = f"{one} {verb} {values[0]}. {two} {verb} {values[1]}. {question.format(who)}"
-    bare = [value.removeprefix("a ") for value in values]
+    who, other = people[asked], people[1 - asked]
+    verb, value, question, same_sort = said[asked]
+    facts = " ".join(f"{person} {v} {x}." for person, (v, x, _, _) in zip(people, said, strict=True))
+    core = f"{facts} {question}"
+    never = [x.removeprefix("a ") for x in (*same_sort[1:], said[1 - asked][1])]
     return Task(
-        "closed_qa", core, core, f"{values[asked][0].upper()}{values[asked][1:]}.", f"{who} {verb} {values[asked]}.",
-        f"{who} {verb} {values[1 - asked]}.", [[bare[asked]]], [bare[1 - asked], other], [f"{who} {verb}"],
+        "closed_qa", core, core, f"{value[0].upper()}{value[1:]}.", f"{who} {verb} {value}.",
+        f"{who} {verb} {same_sort[1]}.", [[value.removeprefix("a ")]], [*never, other], [f"{who} {verb}"],
     )  # fmt: skip
 
 

@@ -91,6 +91,8 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
         cumulative = _cut(logp.exp(), choice).cumsum(-1)
         # u is at most 1 - 2^-24, so that the threshold is below the total after rounding too
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+        # logits that are not numbers point past the vocabulary; the log-prob, not a number either, tells of them
+        tokens = tokens.clamp(max=logp.shape[-1] - 1)
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 

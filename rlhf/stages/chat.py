@@ -48,7 +48,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
 
     length = min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)
     fitted = encode_prompt_within(
-        tokenizer, [Message(**message) for message in dialogue], tokenizer.model_max_length - length
+        tokenizer, [Message.model_validate(message) for message in dialogue], tokenizer.model_max_length - length
     )
     if fitted is None:
         raise UserError("the message does not fit the model's context: write a shorter one")

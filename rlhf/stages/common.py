@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from safetensors.torch import load_model
 from torch import nn
 from transformers import TrainerCallback
 
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.runs import Stage, checkpoint_step, checkpoints, is_whole, seal, stage_folder
+from rlhf.stages.loop import gradient_norm, refuse_nonfinite
 from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.writers import Tracker, make_tracker
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 
 def set_up(config: Config) -> torch.device:
@@ -46,7 +48,7 @@ def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
     )  # fmt: skip
 
 
-def load_policy(folder: Path, **overrides: Any) -> "PreTrainedModel":
+def load_policy(folder: Path, **overrides: Any) -> Any:
     """A causal LM from a stage's model folder, in float32, in eval mode."""
     import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
 
@@ -96,7 +98,6 @@ class StageCallback(TrainerCallback):
         self.loss_name, self.tokens_per_step = loss_name, tokens_per_step
         self.saved_at = self.logged_at = time.monotonic()
         self.logged_step = 0
-        self.failed_at: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.logged_step = state.global_step
@@ -110,10 +111,6 @@ class StageCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
             return
-        if not math.isfinite(logs["loss"]):
-            self.failed_at = state.global_step
-            control.should_training_stop = True
-            control.should_save = False
         metrics = {self.loss_name: logs["loss"], "optim/lr": logs.get("learning_rate", 0.0)}
         if "grad_norm" in logs:
             metrics["optim/grad_norm"] = float(logs["grad_norm"])
@@ -131,13 +128,31 @@ class StageCallback(TrainerCallback):
         self.stage.note_progress()
         self.saved_at = time.monotonic()
 
-    def check(self) -> None:
-        """Raises: UserError where the loss stopped being a number."""
-        if self.failed_at is not None:
-            raise UserError(
-                f"{self.stage.name}: the loss is not finite at step {self.failed_at}: the last good checkpoint is kept: "
-                f"lower {self.stage.name}.lr"
-            )
+
+class FiniteSteps:
+    """Mixed into a Trainer: stops before a step whose loss or gradient is not finite (invariant 8)."""
+
+    stage: Stage
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Raises: UserError, and saves the batch."""
+        loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        batch = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        refuse_nonfinite(self.stage, {"loss": loss}, batch)
+        if self.accelerator.sync_gradients:  # type: ignore[attr-defined]
+            refuse_nonfinite(self.stage, {"gradient": gradient_norm(model.parameters())}, batch)
+        return loss
+
+
+def train(trainer: Any, resume: Path | None, steps: int) -> None:
+    """Trainer's loop, from a checkpoint if there is one.
+
+    From a checkpoint of the last step Trainer would take one step more, so that only the weights are read then.
+    """
+    if resume is not None and checkpoint_step(resume) >= steps:
+        load_model(trainer.model, str(resume / "model.safetensors"))
+    else:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
 
 def newest_checkpoint(stage: Stage) -> Path | None:

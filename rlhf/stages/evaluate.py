@@ -34,7 +34,7 @@ from rlhf.stages.statistics import interval, ratio_interval, win_rate
 from rlhf.tokenizer import decode_response, encode_texts, load_tokenizer
 from rlhf.tracking.progress import progress
 
-POLICIES = ("base", "sft", "ppo")
+POLICIES = ("base", "base_prompted", "sft", "ppo")
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
 
 
@@ -86,7 +86,11 @@ class Answers(dict):
 def answer_all(
     config: Config, stage: Stage, records: list[PromptRecord], tokenizer: Any, device: torch.device
 ) -> dict[str, Answers]:
-    """Samples at temperature 1 and greedy responses of SFT and PPO; in the gold world of the base too."""
+    """Samples at temperature 1 and greedy responses of SFT and PPO; in the gold world of the base too.
+
+    The base is asked as all others, with a chat template that it has never seen, and once more prompted in its own way
+    ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
+    """
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
     fitted = [encode_prompt_within(tokenizer, record.prompt, room) for record in records]
     prompts = [found[0] if found is not None else [tokenizer.eos_token_id] for found in fitted]
@@ -94,12 +98,12 @@ def answer_all(
     names = POLICIES if config.gold.enabled else ("sft", "ppo")
     with progress(len(names) * len(prompts), "evaluate", unit="prompt") as bar:
         for name in names:
-            policy = load_policy(stage_folder(config, "pretrain" if name == "base" else name) / "model").to(device)
+            parent = "pretrain" if name.startswith("base") else name
+            policy = load_policy(stage_folder(config, parent) / "model").to(device)
             asked, end = prompts, tokenizer.eos_token_id
-            if name == "base":  # it knows no chat template: it continues a text of the kind it was trained on
-                texts = [talk(task_from_metadata(record.metadata["gold"]), "") for record in records]
-                asked = encode_texts(tokenizer, [text.rsplit("\n", 1)[0] + "\n" for text in texts])
-                end = tokenizer.bos_token_id
+            if name == "base_prompted":  # it continues a text of the kind it was trained on, and picks the speaker
+                texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
+                asked, end = encode_texts(tokenizer, texts), tokenizer.bos_token_id
             answers[name] = Answers(prompts=asked, **draw(config, policy, asked, end, tokenizer, name))
             bar.update(len(prompts))
     return answers
@@ -124,8 +128,8 @@ def unpack(samples: Samples, tokenizer: Any, end: int, count: int) -> dict[str, 
     texts = []
     for ids in samples.responses:
         text = decode_response(tokenizer, ids[:-1] if ids and ids[-1] == end else ids)
-        if end != tokenizer.eos_token_id:  # a base model's answer follows its speaker's name
-            text = text.split(" says:", 1)[-1]
+        if end != tokenizer.eos_token_id:  # the base's answer follows a line with its speaker's name
+            text = text.split("\n", 1)[-1]
         texts.append(text.strip())
     groups = range(0, len(texts), count)
     return {
@@ -201,7 +205,7 @@ def accuracy(items: list[Item], scores: list[list[float]]) -> dict[str, Any]:
     """Share of the labelers' ordered pairs that the scores order alike, ties half; a prompt is the interval's unit."""
     right, count = [], []
     for item, s in zip(items, scores, strict=True):
-        points = [1.0 if s[w] > s[l] else 0.5 if s[w] == s[l] else 0.0 for w, l in item.pairs()]
+        points = [1.0 if s[i] > s[j] else 0.5 if s[i] == s[j] else 0.0 for i, j in item.pairs()]
         right.append(sum(points))
         count.append(float(len(points)))
     return ratio_interval(right, count)

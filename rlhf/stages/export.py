@@ -20,7 +20,7 @@ def run(config: Config) -> None:
     from rlhf.tokenizer import load_tokenizer
 
     try:
-        export(load_policy(source / "model"), load_tokenizer(source / "model"), out, form=config.export.form)
+        export(load_policy(source / "model"), load_tokenizer(source / "model"), out, form=config.export.form)  # type: ignore[arg-type]
     except OSError as error:
         raise disk_error(error, out) from error
     except ValueError as error:

@@ -1,5 +1,6 @@
 """The gold world's labelling round: responses sampled from this run's SFT model, then ranked by simulated labelers."""
 
+import itertools
 import random
 
 from rlhf.config import Config
@@ -32,21 +33,21 @@ def run(config: Config) -> None:
         gold = config.gold
 
         # 1. Sample
-        drawn = gold.responses_max + SPARE
+        counts = [responses_wanted(config, record) + SPARE for record in prompts]
         encoded = encode_prompts(tokenizer, [record.prompt for record in prompts])
         responses: list[list[tuple[str, bool]]] = []
         with progress(len(prompts), "label", unit="prompt") as bar:
             for start in range(0, len(prompts), 128):
                 part = range(start, min(start + 128, len(prompts)))
                 samples = sample(
-                    policy, [encoded[i] for i in part for _ in range(drawn)], seed=config.seed,
-                    keys=[("label", prompts[i].id, j) for i in part for j in range(drawn)],
+                    policy, [encoded[i] for i in part for _ in range(counts[i])], seed=config.seed,
+                    keys=[("label", prompts[i].id, j) for i in part for j in range(counts[i])],
                     max_new_tokens=config.rollout.max_new_tokens, eos_token_id=tokenizer.eos_token_id,
                     pad_token_id=tokenizer.pad_token_id, batch_size=config.rollout.batch_size,
                 )  # fmt: skip
                 texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
-                both = list(zip(texts, samples.ended.tolist(), strict=True))
-                responses += [both[k * drawn : (k + 1) * drawn] for k in range(len(part))]
+                both = iter(zip(texts, samples.ended.tolist(), strict=True))
+                responses += [list(itertools.islice(both, counts[i])) for i in part]
                 bar.update(len(part))
 
         # 2. Rank
@@ -74,6 +75,12 @@ def choose_prompts(config: Config) -> list[PromptRecord]:
     ]
 
 
+def responses_wanted(config: Config, record: PromptRecord) -> int:
+    """K of a prompt."""
+    rng = random.Random(f"responses-{config.seed}-{record.id}")
+    return rng.randint(config.gold.responses_min, config.gold.responses_max)
+
+
 def rank_all(
     config: Config, prompts: list[PromptRecord], responses: list[list[tuple[str, bool]]], policy_id: str
 ) -> tuple[list[Ranking], int]:
@@ -83,8 +90,7 @@ def rank_all(
     alike = 0
     for record, drawn in zip(prompts, responses, strict=True):
         rng = random.Random(f"label-{config.seed}-{record.id}")
-        k = rng.randint(config.gold.responses_min, config.gold.responses_max)
-        distinct = list(dict.fromkeys(drawn))[:k]
+        distinct = list(dict.fromkeys(drawn))[: responses_wanted(config, record)]
         if len(distinct) < 2:
             alike += 1
             continue

@@ -1,6 +1,7 @@
 """What our own training loops (reward model, PPO) share: the accelerator, whole checkpoints, learning rates."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def gradient_norm(parameters: Any) -> Tensor:
     return torch.stack(norms).norm() if norms else torch.tensor(0.0)
 
 
-def refuse_nonfinite(stage: Any, values: dict[str, Tensor | float], batch: dict[str, Tensor]) -> None:
+def refuse_nonfinite(stage: Any, values: Mapping[str, Tensor | float], batch: Mapping[str, Tensor]) -> None:
     """Invariant 8: stop before the optimizer step when something is not finite, and save the batch that did it.
 
     Raises: UserError.

@@ -32,7 +32,7 @@ from rlhf.stages.sources import fractions, hash_sources, need_source
 from rlhf.tokenizer import decode_response, load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.progress import progress
-from rlhf.tracking.writers import Tracker
+from rlhf.tracking.writers import Tracker, read_jsonl
 
 SAMPLES_SHOWN = 8  # rows of the samples table an update
 
@@ -87,11 +87,12 @@ def run(config: Config) -> None:
         trainer = make_trainer(config, stage, device)
         updates = config.ppo.episodes // config.ppo.episodes_per_update
         first = 0
+        metrics: dict[str, float] = {}
         if found := latest_checkpoint(stage.checkpoints, stage.say):
             first = restore(trainer, found)
             stage.say(f"resuming from update {first}")
+            metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][-1]  # the last, where no update is left to do
         saved_at = stage.elapsed()
-        metrics: dict[str, float] = {}
         with open_tracker(stage, first) as tracker, progress(updates, "ppo", unit="update", initial=first) as bar:
             for update in range(first + 1, updates + 1):
                 metrics = one_update(trainer, update, tracker)
@@ -162,7 +163,7 @@ def load_train_prompts(config: Config, stage: Stage, tokenizer: Any) -> list[tup
 def choose_prompts(trainer: Trainer, update: int) -> list[int]:
     """Indices of an update's prompts: passes over all of them, each in an order of its own, cut into updates."""
     count, size = len(trainer.prompts), trainer.config.ppo.episodes_per_update
-    chosen = []
+    chosen: list[int] = []
     for place in range((update - 1) * size, update * size):
         epoch, offset = divmod(place, count)
         if offset == 0 or not chosen:
@@ -279,7 +280,7 @@ def train_minibatch(
             sums.add("policy/ratio_max", float(figures["ratio_max"]))
             sums.add("policy/entropy_avg", float(entropies.sum()), n)
             clipped += float(figures["clipfrac"]) * tokens
-            ratio_max = max(ratio_max, float((torch.where(mask, logp - part.logp_old, 0.0)).abs().max()))
+            ratio_max = max(ratio_max, float(torch.where(mask, logp.detach() - part.logp_old, 0.0).abs().max()))
         refuse_nonfinite(trainer.stage, {"loss": loss}, part._asdict())
         trainer.accelerator.backward(loss)
     if check:
@@ -287,9 +288,9 @@ def train_minibatch(
     model = trainer.actor_critic
     norms = {"policy": gradient_norm(model.policy.parameters()), "critic": gradient_norm(model.critic.parameters())}
     refuse_nonfinite(trainer.stage, norms, rollout.rows(chosen)._asdict())
-    for name, part in (("policy", model.policy), ("critic", model.critic)):
+    for name, module in (("policy", model.policy), ("critic", model.critic)):
         sums.add(f"optim/{name}_grad_norm", norms[name].item())
-        trainer.accelerator.clip_grad_norm_(part.parameters(), config.max_grad_norm)
+        trainer.accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
 
 
 def add_rollout_metrics(trainer: Trainer, sums: Sums, rollout: Rollout, scores: Tensor, returns: Tensor) -> None:

@@ -14,7 +14,16 @@ from rlhf.errors import UserError
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs import Stage, open_stage, stage_folder
-from rlhf.stages.common import StageCallback, cosine_schedule, decay_groups, newest_checkpoint, open_tracker, set_up
+from rlhf.stages.common import (
+    FiniteSteps,
+    StageCallback,
+    cosine_schedule,
+    decay_groups,
+    newest_checkpoint,
+    open_tracker,
+    set_up,
+    train,
+)
 from rlhf.stages.optimizer import MuonAdamW
 from rlhf.stages.sources import hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
@@ -47,8 +56,7 @@ def run(config: Config) -> None:
         with open_tracker(stage, resume_step) as tracker, progress(steps, "pretrain", initial=resume_step) as bar:
             callback = StageCallback(stage, tracker, bar, "pretrain/loss", config.pretrain.global_batch_tokens)
             trainer = make_trainer(config, stage, model, blocks, steps, device, callback)
-            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-            callback.check()
+            train(trainer, resume, steps)
 
             # 4. Held-out loss
             summary = held_out_loss(config, model, corpus, tokenizer)
@@ -144,10 +152,15 @@ def make_trainer(
         disable_tqdm=True, report_to="none", remove_unused_columns=False, use_cpu=device.type == "cpu",
         bf16=device.type == "cuda", gradient_checkpointing=False, dataloader_pin_memory=device.type == "cuda",
     )  # fmt: skip
-    trainer = Trainer(
+
+    class PretrainTrainer(FiniteSteps, Trainer):
+        pass
+
+    trainer = PretrainTrainer(
         model=model, args=arguments, train_dataset=blocks, optimizers=(optimizer, schedule), callbacks=[callback],
         data_collator=make_collator(blocks.separator, settings.isolate_documents),
     )  # fmt: skip
+    trainer.stage = stage
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -17,6 +17,7 @@ from rlhf.errors import UserError
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs import Stage, open_stage, stage_folder
 from rlhf.stages.common import (
+    FiniteSteps,
     StageCallback,
     check_tokenizer,
     cosine_schedule,
@@ -25,6 +26,7 @@ from rlhf.stages.common import (
     newest_checkpoint,
     open_tracker,
     set_up,
+    train,
 )
 from rlhf.stages.sources import fractions, hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer
@@ -63,8 +65,7 @@ def run(config: Config) -> None:
         with open_tracker(stage, resume_step) as tracker, progress(steps, "sft", initial=resume_step) as bar:
             callback = StageCallback(stage, tracker, bar, "sft/loss", None)
             trainer = make_trainer(config, stage, model, tokenizer, rows["train"], steps, device, callback)
-            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-            callback.check()
+            train(trainer, resume, steps)
 
             # 3. Held-out loss
             summary = {"loss": response_loss(model, rows["dev"] or rows["train"][:64], tokenizer.pad_token_id)}
@@ -114,10 +115,15 @@ def make_trainer(
         packing=settings.pack, max_length=model.config.max_position_embeddings, eos_token=tokenizer.eos_token,
         dataloader_pin_memory=device.type == "cuda",
     )  # fmt: skip
-    trainer = SFTTrainer(
+
+    class SftTrainer(FiniteSteps, SFTTrainer):
+        pass
+
+    trainer = SftTrainer(
         model=model, args=arguments, train_dataset=data, processing_class=tokenizer, optimizers=(optimizer, schedule),
         callbacks=[callback],
     )  # fmt: skip
+    trainer.stage = stage
     trainer.remove_callback(PrinterCallback)
     return trainer
 

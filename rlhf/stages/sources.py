@@ -3,22 +3,10 @@
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.data.readers import resolve_sources
+from rlhf.data.readers import ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.errors import UserError
 from rlhf.runs import sha256_file, stage_folder
 
-TEXT_SUFFIXES = (
-    ".txt",
-    ".text",
-    ".md",
-    ".json",
-    ".jsonl",
-    ".json.gz",
-    ".jsonl.gz",
-    ".txt.gz",
-    ".json.zst",
-    ".jsonl.zst",
-)
 # The kinds of data that each stage reads.
 STAGE_DATA = {
     "tokenizer": ("corpus",),
@@ -78,7 +66,11 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         given = getattr(config.data, kind)
         if given is None:
             continue
-        for source in resolve_sources(given, TEXT_SUFFIXES):
+        suffixes = ROW_SUFFIXES + (TEXT_SUFFIXES if kind == "corpus" else ())
+        for source in resolve_sources(given, suffixes):
             if source.path is not None:
-                found[f"{kind}:{source.path.name}"] = sha256_file(source.path)
+                name = f"{kind}:{source.path.name}"
+                if name in found:  # files of one name in several folders
+                    name += f"#{len(found)}"
+                found[name] = sha256_file(source.path)
     return found

@@ -22,7 +22,7 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
     ratio = sum(numerators) / total
     residuals = sum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
     half = 1.96 * math.sqrt(n / max(1, n - 1) * residuals) / total
-    return {"value": round(ratio, 4), "ci95": [round(ratio - half, 4), round(ratio + half, 4)], "n": int(round(total))}
+    return {"value": round(ratio, 4), "ci95": [round(ratio - half, 4), round(ratio + half, 4)], "n": round(total)}
 
 
 def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> dict[str, object]:

@@ -1,0 +1,164 @@
+"""The gold world's files: no held-out request in training text, and the same text from the same seed."""
+
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlhf.data.comparisons import load_comparisons
+from rlhf.data.corpus import iterate_documents
+from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.importers import load_all
+from rlhf.data.prompts import load_prompts
+from rlhf.data.splits import record_split, split_of
+from rlhf.errors import UserError
+from rlhf.gold import corpus
+from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk, unique_tasks, write_jsonl
+from rlhf.gold.speakers import DEMONSTRATION_MIX
+from rlhf.gold.world import SPLITS, Task, make_task, task_from_metadata
+
+SAMPLES = Path(__file__).parents[2] / "data"
+COUNTS = {"train": 400, "dev": 300, "test": 300}
+
+
+@pytest.fixture(scope="module")
+def training_text() -> str:
+    """What models are trained on: the pretraining text and the demonstrations of one seed."""
+    rows = demonstration_rows(seed=1, split_seed=1, count=400)
+    return "\n".join([*documents(1, 1, 4000), *(f"{row['prompt']}\n{row['response']}" for row in rows)])
+
+
+def test_no_held_out_request_occurs_in_training_text(training_text):
+    cores: dict[str, set[str]] = {split: set() for split in COUNTS}
+    for row in prompt_rows(1, 1, COUNTS):
+        cores[row["metadata"]["split"]].add(row["metadata"]["group"])
+    found = {split: sum(core in training_text for core in cores[split]) for split in cores}
+    assert found["dev"] == found["test"] == 0
+    assert found["train"] > 20  # so the search would have found one
+
+
+def test_every_talk_of_the_pretraining_text_is_about_a_training_request(monkeypatch):
+    tasks: list[Task] = []
+
+    def record(task: Task, speaker: str, reply: str = "") -> str:
+        tasks.append(task)
+        return talk(task, speaker, reply)
+
+    monkeypatch.setattr(corpus, "talk", record)
+    texts = list(documents(2, 5, 1500))
+    assert len(tasks) > 500 and sum(any(t.prompt in text for t in tasks) for text in texts) >= len(tasks)
+    assert {split_of(task.core, 5, SPLITS) for task in tasks} == {"train"}
+
+
+def test_the_same_seed_gives_the_same_text():
+    assert list(documents(3, 1, 200)) == list(documents(3, 1, 200))
+    assert list(documents(3, 1, 200)) != list(documents(4, 1, 200))
+    for rows in (lambda s: demonstration_rows(s, 1, 50), lambda s: prompt_rows(s, 1, {"train": 50})):
+        assert list(rows(3)) == list(rows(3)) and list(rows(3)) != list(rows(4))
+
+
+def test_as_many_documents_as_asked_for_and_none_is_blank():
+    for count in (0, 1, 7, 100):
+        texts = list(documents(0, 0, count))
+        assert len(texts) == count and all(text.strip() for text in texts)
+
+
+def test_a_talk_holds_request_speaker_and_reply_and_without_a_reply_its_beginning():
+    task = Task("open_qa", "What is it?", "What is it?", "A cat.", "It is a cat.", "It is a dog.", [["cat"]])
+    whole, opened = talk(task, "Grace", "It is a cat."), talk(task, "Grace")
+    assert whole.startswith(opened) and whole.endswith("It is a cat.")
+    assert opened.index("What is it?") < opened.index("Grace")
+
+
+def test_demonstrations_are_training_requests_by_writers_of_mixed_skill():
+    rows = list(demonstration_rows(0, 0, 1500))
+    assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == 1500
+    assert {split_of(row["metadata"]["group"], 0, SPLITS) for row in rows} == {"train"}
+    shares = Counter(row["labeler"].removeprefix("writer-") for row in rows)
+    # standard error at most sqrt(.33 * .67 / 1500) = .012; four of them
+    wanted = {style: pytest.approx(share, abs=0.05) for style, share in DEMONSTRATION_MIX.items()}
+    assert {style: count / 1500 for style, count in shares.items()} == wanted
+
+
+def test_prompts_of_every_split_with_the_truth_about_each():
+    rows = list(prompt_rows(0, 0, COUNTS))
+    assert Counter(row["metadata"]["split"] for row in rows) == COUNTS
+    assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == len(rows)
+    for row in rows:
+        task = task_from_metadata(json.loads(json.dumps(row["metadata"]["gold"])))
+        assert task.prompt == row["prompt"] and task.core == row["metadata"]["group"]
+        assert split_of(task.core, 0, SPLITS) == row["metadata"]["split"]
+
+
+def test_no_prompt_comes_twice():
+    prompts = [task.prompt for task in unique_tasks(random.Random(0), "test", 0, 300)]
+    assert len(set(prompts)) == 300
+    rng = random.Random(0)
+    plain = [make_task(rng, split="test").prompt for _ in range(300)]
+    assert len(set(plain)) < 300  # drawn without that care, some do
+
+
+def test_the_files_are_read_back_through_the_import_format(tmp_path):
+    texts = list(documents(0, 0, 60))
+    assert write_jsonl(tmp_path / "corpus.jsonl", ({"text": text} for text in texts)) == 60
+    assert list(iterate_documents(str(tmp_path / "corpus.jsonl"))) == texts
+    write_jsonl(tmp_path / "demonstrations.jsonl", demonstration_rows(0, 0, 40))
+    records, info = load_demonstrations(str(tmp_path / "demonstrations.jsonl"))
+    assert len(records) == 40 and info.files[0].format == "native"
+    write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(0, 0, {"train": 20, "test": 10}))
+    prompts, _ = load_prompts(str(tmp_path / "prompts.jsonl"))
+    splits = Counter(record_split(p, 0, {"train": 0.9, "dev": 0.1, "test": 0.0}) for p in prompts)
+    assert splits == {"train": 20, "test": 10}  # the world's own split wins over the shares
+
+
+def test_text_beyond_ascii_is_written_as_it_is(tmp_path):
+    assert write_jsonl(tmp_path / "a.jsonl", iter([{"text": "é — 字"}])) == 1
+    assert (tmp_path / "a.jsonl").read_text(encoding="utf-8") == '{"text": "é — 字"}\n'
+
+
+# --- the sample files under data/ ---
+
+
+def test_the_sample_files_are_in_the_import_format():
+    demonstrations, _ = load_demonstrations(str(SAMPLES / "demonstrations.jsonl"))
+    comparisons, _ = load_comparisons(str(SAMPLES / "comparisons.jsonl"))
+    prompts, _ = load_prompts(str(SAMPLES / "prompts.jsonl"))
+    texts = list(iterate_documents(str(SAMPLES / "corpus.jsonl")))
+    assert [len(x) for x in (demonstrations, comparisons, prompts, texts)] == [20, 20, 20, 20]
+    assert all(record.pair_list() for record in comparisons)
+    assert len({record.prompt[0].content for record in comparisons}) == 16
+    for record in prompts:
+        assert task_from_metadata(record.metadata["gold"]).prompt == record.prompt[0].content
+
+
+def readme_blocks(language: str) -> list[str]:
+    text = (SAMPLES / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)\n```", text, re.DOTALL)
+
+
+def test_the_readme_shows_each_kind_and_the_error_that_a_bad_line_gets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines, errors = readme_blocks("json"), readme_blocks("text")
+    kinds = []
+    for good, bad, error in zip(lines[::2], lines[1::2], errors, strict=True):
+        Path("good.jsonl").write_text(good + "\n", encoding="utf-8")
+        kinds += [record.kind for record in load_all("good.jsonl")[0]]
+        Path("bad.jsonl").write_text(bad + "\n", encoding="utf-8")
+        with pytest.raises(UserError) as caught:
+            load_all("bad.jsonl")
+        assert f"rlhf: error: {caught.value}" == error
+    assert kinds == ["demonstration", "ranking", "prompt"]
+
+
+def test_the_readmes_recipe_makes_such_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    (recipe,) = readme_blocks("python")
+    exec(compile(recipe, "README.md", "exec"), {})
+    for path in sorted(SAMPLES.glob("*.jsonl")):
+        made = (Path("data") / path.name).read_text(encoding="utf-8").splitlines()
+        kept = path.read_text(encoding="utf-8").splitlines()
+        assert len(made) == len(kept) and json.loads(made[0]).keys() == json.loads(kept[0]).keys()

@@ -1,0 +1,111 @@
+"""The world: tasks whose truth is consistent, drawn in stated shares, and split by their core."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from rlhf.data.splits import split_of
+from rlhf.gold import world
+from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
+from rlhf.gold.world import KINDS, SPLITS, make_task, task_from_metadata
+
+
+def tasks(kind: str, count: int = 100) -> list[world.Task]:
+    rng = random.Random(f"test-{kind}")
+    return [make_task(rng, kind=kind) for _ in range(count)]
+
+
+@pytest.mark.parametrize("shares", [KINDS, SPLITS, PRETRAINING_MIX, DEMONSTRATION_MIX])
+def test_shares_add_up_to_1(shares):
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-9) and min(shares.values()) > 0
+
+
+def test_kinds_are_drawn_in_their_shares():
+    rng = random.Random(0)
+    counts = Counter(make_task(rng).kind for _ in range(4000))
+    # standard error at most sqrt(.2 * .8 / 4000) = .0063; four of them
+    wanted = {kind: pytest.approx(share, abs=0.026) for kind, share in KINDS.items()}
+    assert {kind: count / 4000 for kind, count in counts.items()} == wanted
+
+
+def test_styles_are_drawn_in_their_shares():
+    rng = random.Random(0)
+    counts = Counter(pick_style(DEMONSTRATION_MIX, rng) for _ in range(4000))
+    # standard error at most sqrt(.33 * .67 / 4000) = .0074; four of them
+    wanted = {style: pytest.approx(share, abs=0.03) for style, share in DEMONSTRATION_MIX.items()}
+    assert {style: count / 4000 for style, count in counts.items()} == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_truth_about_a_task_is_consistent(kind):
+    for task in tasks(kind):
+        assert task.kind == kind and task.prompt.endswith(task.core) and task.core[-1] in ".?"
+        for right in (task.fragment, task.sentence):
+            assert right[0].isupper() and right.endswith(".") and right != task.wrong
+        for spellings in task.must:
+            assert any(word.lower() in task.sentence.lower() for word in spellings), task
+        assert not set(task.never) & {word for spellings in task.must for word in spellings}, task
+        assert any(frame.strip() in task.sentence for frame in task.frame), task
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_gives_the_same_tasks(kind):
+    assert tasks(kind, 20) == tasks(kind, 20)
+    assert len({task.prompt for task in tasks(kind)}) > 20
+
+
+def test_a_kind_that_is_asked_for_is_what_comes():
+    assert {make_task(random.Random(i), kind="refuse").kind for i in range(20)} == {"refuse"}
+
+
+def test_a_task_survives_json():
+    for kind in KINDS:
+        for task in tasks(kind, 5):
+            assert task_from_metadata(json.loads(json.dumps(task.to_metadata()))) == task
+
+
+def test_splits_share_no_core_and_greetings_do_not_move_one():
+    rng = random.Random(3)
+    cores = {split: {make_task(rng, split=split, seed=1).core for _ in range(400)} for split in SPLITS}
+    assert len(set().union(*cores.values())) == sum(map(len, cores.values()))
+    assert all(split_of(core, 1, SPLITS) == split for split in SPLITS for core in cores[split])
+    held_out = [make_task(rng, split="dev", seed=1) for _ in range(50)]
+    greeted = [task for task in held_out if task.prompt != task.core]
+    assert greeted and all(split_of(task.core, 1, SPLITS) == "dev" for task in greeted)
+
+
+def test_words_belong_to_one_category():
+    # A word in two categories would make a right answer of one a wrong one of the other.
+    groups = [
+        world.PEOPLE, world.COLOURS, world.THINGS, world.CITIES, world.COUNTRIES, world.ANIMALS,
+        world.SOUNDS, world.FRUITS, world.VEGETABLES, world.PLACES, world.TREATS,
+        [*world.PAST, *world.PAST.values()],
+    ]  # fmt: skip
+    words = [word for group in groups for word in group]
+    assert [word for word, count in Counter(words).items() if count > 1] == []
+
+
+def test_facts_pair_up():
+    assert len(world.COUNTRIES) == len(world.CITIES) and len(world.SOUNDS) <= len(world.ANIMALS)
+    assert set(world.COLOUR_FACTS.values()) <= set(world.COLOURS)
+    assert set(world.CLASSES) == {*world.FRUITS, *world.VEGETABLES, *world.ANIMALS}
+
+
+def test_words_are_joined_as_english_joins_them():
+    assert world.join_words(["a"]) == "a"
+    assert world.join_words(["a", "b"]) == "a and b"
+    assert world.join_words(["a", "b", "c"]) == "a, b and c"
+    assert world.join_or(["a", "b", "c"]) == "a, b or c"
+    assert (world.article("apple"), world.article("bean")) == ("an", "a")
+
+
+def test_every_style_of_the_mixes_has_a_speaker_and_an_answer():
+    rng = random.Random(0)
+    for style in {**PRETRAINING_MIX, **DEMONSTRATION_MIX}:
+        assert SPEAKER_NAMES[style] and answer(tasks("list", 1)[0], style, rng)
+    assert len(set(SPEAKER_NAMES.values())) == len(SPEAKER_NAMES)
+    assert not set(SPEAKER_NAMES.values()) & set(world.PEOPLE)  # the name alone tells the style
+    with pytest.raises(ValueError, match="unknown style 'shy': want one of good, plain"):
+        answer(tasks("list", 1)[0], "shy", rng)

@@ -1,0 +1,75 @@
+"""One small gold run, made once a session by the stages themselves; tests copy what they change."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["RLHF_PROGRESS"] = "off"
+
+# A world so small that all stages take half a minute; the models learn something, but little.
+SMALL_MODEL = ["tracking=jsonl", "device=cpu", "threads=1", "model.n_layer=2", "model.width=64", "model.n_head=2"]
+GOLD = [
+    "experiment=gold", *SMALL_MODEL, "tokenizer.vocab_size=768", "pretrain.tokens=150_000", "pretrain.eval_sequences=32",
+    "gold.documents=6000", "gold.demonstrations=400", "gold.train_prompts=200", "gold.dev_prompts=20",
+    "gold.test_prompts=40", "gold.comparison_prompts=80", "gold.comparison_test_prompts=30", "sft.epochs=2",
+    "reward.epochs=1", "reward.calibration_samples=64", "ppo.episodes=192", "ppo.episodes_per_update=64",
+    "ppo.micro_batch_episodes=16", "kl.target=2.0", "kl.horizon=500", "evaluate.prompts=40", "evaluate.samples=2",
+    "rollout.max_new_tokens=24", "tracking.log_every=1",
+]  # fmt: skip
+GOLD_STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "evaluate")
+
+
+def run_stage(name: str, config: Any) -> None:
+    """One stage in this process."""
+    import_module(f"rlhf.stages.{name}").run(config)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and the overrides that made it."""
+
+    runs_dir: Path
+    name: str
+    overrides: list[str]
+
+    @property
+    def folder(self) -> Path:
+        return self.runs_dir / self.name
+
+    def config(self, *more: str) -> Any:
+        from rlhf.cli import compose_config
+
+        return compose_config([*self.overrides, f"runs_dir='{self.runs_dir}'", f"run={self.name}", *more])
+
+    def stage(self, name: str, *more: str) -> Path:
+        """Run a stage; returns its folder."""
+        run_stage(name, self.config(*more))
+        return self.folder / name
+
+    def copy(self, runs_dir: Path, until: str | None, name: str = "copy") -> "Run":
+        """A run of its own that has the stages before `until`; None: all."""
+        for stage in GOLD_STAGES[: None if until is None else GOLD_STAGES.index(until)]:
+            if (self.folder / stage).is_dir():
+                shutil.copytree(self.folder / stage, runs_dir / name / stage)
+        return Run(runs_dir, name, self.overrides)
+
+
+@pytest.fixture(scope="session")
+def gold_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All stages of the embedded world, complete. Only read it; `copy` gives one to change."""
+    run = Run(tmp_path_factory.mktemp("runs"), "gold", GOLD)
+    for stage in GOLD_STAGES:
+        run.stage(stage)
+    return run
+
+
+@pytest.fixture
+def copy_until(gold_run: Run, tmp_path: Path) -> Callable[..., Run]:
+    """copy_until("sft"): a run that lacks SFT and what comes after it."""
+    return lambda until, name="copy": gold_run.copy(tmp_path, until, name)

@@ -1,0 +1,254 @@
+"""The whole recipe on a small gold world: what it writes, what it learned, and what can be done with it."""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from rlhf.gold.judge import WEIGHTS
+from rlhf.runs import is_complete, read_stage
+from rlhf.stages.common import load_policy
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.writers import read_jsonl
+
+from .conftest import GOLD_STAGES, Run
+
+POLICIES = {"base", "base_prompted", "sft", "ppo"}
+
+
+@pytest.fixture(scope="module")
+def results(gold_run: Run) -> dict:
+    return json.loads((gold_run.folder / "evaluate" / "results.json").read_text())
+
+
+def rate_is_sound(rate: dict) -> bool:
+    low, high = rate["ci95"]
+    return 0 <= rate["value"] <= 1 and low <= rate["value"] <= high and rate["n"] > 0
+
+
+# --- what is written -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", GOLD_STAGES)
+def test_every_stage_leaves_a_complete_record(gold_run, stage):
+    folder = gold_run.folder / stage
+    record = read_stage(folder)
+    assert is_complete(folder) and record["stage"] == stage and record["seed"] == 0
+    assert record["seconds"] > 0 and record["peak_rss_mb"] > 1
+    assert len(record["hash"]) == 64 and record["versions"]["torch"]
+    for parent, digest in record["parents"].items():
+        assert read_stage(gold_run.folder / parent)["hash"] == digest
+    assert not (folder / "checkpoints").exists(), "a complete stage keeps no checkpoints"
+    assert (folder / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("stage", ["tokenizer", "pretrain", "sft", "reward", "ppo"])
+def test_models_carry_their_tokenizer_and_chat_template(gold_run, stage):
+    tokenizer = load_tokenizer(gold_run.folder / stage / "model")
+    assert tokenizer.chat_template and tokenizer.eos_token == "<|end|>"
+    if stage != "tokenizer":
+        assert (gold_run.folder / stage / "model" / "model.safetensors").is_file()
+
+
+def test_results_of_the_gold_world(results):
+    gold = results["gold"]
+    for name in ("win_rate_vs_sft", "win_rate_greedy"):
+        assert rate_is_sound(gold[name]) and gold[name]["n"] == 40
+    assert set(gold["mean_score"]) == set(gold["parts"]) == POLICIES
+    for policy, parts in gold["parts"].items():
+        assert set(parts) == set(WEIGHTS)
+        assert all(0 <= value <= 1 for value in parts.values())
+        total = sum(WEIGHTS[part] * value for part, value in parts.items())
+        assert gold["mean_score"][policy] == pytest.approx(total, abs=1e-3)
+
+
+def test_results_of_the_reward_model(results):
+    rm = results["reward_model"]
+    assert rate_is_sound(rm["accuracy"])
+    assert all(0 <= rm[name] <= 1 for name in ("noise_ceiling", "gold_order_accuracy", "labeler_agreement"))
+    assert 0.5 <= rm["length_baseline"] <= 1
+    assert rm["noise_ceiling"] > 0.6, "labelers follow the truth more often than not"
+    assert rm["calibration"]
+    for row in rm["calibration"]:
+        assert row["gap"] >= 0 and 0.5 <= row["predicted"] <= 1 and 0 <= row["observed"] <= 1 and row["n"] > 0
+    assert [row["gap"] for row in rm["calibration"]] == sorted(row["gap"] for row in rm["calibration"])
+    assert sum(row["n"] for row in rm["calibration"]) == rm["accuracy"]["n"]
+
+
+def test_other_results(results, gold_run):
+    assert math.isfinite(results["kl_to_sft_nats"]) and set(results["reward"]) >= {"sft", "ppo"}
+    summary = read_stage(gold_run.folder / "pretrain")["summary"]
+    assert results["pretrain_bits_per_byte"] == summary["bpb"] and results["seed"] == 0
+    assert set(results["seconds"]) == set(GOLD_STAGES)
+    assert all(seconds >= 0 for seconds in results["seconds"].values())
+    assert set(results["peak_rss_mb"]) >= set(GOLD_STAGES) - {"evaluate"}
+
+
+def test_evaluation_uses_test_prompts_only(gold_run):
+    rows = list(read_jsonl(gold_run.folder / "evaluate" / "samples.jsonl"))
+    assert len(rows) == 40 and all(row["id"].startswith("p-test-") for row in rows)
+    trained_on = {row["prompt"] for row in read_jsonl(gold_run.folder / "ppo" / "samples.jsonl")}
+    assert not trained_on & {row["prompt"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("stage", "steps", "names"),
+    [
+        ("pretrain", 73, {"pretrain/loss", "optim/lr", "optim/grad_norm", "time/tokens_per_s"}),
+        ("sft", 26, {"sft/loss", "optim/lr", "optim/grad_norm"}),
+        ("reward", 5, {"reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/std"}),
+        ("ppo", 3, {
+            "objective/kl", "objective/kl_k3", "objective/scores", "objective/non_score_reward", "objective/rlhf_reward",
+            "objective/entropy", "objective/kl_coef", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg",
+            "policy/ratio_max", "loss/policy_avg", "loss/value_avg", "val/clipfrac_avg", "val/explained_var",
+            "rollout/eos_fraction", "rollout/response_len", "rollout/tokens_per_s", "time/rollout_s", "time/score_s",
+            "time/update_s", "time/tokens_per_s", "progress/episodes",
+        }),
+    ],
+)  # fmt: skip
+def test_metrics_of_each_stage(gold_run, stage, steps, names):
+    rows = [row for row in read_jsonl(gold_run.folder / stage / "metrics.jsonl") if names <= row.keys()]
+    if stage == "ppo":  # the first update trains the critic alone
+        rows = list(read_jsonl(gold_run.folder / stage / "metrics.jsonl"))
+        assert names <= rows[-1].keys()
+    assert [row["progress/step"] for row in rows] == list(range(1, steps + 1))
+    assert all(value is None or math.isfinite(value) for row in rows for value in row.values())
+
+
+def test_first_update_of_ppo_starts_at_the_sft_model(gold_run):
+    first, *_, last = read_jsonl(gold_run.folder / "ppo" / "metrics.jsonl")
+    assert abs(first["objective/kl"]) < 1e-3
+    assert first["objective/rlhf_reward"] == pytest.approx(
+        first["objective/scores"] + first["objective/non_score_reward"], abs=1e-6
+    )
+    assert 0 <= last["policy/entropy_avg"] <= math.log(768)
+    assert last["progress/episodes"] == 192
+
+
+# --- what was learned ----------------------------------------------------------------------------------------------
+
+
+def test_pretraining_beats_the_unigram_model(gold_run):
+    """Bits per byte of a model that knows the frequencies of the held-out tokens themselves, and nothing else."""
+    from rlhf.data.corpus import PackedCorpus
+    from rlhf.tokenizer import token_byte_lengths
+
+    corpus = PackedCorpus.load(gold_run.folder / "pretrain" / "corpus")
+    tokenizer = load_tokenizer(gold_run.folder / "pretrain" / "model")
+    counts = Counter(t for t in corpus.tokens("heldout").tolist() if t != corpus.separator)
+    total, sizes = sum(counts.values()), token_byte_lengths(tokenizer)
+    bits = -sum(n * math.log2(n / total) for n in counts.values())
+    unigram = bits / sum(n * sizes[token] for token, n in counts.items())
+    uniform = math.log2(len(tokenizer)) * total / sum(n * sizes[token] for token, n in counts.items())
+    found = read_stage(gold_run.folder / "pretrain")["summary"]["bpb"]
+    assert unigram < uniform
+    assert found < 0.6 * unigram, f"{found} bits per byte, a unigram model has {unigram}"
+
+
+def test_sft_lowers_the_loss_of_responses_to_prompts_it_has_not_seen(gold_run):
+    from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
+    from rlhf.gold.corpus import demonstration_rows
+    from rlhf.stages.sft import response_loss
+
+    tokenizer = load_tokenizer(gold_run.folder / "sft" / "model")
+    path = gold_run.runs_dir / "unseen.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in demonstration_rows(99, 0, 60)))
+    rows = encode_demonstrations(load_demonstrations(str(path))[0], tokenizer, 128)
+    base, sft = (response_loss(load_policy(gold_run.folder / s / "model"), rows, 0) for s in ("pretrain", "sft"))
+    assert sft < base - 0.5, f"{sft} nats a token, the base has {base}"
+
+
+# --- the reward model's calibration --------------------------------------------------------------------------------
+
+
+def test_calibration_is_carried_by_the_checkpoint_and_holds(gold_run):
+    """Demonstrations of the training split average 0; fresh SFT samples on the prompts that set it deviate by 1."""
+    from rlhf.data.comparisons import load_comparisons
+    from rlhf.data.demonstrations import load_demonstrations
+    from rlhf.data.prompts import prompts_of
+    from rlhf.model.generate import sample
+    from rlhf.model.heads import RewardModel
+    from rlhf.tokenizer import encode_prompts, encode_response
+
+    folder = gold_run.folder
+    model = RewardModel.from_pretrained(str(folder / "reward" / "model")).eval()
+    summary = read_stage(folder / "reward")["summary"]
+    assert model.config.gain == pytest.approx(summary["gain"]) and model.config.shift == pytest.approx(summary["shift"])
+    assert model.config.gain != 1.0 and model.config.shift != 0.0
+    tokenizer = load_tokenizer(folder / "reward" / "model")
+
+    @torch.no_grad()
+    def score(prompt: list[int], response: list[int]) -> float:
+        row = torch.tensor([prompt + response])
+        return model(row, torch.tensor([row.shape[1]])).item()
+
+    demonstrations = load_demonstrations(str(folder / "world" / "demonstrations.jsonl"))[0]
+    prompts = encode_prompts(tokenizer, [d.prompt for d in demonstrations])
+    scores = [score(p, encode_response(tokenizer, d.response)) for p, d in zip(prompts, demonstrations, strict=True)]
+    assert sum(scores) / len(scores) == pytest.approx(0.0, abs=1e-4)
+
+    records = load_comparisons(str(folder / "label" / "comparisons.jsonl"))[0]
+    asked = prompts_of([r for r in records if r.metadata["split"] == "train"])[:64]
+    prompts = encode_prompts(tokenizer, [record.prompt for record in asked])
+    drawn = sample(
+        load_policy(folder / "sft" / "model"), prompts, max_new_tokens=24, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, seed=0, keys=[("calibrate", i) for i in range(len(prompts))],
+    )  # fmt: skip
+    scores = [score(p, r) for p, r in zip(prompts, drawn.responses, strict=True)]
+    assert torch.tensor(scores).std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
+
+
+# --- what can be done with it --------------------------------------------------------------------------------------
+
+
+def test_chat_answers_one_message(gold_run, capsys):
+    from rlhf.stages.chat import run
+
+    run(gold_run.config("chat.message='What is the capital of France?'", "chat.greedy=true"))
+    first = capsys.readouterr().out
+    assert first.strip() and "<|" not in first
+    run(gold_run.config("chat.message='What is the capital of France?'", "chat.greedy=true"))
+    assert capsys.readouterr().out == first
+
+
+def test_chat_keeps_to_the_context_however_long_the_dialogue(gold_run, monkeypatch):
+    import io
+
+    from rlhf.stages import chat
+
+    answers, answer = [], chat.answer
+    monkeypatch.setattr(chat, "answer", lambda *given: answers.append(answer(*given)) or answers[-1])
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["Tell me about the dog. " * 20] * 3) + "\n"))
+    chat.run(gold_run.config())
+    assert len(answers) == 3 and all(isinstance(text, str) for text in answers)
+
+
+def test_export_loads_with_plain_transformers_and_answers_alike(gold_run, tmp_path):
+    """In a process of its own that cannot see this package."""
+    import subprocess
+    import sys
+
+    from rlhf.stages.export import run
+
+    run(gold_run.config(f"export.out='{tmp_path / 'out'}'"))
+    tokens = torch.arange(6, 40)[None]
+    with torch.no_grad():
+        wanted = load_policy(gold_run.folder / "ppo" / "model")(tokens).logits
+    script = (
+        "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained('out').eval(); AutoTokenizer.from_pretrained('out')\n"
+        "assert not any(name.split('.')[0] == 'rlhf' for name in sys.modules)\n"
+        "torch.save(model(torch.arange(6, 40)[None]).logits.detach(), 'logits.pt')"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=120)
+    assert torch.allclose(torch.load(tmp_path / "logits.pt"), wanted, atol=1e-5)
+
+
+def test_report_is_one_page_with_the_run_in_it(gold_run, capsys):
+    from rlhf.stages.report import run
+
+    run(gold_run.config())
+    page = (gold_run.folder / "report.html").read_text()
+    assert "</html>" in page and "held-out prompts" in page

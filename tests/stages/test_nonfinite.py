@@ -1,0 +1,95 @@
+"""Invariant 8: a weight or loss that is not a number stops a stage before the step, and the batch is kept."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf.errors import UserError
+from rlhf.runs import checkpoints, is_complete
+from rlhf.stages import ppo, pretrain, reward, sft
+
+EVERY_STEP = "checkpoints.every_seconds=0"
+
+
+def poison(model) -> None:
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.ndim == 2)[:, 0] = float("nan")
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[str]:
+    """The optimizer steps that are taken."""
+    taken: list[str] = []
+    for cls in (torch.optim.AdamW, torch.optim.Muon):
+        step = cls.step
+        monkeypatch.setattr(cls, "step", lambda self, *a, step=step: taken.append("step") or step(self, *a))
+    return taken
+
+
+def assert_stopped(run, stage: str) -> None:
+    with pytest.raises(UserError, match="not finite") as caught:
+        run.stage(stage, EVERY_STEP)
+    batch = run.folder / stage / "offending_batch.safetensors"
+    message = str(caught.value)
+    assert str(batch) in message and message.startswith(f"{stage}: ") and "\n" not in message
+    assert not is_complete(run.folder / stage)
+    assert "tokens" in load_file(batch) or "input_ids" in load_file(batch)
+
+
+@pytest.mark.parametrize(("module", "maker"), [(pretrain, "make_model"), (sft, "load_policy"), (ppo, "load_policy")])
+def test_a_model_with_nan_is_not_trained(copy_until, monkeypatch, steps, module, maker):
+    stage = module.__name__.rsplit(".", 1)[-1]
+    make = getattr(module, maker)
+
+    def poisoned(*args, **kwargs):
+        model = make(*args, **kwargs)
+        poison(model)
+        return model
+
+    monkeypatch.setattr(module, maker, poisoned)
+    assert_stopped(copy_until(stage), stage)
+    assert not steps
+
+
+def test_a_reward_model_with_nan_is_not_trained(copy_until, monkeypatch, steps):
+    train = reward.train
+    monkeypatch.setattr(
+        reward, "train", lambda config, stage, model, *a: poison(model) or train(config, stage, model, *a)
+    )
+    assert_stopped(copy_until("reward"), "reward")
+    assert not steps
+
+
+@pytest.mark.parametrize("part", ["policy", "critic"])
+def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch, part):
+    """A weight that becomes NaN after the first update; mended, the run resumes from the checkpoint."""
+    run, save = copy_until("ppo"), ppo.save
+
+    def save_and_poison(trainer, update):
+        save(trainer, update)
+        poison(getattr(trainer.actor_critic, part))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, "save", save_and_poison)
+        assert_stopped(run, "ppo")
+    assert [path.name for path in checkpoints(run.folder / "ppo" / "checkpoints")] == ["step-1"]
+    run.stage("ppo", EVERY_STEP)
+    assert is_complete(run.folder / "ppo")
+
+
+@pytest.mark.parametrize("module", [pretrain, sft])
+def test_an_infinite_gradient_is_not_stepped_on(copy_until, monkeypatch, steps, module):
+    """The loss may be finite where its gradient is not."""
+    stage = module.__name__.rsplit(".", 1)[-1]
+    run = copy_until(stage)
+    name = {"pretrain": "make_model", "sft": "load_policy"}[stage]
+    make = getattr(module, name)
+
+    def with_hook(*args, **kwargs):
+        model = make(*args, **kwargs)
+        next(model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+        return model
+
+    monkeypatch.setattr(module, name, with_hook)
+    assert_stopped(run, stage)
+    assert not steps

@@ -1,0 +1,158 @@
+"""`rlhf pipeline`: does what is missing, resumes what was killed, notices what changed, and nothing twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhf.errors import UserError
+from rlhf.runs import is_complete, read_stage
+from rlhf.stages import pipeline
+from rlhf.tracking.writers import read_jsonl
+
+from .conftest import GOLD_STAGES, Run
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def whole(copy_until) -> Run:
+    """A complete run of its own."""
+    return copy_until(None)
+
+
+def arguments(run: Run) -> list[str]:
+    return ["pipeline", *run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
+
+
+def states(run: Run) -> dict[str, str]:
+    table = json.loads((run.folder / "pipeline.json").read_text())
+    return {name: row["state"] for name, row in table["stages"].items()}
+
+
+def pipe_in_process(monkeypatch: pytest.MonkeyPatch, run: Run, *more: str) -> list[str]:
+    """The pipeline, with its stages in this process; the names of those that ran."""
+    ran: list[str] = []
+
+    def run_stage(stage: str, overrides: list[str]) -> None:
+        ran.append(stage)
+        run.stage(stage, *[o for o in more if not o.startswith("overwrite=")], *overrides)
+
+    monkeypatch.setattr(pipeline, "run_stage", run_stage)
+    pipeline.run(run.config(*more))
+    return ran
+
+
+def test_second_call_skips_everything_without_torch(whole, monkeypatch):
+    assert pipe_in_process(monkeypatch, whole) == []  # writes the report, which the stages alone do not
+    before = {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*") if p.is_file() and p.name != "pipeline.json"}
+    script = (
+        "import sys; from rlhf.cli import main; main(sys.argv[1:])\n"
+        "heavy = {'torch', 'transformers', 'trl', 'datasets', 'wandb', 'matplotlib'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments(whole)], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 5
+    assert [line for line in done.stdout.splitlines() if line.endswith("complete, skipped")] == [
+        f"{stage}: complete, skipped" for stage in GOLD_STAGES
+    ]
+    assert "gold win rate of PPO over SFT" in done.stdout and "report.html" in done.stdout
+    assert set(states(whole).values()) == {"complete before"}
+    after = {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*") if p.is_file() and p.name != "pipeline.json"}
+    assert after == before, "nothing was written but pipeline.json"
+
+
+@pytest.mark.parametrize(
+    ("setting", "stage"), [("sft.lr=0.123", "sft"), ("seed=1", "world"), ("ppo.clip_range=0.3", "ppo")]
+)
+def test_a_changed_setting_is_refused_by_name(gold_run, monkeypatch, setting, stage):
+    key = setting.split("=")[0]
+    with pytest.raises(UserError, match=rf"{stage} was run with other settings \({key} .*overwrite=true"):
+        pipe_in_process(monkeypatch, gold_run, setting)
+
+
+def test_what_changes_speed_only_is_no_other_setting(whole, monkeypatch):
+    faster = ["ppo.micro_batch_episodes=8", "reward.micro_batch_responses=8", "checkpoints.every_seconds=1", "threads=2"]
+    assert pipe_in_process(monkeypatch, whole, *faster) == []
+
+
+def test_overwrite_redoes_the_changed_stage_and_what_builds_on_it(whole, monkeypatch):
+    hashes = {stage: read_stage(whole.folder / stage)["hash"] for stage in GOLD_STAGES}
+    ran = pipe_in_process(monkeypatch, whole, "reward.lr=1e-3", "overwrite=true")
+    assert ran == ["reward", "ppo", "evaluate"]
+    assert states(whole) == {s: "redone" if s in ran else "complete before" for s in GOLD_STAGES}
+    for stage in GOLD_STAGES:
+        assert (read_stage(whole.folder / stage)["hash"] != hashes[stage]) == (stage in ran)
+    assert pipe_in_process(monkeypatch, whole, "reward.lr=1e-3") == []
+
+
+def test_parents_that_do_not_fit_each_other_are_refused(whole, monkeypatch):
+    whole.stage("sft", "sft.lr=1e-3", "overwrite=true")
+    with pytest.raises(UserError, match=r"label.*built on another sft"):
+        whole.stage("reward", "overwrite=true")
+    with pytest.raises(UserError, match="label was built on another sft than is there now"):
+        pipe_in_process(monkeypatch, whole, "sft.lr=1e-3")
+
+
+@pytest.mark.parametrize("how", ["cut short", "one bit", "missing"])
+def test_a_damaged_model_is_noticed(whole, monkeypatch, how):
+    path = whole.folder / "sft" / "model" / "model.safetensors"
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "cut short":
+        path.write_bytes(content[:-100])
+    else:
+        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    for call in (lambda: pipe_in_process(monkeypatch, whole), lambda: whole.stage("ppo", "overwrite=true")):
+        with pytest.raises(UserError) as caught:
+            call()
+        assert str(path) in str(caught.value) and "overwrite=true" in str(caught.value)
+
+
+def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until, capfd):
+    """A real stage in a process of its own: what it says is shown, and nothing after it is tried."""
+    run = copy_until("sft")
+    with pytest.raises(SystemExit) as caught:
+        pipeline.run_stage("reward", [*run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"])
+    assert caught.value.code == 2
+    told = capfd.readouterr().err
+    assert "sft: no finished sft there" in told and "pipeline: stopped in reward" in told and "Traceback" not in told
+
+
+def test_killed_and_run_again_it_completes(copy_until, gold_run):
+    """SIGKILL of the real command during PPO: its stage ends with it, and the same command then finishes the run."""
+    run = copy_until("ppo")
+    full = [sys.executable, "-m", "rlhf", *arguments(run), "checkpoints.every_seconds=0"]
+    first = run.folder / "ppo" / "checkpoints" / "step-1" / "manifest.json"
+    process = subprocess.Popen(full, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        while not first.exists():
+            assert process.poll() is None, "ended before it could be killed"
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert read_stage(run.folder / "ppo")["status"] == "running"
+
+    done = subprocess.run(full, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "ppo: resuming from update" in done.stdout
+    assert states(run) == {s: "complete before" for s in GOLD_STAGES} | {"ppo": "resumed", "evaluate": "done"}
+    assert all(is_complete(run.folder / stage) for stage in GOLD_STAGES)
+    steps = [row["progress/step"] for row in read_jsonl(run.folder / "ppo" / "metrics.jsonl")]
+    assert steps == [1, 2, 3]
+    one, two = (load_file(r.folder / "ppo" / "model" / "model.safetensors") for r in (run, gold_run))
+    assert all(one[name].equal(two[name]) for name in two), "as if it had never been killed"
+    assert (run.folder / "report.html").is_file()

@@ -1,0 +1,288 @@
+"""PPO: what one update computes, that it learns, and what it refuses to train on."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf.errors import UserError
+from rlhf.ops.masked import whiten
+from rlhf.rollout import Rollout, collect_rollout
+from rlhf.runs import open_stage
+from rlhf.stages import ppo
+from rlhf.stages.common import load_policy, set_up
+from rlhf.tracking.metrics import Sums
+from rlhf.tracking.writers import make_tracker
+
+from .conftest import Run
+
+CPU = torch.device("cpu")
+# The first update trains policy and critic at the full learning rate.
+AT_ONCE = ["ppo.critic_warmup_updates=0", "ppo.warmup_updates=0"]
+
+
+@contextmanager
+def open_trainer(run: Run, *more: str) -> Iterator[ppo.Trainer]:
+    config = run.config(*more)
+    with open_stage(config, "ppo") as stage:
+        yield ppo.make_trainer(config, stage, set_up(config))
+
+
+@pytest.fixture
+def trainer(copy_until) -> Iterator[ppo.Trainer]:
+    with open_trainer(copy_until("ppo"), *AT_ONCE, "ppo.episodes_per_update=32", "ppo.episodes=32") as found:
+        yield found
+
+
+def collect(trainer: ppo.Trainer, count: int = 16) -> Rollout:
+    model = trainer.actor_critic
+    return collect_rollout(
+        [tokens for _, tokens in trainer.prompts[:count]], [("test", i) for i in range(count)], policy=model.policy,
+        reference=trainer.reference, critic=model.critic, reward_model=trainer.reward_model, seed=0, max_new_tokens=24,
+        eos=trainer.tokenizer.eos_token_id, pad=trainer.tokenizer.pad_token_id, decode_batch=16, forward_batch=16,
+        clock=lambda phase: None,
+    )  # fmt: skip
+
+
+def update(trainer: ppo.Trainer, number: int = 1) -> dict[str, float]:
+    return ppo.one_update(
+        trainer, number, make_tracker("off", folder=trainer.stage.folder, run="", stage="", config={})
+    )
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def changed(before: dict[str, torch.Tensor], module: nn.Module) -> bool:
+    return any(not value.equal(before[name]) for name, value in module.named_parameters())
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def off_policy(trainer) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
+    """Recorded rollouts, cut to unequal lengths, whose ratios are not 1; with advantages and returns."""
+    rollout = collect(trainer)
+    answers = torch.minimum(rollout.lengths - rollout.prompt_lengths, torch.arange(2, 18))
+    mask = torch.arange(rollout.response_mask.shape[1]) < answers[:, None]
+    assert answers.unique().numel() > 8
+    noise = torch.Generator().manual_seed(0)
+
+    def random_like(scale: float) -> torch.Tensor:
+        return torch.where(mask, torch.randn(mask.shape, generator=noise) * scale, 0.0)
+
+    rollout = rollout._replace(
+        lengths=rollout.prompt_lengths + answers,
+        response_mask=mask,
+        logp_old=torch.where(mask, rollout.logp_old, 0.0) + random_like(0.3),
+        values=torch.where(mask, rollout.values, 0.0) + random_like(0.3),
+    )
+    return rollout, whiten(random_like(1.0), mask), random_like(1.0)
+
+
+def gradients(trainer: ppo.Trainer, batch: tuple, chosen: list[int], micro: int) -> tuple[dict, dict]:
+    """Unclipped gradients of one minibatch, and its metrics."""
+    trainer.config.ppo.micro_batch_episodes, trainer.config.ppo.max_grad_norm = micro, 1e9
+    trainer.optimizer.zero_grad()
+    sums = Sums()
+    ppo.train_minibatch(trainer, *batch, chosen, sums, with_policy=True, check=False)
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, sums.reduce()
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_micro_batches_change_no_gradient_and_no_metric(trainer, off_policy, micro):
+    chosen = [0, 3, 5, 6, 7, 10, 12, 15]
+    whole, metrics = gradients(trainer, off_policy, chosen, micro=16)
+    parts, split_metrics = gradients(trainer, off_policy, chosen, micro)
+    assert metrics["policy/clipfrac_avg"] > 0.05 and metrics["loss/value_avg"] > 0
+    for name, gradient in whole.items():
+        assert torch.allclose(parts[name], gradient, atol=1e-5, rtol=1e-5), name
+    assert split_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
+
+
+def test_order_and_padding_change_no_gradient_and_no_metric(trainer, off_policy):
+    rollout, advantages, returns = off_policy
+    chosen = list(range(8))
+    whole, metrics = gradients(trainer, off_policy, chosen, micro=4)
+    wide = {
+        name: nn.functional.pad(getattr(rollout, name), (0, 3), value=7 if name == "tokens" else 0)
+        for name in ("tokens", "response_mask", "logp_old", "logp_ref", "values")
+    }
+    padded = (rollout._replace(**wide), nn.functional.pad(advantages, (0, 3)), nn.functional.pad(returns, (0, 3)))
+    random.Random(0).shuffle(chosen)
+    other, other_metrics = gradients(trainer, padded, chosen, micro=4)
+    for name, gradient in whole.items():
+        assert torch.allclose(other[name], gradient, atol=1e-5, rtol=1e-5), name
+    assert other_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
+
+
+def test_the_end_token_gets_gradient(trainer):
+    """An advantage on the end token alone moves its logit's row of the unembedding."""
+    rollout = collect(trainer)
+    row = int(rollout.ended.nonzero()[0])
+    advantages = torch.zeros_like(rollout.logp_old)
+    advantages[row, int(rollout.response_mask[row].sum()) - 1] = 1.0
+    found, _ = gradients(trainer, (rollout, advantages, rollout.values), [row], micro=1)
+    eos = trainer.tokenizer.eos_token_id
+    assert rollout.tokens[row, int(rollout.lengths[row]) - 1] == eos
+    embedding = trainer.actor_critic.policy.get_output_embeddings().weight
+    name = next(n for n, p in trainer.model.named_parameters() if p is embedding)
+    assert found[name][eos].norm() > 1e-3
+
+
+# --- one update ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 4), (3, 2)])
+def test_steps_are_epochs_times_minibatches_and_each_epoch_sees_every_episode(
+    trainer, monkeypatch, epochs, minibatches
+):
+    trainer.config.ppo.epochs, trainer.config.ppo.minibatches = epochs, minibatches
+    seen: list[list[int]] = []
+    train_minibatch, step, steps = ppo.train_minibatch, trainer.optimizer.step, []
+    monkeypatch.setattr(ppo, "train_minibatch", lambda *a: seen.append(a[4]) or train_minibatch(*a))
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: steps.append(1) or step())
+    update(trainer)
+    assert len(steps) == len(seen) == epochs * minibatches
+    for epoch in range(epochs):
+        part = seen[epoch * minibatches : (epoch + 1) * minibatches]
+        assert sorted(i for chosen in part for i in chosen) == list(range(32))
+        assert {len(chosen) for chosen in part} == {32 // minibatches}
+
+
+def test_prompts_come_in_whole_passes(trainer):
+    trainer.config.ppo.episodes_per_update = 64
+    drawn = [i for number in range(1, 8) for i in ppo.choose_prompts(trainer, number)]
+    count = len(trainer.prompts)
+    assert count == 200
+    assert sorted(drawn[:count]) == sorted(drawn[count : 2 * count]) == list(range(count))
+    assert drawn[:count] != drawn[count : 2 * count], "each pass has an order of its own"
+    assert ppo.choose_prompts(trainer, 5) == drawn[4 * 64 : 5 * 64], "an update's prompts depend on its number alone"
+
+
+class Rigged(nn.Module):
+    """A reward of `sign` for each time that one token stands in the row."""
+
+    def __init__(self, token: int, sign: float):
+        super().__init__()
+        self.token, self.sign = token, sign
+
+    def forward(self, tokens, lengths):
+        real = torch.arange(tokens.shape[1]) < lengths[:, None]
+        return self.sign * ((tokens == self.token) & real).sum(1).float()
+
+
+@pytest.mark.parametrize(
+    ("sign", "lr", "least", "most"), [(1.0, 3e-3, 1.0, 99), (-1.0, 3e-3, 0.2, 99), (1.0, 1e-12, -0.2, 0.2)]
+)
+def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
+    """The share of a common word goes where the reward wants it; with a learning rate of nothing it stays."""
+    settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_score=null", f"ppo.lr={lr}", "ppo.critic_lr=3e-3"]
+    with open_trainer(copy_until("ppo"), *AT_ONCE, *settings) as trainer:
+        rollout = collect(trainer, 64)
+        answers = [t for i, row in enumerate(rollout.tokens.tolist())
+                   for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]]  # fmt: skip
+        trainer.reward_model = Rigged(Counter(answers).most_common(1)[0][0], sign)
+        scores = [update(trainer, number)["objective/scores"] for number in range(1, 9)]
+    gain = sum(scores[-2:]) / 2 - scores[0]
+    assert least < gain < most, scores
+
+
+class Constant(nn.Module):
+    def forward(self, tokens, lengths):
+        return torch.ones(len(tokens))
+
+
+def test_a_response_without_end_token_scores_at_most_what_is_set(trainer):
+    trainer.reward_model, trainer.config.ppo.missing_eos_score = Constant(), -5.0
+    metrics = update(trainer)
+    ended = metrics["rollout/eos_fraction"]
+    assert 0 < ended < 1
+    assert metrics["objective/scores"] == pytest.approx(ended - 5.0 * (1 - ended), abs=1e-5)
+
+
+def test_warm_up_of_the_critic_leaves_the_policy_alone(copy_until):
+    with open_trainer(copy_until("ppo"), "ppo.critic_warmup_updates=1", "ppo.warmup_updates=0") as trainer:
+        policy, critic = (weights(m) for m in (trainer.actor_critic.policy, trainer.actor_critic.critic))
+        update(trainer, 1)
+        assert not changed(policy, trainer.actor_critic.policy) and changed(critic, trainer.actor_critic.critic)
+        update(trainer, 2)
+        assert changed(policy, trainer.actor_critic.policy)
+
+
+def test_reference_and_reward_model_never_change(trainer):
+    frozen = [(m, weights(m)) for m in (trainer.reference, trainer.reward_model)]
+    policy = weights(trainer.actor_critic.policy)
+    update(trainer)
+    assert changed(policy, trainer.actor_critic.policy)
+    assert not any(changed(before, module) for module, before in frozen)
+
+
+def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
+    """Its value at a response's last token is the calibrated score, before any step."""
+    rollout = collect(trainer)
+    critic = trainer.actor_critic.critic
+    with torch.no_grad():
+        last = critic.token_values(rollout.tokens).gather(1, rollout.lengths[:, None] - 1)[:, 0]
+    assert critic.config.gain == 1.0 and torch.allclose(last, rollout.scores, atol=1e-4)
+
+
+# --- invariants of the first update --------------------------------------------------------------------------------
+
+
+def assert_refused(trainer: ppo.Trainer, invariant: int) -> None:
+    before = weights(trainer.model)
+    with pytest.raises(UserError, match=f"invariant {invariant} fails on the first update"):
+        update(trainer)
+    assert not changed(before, trainer.model), "nothing was trained"
+
+
+def test_a_right_first_update_passes(trainer):
+    metrics = update(trainer)
+    assert abs(metrics["objective/kl"]) < 1e-3 and metrics["policy/ratio_max"] >= 1.0
+
+
+def test_a_reference_that_is_not_the_sft_model_is_refused(trainer, gold_run):
+    trainer.reference = load_policy(gold_run.folder / "pretrain" / "model")
+    assert_refused(trainer, 2)
+
+
+def test_sampling_at_another_temperature_is_refused(trainer, monkeypatch):
+    from rlhf import rollout
+
+    sample = rollout.sample
+    monkeypatch.setattr(rollout, "sample", lambda *a, **k: sample(*a, **k, temperature=0.7))
+    assert_refused(trainer, 2)
+
+
+def test_dropout_is_refused(trainer, gold_run, monkeypatch):
+    trainer.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.2)
+    monkeypatch.setattr(ppo.ActorCritic, "eval", lambda self: self.train())
+    assert_refused(trainer, 1)
+
+
+@pytest.mark.parametrize("slots", [-1, 1])
+def test_a_score_beside_the_last_token_is_refused(trainer, monkeypatch, slots):
+    token_rewards = ppo.token_rewards
+    monkeypatch.setattr(ppo, "token_rewards", lambda *a: token_rewards(*a).roll(slots, dims=1))
+    assert_refused(trainer, 3)
+
+
+def test_logprobs_of_the_wrong_token_are_refused(trainer, monkeypatch):
+    from rlhf import rollout
+
+    sample = rollout.sample
+
+    def shifted(*a: Any, **k: Any) -> Any:
+        found = sample(*a, **k)
+        return found._replace(logprobs=found.logprobs.roll(1, dims=1) * found.mask)
+
+    monkeypatch.setattr(rollout, "sample", shifted)
+    assert_refused(trainer, 2)

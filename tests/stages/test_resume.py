@@ -1,0 +1,135 @@
+"""A stage that is interrupted right after a checkpoint and run again gives what an undisturbed run gives."""
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhf.errors import UserError
+from rlhf.runs import checkpoints, read_stage
+from rlhf.stages import common, ppo, reward
+from rlhf.tracking.writers import read_jsonl
+
+from .conftest import Run
+
+EVERY_STEP = "checkpoints.every_seconds=0"
+
+
+class Interrupted(Exception):
+    """What the tests raise after a checkpoint."""
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, stage: str, saves: int) -> None:
+    """Raise Interrupted right after the stage has written its `saves`-th checkpoint."""
+    count = 0
+
+    def counted(save):
+        def call(*args, **kwargs):
+            nonlocal count
+            found = save(*args, **kwargs)
+            count += 1
+            if count == saves:
+                raise Interrupted
+            return found
+
+        return call
+
+    if stage in ("pretrain", "sft"):
+        monkeypatch.setattr(common.StageCallback, "on_save", counted(common.StageCallback.on_save))
+    else:
+        module = {"reward": reward, "ppo": ppo}[stage]
+        monkeypatch.setattr(module, "save_checkpoint", counted(module.save_checkpoint))
+
+
+def interrupt(run: Run, stage: str, saves: int, *more: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_after(patch, stage, saves)
+        with pytest.raises(Interrupted):
+            run.stage(stage, EVERY_STEP, *more)
+    assert read_stage(run.folder / stage)["status"] == "running"
+    assert checkpoints(run.folder / stage / "checkpoints")
+
+
+def assert_same_weights(one, two, *files: str) -> None:
+    for name in files:
+        a, b = load_file(one / name), load_file(two / name)
+        assert a.keys() == b.keys()
+        different = [key for key in a if not a[key].equal(b[key])]
+        assert not different, f"{name}: {different}"
+
+
+def values_by_step(folder, name: str) -> list[tuple[int, float]]:
+    """(step, value) of every line of metrics.jsonl that has the metric, in the order of the file."""
+    return [(r["progress/step"], r[name]) for r in read_jsonl(folder / "metrics.jsonl") if name in r]
+
+
+SHORT = {  # so that each stage has few steps; every other setting is that of the gold run
+    "pretrain": ["pretrain.tokens=16384", "pretrain.eval_sequences=8"],  # 8 steps
+    "sft": ["sft.epochs=1", "sft.batch_size=64", "sft.dropout=0.1"],  # 7 steps
+    "reward": ["reward.epochs=2"],  # 10 steps: across the epochs' border
+    "ppo": [],  # 3 updates
+}
+CASES = [("pretrain", 5, "pretrain/loss", 8), ("sft", 3, "sft/loss", 7), ("reward", 6, "reward/loss", 10),
+         ("ppo", 2, "objective/scores", 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "saves", "metric", "steps"), CASES)
+def test_resumed_equals_undisturbed(copy_until, stage, saves, metric, steps):
+    whole, broken = copy_until(stage, "whole"), copy_until(stage, "broken")
+    whole.stage(stage, EVERY_STEP, *SHORT[stage])
+    interrupt(broken, stage, saves, *SHORT[stage])
+    seconds = read_stage(broken.folder / stage)["seconds"]
+    broken.stage(stage, EVERY_STEP, *SHORT[stage])
+
+    files = ["model/model.safetensors"] + (["critic/model.safetensors"] if stage == "ppo" else [])
+    assert_same_weights(whole.folder / stage, broken.folder / stage, *files)
+    one, two = (values_by_step(run.folder / stage, metric) for run in (whole, broken))
+    assert [step for step, _ in two] == list(range(1, steps + 1)), "no step missing, none twice"
+    assert one == two
+    record = read_stage(broken.folder / stage)
+    assert record["summary"] == read_stage(whole.folder / stage)["summary"]
+    assert record["seconds"] > seconds, "the time of the first try counts"
+
+
+@pytest.mark.parametrize(("stage", "metric", "steps"), [(stage, metric, steps) for stage, _, metric, steps in CASES])
+def test_stopped_after_the_last_step(copy_until, stage, metric, steps):
+    """Only what comes after training is left to do: no step is taken twice."""
+    whole, broken = copy_until(stage, "whole"), copy_until(stage, "broken")
+    whole.stage(stage, *SHORT[stage])
+    interrupt(broken, stage, steps, *SHORT[stage])
+    broken.stage(stage, EVERY_STEP, *SHORT[stage])
+    assert_same_weights(whole.folder / stage, broken.folder / stage, "model/model.safetensors")
+    assert [step for step, _ in values_by_step(broken.folder / stage, metric)] == list(range(1, steps + 1))
+    assert read_stage(broken.folder / stage)["summary"] == read_stage(whole.folder / stage)["summary"]
+
+
+def test_adaptive_kl_coefficient_survives(copy_until):
+    run = copy_until("ppo")
+    interrupt(run, "ppo", 2, "kl.target=0.1", "kl.horizon=200")
+    before = values_by_step(run.folder / "ppo", "objective/kl_coef")
+    run.stage("ppo", EVERY_STEP, "kl.target=0.1", "kl.horizon=200")
+    coefs = [value for _, value in values_by_step(run.folder / "ppo", "objective/kl_coef")]
+    # update 1: KL 0, far below the target: 0.1 (1 - 0.2 * 64 / 200) = 0.0936; so again after update 2, the critic's
+    assert coefs[:2] == [value for _, value in before] == pytest.approx([0.1, 0.0936])
+    assert coefs[2] != 0.1 and coefs[2] == pytest.approx(0.0936 * 0.936)
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_a_damaged_checkpoint_is_passed_over(copy_until, capsys, stage):
+    whole, broken = copy_until(stage, "whole"), copy_until(stage, "broken")
+    whole.stage(stage, EVERY_STEP, *SHORT[stage])
+    interrupt(broken, stage, 2, *SHORT[stage])
+    newest = checkpoints(broken.folder / stage / "checkpoints")[-1]
+    weights = next(path for path in sorted(newest.iterdir()) if path.suffix == ".safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    capsys.readouterr()
+    broken.stage(stage, EVERY_STEP, *SHORT[stage])
+    told = capsys.readouterr().out
+    assert str(newest) in told and "1" in told.split("resuming from", 1)[1].splitlines()[0]
+    assert_same_weights(whole.folder / stage, broken.folder / stage, "model/model.safetensors")
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_resume_with_another_setting_is_refused(copy_until, stage):
+    run = copy_until(stage)
+    interrupt(run, stage, 1)
+    with pytest.raises(UserError, match=rf"{stage}.lr .* -> 0.5"):
+        run.stage(stage, f"{stage}.lr=0.5")

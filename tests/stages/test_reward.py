@@ -1,0 +1,200 @@
+"""The reward model's stage: items, batches, gradients, what it learns and what it refuses."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from rlhf.data.items import Item, make_items
+from rlhf.data.records import Ranking
+from rlhf.errors import UserError
+from rlhf.model.heads import RewardModel
+from rlhf.runs import open_stage
+from rlhf.stages import reward
+from rlhf.stages.loop import make_accelerator
+from rlhf.tokenizer import load_tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(gold_run):
+    return load_tokenizer(gold_run.folder / "sft" / "model")
+
+
+@pytest.fixture
+def model(gold_run) -> RewardModel:
+    torch.manual_seed(0)
+    return RewardModel.from_causal_lm(str(gold_run.folder / "sft" / "model"), dropout=0.0)
+
+
+def make_ranking(name: str, prompt: str, texts: list[str], order: list[list[int]], labeler: str = "x", **more) -> Ranking:
+    ids = [chr(ord("a") + i) for i in range(len(texts))]
+    return Ranking.model_validate(
+        {
+            "kind": "ranking", "id": name, "prompt": prompt, "labeler": labeler,
+            "responses": [{"id": i, "text": t} | more for i, t in zip(ids, texts, strict=True)],
+            "ranking": [[ids[i] for i in group] for group in order],
+        }
+    )  # fmt: skip
+
+
+# --- items ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_item_a_prompt_with_every_labelers_pairs(tokenizer):
+    texts = ["Blood is red.", "Snow is white.", "Coal is black."]
+    records = [
+        make_ranking("1", "Say a colour.", texts, [[0], [1, 2]], "anna"),  # a > b, a > c; b and c tie
+        make_ranking("2", "Say a colour.", texts, [[1], [0], [2]], "ben"),  # b > a, b > c, a > c
+        make_ranking("3", "Another.", texts, [[0, 1, 2]], "anna"),  # no ordered pair
+    ]
+    items, unpaired = make_items(records, tokenizer, 128, 24)
+    assert len(items) == 1 and unpaired == 1
+    #                          beats:  a    b    c
+    assert items[0].weights() == [[0.0, 1.0, 2.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    assert all(row[-1] == tokenizer.eos_token_id for row in items[0].rows)
+
+
+def test_a_response_that_was_cut_off_gets_no_end_token(tokenizer):
+    record = make_ranking("1", "Say a colour.", ["Blood is red.", "Snow"], [[0], [1]], metadata={"ended": False})
+    items, _ = make_items([record], tokenizer, 128, 24)
+    assert all(row[-1] != tokenizer.eos_token_id for row in items[0].rows)
+
+
+def test_long_prompts_and_responses_are_cut_to_the_context(tokenizer):
+    record = make_ranking("1", "Say a colour. " * 60, ["Blood is red. " * 60, "Snow."], [[0], [1]])
+    items, _ = make_items([record], tokenizer, 128, 24)
+    long, short = items[0].rows
+    assert len(long) == 128 and long[-1] != tokenizer.eos_token_id, "its author did not end it there"
+    assert short[-1] == tokenizer.eos_token_id and len(short) <= 128
+
+
+# --- batches -------------------------------------------------------------------------------------------------------
+
+
+def blank_items(counts: list[int]) -> list[Item]:
+    return [Item(str(i), [[1] * (3 + i)] * k, [1] * k) for i, k in enumerate(counts)]
+
+
+def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
+    items = blank_items([2] * 10)
+    found = list(reward.batches(items, 4, 2, seed=0))
+    assert [len(batch) for batch in found] == [4, 4, 2] * 2
+    first, second = ([item.key for batch in part for item in batch] for part in (found[:3], found[3:]))
+    assert sorted(first) == sorted(second) == sorted(item.key for item in items) and first != second
+    assert found == list(reward.batches(items, 4, 2, seed=0)) != list(reward.batches(items, 4, 2, seed=1))
+
+
+def test_micro_batches_keep_prompts_whole():
+    items = blank_items([4, 9, 2, 7, 4, 3])
+    parts = list(reward.micro_batches(items, 10))
+    assert sorted(item.key for part in parts for item in part) == [str(i) for i in range(6)]
+    assert all(sum(len(item.rows) for item in part) <= 10 or len(part) == 1 for part in parts)
+    assert [len(part) for part in reward.micro_batches(items, 1)] == [1] * 6
+
+
+class Recorder:
+    """In the optimizer's place: keeps the gradients instead of stepping."""
+
+    param_groups: list = [{}]  # noqa: RUF012
+
+    def __init__(self, model):
+        self.model = model
+
+    def step(self):
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+
+def varied_items(tokenizer) -> list[Item]:
+    """Prompts with 2 to 9 answers of unequal lengths, some with ties or two labelers."""
+    rng = random.Random(0)
+    words = "blood is red snow white coal black the sky blue a dog barks".split()
+    records = []
+    for i in range(12):
+        texts = [" ".join(rng.choices(words, k=rng.randint(1, 14))) + f" {j}" for j in range(rng.randint(2, 9))]
+        for labeler in ("anna", "ben")[: 1 + i % 2]:
+            order = rng.sample(range(len(texts)), len(texts))
+            groups = [[j] for j in order] if i % 3 or len(order) == 2 else [order[:2], *([j] for j in order[2:])]
+            records.append(make_ranking(f"{i}-{labeler}", f"Prompt {i} " * (1 + i % 4), texts, groups, labeler))
+    return make_items(records, tokenizer, 128, 24)[0]
+
+
+@pytest.mark.parametrize("micro", [1, 10, 25])
+def test_micro_batches_change_no_gradient_and_no_metric(gold_run, tokenizer, model, micro):
+    config = gold_run.config("reward.max_grad_norm=1e9")
+    items, found = varied_items(tokenizer), []
+    assert len({len(row) for item in items for row in item.rows}) > 8
+    for size in (1000, micro):
+        config.reward.micro_batch_responses = size
+        recorder = Recorder(model)
+        sums = reward.train_step(config, None, make_accelerator(CPU), model, recorder, items, 1e-4, 0, CPU)
+        found.append((recorder.gradients, sums.reduce()))
+    (whole, metrics), (parts, split_metrics) = found
+    for name, gradient in whole.items():
+        assert torch.allclose(parts[name], gradient, atol=1e-5, rtol=1e-5), name
+    assert split_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
+
+
+def test_loss_of_a_batch_by_hand(tokenizer, model):
+    """Mean over prompts of the mean over a prompt's pairs of -log sigmoid(r_w - r_l)."""
+    two = make_ranking("1", "One.", ["Yes.", "No."], [[1], [0]])
+    three = make_ranking("2", "Two.", ["Red.", "Blue is good.", "Green"], [[2], [0], [1]])
+    items, _ = make_items([two, three], tokenizer, 128, 24)
+
+    @torch.no_grad()
+    def score(item: Item, i: int) -> float:
+        return model(torch.tensor([item.rows[i]]), torch.tensor([len(item.rows[i])]), calibrated=False).item()
+
+    def nats(item: Item, better: int, worse: int) -> float:
+        return math.log1p(math.exp(score(item, worse) - score(item, better)))
+
+    a, b = items
+    wanted = (nats(a, 1, 0) + (nats(b, 2, 0) + nats(b, 2, 1) + nats(b, 0, 1)) / 3) / 2
+    assert reward.evaluate_items(model, items, 0, CPU)["loss"] == pytest.approx(wanted, abs=1e-5)
+
+
+# --- learning ------------------------------------------------------------------------------------------------------
+
+
+def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model):
+    """Answers that say "red" are better: unseen ones too are ordered rightly, which a fresh head does by chance."""
+    rng = random.Random(0)
+    fillers = ["Snow is white.", "Coal is black.", "A dog barks.", "Of course.", "That depends."]
+
+    def rankings(count: int, name: str) -> list[Ranking]:
+        made = []
+        for i in range(count):
+            answers = [f"{rng.choice(fillers)} {rng.choice(fillers)}" for _ in range(3)]
+            answers[1] = f"{rng.choice(fillers)} Blood is red."
+            made.append(make_ranking(f"{name}-{i}", f"Question {name} {i}?", answers, [[1], [0, 2]]))
+        return made
+
+    items = {"train": make_items(rankings(64, "t"), tokenizer, 128, 24)[0]}
+    items["dev"] = make_items(rankings(40, "d"), tokenizer, 128, 24)[0]
+    before = reward.evaluate_items(model, items["dev"], 0, CPU)["accuracy"]
+    config = copy_until("reward").config("reward.epochs=3", "reward.batch_prompts=8", "reward.lr=1e-3")
+    with open_stage(config, "reward") as stage:
+        after = reward.train(config, stage, model, items, 0, CPU)
+    assert before < 0.8 and after["accuracy"] > 0.95 and after["loss"] < 0.2
+
+
+def test_a_model_that_scores_everything_alike_cannot_be_calibrated(gold_run, tokenizer, model):
+    from rlhf.data.comparisons import load_comparisons
+
+    records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0]
+    torch.nn.init.zeros_(model.head.weight)
+    with pytest.raises(UserError, match="same score"):
+        reward.calibrate(gold_run.config(), model, tokenizer, records, CPU)
+
+
+def test_dropout_is_off(copy_until, model):
+    assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+    model.train()
+    tokens = torch.arange(6, 30)[None]
+    lengths = torch.tensor([24])
+    assert torch.equal(model(tokens, lengths), model(tokens, lengths))

@@ -1,0 +1,82 @@
+"""Means, shares and win rates with their intervals, by hand."""
+
+import math
+import random
+
+import pytest
+
+from rlhf.stages.statistics import interval, ratio_interval, win_rate
+
+
+def test_interval_by_hand():
+    # mean 2.5; variance (2.25 + .25 + .25 + 2.25) / 3 = 1.6667; 1.96 * sqrt(1.6667 / 4) = 1.2652
+    assert interval([1, 2, 3, 4]) == {"value": 2.5, "ci95": [1.2348, 3.7652], "n": 4}
+
+
+def test_interval_of_one_value_and_of_equal_values_has_no_width():
+    assert interval([0.7]) == {"value": 0.7, "ci95": [0.7, 0.7], "n": 1}
+    assert interval([0.3] * 5) == {"value": 0.3, "ci95": [0.3, 0.3], "n": 5}
+
+
+def test_the_interval_covers_the_truth_about_95_times_in_100():
+    rng = random.Random(0)
+    hits = 0
+    for _ in range(1000):
+        low, high = interval([rng.gauss(0.5, 0.2) for _ in range(100)])["ci95"]
+        hits += low <= 0.5 <= high
+    assert 925 <= hits <= 970  # standard error of the share: sqrt(.95 * .05 / 1000) = .007
+
+
+def test_ratio_interval_by_hand():
+    # 6 of 10 = .6; residuals 1 - .6 * 2 = -.2, 3 - .6 * 4 = .6, 2 - .6 * 4 = -.4: squares add up to .56
+    # 1.96 * sqrt(3/2 * .56) / 10 = 1.96 * .91652 / 10 = .17964
+    assert ratio_interval([1, 3, 2], [2, 4, 4]) == {"value": 0.6, "ci95": [0.4204, 0.7796], "n": 10}
+
+
+def test_a_ratio_of_equal_prompts_is_the_mean():
+    shares = [0.0, 1.0, 1.0, 0.0, 1.0]
+    ratio, mean = ratio_interval([4 * x for x in shares], [4.0] * 5), interval(shares)
+    assert ratio["ci95"] == mean["ci95"] and (ratio["value"], ratio["n"], mean["n"]) == (0.6, 20, 5)
+
+
+def test_the_prompt_is_the_unit():
+    # The same 20 comparisons, all right or all wrong within a prompt, are only 5 observations.
+    apart = ratio_interval([1.0] * 12 + [0.0] * 8, [1.0] * 20)
+    together = ratio_interval([4.0, 4.0, 4.0, 0.0, 0.0], [4.0] * 5)
+    assert apart["value"] == together["value"] == 0.6
+    widths = [(high - low) / 2 for low, high in (apart["ci95"], together["ci95"])]
+    # 1.96 * sqrt(.24 / 19) and 1.96 * sqrt(.24 / 4)
+    assert widths == pytest.approx([1.96 * math.sqrt(0.24 / 19), 1.96 * math.sqrt(0.24 / 4)], abs=1e-4)
+
+
+def test_one_prompt_has_a_ratio():
+    assert ratio_interval([3], [4]) == {"value": 0.75, "ci95": [0.75, 0.75], "n": 4}
+
+
+def test_win_rate_by_hand():
+    # prompt 1: 2 beats 1, loses to 3; 1 ties 1, loses to 3: (1 + 0 + .5 + 0) / 4 = .375
+    # prompt 2: 5 beats 1 and 4: 1; mean .6875; variance 2 * .3125^2 = .1953; 1.96 * sqrt(.1953 / 2) = .6125
+    found = win_rate([[2, 1], [5]], [[1, 3], [1, 4]])
+    assert found == {"value": 0.6875, "ci95": [0.075, 1.3], "n": 2}
+
+
+def test_a_model_against_itself_wins_half():
+    scores = [[0.1, 0.2, 0.2], [0.9], [0.5, 0.5]]
+    assert win_rate(scores, scores) == {"value": 0.5, "ci95": [0.5, 0.5], "n": 3}
+
+
+def test_rounding_is_no_win():
+    assert win_rate([[0.1 + 0.2]], [[0.3]])["value"] == 0.5
+    assert win_rate([[0.3 + 1e-6]], [[0.3]])["value"] == 1.0
+
+
+def test_wins_and_losses_swap():
+    ours, theirs = [[0.4, 0.7], [0.2, 0.2]], [[0.5, 0.4], [0.1, 0.3]]
+    assert win_rate(ours, theirs)["value"] == pytest.approx(1 - win_rate(theirs, ours)["value"])
+
+
+def test_every_prompt_needs_both():
+    with pytest.raises(ValueError, match="zip"):
+        win_rate([[1.0], [2.0]], [[1.0]])
+    with pytest.raises(ValueError, match="zip"):
+        ratio_interval([1.0], [1.0, 2.0])

@@ -1,0 +1,177 @@
+"""The command line: help, mistakes as one line and exit code 2, hand-over to Hydra. No command trains."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rlhf
+from rlhf import cli
+from rlhf.errors import UserError
+from rlhf.stages import report
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run `rlhf <arguments>` in an empty folder: its exit code, what it printed and what it complained of."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rlhf"])  # the hand-over to Hydra sets it
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = 0
+        try:
+            cli.main(list(arguments))
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list:
+    """The configurations that `rlhf report` was run with; it does nothing else here."""
+    seen: list = []
+    monkeypatch.setattr(report, "run", seen.append)
+    return seen
+
+
+@pytest.mark.parametrize("arguments", [(), ("-h",), ("--help",), ("help",)])
+def test_help_lists_every_command(call, arguments):
+    code, out, err = call(*arguments)
+    assert (code, err) == (0, "")
+    indented = [line for line in out.splitlines() if line.startswith("  ") and not line.startswith("  rlhf")]
+    assert [line.split()[0] for line in indented] == list(cli.COMMANDS)
+
+
+def test_version(call):
+    assert call("--version") == call("-V") == (0, f"rlhf {rlhf.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_a_module_that_runs_a_configuration(command):
+    spec = importlib.util.find_spec(cli.COMMANDS[command][0])
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
+    assert [argument.arg for argument in function.args.args] == ["config"]
+
+
+def test_help_and_mistakes_import_nothing_heavy():
+    # torch and transformers cost seconds; help, a misspelt key and a finished pipeline must not pay for them.
+    script = (
+        "import sys, rlhf.cli as cli, rlhf.stages.pipeline, rlhf.stages.report, rlhf.checks\n"
+        "cli.main(['--help']); cli.main(['ppo', '--help']); cli.compose_config(['experiment=gold'])\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'trl', 'wandb', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ppi"], "unknown command 'ppi' (did you mean 'ppo'?): `rlhf --help` lists them"),
+        (
+            ["ppo", "ppo.lrr=1"],
+            "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?): `rlhf <command> --cfg job` shows all",
+        ),
+        (["ppo", "+ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
+        (["ppo", "++ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
+        (["ppo", "~ppo.lrr"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
+        (["ppo", "clip_range=0.1"], "unknown setting 'clip_range' (did you mean 'ppo.clip_range'?)"),
+        (["ppo", "experiment=golt"], "experiment=golt: want one of gold, real (did you mean 'gold'?)"),
+        (["ppo", "+model=gpt3"], "model=gpt3: want one of gpt2,"),
+        (
+            ["ppo", "kl.coef"],
+            "'kl.coef': want key=value: write for example `seed=1` (did you mean 'kl.coef'?)",
+        ),
+        (["ppo", "-m", "job"], "'job': want key=value"),
+        (["ppo", "a=[1"], "'a=[1': not an override"),
+        (["ppo", "kl.coef=much"], "kl.coef=much; Value 'much' of type 'str' could not be converted to Float"),
+        (["ppo", "seed=null"], "seed=null; field 'seed' is not Optional"),
+        (["ppo", "seed=1,2"], "Ambiguous value for argument 'seed=1,2'"),
+        (["ppo", "data=here"], "data=here; Invalid type assigned: str is not a subclass of DataConfig"),
+        (
+            ["ppo", "kl.coef=-1", "device=tpu"],
+            "device=tpu: want one of auto, cpu, cuda; kl.coef=-1.0: want 0 or more",
+        ),
+        (["report", "run=a/b"], "run='a/b': want letters, digits"),
+        (["report", "run=none"], "runs/none: no such run: check run=… and runs_dir=…"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(call, arguments, said):
+    code, out, err = call(*arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("rlhf: error: ") and err.count("\n") == 1 and said in err
+
+
+def test_a_command_gets_the_composed_configuration(call, runs):
+    assert call("report", "experiment=gold", "kl.coef=0.5", "run=x") == (0, "", "")
+    (config,) = runs
+    assert (config.kl.coef, config.run, config.gold.enabled) == (0.5, "x", True)
+    assert not any(Path.cwd().iterdir())  # Hydra leaves no folder and no log behind
+
+
+def test_a_sweep_runs_the_command_for_each_value(call, runs):
+    code, _, err = call("report", "-m", "seed=3,4", "run=x")
+    assert (code, err) == (0, "") and [config.seed for config in runs] == [3, 4]
+
+
+def test_a_sweep_refuses_a_value_that_does_not_fit(call, runs):
+    code, _, err = call("report", "-m", "seed=3,-1")
+    assert (code, err) == (2, "rlhf: error: seed=-1: want 0 to 4294967295\n")
+    assert [config.seed for config in runs] == [3]
+
+
+@pytest.mark.parametrize("flag", ["--cfg", "-c"])
+def test_cfg_job_prints_the_configuration_and_runs_nothing(call, runs, flag):
+    code, out, err = call("report", flag, "job", "kl.coef=0.5", "experiment=real")
+    assert (code, err, runs) == (0, "", [])
+    printed = yaml.safe_load(out)
+    assert (printed["kl"]["coef"], printed["model"]["width"], printed["gold"]["enabled"]) == (0.5, 192, False)
+
+
+def test_flags_are_told_from_overrides():
+    given = ["-m", "seed=1,2", "--cfg", "job", "-p", "kl", "--info", "ppo.lr=1", "x"]
+    assert cli.split_flags(given) == (
+        ["-m", "--cfg", "job", "-p", "kl", "--info"],
+        ["seed=1,2", "ppo.lr=1", "x"],
+    )
+
+
+def test_a_users_mistake_within_a_command_is_one_line(call, monkeypatch):
+    def refuse(config):
+        raise UserError("x.txt: came to nothing:\n  mend it")
+
+    monkeypatch.setattr(report, "run", refuse)
+    assert call("report") == (2, "", "rlhf: error: x.txt: came to nothing: mend it\n")
+
+
+def test_an_interrupted_command_says_how_to_go_on(call, monkeypatch):
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "run", interrupt)
+    code, _, err = call("report")
+    assert code == 130
+    assert "interrupted: run the same command again, it resumes from the last checkpoint" in err
+
+
+def test_without_arguments_main_reads_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rlhf", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"rlhf {rlhf.__version__}\n"
+
+
+def test_schema_keys_are_dotted_and_hold_the_defaults():
+    keys = cli.schema_keys()
+    assert (keys["kl.coef"], keys["ppo.lam"], keys["run"]) == (0.02, 0.95, "default")
+    assert "kl" in keys and "coef" not in keys

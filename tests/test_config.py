@@ -1,0 +1,107 @@
+"""The schema and the YAML over it: every file composes, every key is documented, every help text runs."""
+
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf import cli
+from rlhf.checks import check_config
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.stages.sources import STAGE_DATA
+
+FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (cli.conf_dir() / group).glob("*.yaml"))
+CHOICES = [(path.parent.name, path.stem) for path in FILES]
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"kl.coef": 0.1, …} of nested dictionaries."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def read_yaml(group: str, name: str) -> dict[str, Any]:
+    tree = yaml.safe_load((cli.conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    tree.pop("defaults", None)
+    return leaves(tree, "" if group == "experiment" else f"{group}.")
+
+
+def test_without_overrides_the_schema_rules():
+    assert cli.compose_config([]) == Config()
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES)
+def test_every_yaml_composes_and_its_values_arrive(group, name):
+    config = cli.compose_config([f"{group}={name}"])
+    written, composed = read_yaml(group, name), leaves(asdict(config))
+    assert written and written == {key: composed[key] for key in written}
+    for command in cli.COMMANDS:
+        check_config(config, command)
+
+
+@pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "experiment"])
+def test_an_override_wins_over_an_experiment_and_an_experiment_over_its_model(name):
+    config = cli.compose_config([f"experiment={name}", "kl.coef=0.77", "model.n_layer=3"])
+    assert (config.kl.coef, config.model.n_layer) == (0.77, 3)
+    assert config.model.positions == "rotary"  # of model: tiny
+    assert cli.compose_config([f"experiment={name}", "model=gpt2"]).model.n_layer == 12
+
+
+def test_a_key_that_the_schema_lacks_cannot_be_set():
+    config = Config()
+    with pytest.raises(AttributeError):
+        config.ppo.typo = 1  # type: ignore[attr-defined]
+    for override in ("ppo.typo=1", "+ppo.typo=1", "++ppo.typo=1", "+typo=1", "~ppo.typo"):
+        with pytest.raises(UserError, match=r"unknown setting '(ppo\.)?typo'"):
+            cli.check_overrides([override])
+
+
+def test_types_are_converted_or_refused():
+    config = cli.compose_config(["ppo.lr=1", "kl.target=null", "data.corpus=[a.txt,b.txt]", "overwrite=yes"])
+    assert (config.ppo.lr, config.kl.target, config.data.corpus) == (1.0, None, ["a.txt", "b.txt"])
+    assert config.overwrite is True
+    for bad in ("ppo.epochs=1.5", "kl.coef=[1]", "overwrite=2.5"):
+        with pytest.raises(UserError, match=bad.split("=")[0]):
+            cli.compose_config([bad])
+
+
+def test_every_command_has_help_groups_that_exist():
+    assert set(cli.HELP_GROUPS) == set(cli.COMMANDS)
+    names = {item.name for item in fields(Config()) if is_dataclass(getattr(Config(), item.name))}
+    assert {group for groups in cli.HELP_GROUPS.values() for group in groups} == names
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_commands_help_runs(command, capsys):
+    cli.main([command, "--help"])
+    out, err = capsys.readouterr()
+    assert err == "" and out.startswith(f"rlhf {command} [key=value …]\n\n{cli.COMMANDS[command][1]}\n")
+    for group in ("", *(f"{name}." for name in cli.HELP_GROUPS[command])):
+        for key, value in cli.schema_keys().items():
+            if key.rpartition(".")[0] == group.rstrip(".") and not is_dataclass(value):
+                assert f"\n  {key}=" in out
+    assert "model=gpt2 | gpt2-large" in out and "experiment=gold | real" in out
+
+
+def test_every_setting_is_documented(capsys):
+    for command in cli.COMMANDS:
+        cli.main([command, "--help"])
+    shown: dict[str, str] = {}
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("  ") and "=" in line:
+            key, _, rest = line.strip().partition("=")
+            shown[key] = rest.partition(" ")[2].strip()
+    settings = [key for key, value in cli.schema_keys().items() if not is_dataclass(value)]
+    assert [key for key in settings if not shown.get(key)] == []
+    for name in (item.name for item in fields(Config())):
+        group = getattr(Config(), name)
+        assert not is_dataclass(group) or type(group).__doc__
+
+
+def test_stages_that_read_data_name_kinds_of_the_schema():
+    kinds = {item.name for item in fields(Config().data)}
+    assert {kind for found in STAGE_DATA.values() for kind in found} <= kinds

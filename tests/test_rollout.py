@@ -1,0 +1,202 @@
+"""Rollouts: where log-probs, values and scores are read, and what a batch's composition may not change."""
+
+import pytest
+import torch
+
+from rlhf.model import GPTConfig, GPTForCausalLM, RewardModel
+from rlhf.rollout import Rollout, collect_rollout, response_logprobs, response_positions, response_values
+
+VOCAB, EOS, PAD = 29, 5, 0
+PROMPTS = [[1, 7, 8, 9, 2], [1, 2], [1, 11, 12, 2], [1, 13, 14, 15, 16, 17, 18, 2], [1, 20, 2]]
+KEYS = [("test", i) for i in range(len(PROMPTS))]
+
+
+def make_policy(seed: int) -> GPTForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 2, "width": 32}
+    # wide weights: a policy with opinions, whose log-probs differ from token to token
+    return GPTForCausalLM(GPTConfig.named("tiny", initializer_range=0.3, **sizes)).eval()
+
+
+def make_reward_model(seed: int) -> RewardModel:
+    model = RewardModel.from_causal_lm(make_policy(seed))
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(model.head.weight)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models() -> dict:
+    reward = make_reward_model(2)
+    reward.calibrate(gain=2.0, shift=-0.5)
+    return {
+        "policy": make_policy(0),
+        "reference": make_policy(1),
+        "critic": make_reward_model(3),
+        "reward_model": reward,
+    }
+
+
+def collect(models: dict, decode_batch: int = 5, forward_batch: int = 5, rows: list[int] | None = None) -> Rollout:
+    rows = list(range(len(PROMPTS))) if rows is None else rows
+    return collect_rollout(
+        [PROMPTS[i] for i in rows], [KEYS[i] for i in rows], **models, seed=4, max_new_tokens=12, eos=EOS, pad=PAD,
+        decode_batch=decode_batch, forward_batch=forward_batch, clock=lambda phase: None,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rollout(models) -> Rollout:
+    found = collect(models)
+    lengths = found.response_mask.sum(1)
+    assert lengths.unique().numel() > 1, "the tests below need responses of unequal lengths"
+    assert found.ended.any() and not found.ended.all(), "and some without an end token"
+    return found
+
+
+def response(rollout: Rollout, row: int) -> list[int]:
+    return rollout.tokens[row, int(rollout.prompt_lengths[row]) : int(rollout.lengths[row])].tolist()
+
+
+@torch.no_grad()
+def forward_logprobs(policy, rollout: Rollout, row: int) -> torch.Tensor:
+    """Log-probs of one response by a forward over that row alone, without padding."""
+    start, end = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+    tokens = rollout.tokens[row, :end]
+    logp = policy(tokens[None]).logits[0].log_softmax(-1)  # (T, V)
+    return torch.stack([logp[t - 1, tokens[t]] for t in range(start, end)])
+
+
+@pytest.mark.parametrize(("field", "model"), [("logp_old", "policy"), ("logp_ref", "reference")])
+def test_logprobs_are_those_of_a_plain_forward(rollout, models, field, model):
+    for row in range(len(PROMPTS)):
+        wanted = forward_logprobs(models[model], rollout, row)
+        found = getattr(rollout, field)[row]
+        assert torch.allclose(found[: len(wanted)], wanted, atol=1e-5)
+        assert not found[len(wanted) :].any(), "log-probs outside the mask are 0"
+
+
+@torch.no_grad()
+def test_values_are_read_before_each_token_and_scores_at_the_last(rollout, models):
+    for row in range(len(PROMPTS)):
+        start, end = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+        tokens = rollout.tokens[row : row + 1, :end]
+        values = models["critic"].token_values(tokens)[0]
+        assert torch.allclose(rollout.values[row, : end - start], values[start - 1 : end - 1], atol=1e-5)
+        assert not rollout.values[row, end - start :].any()
+        score = models["reward_model"].token_values(tokens)[0, -1]
+        assert torch.allclose(rollout.scores[row], score, atol=1e-5)
+
+
+def test_mask_counts_response_tokens_the_end_token_included(rollout):
+    assert torch.equal(rollout.response_mask.sum(1), rollout.lengths - rollout.prompt_lengths)
+    for row in range(len(PROMPTS)):
+        tokens = response(rollout, row)
+        assert bool(rollout.ended[row]) == (tokens[-1] == EOS)
+        assert EOS not in tokens[:-1]
+        assert rollout.tokens[row, : len(PROMPTS[row])].tolist() == PROMPTS[row]
+        assert (rollout.tokens[row, int(rollout.lengths[row]) :] == PAD).all()
+
+
+@pytest.mark.parametrize(("decode_batch", "forward_batch"), [(1, 1), (2, 5), (5, 2)])
+def test_how_a_batch_is_split_changes_nothing(rollout, models, decode_batch, forward_batch):
+    other = collect(models, decode_batch, forward_batch)
+    for name, one, two in zip(Rollout._fields, rollout, other, strict=True):
+        assert torch.allclose(one.float(), two.float(), atol=1e-5), name
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(rollout, models):
+    order = [3, 1]
+    other = collect(models, rows=order)
+    for new, old in enumerate(order):
+        assert response(other, new) == response(rollout, old)
+        assert torch.allclose(other.scores[new], rollout.scores[old], atol=1e-5)
+
+
+def test_another_key_or_seed_is_another_sample(rollout, models):
+    other = collect_rollout(
+        PROMPTS, [("other", i) for i in range(len(PROMPTS))], **models, seed=4, max_new_tokens=12, eos=EOS, pad=PAD,
+        decode_batch=5, forward_batch=5, clock=lambda phase: None,
+    )  # fmt: skip
+    assert any(response(other, row) != response(rollout, row) for row in range(len(PROMPTS)))
+
+
+def test_rows_cut_to_the_longest_and_keep_every_field(rollout):
+    shortest = int(rollout.lengths.argmin())
+    part = rollout.rows([shortest])
+    assert part.tokens.shape == (1, int(rollout.lengths[shortest]))
+    assert part.response_mask.shape[1] == int(rollout.response_mask[shortest].sum())
+    for name in ("response_mask", "logp_old", "logp_ref", "values"):
+        cut = getattr(part, name)
+        assert torch.equal(cut[0], getattr(rollout, name)[shortest, : cut.shape[1]]), name
+    assert torch.equal(part.scores, rollout.scores[[shortest]])
+
+
+def test_a_critic_that_trains_goes_on_training(models):
+    models["critic"].train()
+    collect(models)
+    assert models["critic"].training
+    models["critic"].eval()
+
+
+# --- placement, by hand --------------------------------------------------------------------------------------------
+
+# Two rows of prompts of 3 and 1 tokens, responses of 2 and 3:
+#   row 0: p p p a b .      a is chosen at position 2, b at 3
+#   row 1: p a b c . .      a is chosen at position 0, b at 1, c at 2
+TOKENS = torch.tensor([[10, 11, 12, 20, 21, PAD], [10, 22, 23, 24, PAD, PAD]])
+STARTS = torch.tensor([3, 1])
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+
+
+def test_positions_by_hand():
+    assert response_positions(STARTS, 6, 3).tolist() == [[2, 3, 4], [0, 1, 2]]
+    assert response_positions(torch.tensor([5]), 6, 3).tolist() == [[4, 5, 5]]  # kept within the row
+
+
+class Ruler(torch.nn.Module):
+    """A critic whose value after token t is its position t + 0.5."""
+
+    def token_values(self, tokens):
+        return (torch.arange(tokens.shape[1]) + 0.5).expand(tokens.shape)
+
+
+def test_value_of_a_token_is_read_one_token_earlier():
+    values = response_values(Ruler(), TOKENS, STARTS, MASK)
+    assert values.tolist() == [[2.5, 3.5, 0.0], [0.5, 1.5, 2.5]]
+
+
+class Successor(torch.nn.Module):
+    """A policy over 29 tokens that gives the successor of each token, u + 1, the probability 1/2; others share the rest."""
+
+    base_model = property(lambda self: self._trunk)
+
+    def _trunk(self, input_ids, use_cache):
+        from types import SimpleNamespace
+
+        return SimpleNamespace(last_hidden_state=torch.nn.functional.one_hot(input_ids + 1, VOCAB).float())
+
+    def get_output_embeddings(self):
+        # softmax(log(28) one_hot): 28 / (28 + 28) = 1/2 for the successor, 1/56 for each other
+        return lambda hidden: hidden * torch.tensor(28.0).log()
+
+
+def test_logprob_of_a_token_is_read_one_token_earlier():
+    logp, spread = response_logprobs(Successor(), TOKENS, STARTS, MASK, with_entropy=True)
+    half, other = -torch.tensor(2.0).log(), -torch.tensor(56.0).log()
+    # 12 -> 20 no, 20 -> 21 yes; 10 -> 22 no, 22 -> 23 yes, 23 -> 24 yes
+    assert torch.allclose(logp, torch.tensor([[other, half, 0.0], [other, half, half]]), atol=1e-6)
+    # 1/2 log 2 + 28 * 1/56 log 56 at every response token
+    wanted = 0.5 * (torch.tensor(2.0).log() + torch.tensor(56.0).log())
+    assert torch.allclose(spread, torch.where(MASK, wanted, 0.0), atol=1e-6)
+
+
+def test_pads_change_no_logprob_and_no_value(models):
+    wide = torch.cat([TOKENS, torch.full((2, 4), 3)], dim=1)
+    columns = torch.cat([MASK, torch.zeros(2, 2, dtype=torch.bool)], dim=1)
+    with torch.no_grad():
+        one, _ = response_logprobs(models["policy"], TOKENS, STARTS, MASK)
+        two, _ = response_logprobs(models["policy"], wide, STARTS, columns)
+        v1, v2 = (response_values(models["critic"], t, STARTS, m).sum(1) for t, m in ((TOKENS, MASK), (wide, columns)))
+    assert torch.allclose(one, two[:, :3], atol=1e-6) and not two[:, 3:].any()
+    assert torch.allclose(v1, v2, atol=1e-5)

@@ -1,0 +1,579 @@
+"""Run folders: sealed checkpoints, stage records, lineage, refusals, locks, and disks that fail."""
+
+import contextlib
+import errno
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf import runs
+from rlhf.cli import schema_keys
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.stages.sources import hash_sources
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return Config(run="demo", runs_dir=str(tmp_path / "runs"))
+
+
+def changed(config: Config, **settings: object) -> Config:
+    """A copy with other values; `sft__lr` stands for sft.lr."""
+    from copy import deepcopy
+
+    copy = deepcopy(config)
+    for name, value in settings.items():
+        *groups, last = name.split("__")
+        place = copy
+        for group in groups:
+            place = getattr(place, group)
+        setattr(place, last, value)
+    return copy
+
+
+def run_stage(config: Config, name: str, text: str = "weights", **kwargs) -> Path:
+    """A stage from beginning to end, whose output is one small file; returns its folder."""
+    with runs.open_stage(config, name, **kwargs) as stage:
+        stage.model.mkdir(exist_ok=True)
+        (stage.model / "weights.txt").write_text(text)
+        stage.finish({"loss": 1.5})
+    return stage.folder
+
+
+def fail_with(number: int):
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+# --- files ---
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    runs.write_json(path, {"name": "é", "n": [1, 2]})
+    assert runs.read_json(path) == {"name": "é", "n": [1, 2]}
+    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+    with pytest.raises(UserError, match=r"a\.json: cannot write: No space left on device: free space"):
+        runs.write_json(path, {"n": 3})
+    assert runs.read_json(path)["n"] == [1, 2] and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"[1] 2"])
+def test_damaged_json_reads_as_nothing(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    assert runs.read_json(tmp_path / "a.json") is None
+
+
+def test_missing_json_reads_as_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    assert runs.read_json(tmp_path / "none.json") is runs.read_json(tmp_path / "file" / "a.json") is None
+
+
+def test_hashes_are_sha256_by_relative_path(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_bytes(b"abc")
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "skipped").write_bytes(b"1")
+    assert runs.hash_files(tmp_path, skip=("skipped",)) == {  # the test vectors of FIPS 180-2
+        "a": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        "b/x": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }
+
+
+# --- checkpoints ---
+
+
+def checkpoint(folder: Path, step: int, content: str = "weights", keep: int = 5) -> Path:
+    def write(path: Path) -> None:
+        (path / "inner").mkdir()
+        (path / "inner" / "model.txt").write_text(content * 100)
+        (path / "state.json").write_text(json.dumps({"step": step}))
+
+    return runs.save_checkpoint(folder, step, write, keep)
+
+
+def test_a_saved_checkpoint_is_whole_and_the_latest(tmp_path):
+    for step in (9, 10, 100):
+        path = checkpoint(tmp_path, step)
+        assert path == tmp_path / f"step-{step}" and runs.is_whole(path)
+    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-9", "step-10", "step-100"]
+    assert runs.latest_checkpoint(tmp_path) == tmp_path / "step-100"
+    assert runs.checkpoint_step(tmp_path / "step-100") == 100
+
+
+def test_there_may_be_no_checkpoint(tmp_path):
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "step-3").touch()
+    assert runs.checkpoints(tmp_path) == runs.checkpoints(tmp_path / "none") == []
+    assert runs.latest_checkpoint(tmp_path) is runs.latest_checkpoint(tmp_path / "none") is None
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray((path / "inner" / "model.txt").read_bytes())
+    content[350] ^= 1
+    (path / "inner" / "model.txt").write_bytes(content)
+
+
+def cut_a_file(path: Path) -> None:
+    with (path / "inner" / "model.txt").open("r+b") as file:
+        file.truncate(650)
+
+
+def lose_a_file(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def empty_the_manifest(path: Path) -> None:
+    (path / runs.MANIFEST).write_text('{"files": {}}')
+
+
+def tear_the_manifest(path: Path) -> None:
+    (path / runs.MANIFEST).write_text((path / runs.MANIFEST).read_text()[:-9])
+
+
+DAMAGES = [change_a_byte, cut_a_file, lose_a_file, empty_the_manifest, tear_the_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, damage):
+    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    damage(bad)
+    said: list[str] = []
+    assert not runs.is_whole(bad) and runs.latest_checkpoint(tmp_path, said.append) == good
+    (line,) = said
+    assert line.startswith(f"{bad}: checkpoint is damaged") and "falling back" in line
+    damage(good)
+    assert runs.latest_checkpoint(tmp_path, said.append) is None
+
+
+def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
+    good = checkpoint(tmp_path, 1)
+    torn = tmp_path / "step-2"
+    torn.mkdir()
+    (torn / "state.json").write_text("{}")
+    said: list[str] = []
+    assert runs.latest_checkpoint(tmp_path, said.append) == good and said == []
+    runs.seal(torn)
+    assert runs.latest_checkpoint(tmp_path, said.append) == torn
+
+
+def test_only_the_newest_stay(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint(tmp_path, step, keep=2)
+    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_path, keep):
+    checkpoint(tmp_path, 10)
+    change_a_byte(checkpoint(tmp_path, 20))
+    (tmp_path / "step-30").mkdir()  # torn
+    assert runs.latest_checkpoint(tmp_path, lambda text: None) == tmp_path / "step-10"
+    checkpoint(tmp_path, 15, keep=keep)
+    assert runs.latest_checkpoint(tmp_path) == tmp_path / "step-15"
+    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-10", "step-15"][-keep:]
+
+
+def test_a_step_is_saved_anew(tmp_path):
+    checkpoint(tmp_path, 1, "old")
+    checkpoint(tmp_path, 1, "new")
+    assert (tmp_path / "step-1" / "inner" / "model.txt").read_text() == "new" * 100
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+        Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=["python", "torch", "safetensors"],
+)
+def test_a_full_disk_keeps_the_checkpoints_before_it(tmp_path, error):
+    before = checkpoint(tmp_path, 1)
+
+    def write(path: Path) -> None:
+        (path / "half").write_text("x")
+        raise error
+
+    with pytest.raises(UserError, match=r"step-2: cannot write: No space left on device: free .* resumes"):
+        runs.save_checkpoint(tmp_path, 2, write, keep=1)
+    assert [*tmp_path.iterdir()] == [before] and runs.is_whole(before)
+
+
+def test_a_disk_that_fills_while_sealing_keeps_the_checkpoints_before_it(tmp_path, monkeypatch):
+    before = checkpoint(tmp_path, 1)
+    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+    with pytest.raises(UserError, match="No space left on device"):
+        checkpoint(tmp_path, 2, keep=1)
+    assert [*tmp_path.iterdir()] == [before] and runs.is_whole(before)
+
+
+def test_another_error_is_not_taken_for_the_disks(tmp_path):
+    def write(path: Path) -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        runs.save_checkpoint(tmp_path, 1, write, keep=1)
+    assert not any(tmp_path.iterdir())
+
+
+# --- settings ---
+
+
+def test_identity_settings_exist_in_the_schema_and_cover_what_trains():
+    keys = schema_keys()
+    named = {key for settings in runs.STAGE_SETTINGS.values() for key in settings}
+    assert named <= set(keys) and set(runs.STAGE_SETTINGS) == set(runs.STAGE_PARENTS)
+    trained = {
+        "model",
+        "tokenizer",
+        "pretrain",
+        "sft",
+        "reward",
+        "ppo",
+        "kl",
+        "rollout",
+        "evaluate",
+        "gold",
+        "seed",
+    }
+    assert trained <= named
+    inner = {key.rpartition(".")[2] for key in keys}
+    assert inner >= runs.NOT_IDENTITY
+
+
+def test_settings_of_a_stage_are_its_own_less_what_only_sets_the_pace(config):
+    sft = runs.settings_of(config, "sft")
+    assert sft["sft.lr"] == 9.65e-6 and sft["seed"] == 0 and "ppo.lr" not in sft and "run" not in sft
+    assert runs.settings_of(changed(config, ppo__lr=1.0, threads=2, run="other"), "sft") == sft
+    assert runs.settings_of(changed(config, sft__lr=1.0), "sft") != sft
+    for key in ("ppo__micro_batch_episodes", "ppo__samples_every", "checkpoints__keep", "tracking__kind"):
+        other = changed(config, **{key: 3})
+        assert runs.settings_of(other, "ppo") == runs.settings_of(config, "ppo")
+
+
+def test_differences_name_both_values_and_are_cut_short():
+    assert runs.differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"}) == "b 2 -> 3, c None -> 'x'"
+    assert runs.differences(dict.fromkeys("abcdef", 0), {}).endswith("d 0 -> None and 2 more")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a b", "x" * 101, ".hidden"])
+def test_a_run_name_that_is_no_folder_name(config, name):
+    with pytest.raises(UserError, match=r"want letters, digits, '\.', '_' and '-'"):
+        runs.run_folder(changed(config, run=name))
+
+
+def test_a_run_lies_under_runs_dir(config):
+    assert runs.run_folder(config) == Path(config.runs_dir) / "demo"
+    assert runs.stage_folder(config, "sft") == Path(config.runs_dir) / "demo" / "sft"
+
+
+# --- a stage's life ---
+
+
+def test_a_stage_from_beginning_to_end(config, capsys):
+    with runs.open_stage(config, "tokenizer", {"corpus:a.txt": "0f"}) as stage:
+        running = runs.read_stage(stage.folder)
+        assert running is not None and running["status"] == "running" and not runs.is_complete(stage.folder)
+        assert not stage.resumed
+        stage.model.mkdir()
+        (stage.model / "tokenizer.json").write_text("{}")
+        (stage.folder / "metrics.jsonl").write_text("{}\n")
+        checkpoint(stage.checkpoints, 1)
+        stage.finish({"entries": 300.0})
+    record = runs.read_stage(stage.folder)
+    assert record is not None and runs.is_complete(stage.folder) and runs.check_output(stage.folder) == record
+    assert not stage.checkpoints.exists()
+    assert list(record["files"]) == ["model/tokenizer.json"]  # what is logged is no output
+    assert (record["stage"], record["seed"], record["summary"]) == ("tokenizer", 0, {"entries": 300.0})
+    assert record["parents"] == {} and record["data"] == {"corpus:a.txt": "0f"}
+    assert record["versions"].keys() >= {"python", "torch", "transformers"} and record["peak_rss_mb"] > 1
+    assert record["hash"] == runs.hash_of(record) and record["seconds"] >= 0
+    assert yaml.safe_load((stage.folder / "config.yaml").read_text()) == asdict(config) == record["config"]
+    said = capsys.readouterr().out
+    assert said.startswith("tokenizer: starting\ntokenizer: complete in 0 s") and str(stage.folder) in said
+
+
+def test_a_complete_stage_is_refused_and_left_alone(config):
+    folder = run_stage(config, "tokenizer")
+    before = runs.hash_files(folder)
+    with pytest.raises(
+        UserError, match=r"run 'demo' already has a complete tokenizer: choose another run=…, or add over"
+    ):
+        run_stage(config, "tokenizer")
+    assert runs.hash_files(folder) == before
+
+
+def test_overwrite_begins_with_an_empty_folder(config):
+    folder = run_stage(config, "tokenizer", "old")
+    (folder / "stray.txt").touch()
+    with runs.open_stage(changed(config, overwrite=True), "tokenizer") as stage:
+        assert not stage.resumed
+        assert sorted(p.name for p in folder.iterdir()) == [".lock", "config.yaml", "stage.json"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def interrupt(config: Config, name: str, **kwargs) -> Path:
+    """A stage that is killed after its first checkpoint."""
+    with contextlib.suppress(Killed), runs.open_stage(config, name, **kwargs) as stage:
+        stage.seconds_before = 100.0
+        checkpoint(stage.checkpoints, 1)
+        stage.note_progress()
+        raise Killed
+    return runs.stage_folder(config, name)
+
+
+def test_an_interrupted_stage_is_resumed_with_its_time(config):
+    folder = interrupt(config, "tokenizer")
+    with runs.open_stage(config, "tokenizer") as stage:
+        assert stage.resumed and 100 <= stage.elapsed() < 110
+        assert runs.latest_checkpoint(stage.checkpoints) == folder / "checkpoints" / "step-1"
+        stage.finish()
+    record = runs.read_stage(folder)
+    assert record is not None and record["seconds"] >= 100
+
+
+def test_overwrite_drops_what_an_interrupted_stage_left(config):
+    interrupt(config, "tokenizer")
+    with runs.open_stage(changed(config, overwrite=True), "tokenizer") as stage:
+        assert not stage.resumed and stage.elapsed() < 10 and not stage.checkpoints.exists()
+
+
+def test_an_interrupted_stage_is_not_resumed_under_other_settings(config):
+    folder = interrupt(config, "tokenizer")
+    other = changed(config, tokenizer__vocab_size=400)
+    with pytest.raises(
+        UserError, match=r"begun with other settings \(tokenizer.vocab_size 50257 -> 400\): restore them"
+    ):
+        run_stage(other, "tokenizer")
+    assert runs.latest_checkpoint(folder / "checkpoints") is not None
+    run_stage(changed(config, threads=1, checkpoints__keep=1), "tokenizer")  # the pace may change
+
+
+def test_an_interrupted_stage_is_not_resumed_on_other_data(config):
+    interrupt(config, "tokenizer", data={"corpus:a.txt": "0f"})
+    with pytest.raises(UserError, match="was begun on other parents or data than are there now"):
+        run_stage(config, "tokenizer", data={"corpus:a.txt": "1f"})
+
+
+@pytest.mark.parametrize("record", [None, "{", "[]"], ids=["absent", "torn", "no record"])
+def test_files_without_a_record_are_not_deleted(config, record):
+    folder = runs.stage_folder(config, "tokenizer")
+    folder.mkdir(parents=True)
+    (folder / "thesis.txt").write_text("years of work")
+    if record is not None:
+        (folder / "stage.json").write_text(record)
+    with pytest.raises(
+        UserError, match=r"no readable stage.json but other files \(.*thesis.txt\): choose another run=…"
+    ):
+        run_stage(config, "tokenizer")
+    assert (folder / "thesis.txt").read_text() == "years of work"
+    run_stage(changed(config, overwrite=True), "tokenizer")
+    assert not (folder / "thesis.txt").exists()
+
+
+def test_a_try_that_died_before_its_first_record_is_no_obstacle(config):
+    folder = runs.stage_folder(config, "tokenizer")
+    folder.mkdir(parents=True)
+    for name in (".lock", ".stage.json.17.tmp"):
+        (folder / name).touch()
+    run_stage(config, "tokenizer")
+    assert not (folder / ".stage.json.17.tmp").exists()
+
+
+def test_a_removal_that_is_cut_short_leaves_a_stage_that_is_noticed(config, monkeypatch):
+    folder = run_stage(config, "tokenizer")
+    monkeypatch.setattr(Path, "unlink", fail_with(errno.EIO))
+    with pytest.raises(UserError, match="cannot write: Input/output error: check the disk"):
+        run_stage(changed(config, overwrite=True), "tokenizer")
+    monkeypatch.undo()
+    assert runs.is_complete(folder)
+    with pytest.raises(
+        UserError, match=r"weights.txt: missing, tokenizer wrote it: run `rlhf tokenizer overwrite=true`"
+    ):
+        runs.check_output(folder)
+
+
+def test_two_processes_do_not_work_on_one_stage(config):
+    with runs.open_stage(config, "tokenizer") as stage:
+        with pytest.raises(UserError, match=f"{stage.folder}: another process is working on it: wait"):
+            run_stage(changed(config, overwrite=True), "tokenizer")
+        assert runs.read_stage(stage.folder)["status"] == "running"
+        run_stage(changed(config, run="other"), "tokenizer")
+    run_stage(config, "tokenizer")  # the lock is gone
+
+
+def test_a_stage_that_failed_releases_its_lock(config):
+    with pytest.raises(ValueError, match="bug"), runs.open_stage(config, "tokenizer"):
+        raise ValueError("bug")
+    run_stage(config, "tokenizer")
+
+
+# --- disks that fail ---
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, "make the folder writable or choose another with runs_dir=…"),
+        (errno.EROFS, "make the folder writable or choose another with runs_dir=…"),
+        (errno.ENOSPC, "free space or choose another disk with runs_dir=…"),
+        (errno.EIO, "check the disk, then run the same command again"),
+    ],
+)
+def test_a_folder_that_cannot_be_made(config, monkeypatch, number, remedy):
+    monkeypatch.setattr(Path, "mkdir", fail_with(number))  # permissions do not stop every user, so: pretend
+    with pytest.raises(UserError) as caught:
+        run_stage(config, "tokenizer")
+    assert f"tokenizer: cannot write: {os.strerror(number)}: {remedy}" in str(caught.value)
+
+
+def test_a_runs_dir_that_is_a_file(config, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write: Not a directory"):
+        run_stage(changed(config, runs_dir=str(tmp_path / "file")), "tokenizer")
+
+
+def test_a_disk_that_is_full_at_the_record(config, monkeypatch):
+    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+    with pytest.raises(UserError, match=r"stage.json: cannot write: No space left on device"):
+        run_stage(config, "tokenizer")
+
+
+def test_a_disk_that_fills_while_a_stage_writes_its_output(config):
+    wanted = r"model.bin: cannot write: No space left on device: free space"
+    with pytest.raises(UserError, match=wanted), runs.open_stage(config, "tokenizer"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.bin")
+    run_stage(config, "tokenizer")
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(config):
+    with pytest.raises(PermissionError), runs.open_stage(config, "tokenizer"):
+        raise PermissionError(errno.EACCES, "Permission denied", "corpus.txt")
+
+
+# --- lineage ---
+
+
+def chain(config: Config, *names: str) -> dict[str, Path]:
+    return {name: run_stage(config, name) for name in names}
+
+
+def test_a_stage_records_the_hashes_of_its_parents(config, capsys):
+    folders = chain(config, "tokenizer", "pretrain", "sft")
+    hashes = {name: runs.read_stage(folder)["hash"] for name, folder in folders.items()}
+    assert runs.read_stage(folders["pretrain"])["parents"] == {"tokenizer": hashes["tokenizer"]}
+    assert runs.read_stage(folders["sft"])["parents"] == {"pretrain": hashes["pretrain"]}
+    said = f"sft: starting, built on {folders['pretrain']} ({hashes['pretrain'][:8]})\n"
+    assert said in capsys.readouterr().out
+
+
+def test_the_hash_covers_settings_parents_data_and_output(config):
+    record = runs.read_stage(run_stage(config, "tokenizer"))
+    for part in ("settings", "parents", "data", "files"):
+        assert runs.hash_of(record | {part: {"x": "y"}}) != record["hash"]
+    assert runs.hash_of(record | {"seconds": 1e9, "versions": {}, "summary": {}}) == record["hash"]
+    again = runs.read_stage(run_stage(changed(config, run="again"), "tokenizer"))
+    assert again["hash"] == record["hash"]  # the run's name is no part of it
+
+
+def test_the_world_is_a_parent_only_where_it_is_enabled(config):
+    chain(config, "tokenizer")
+    with pytest.raises(UserError, match="no finished world there: run `rlhf world` first"):
+        runs.collect_parents(changed(config, gold__enabled=True), "pretrain")
+    assert list(runs.collect_parents(config, "pretrain")) == ["tokenizer"]
+    assert runs.is_needed(config, "sft") and not runs.is_needed(config, "label")
+
+
+def test_a_parent_that_is_missing(config):
+    with pytest.raises(
+        UserError, match=r"pretrain: no finished pretrain there: run `rlhf pretrain` first, or name one w"
+    ):
+        run_stage(config, "sft")
+    assert not runs.stage_folder(config, "sft").exists()
+
+
+def test_a_parent_that_is_not_finished(config):
+    interrupt(config, "tokenizer")
+    with pytest.raises(UserError, match="tokenizer is not finished: run `rlhf tokenizer` again, it resumes"):
+        run_stage(config, "pretrain")
+
+
+def test_a_parent_whose_file_is_gone_or_changed(config):
+    weights = run_stage(config, "tokenizer") / "model" / "weights.txt"
+    weights.write_text("weight")
+    with pytest.raises(UserError, match=r"weights.txt: cut short or changed since tokenizer wrote it"):
+        run_stage(config, "pretrain")
+    weights.unlink()
+    with pytest.raises(
+        UserError, match=r"weights.txt: missing, tokenizer wrote it: run `rlhf tokenizer overwrite=true`"
+    ):
+        run_stage(config, "pretrain")
+
+
+def test_parents_that_do_not_fit_each_other(config):
+    chain(config, "tokenizer", "pretrain", "sft", "reward")
+    run_stage(changed(config, overwrite=True), "sft", "other weights")
+    with pytest.raises(
+        UserError, match=r"reward: built on another sft \(.{8}\) than .*sft \(.{8}\): run `rlhf reward over"
+    ):
+        run_stage(config, "ppo")
+    run_stage(changed(config, overwrite=True), "reward")
+    run_stage(config, "ppo")
+
+
+def test_an_interrupted_stage_is_not_resumed_on_another_parent(config):
+    chain(config, "tokenizer")
+    interrupt(config, "pretrain")
+    run_stage(changed(config, overwrite=True), "tokenizer", "other")
+    with pytest.raises(UserError, match="pretrain: was begun on other parents or data than are there now"):
+        run_stage(config, "pretrain")
+
+
+def test_a_parent_by_run_name_by_run_folder_and_by_stage_folder(config):
+    folders = chain(config, "tokenizer", "pretrain")
+    for i, given in enumerate(("demo", str(folders["pretrain"].parent), str(folders["pretrain"]))):
+        child = changed(config, run=f"child-{i}", parents__pretrain=given)
+        assert runs.stage_folder(child, "pretrain") == folders["pretrain"]
+        assert runs.read_stage(run_stage(child, "sft"))["parents"].keys() == {"pretrain"}
+    stray = changed(config, parents__pretrain="nowhere")
+    with pytest.raises(UserError, match=r"parents.pretrain=nowhere: neither a run under .*runs/ nor a"):
+        runs.stage_folder(stray, "pretrain")
+
+
+# --- data ---
+
+
+def test_data_that_the_user_named_is_hashed_and_files_of_one_name_are_kept_apart(config, tmp_path):
+    files = [tmp_path / folder / "text.txt" for folder in ("a", "b")]
+    for path in files:
+        path.parent.mkdir()
+        path.write_text("one")
+    given = changed(config, data__corpus=[str(path) for path in files])
+    before = hash_sources(given, "pretrain")
+    assert list(before) == ["corpus:text.txt", "corpus:text.txt#1"] and len(set(before.values())) == 1
+    files[0].write_text("two")
+    assert hash_sources(given, "pretrain") != before
+    assert hash_sources(given, "sft") == hash_sources(config, "pretrain") == {}
+
+
+def test_only_files_that_a_stage_can_read_count_as_its_data(config, tmp_path):
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "a.jsonl").write_text("{}\n")
+    (tmp_path / "labels" / "README.md").write_text("about")
+    (tmp_path / "labels" / "notes.txt").write_text("about")
+    given = changed(config, data__demonstrations=str(tmp_path / "labels"))
+    assert list(hash_sources(given, "sft")) == ["demonstrations:a.jsonl"]
+    with pytest.raises(UserError, match=r"notes.txt: got a file of another kind, want .jsonl, .json"):
+        hash_sources(changed(config, data__demonstrations=str(tmp_path / "labels" / "notes.txt")), "sft")
