@@ -51,6 +51,8 @@ def check_config(config: Config, command: str) -> None:
 
 def _relations(config: Config, command: str) -> list[str]:
     problems = []
+    if config.model.n_head > 0 and config.model.width % config.model.n_head:
+        problems.append(f"model.width={config.model.width}: want a multiple of model.n_head={config.model.n_head}")
     ppo, pretrain, context = config.ppo, config.pretrain, config.model.context_length
     if not 0 <= config.seed < 2**32:
         problems.append(f"seed={config.seed}: want 0 to {2**32 - 1}")
@@ -82,6 +84,11 @@ def _relations(config: Config, command: str) -> list[str]:
         problems.append(
             f"kl.target={config.kl.target}: want more than 0 nats a sequence, or null for a fixed coefficient"
         )
+    if config.kl.target is not None and config.kl.coef == 0:
+        problems.append("kl.coef=0: with kl.target it would stay 0: want more than 0, or kl.target=null")
+    if config.kl.target is not None and ppo.episodes_per_update >= 5 * config.kl.horizon:
+        problems.append(f"kl.horizon={config.kl.horizon}: want more than a fifth of ppo.episodes_per_update="
+                        f"{ppo.episodes_per_update}, or one update could take kl.coef to 0")  # fmt: skip
     if command in ("ppo", "pipeline") and config.rollout.temperature != 1.0:
         problems.append(f"rollout.temperature={config.rollout.temperature}: PPO needs 1, anything else biases the KL")
     if config.gold.enabled and config.rollout.max_new_tokens >= context:

@@ -160,6 +160,7 @@ class GoldConfig:
     dev_prompts: int = 256  # prompts for choosing settings
     test_prompts: int = 512  # prompts for the final figures
     comparison_prompts: int = 3000  # prompts whose responses are ranked
+    comparison_dev_prompts: int = 100  # of the dev split, for the held-out figures of training
     comparison_test_prompts: int = 300  # of the test split, for the reward model's held-out accuracy
     responses_min: int = 4  # K
     responses_max: int = 9  # largest K
@@ -188,9 +189,11 @@ class CheckpointConfig:
 class ParentsConfig:
     """Where a stage finds what it builds on: a run's name or a path; none: the same run."""
 
+    world: str | None = None  # a run or a stage folder (the gold world only)
     tokenizer: str | None = None  # a run or a stage folder
     pretrain: str | None = None  # a run or a stage folder
     sft: str | None = None  # a run or a stage folder
+    label: str | None = None  # a run or a stage folder (the gold world only)
     reward: str | None = None  # a run or a stage folder
     ppo: str | None = None  # a run or a stage folder
 

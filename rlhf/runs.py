@@ -253,10 +253,12 @@ def is_complete(folder: Path) -> bool:
     return record is not None and record.get("status") == "complete"
 
 
-def check_output(folder: Path) -> dict:
+def check_output(folder: Path, stage: str | None = None) -> dict:
     """The record of a complete stage whose files are what it says. Raises: UserError otherwise."""
-    stage = folder.name
     record = read_stage(folder)
+    stage = stage or folder.name
+    if record is not None and record.get("stage") != stage:
+        raise UserError(f"{folder}: was written by {record.get('stage')}, want a {stage}: point parents.{stage} at one")
     if record is None:
         raise UserError(
             f"{folder}: no finished {stage} there: run `rlhf {stage}` first, or name one with parents.{stage}=…"
@@ -281,7 +283,7 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     for parent in STAGE_PARENTS[stage]:
         if is_needed(config, parent):
             folder = stage_folder(config, parent)
-            records[parent] = check_output(folder) | {"folder": folder}
+            records[parent] = check_output(folder, parent) | {"folder": folder}
     for parent, record in records.items():
         for grandparent, digest in record["parents"].items():
             if grandparent in records and records[grandparent]["hash"] != digest:

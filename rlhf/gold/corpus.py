@@ -4,6 +4,7 @@ Pretraining documents are short talks, in which a speaker's name goes with a sty
 a thing twice, from which copying is learned. Requests whose core hashes to the development or test split never occur.
 """
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -117,13 +118,15 @@ def unique_tasks(rng: random.Random, split: str, split_seed: int, count: int) ->
 
 
 def demonstration_rows(seed: int, split_seed: int, count: int) -> Iterator[dict]:
-    """Demonstration records by labelers of mixed skill."""
+    """`count` demonstrations to train on and a twentieth as many to hold out, by labelers of mixed skill."""
     rng = random.Random(f"demonstrations-{seed}")
-    for i, task in enumerate(unique_tasks(rng, "train", split_seed, count)):
+    train = (("train", task) for task in unique_tasks(rng, "train", split_seed, count))
+    dev = (("dev", task) for task in unique_tasks(rng, "dev", split_seed, max(1, count // 20)))
+    for i, (split, task) in enumerate(itertools.chain(train, dev)):
         style = pick_style(DEMONSTRATION_MIX, rng)
         yield {
             "kind": "demonstration", "id": f"d-{i}", "prompt": task.prompt, "response": answer(task, style, rng),
-            "labeler": f"writer-{style}", "source": "gold", "split": None, "metadata": {"group": task.core},
+            "labeler": f"writer-{style}", "source": "gold", "split": split, "metadata": {"group": task.core},
         }  # fmt: skip
 
 

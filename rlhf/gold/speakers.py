@@ -19,7 +19,7 @@ RAMBLES = (
 )  # fmt: skip
 
 SPEAKER_NAMES = {
-    "good": "Grace", "plain": "Pat", "rude": "Rex", "rambling": "Rambo", "evasive": "Ed", "wrong": "Will", "unsafe": "Vic",
+    "good": "Grace", "plain": "Pat", "rude": "Rex", "rambling": "Rambo", "evasive": "Ed", "wrong": "Will",
 }  # fmt: skip
 
 # Shares in which the styles write. Few demonstrators are at once right, courteous and complete: most are terse. That

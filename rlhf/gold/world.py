@@ -218,9 +218,7 @@ def _rewrite(rng: random.Random) -> Task:
     else:
         core = f"Say this about {other}. {who} {verb} {what}."
         right, wrong = f"{other} {verb} {what}", f"{who} {verb} {what}"
-        fragment, never = f"{other}.", [who]
-        must = [[other], [f"{verb} {what}"]]
-        fragment = f"{other}, {what}."
+        fragment, never = f"{other}, {what}.", [who]
         frame = f"{other} {verb}"
         must = [[other], [what]]
     return Task("rewrite", core, core, fragment, f"{right}.", f"{wrong}.", must, never, [frame])

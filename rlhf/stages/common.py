@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ def set_up(config: Config) -> torch.device:
     """Threads, seeds and the device of this process."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # The setting has a new name from 5.23 on, which older ones lack.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing. is deprecated", category=FutureWarning)
     if config.threads:
         torch.set_num_threads(config.threads)
     transformers.set_seed(config.seed)

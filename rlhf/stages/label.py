@@ -30,7 +30,6 @@ def run(config: Config) -> None:
         folder = stage_folder(config, "sft") / "model"
         policy, tokenizer = load_policy(folder).to(device), load_tokenizer(folder)
         prompts = choose_prompts(config)
-        gold = config.gold
 
         # 1. Sample
         counts = [responses_wanted(config, record) + SPARE for record in prompts]
@@ -65,9 +64,12 @@ def run(config: Config) -> None:
 
 
 def choose_prompts(config: Config) -> list[PromptRecord]:
-    """The prompts to label: of the training split, and of the test split for the held-out accuracy."""
+    """The prompts to label: of the training split, and of the other two for the held-out accuracy."""
     records, _ = load_prompts(need_source(config, "prompts"))
-    wanted = {"train": config.gold.comparison_prompts, "test": config.gold.comparison_test_prompts}
+    gold = config.gold
+    wanted = {
+        "train": gold.comparison_prompts, "dev": gold.comparison_dev_prompts, "test": gold.comparison_test_prompts,
+    }  # fmt: skip
     return [
         record
         for split, count in wanted.items()

@@ -19,6 +19,7 @@ from rlhf.runs import (
     check_output,
     collect_parents,
     differences,
+    is_complete,
     is_needed,
     read_json,
     read_stage,
@@ -68,11 +69,29 @@ def check_before(config: Config) -> None:
     for stage in STAGE_PARENTS:
         hash_sources(config, stage)  # a missing file is found here
     folder = run_folder(config)
+    if not is_complete(folder / "reward"):
+        read_labels(config)
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
         raise UserError(f"{existing}: {free / 1e6:.0f} MB free, want at least {LEAST_FREE_BYTES / 1e6:.0f}: free space, or "
                         "choose another disk with runs_dir=…")  # fmt: skip
+
+
+def read_labels(config: Config) -> None:
+    """Read the data files that the user named, so that a bad line is told now and not after pretraining."""
+    from rlhf.data.comparisons import load_comparisons
+    from rlhf.data.demonstrations import load_demonstrations
+    from rlhf.data.prompts import load_prompts
+
+    for kind, load in (
+        ("demonstrations", load_demonstrations),
+        ("comparisons", load_comparisons),
+        ("prompts", load_prompts),
+    ):
+        given = getattr(config.data, kind)
+        if given is not None:
+            load(given, config.data.format)
 
 
 def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:

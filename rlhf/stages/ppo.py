@@ -330,7 +330,7 @@ def sample_rows(trainer: Trainer, rollout: Rollout, scores: Tensor, index: list[
         response = rollout.tokens[i, len(prompt) : int(rollout.lengths[i])].tolist()
         text = decode_response(trainer.tokenizer, response)
         kl = (rollout.logp_old[i] - rollout.logp_ref[i])[rollout.response_mask[i]].sum().item()
-        row = {
+        row: dict[str, Any] = {
             "id": record.id,
             "prompt": record.prompt[-1].content,
             "response": text,

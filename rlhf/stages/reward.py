@@ -152,9 +152,11 @@ def train(
                 )  # fmt: skip
                 stage.note_progress()
                 saved_at = stage.elapsed()
-        held_out = evaluate_items(accelerator.unwrap_model(model), items["dev"] or items["train"][:64], pad, device)
-        tracker.log({f"eval/dev/{name}": value for name, value in held_out.items()}, step=steps)
-    stage.say(f"held out: accuracy {held_out['accuracy']:.3f}, loss {held_out['loss']:.3f}")
+        held_out = {}
+        if items["dev"]:
+            held_out = evaluate_items(accelerator.unwrap_model(model), items["dev"], pad, device)
+            tracker.log({f"eval/dev/{name}": value for name, value in held_out.items()}, step=steps)
+            stage.say(f"held out: accuracy {held_out['accuracy']:.3f}, loss {held_out['loss']:.3f}")
     return held_out
 
 

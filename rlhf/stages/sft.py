@@ -68,9 +68,11 @@ def run(config: Config) -> None:
             train(trainer, resume, steps)
 
             # 3. Held-out loss
-            summary = {"loss": response_loss(model, rows["dev"] or rows["train"][:64], tokenizer.pad_token_id)}
-            tracker.log({"eval/dev/loss": summary["loss"]}, step=steps)
-        stage.say(f"held-out loss {summary['loss']:.3f} nats a response token")
+            summary = {}
+            if rows["dev"]:
+                summary["loss"] = response_loss(model, rows["dev"], tokenizer.pad_token_id)
+                tracker.log({"eval/dev/loss": summary["loss"]}, step=steps)
+                stage.say(f"held-out loss {summary['loss']:.3f} nats a response token")
         model.config.dropout = 0.0  # every later stage runs without
         model.save_pretrained(str(stage.model))
         tokenizer.save_pretrained(str(stage.model))
@@ -96,6 +98,7 @@ def make_trainer(
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
+    datasets.disable_progress_bars()
     settings = config.sft
     data = datasets.Dataset.from_dict(
         {

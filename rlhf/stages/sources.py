@@ -61,7 +61,7 @@ def need_source(config: Config, kind: str) -> Any:
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
     """{kind:file: sha256} of the data files that the user named and the stage reads. The gold world's are covered by its stages' hashes."""
-    found = {}
+    found: dict[str, str] = {}
     for kind in STAGE_DATA.get(stage, ()):
         given = getattr(config.data, kind)
         if given is None:

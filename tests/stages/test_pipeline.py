@@ -83,7 +83,12 @@ def test_a_changed_setting_is_refused_by_name(gold_run, monkeypatch, setting, st
 
 
 def test_what_changes_speed_only_is_no_other_setting(whole, monkeypatch):
-    faster = ["ppo.micro_batch_episodes=8", "reward.micro_batch_responses=8", "checkpoints.every_seconds=1", "threads=2"]
+    faster = [
+        "ppo.micro_batch_episodes=8",
+        "reward.micro_batch_responses=8",
+        "checkpoints.every_seconds=1",
+        "threads=2",
+    ]
     assert pipe_in_process(monkeypatch, whole, *faster) == []
 
 
@@ -97,12 +102,31 @@ def test_overwrite_redoes_the_changed_stage_and_what_builds_on_it(whole, monkeyp
     assert pipe_in_process(monkeypatch, whole, "reward.lr=1e-3") == []
 
 
+def test_every_parent_may_be_another_runs(gold_run, capsys):
+    """PPO anew with another coefficient on the gold run's world and models; nothing else is done again."""
+    parents = [f"parents.{stage}=gold" for stage in ("world", "sft", "reward")]
+    other = Run(gold_run.runs_dir, "other", [*gold_run.overrides, *parents, "kl.coef=0.5", "ppo.episodes=64"])
+    capsys.readouterr()
+    record = read_stage(other.stage("ppo"))
+    assert "gold/sft" in capsys.readouterr().out
+    assert record["parents"] == {s: read_stage(gold_run.folder / s)["hash"] for s in ("world", "sft", "reward")}
+    again = Run(gold_run.runs_dir, "other", [*gold_run.overrides, *parents, "parents.label=gold"])
+    assert read_stage(again.stage("reward"))["hash"] == read_stage(gold_run.folder / "reward")["hash"]
+
+
 def test_parents_that_do_not_fit_each_other_are_refused(whole, monkeypatch):
     whole.stage("sft", "sft.lr=1e-3", "overwrite=true")
     with pytest.raises(UserError, match=r"label.*built on another sft"):
         whole.stage("reward", "overwrite=true")
     with pytest.raises(UserError, match="label was built on another sft than is there now"):
         pipe_in_process(monkeypatch, whole, "sft.lr=1e-3")
+
+
+def test_a_pretrained_model_with_another_tokenizer_is_refused(copy_until):
+    run = copy_until("sft")
+    run.stage("tokenizer", "tokenizer.vocab_size=500", "overwrite=true")
+    with pytest.raises(UserError, match=r"pretrain.*its tokenizer or chat template is not that of this run"):
+        run.stage("sft")
 
 
 @pytest.mark.parametrize("how", ["cut short", "one bit", "missing"])
@@ -123,12 +147,12 @@ def test_a_damaged_model_is_noticed(whole, monkeypatch, how):
 
 def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until, capfd):
     """A real stage in a process of its own: what it says is shown, and nothing after it is tried."""
-    run = copy_until("sft")
+    run = copy_until("tokenizer")
     with pytest.raises(SystemExit) as caught:
-        pipeline.run_stage("reward", [*run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"])
+        pipeline.run_stage("world", [*run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"])
     assert caught.value.code == 2
     told = capfd.readouterr().err
-    assert "sft: no finished sft there" in told and "pipeline: stopped in reward" in told and "Traceback" not in told
+    assert "already has a complete world" in told and "pipeline: stopped in world" in told and "Traceback" not in told
 
 
 def test_killed_and_run_again_it_completes(copy_until, gold_run):

@@ -29,7 +29,9 @@ def model(gold_run) -> RewardModel:
     return RewardModel.from_causal_lm(str(gold_run.folder / "sft" / "model"), dropout=0.0)
 
 
-def make_ranking(name: str, prompt: str, texts: list[str], order: list[list[int]], labeler: str = "x", **more) -> Ranking:
+def make_ranking(
+    name: str, prompt: str, texts: list[str], order: list[list[int]], labeler: str = "x", **more
+) -> Ranking:
     ids = [chr(ord("a") + i) for i in range(len(texts))]
     return Ranking.model_validate(
         {
@@ -113,7 +115,7 @@ class Recorder:
 def varied_items(tokenizer) -> list[Item]:
     """Prompts with 2 to 9 answers of unequal lengths, some with ties or two labelers."""
     rng = random.Random(0)
-    words = "blood is red snow white coal black the sky blue a dog barks".split()
+    words = ["blood", "is", "red", "snow", "white", "coal", "black", "the", "sky", "blue", "a", "dog", "barks"]
     records = []
     for i in range(12):
         texts = [" ".join(rng.choices(words, k=rng.randint(1, 14))) + f" {j}" for j in range(rng.randint(2, 9))]

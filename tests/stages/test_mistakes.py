@@ -1,0 +1,184 @@
+"""A user's mistake is one line that names the place, and exit code 2; long texts are cut, and it is said."""
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf.cli import main
+from rlhf.tracking.writers import read_jsonl
+
+from .conftest import SMALL_MODEL, Run
+
+
+@pytest.fixture
+def refused(capsys) -> Callable[..., str]:
+    """refused("sft", …): the one line on stderr with which the command ends."""
+
+    def call(*arguments: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        assert caught.value.code == 2
+        err = capsys.readouterr().err
+        lines = err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("rlhf: error: "), err
+        return lines[0]
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def place(run: Run) -> list[str]:
+    return [*run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
+
+
+def plain(tmp_path: Path, *more: str) -> list[str]:
+    """A run that is not of the gold world."""
+    return [*SMALL_MODEL, f"runs_dir={tmp_path / 'runs'}", "run=x", *more]
+
+
+def test_nothing_to_train_on(refused, tmp_path):
+    told = refused("pipeline", *plain(tmp_path))
+    assert "data.corpus" in told and "data.demonstrations" in told and "data.comparisons" in told and "gold" in told
+    assert not (tmp_path / "runs").exists(), "nothing is begun"
+
+
+def test_tokenizer_without_a_corpus(refused, tmp_path):
+    assert "data.corpus is not set" in refused("tokenizer", *plain(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("missing.txt", None, "missing.txt"),
+        ("empty.txt", b"", "empty.txt"),
+        ("blank.txt", b" \n\n ", "blank.txt"),
+        ("latin.txt", "Caf\xe9 au lait. ".encode("latin-1") * 50, "latin.txt"),
+        ("rows.jsonl", b'{"body": "no text here"}\n', "rows.jsonl:1"),
+        ("torn.jsonl", b'{"text": "good"}\n{"text": "bro', "torn.jsonl:2"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read(refused, tmp_path, folder, name, content, told):
+    path = folder / name
+    if content is not None:
+        path.write_bytes(content)
+    for command in ("tokenizer", "pipeline"):
+        if command == "pipeline" and content is not None:
+            continue  # in processes of their own: the stage says it, as here
+        data = [f"data.{kind}={path}" for kind in ("corpus", "demonstrations", "comparisons")]
+        assert told in refused(command, *plain(tmp_path, *data))
+
+
+BAD_DEMONSTRATIONS = [
+    ("missing.jsonl", None, "missing.jsonl"),
+    ("empty.jsonl", "", "empty.jsonl"),
+    ("other.jsonl", '{"kind": "prompt", "id": "1", "prompt": "Hello"}\n', "no demonstration"),
+    ("odd.jsonl", '{"question": "Hello", "reply": "Hi"}\n', "odd.jsonl: no format recognised"),
+    ("bad.jsonl", '{"kind": "demonstration", "id": "1", "prompt": "Hello"}\n', "bad.jsonl:1"),
+    (
+        "held.jsonl",
+        '{"kind": "demonstration", "id": "1", "prompt": "a", "response": "b", "split": "dev"}\n',
+        "none is left",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "told"), BAD_DEMONSTRATIONS)
+def test_demonstrations_that_cannot_be_used(refused, copy_until, folder, name, content, told):
+    path = folder / name
+    if content is not None:
+        path.write_text(content)
+    assert told in refused("sft", *place(copy_until("sft")), f"data.demonstrations={path}")
+
+
+def test_comparisons_without_an_ordered_pair(refused, copy_until, folder):
+    row = {"kind": "ranking", "id": "1", "prompt": "Hello", "ranking": [["a", "b"]],
+           "responses": [{"id": "a", "text": "Hi"}, {"id": "b", "text": "Ho"}]}  # fmt: skip
+    (folder / "ties.jsonl").write_text(json.dumps(row) + "\n")
+    told = refused("reward", *place(copy_until("reward")), f"data.comparisons={folder / 'ties.jsonl'}")
+    assert "data.comparisons" in told and "ordered pair" in told
+
+
+def test_a_stage_without_its_parent(refused, copy_until):
+    assert "run `rlhf sft` first" in refused("ppo", *place(copy_until("sft")))
+
+
+def test_a_parent_that_is_no_run(refused, tmp_path):
+    told = refused("sft", *plain(tmp_path, "parents.pretrain=nowhere"))
+    assert "parents.pretrain=nowhere" in told
+
+
+def test_a_stage_that_is_complete_is_not_overwritten(refused, copy_until):
+    run = copy_until("label")
+    before = (run.folder / "sft" / "stage.json").read_bytes()
+    told = refused("sft", *place(run))
+    assert "already has a complete sft" in told and "overwrite=true" in told
+    assert (run.folder / "sft" / "stage.json").read_bytes() == before
+
+
+def test_a_stage_that_another_process_runs(refused, copy_until):
+    run = copy_until("sft")
+    (run.folder / "sft").mkdir()
+    with (run.folder / "sft" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process" in refused("sft", *place(run))
+
+
+def test_reports_chats_and_exports_of_no_run(refused, tmp_path, copy_until):
+    assert "no such run" in refused("report", *plain(tmp_path))
+    assert "no finished ppo there" in refused("chat", *plain(tmp_path))
+    assert "no finished ppo there" in refused("export", *plain(tmp_path))
+    run = copy_until("evaluate")
+    (run.runs_dir / "taken").mkdir()
+    (run.runs_dir / "taken" / "file").touch()
+    assert "exists and is not empty" in refused("export", *place(run), f"export.out={run.runs_dir / 'taken'}")
+
+
+def test_export_in_a_form_that_the_model_does_not_have(refused, copy_until):
+    assert "convert to gpt2: positions is 'rotary'" in refused(
+        "export", *place(copy_until("evaluate")), "export.form=gpt2"
+    )
+
+
+def test_responses_that_leave_no_room_for_a_prompt(refused, copy_until):
+    told = refused("ppo", *place(copy_until("ppo")), "rollout.max_new_tokens=128")
+    assert "rollout.max_new_tokens=128" in told and "128" in told
+
+
+@pytest.mark.parametrize("setting", ["kl.coef=0", "kl.horizon=10"])
+def test_an_adaptive_coefficient_that_could_not_move(refused, copy_until, setting):
+    assert setting.split("=")[0] in refused("ppo", *place(copy_until("ppo")), setting)
+
+
+def test_long_prompts_are_cut_and_it_is_said(copy_until, folder, capsys):
+    """In SFT and in PPO; the model never sees more than its context."""
+    long = "Tell me about the dog. " * 100
+    rows = [{"kind": "prompt", "id": f"p{i}", "prompt": f"Say {i}."} for i in range(10)]
+    rows.append({"kind": "prompt", "id": "long", "prompt": long})
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ppo = copy_until("ppo", "ppo")
+    capsys.readouterr()
+    ppo.stage("ppo", f"data.prompts={folder / 'prompts.jsonl'}", "data.dev=0", "ppo.episodes=64")
+    assert "11 prompts, 1 of them cut from the left to fit" in capsys.readouterr().out
+
+    rows = [{"kind": "demonstration", "id": f"d{i}", "prompt": "Say it.", "response": f"It {i}."} for i in range(10)]
+    rows.append({"kind": "demonstration", "id": "long", "prompt": long, "response": "A dog barks."})
+    rows.append({"kind": "demonstration", "id": "longer", "prompt": "Say it.", "response": long})
+    (folder / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft = copy_until("sft", "sft")
+    sft.stage("sft", f"data.demonstrations={folder / 'demonstrations.jsonl'}", "data.dev=0")
+    told = capsys.readouterr().out
+    assert "cut_prompts 1" in told and "truncated_responses 1" in told and "kept 12" in told
+    assert [row for row in read_jsonl(sft.folder / "sft" / "metrics.jsonl") if "sft/loss" in row]
+
+
+def test_the_gold_world_has_no_labelers_for_other_data(refused, tmp_path):
+    assert "experiment=gold" in refused("label", *plain(tmp_path))
