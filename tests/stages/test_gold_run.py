@@ -7,9 +7,13 @@ from collections import Counter
 import pytest
 import torch
 
+from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.records import Demonstration
+from rlhf.data.splits import record_split
 from rlhf.gold.judge import WEIGHTS
 from rlhf.runs import is_complete, read_stage
 from rlhf.stages.common import load_policy
+from rlhf.stages.sources import fractions
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 
@@ -26,6 +30,11 @@ def results(gold_run: Run) -> dict:
 def rate_is_sound(rate: dict) -> bool:
     low, high = rate["ci95"]
     return 0 <= rate["value"] <= 1 and low <= rate["value"] <= high and rate["n"] > 0
+
+
+def training_demonstrations(run: Run) -> list[Demonstration]:
+    records = load_demonstrations(str(run.folder / "world" / "demonstrations.jsonl"))[0]
+    return [record for record in records if record_split(record, 0, fractions(run.config())) == "train"]
 
 
 # --- what is written -----------------------------------------------------------------------------------------------
@@ -97,7 +106,7 @@ def test_evaluation_uses_test_prompts_only(gold_run):
     ("stage", "steps", "names"),
     [
         ("pretrain", 73, {"pretrain/loss", "optim/lr", "optim/grad_norm", "time/tokens_per_s"}),
-        ("sft", 26, {"sft/loss", "optim/lr", "optim/grad_norm"}),
+        ("sft", None, {"sft/loss", "optim/lr", "optim/grad_norm"}),
         ("reward", 5, {"reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/std"}),
         ("ppo", 3, {
             "objective/kl", "objective/kl_k3", "objective/scores", "objective/non_score_reward", "objective/rlhf_reward",
@@ -113,6 +122,8 @@ def test_metrics_of_each_stage(gold_run, stage, steps, names):
     if stage == "ppo":  # the first update trains the critic alone
         rows = list(read_jsonl(gold_run.folder / stage / "metrics.jsonl"))
         assert names <= rows[-1].keys()
+    if steps is None:  # two epochs of the demonstrations that are not held out
+        steps = 2 * -(-len(training_demonstrations(gold_run)) // 32)
     assert [row["progress/step"] for row in rows] == list(range(1, steps + 1))
     assert all(value is None or math.isfinite(value) for row in rows for value in row.values())
 
@@ -148,7 +159,7 @@ def test_pretraining_beats_the_unigram_model(gold_run):
 
 
 def test_sft_lowers_the_loss_of_responses_to_prompts_it_has_not_seen(gold_run):
-    from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
+    from rlhf.data.demonstrations import encode_demonstrations
     from rlhf.gold.corpus import demonstration_rows
     from rlhf.stages.sft import response_loss
 
@@ -166,7 +177,6 @@ def test_sft_lowers_the_loss_of_responses_to_prompts_it_has_not_seen(gold_run):
 def test_calibration_is_carried_by_the_checkpoint_and_holds(gold_run):
     """Demonstrations of the training split average 0; fresh SFT samples on the prompts that set it deviate by 1."""
     from rlhf.data.comparisons import load_comparisons
-    from rlhf.data.demonstrations import load_demonstrations
     from rlhf.data.prompts import prompts_of
     from rlhf.model.generate import sample
     from rlhf.model.heads import RewardModel
@@ -184,13 +194,13 @@ def test_calibration_is_carried_by_the_checkpoint_and_holds(gold_run):
         row = torch.tensor([prompt + response])
         return model(row, torch.tensor([row.shape[1]])).item()
 
-    demonstrations = load_demonstrations(str(folder / "world" / "demonstrations.jsonl"))[0]
+    demonstrations = training_demonstrations(gold_run)
     prompts = encode_prompts(tokenizer, [d.prompt for d in demonstrations])
     scores = [score(p, encode_response(tokenizer, d.response)) for p, d in zip(prompts, demonstrations, strict=True)]
     assert sum(scores) / len(scores) == pytest.approx(0.0, abs=1e-4)
 
     records = load_comparisons(str(folder / "label" / "comparisons.jsonl"))[0]
-    asked = prompts_of([r for r in records if r.metadata["split"] == "train"])[:64]
+    asked = prompts_of([r for r in records if record_split(r, 0, fractions(gold_run.config())) == "train"])[:64]
     prompts = encode_prompts(tokenizer, [record.prompt for record in asked])
     drawn = sample(
         load_policy(folder / "sft" / "model"), prompts, max_new_tokens=24, eos_token_id=tokenizer.eos_token_id,

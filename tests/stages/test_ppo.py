@@ -125,13 +125,12 @@ def test_order_and_padding_change_no_gradient_and_no_metric(trainer, off_policy)
 
 def test_the_end_token_gets_gradient(trainer):
     """An advantage on the end token alone moves its logit's row of the unembedding."""
-    rollout = collect(trainer)
-    row = int(rollout.ended.nonzero()[0])
+    rollout, row, eos = collect(trainer), 0, trainer.tokenizer.eos_token_id
+    rollout.tokens[row, int(rollout.lengths[row]) - 1] = eos
     advantages = torch.zeros_like(rollout.logp_old)
     advantages[row, int(rollout.response_mask[row].sum()) - 1] = 1.0
+    rollout = rollout._replace(logp_old=rollout.logp_old - 0.05)
     found, _ = gradients(trainer, (rollout, advantages, rollout.values), [row], micro=1)
-    eos = trainer.tokenizer.eos_token_id
-    assert rollout.tokens[row, int(rollout.lengths[row]) - 1] == eos
     embedding = trainer.actor_critic.policy.get_output_embeddings().weight
     name = next(n for n, p in trainer.model.named_parameters() if p is embedding)
     assert found[name][eos].norm() > 1e-3
@@ -180,7 +179,7 @@ class Rigged(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("sign", "lr", "least", "most"), [(1.0, 3e-3, 1.0, 99), (-1.0, 3e-3, 0.2, 99), (1.0, 1e-12, -0.2, 0.2)]
+    ("sign", "lr", "least", "most"), [(1.0, 3e-3, 1.2, 99), (-1.0, 3e-3, 1.2, 99), (1.0, 1e-12, -0.8, 0.8)]
 )
 def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
     """The share of a common word goes where the reward wants it; with a learning rate of nothing it stays."""
@@ -190,7 +189,8 @@ def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
         answers = [t for i, row in enumerate(rollout.tokens.tolist())
                    for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]]  # fmt: skip
         trainer.reward_model = Rigged(Counter(answers).most_common(1)[0][0], sign)
-        scores = [update(trainer, number)["objective/scores"] for number in range(1, 9)]
+        updates = 8 if lr > 1e-6 else 4
+        scores = [update(trainer, number)["objective/scores"] for number in range(1, updates + 1)]
     gain = sum(scores[-2:]) / 2 - scores[0]
     assert least < gain < most, scores
 

@@ -1,5 +1,7 @@
 """A stage that is interrupted right after a checkpoint and run again gives what an undisturbed run gives."""
 
+from collections.abc import Callable
+
 import pytest
 from safetensors.torch import load_file
 
@@ -63,18 +65,32 @@ def values_by_step(folder, name: str) -> list[tuple[int, float]]:
 
 SHORT = {  # so that each stage has few steps; every other setting is that of the gold run
     "pretrain": ["pretrain.tokens=16384", "pretrain.eval_sequences=8"],  # 8 steps
-    "sft": ["sft.epochs=1", "sft.batch_size=64", "sft.dropout=0.1"],  # 7 steps
+    "sft": ["sft.epochs=1", "sft.batch_size=100", "sft.dropout=0.1"],  # 4 steps
     "reward": ["reward.epochs=2"],  # 10 steps: across the epochs' border
     "ppo": [],  # 3 updates
 }
-CASES = [("pretrain", 5, "pretrain/loss", 8), ("sft", 3, "sft/loss", 7), ("reward", 6, "reward/loss", 10),
+CASES = [("pretrain", 5, "pretrain/loss", 8), ("sft", 2, "sft/loss", 4), ("reward", 6, "reward/loss", 10),
          ("ppo", 2, "objective/scores", 3)]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def undisturbed(gold_run, tmp_path_factory) -> Callable[[str], Run]:
+    """undisturbed("sft"): a run whose last stage is that one, done in one go and without any checkpoint."""
+    made: dict[str, Run] = {}
+
+    def make(stage: str) -> Run:
+        if stage not in made:
+            run = gold_run.copy(tmp_path_factory.mktemp("undisturbed"), stage)
+            run.stage(stage, *SHORT[stage])
+            made[stage] = run
+        return made[stage]
+
+    return make
+
+
 @pytest.mark.parametrize(("stage", "saves", "metric", "steps"), CASES)
-def test_resumed_equals_undisturbed(copy_until, stage, saves, metric, steps):
-    whole, broken = copy_until(stage, "whole"), copy_until(stage, "broken")
-    whole.stage(stage, EVERY_STEP, *SHORT[stage])
+def test_resumed_equals_undisturbed(copy_until, undisturbed, stage, saves, metric, steps):
+    whole, broken = undisturbed(stage), copy_until(stage)
     interrupt(broken, stage, saves, *SHORT[stage])
     seconds = read_stage(broken.folder / stage)["seconds"]
     broken.stage(stage, EVERY_STEP, *SHORT[stage])
@@ -90,10 +106,9 @@ def test_resumed_equals_undisturbed(copy_until, stage, saves, metric, steps):
 
 
 @pytest.mark.parametrize(("stage", "metric", "steps"), [(stage, metric, steps) for stage, _, metric, steps in CASES])
-def test_stopped_after_the_last_step(copy_until, stage, metric, steps):
+def test_stopped_after_the_last_step(copy_until, undisturbed, stage, metric, steps):
     """Only what comes after training is left to do: no step is taken twice."""
-    whole, broken = copy_until(stage, "whole"), copy_until(stage, "broken")
-    whole.stage(stage, *SHORT[stage])
+    whole, broken = undisturbed(stage), copy_until(stage)
     interrupt(broken, stage, steps, *SHORT[stage])
     broken.stage(stage, EVERY_STEP, *SHORT[stage])
     assert_same_weights(whole.folder / stage, broken.folder / stage, "model/model.safetensors")
@@ -113,9 +128,8 @@ def test_adaptive_kl_coefficient_survives(copy_until):
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_a_damaged_checkpoint_is_passed_over(copy_until, capsys, stage):
-    whole, broken = copy_until(stage, "whole"), copy_until(stage, "broken")
-    whole.stage(stage, EVERY_STEP, *SHORT[stage])
+def test_a_damaged_checkpoint_is_passed_over(copy_until, undisturbed, capsys, stage):
+    whole, broken = undisturbed(stage), copy_until(stage)
     interrupt(broken, stage, 2, *SHORT[stage])
     newest = checkpoints(broken.folder / stage / "checkpoints")[-1]
     weights = next(path for path in sorted(newest.iterdir()) if path.suffix == ".safetensors")

@@ -163,8 +163,9 @@ def test_loss_of_a_batch_by_hand(tokenizer, model):
 # --- learning ------------------------------------------------------------------------------------------------------
 
 
-def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model):
-    """Answers that say "red" are better: unseen ones too are ordered rightly, which a fresh head does by chance."""
+@pytest.mark.parametrize("red_is_better", [True, False])
+def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, red_is_better):
+    """Answers that say "red" are the better or the worse ones; no untrained model orders unseen ones rightly both ways."""
     rng = random.Random(0)
     fillers = ["Snow is white.", "Coal is black.", "A dog barks.", "Of course.", "That depends."]
 
@@ -173,16 +174,19 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model):
         for i in range(count):
             answers = [f"{rng.choice(fillers)} {rng.choice(fillers)}" for _ in range(3)]
             answers[1] = f"{rng.choice(fillers)} Blood is red."
-            made.append(make_ranking(f"{name}-{i}", f"Question {name} {i}?", answers, [[1], [0, 2]]))
+            made.append(
+                make_ranking(
+                    f"{name}-{i}", f"Question {name} {i}?", answers, [[1], [0, 2]] if red_is_better else [[0, 2], [1]]
+                )
+            )
         return made
 
     items = {"train": make_items(rankings(64, "t"), tokenizer, 128, 24)[0]}
     items["dev"] = make_items(rankings(40, "d"), tokenizer, 128, 24)[0]
-    before = reward.evaluate_items(model, items["dev"], 0, CPU)["accuracy"]
     config = copy_until("reward").config("reward.epochs=3", "reward.batch_prompts=8", "reward.lr=1e-3")
     with open_stage(config, "reward") as stage:
         after = reward.train(config, stage, model, items, 0, CPU)
-    assert before < 0.8 and after["accuracy"] > 0.95 and after["loss"] < 0.2
+    assert after["accuracy"] > 0.95 and after["loss"] < 0.2
 
 
 def test_a_model_that_scores_everything_alike_cannot_be_calibrated(gold_run, tokenizer, model):
