@@ -1,6 +1,6 @@
 """Print the figures of finished gold runs as the Markdown table of the README.
 
-    python scripts/results_table.py runs/demo runs/seed-1 runs/seed-2
+python scripts/results_table.py runs/demo runs/seed-1 runs/seed-2
 """
 
 import json

@@ -43,11 +43,11 @@ def run(config: Config) -> None:
     with open_stage(config, "evaluate", hash_sources(config, "evaluate")) as stage:
         device = set_up(config)
         tokenizer = load_tokenizer(stage_folder(config, "ppo") / "model")
-        records = load_test_prompts(config)
+        records, prompts = load_test_prompts(config, stage, tokenizer)
         reward_model = RewardModel.from_pretrained(str(stage_folder(config, "reward") / "model")).eval().to(device)
 
         # 1. Responses of every policy to the test prompts
-        answers = answer_all(config, stage, records, tokenizer, device)
+        answers = answer_all(config, records, prompts, tokenizer, device)
 
         # 2. What the reward model is worth
         results: dict[str, Any] = {"reward_model": evaluate_reward_model(config, reward_model, tokenizer, device)}
@@ -69,14 +69,19 @@ def run(config: Config) -> None:
         stage.finish()
 
 
-def load_test_prompts(config: Config) -> list[PromptRecord]:
-    """The first `evaluate.prompts` prompts of the test split."""
+def load_test_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[list[PromptRecord], list[list[int]]]:
+    """The first `evaluate.prompts` prompts of the test split that fit the context, and their tokens."""
     records, _ = load_prompts(need_source(config, "prompts"), config.data.format)
     shares = fractions(config)
-    test = [r for r in records if record_split(r, config.seed, shares) == "test"][: config.evaluate.prompts]
-    if not test:
-        raise UserError("evaluate: no prompt is in the test split: raise data.test, or add prompts")
-    return test
+    room = tokenizer.model_max_length - config.rollout.max_new_tokens
+    test = [r for r in records if record_split(r, config.seed, shares) == "test"]
+    fitted = [(r, encode_prompt_within(tokenizer, r.prompt, room)) for r in test]
+    kept = [(r, found) for r, found in fitted if found is not None][: config.evaluate.prompts]
+    cut = sum(found[1] for _, found in kept)
+    stage.say(f"{len(kept)} test prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
+    if not kept:
+        raise UserError("evaluate: no prompt of the test split fits the context: raise data.test, or add shorter prompts")
+    return [record for record, _ in kept], [found[0] for _, found in kept]
 
 
 class Answers(dict):
@@ -84,16 +89,13 @@ class Answers(dict):
 
 
 def answer_all(
-    config: Config, stage: Stage, records: list[PromptRecord], tokenizer: Any, device: torch.device
+    config: Config, records: list[PromptRecord], prompts: list[list[int]], tokenizer: Any, device: torch.device
 ) -> dict[str, Answers]:
     """Samples at temperature 1 and greedy responses of SFT and PPO; in the gold world of the base too.
 
     The base is asked as all others, with a chat template that it has never seen, and once more prompted in its own way
     ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
     """
-    room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    fitted = [encode_prompt_within(tokenizer, record.prompt, room) for record in records]
-    prompts = [found[0] if found is not None else [tokenizer.eos_token_id] for found in fitted]
     answers = {}
     names = POLICIES if config.gold.enabled else ("sft", "ppo")
     with progress(len(names) * len(prompts), "evaluate", unit="prompt") as bar:
