@@ -234,7 +234,7 @@ def _help() -> str:
         "",
         "examples:",
         "  rlhf pipeline experiment=gold run=demo     the whole recipe on a small world, minutes on a laptop",
-        "  rlhf ppo run=demo kl.coef=0.05 overwrite=true",
+        "  rlhf ppo experiment=gold run=demo kl.coef=0.05 overwrite=true",
         "  rlhf chat run=demo",
         "",
         "`rlhf <command> --help` shows a command's settings, `--cfg job` the composed configuration, `-m` sweeps.",

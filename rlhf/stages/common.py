@@ -26,14 +26,19 @@ if TYPE_CHECKING:
 
 def set_up(config: Config) -> torch.device:
     """Threads, seeds and the device of this process."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    be_quiet()
     # The setting has a new name from 5.23 on, which older ones lack.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing. is deprecated", category=FutureWarning)
     if config.threads:
         torch.set_num_threads(config.threads)
     transformers.set_seed(config.seed)
     return choose_device(config)
+
+
+def be_quiet() -> None:
+    """No progress bars of libraries beside ours, and none of their notes below errors."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def choose_device(config: Config) -> torch.device:
@@ -55,6 +60,7 @@ def load_policy(folder: Path, **overrides: Any) -> Any:
     """A causal LM from a stage's model folder, in float32, in eval mode."""
     import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
 
+    be_quiet()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, **overrides)
     except (OSError, ValueError, RuntimeError) as error:
