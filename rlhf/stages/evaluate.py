@@ -80,7 +80,9 @@ def load_test_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[lis
     cut = sum(found[1] for _, found in kept)
     stage.say(f"{len(kept)} test prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
     if not kept:
-        raise UserError("evaluate: no prompt of the test split fits the context: raise data.test, or add shorter prompts")
+        raise UserError(
+            "evaluate: no prompt of the test split fits the context: raise data.test, or add shorter prompts"
+        )
     return [record for record, _ in kept], [found[0] for _, found in kept]
 
 
