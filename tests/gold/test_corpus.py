@@ -26,8 +26,8 @@ COUNTS = {"train": 400, "dev": 300, "test": 300}
 
 @pytest.fixture(scope="module")
 def training_text() -> str:
-    """What models are trained on: the pretraining text and the demonstrations of one seed."""
-    rows = demonstration_rows(seed=1, split_seed=1, count=400)
+    """What models are trained on: the pretraining text and the training demonstrations of one seed."""
+    rows = [row for row in demonstration_rows(seed=1, split_seed=1, count=400) if row["split"] == "train"]
     return "\n".join([*documents(1, 1, 4000), *(f"{row['prompt']}\n{row['response']}" for row in rows)])
 
 
@@ -74,9 +74,11 @@ def test_a_talk_holds_request_speaker_and_reply_and_without_a_reply_its_beginnin
 
 
 def test_demonstrations_are_training_requests_by_writers_of_mixed_skill():
-    rows = list(demonstration_rows(0, 0, 1500))
-    assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == 1500
-    assert {split_of(row["metadata"]["group"], 0, SPLITS) for row in rows} == {"train"}
+    written = list(demonstration_rows(0, 0, 1500))
+    assert len({row["id"] for row in written}) == len({row["prompt"] for row in written}) == 1575
+    assert Counter(row["split"] for row in written) == {"train": 1500, "dev": 75}
+    assert all(split_of(row["metadata"]["group"], 0, SPLITS) == row["split"] for row in written)
+    rows = [row for row in written if row["split"] == "train"]
     shares = Counter(row["labeler"].removeprefix("writer-") for row in rows)
     # standard error at most sqrt(.33 * .67 / 1500) = .012; four of them
     wanted = {style: pytest.approx(share, abs=0.05) for style, share in DEMONSTRATION_MIX.items()}
@@ -107,7 +109,7 @@ def test_the_files_are_read_back_through_the_import_format(tmp_path):
     assert list(iterate_documents(str(tmp_path / "corpus.jsonl"))) == texts
     write_jsonl(tmp_path / "demonstrations.jsonl", demonstration_rows(0, 0, 40))
     records, info = load_demonstrations(str(tmp_path / "demonstrations.jsonl"))
-    assert len(records) == 40 and info.files[0].format == "native"
+    assert len(records) == 42 and info.files[0].format == "native"
     write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(0, 0, {"train": 20, "test": 10}))
     prompts, _ = load_prompts(str(tmp_path / "prompts.jsonl"))
     splits = Counter(record_split(p, 0, {"train": 0.9, "dev": 0.1, "test": 0.0}) for p in prompts)
