@@ -54,9 +54,12 @@ def run(config: Config) -> None:
 
         # 3. What the policies are worth
         scores = score_answers(answers, reward_model, tokenizer.pad_token_id, device)
-        results["reward"] = {name: round(sum(map(sum, s)) / sum(map(len, s)), 4) for name, s in scores.items()}
+        optimised = with_missing_eos(config, answers, scores)  # what PPO was paid for
+        results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
+        results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
+        results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
         results["kl_to_sft_nats"] = round(kl_to_sft(config, answers["ppo"], tokenizer.pad_token_id, device), 4)
-        results["rm_win_rate_vs_sft"] = win_rate(scores["ppo"], scores["sft"])
+        results["rm_win_rate_vs_sft"] = win_rate(optimised["ppo"], optimised["sft"])
         gold = judge_answers(config, records, answers)
         if gold is not None:
             results["gold"] = summarize_gold(gold)
@@ -155,6 +158,26 @@ def score_answers(
         count = len(ids[0])
         scores[name] = [flat[i : i + count] for i in range(0, len(flat), count)]
     return scores
+
+
+def with_missing_eos(
+    config: Config, answers: dict[str, Answers], scores: dict[str, list[list[float]]]
+) -> dict[str, list[list[float]]]:
+    """The scores under PPO's rule: a response without an end token gets at most `ppo.missing_eos_score`."""
+    worst = config.ppo.missing_eos_score
+    if worst is None:
+        return scores
+    return {
+        name: [
+            [s if end else min(s, worst) for s, end in zip(row, ended, strict=True)]
+            for row, ended in zip(rows, answers[name]["ended"], strict=True)
+        ]
+        for name, rows in scores.items()
+    }
+
+
+def mean_of(rows: list[list[Any]]) -> float:
+    return round(sum(map(sum, rows)) / sum(map(len, rows)), 4)
 
 
 @torch.no_grad()
