@@ -19,6 +19,8 @@ CHOICES = {
     "tracking.kind": ("wandb", "tensorboard", "jsonl", "off"),
     "report.form": ("svg", "png"),
     "device": ("auto", "cpu", "cuda"),
+    "precision": ("auto", "float32", "bfloat16"),
+    "deepspeed": ("none", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
     "chat.stage": ("pretrain", "sft", "ppo"),
     "export.stage": ("pretrain", "sft", "ppo"),
     "export.form": ("auto", "gpt2", "llama", "rlhf"),
@@ -27,14 +29,11 @@ CHOICES = {
     "sample.tool": ("native", "label_studio", "csv"),
     "sample.interface": ("pairwise", "ranker"),
 }
-PLAN_CHOICES = {
-    "deepspeed": ("none", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
-    "dtype": ("bf16", "fp32"),
-}
+PLAN_CHOICES = {"dtype": ("bf16", "fp32")}
 IMPORT_CHOICES = {"pii": ("flag", "drop", "keep"), "duplicates": ("drop", "keep")}
 POSITIVE = (
     "model.n_layer", "model.n_head", "model.width", "model.context_length", "tokenizer.vocab_size", "pretrain.tokens",
-    "pretrain.global_batch_tokens", "pretrain.micro_batch_sequences", "pretrain.lr", "sft.epochs", "sft.batch_size",
+    "pretrain.global_batch_tokens", "pretrain.micro_batch_sequences", "pretrain.lr", "sft.epochs", "sft.batch_size", "sft.micro_batch_size", "launcher.processes", "sharding.bucket_elements",
     "sft.lr", "reward.epochs", "reward.batch_prompts", "reward.micro_batch_responses", "reward.lr", "ppo.episodes",
     "ppo.episodes_per_update", "ppo.minibatches", "ppo.epochs", "ppo.micro_batch_episodes", "ppo.clip_range",
     "ppo.value_clip_range", "ppo.max_grad_norm", "ppo.samples_every", "tracking.log_every", "lora.alpha",
@@ -92,7 +91,7 @@ def _import_problems(config: ImportConfig) -> list[str]:
 
 def _plan_problems(config: PlanConfig) -> list[str]:
     problems = _wrong_choices(config, PLAN_CHOICES)
-    numbers = ("gpus", "gpu_memory_gb", "bucket_elements", "mfu", "bandwidth_gb", "peak_tflops", "sequence")
+    numbers = ("gpus", "gpu_memory_gb", "mfu", "bandwidth_gb", "peak_tflops", "sequence")
     problems += [
         f"{key}={get(config, key)}: want more than 0"
         for key in numbers

@@ -39,7 +39,7 @@ HELP_GROUPS = {
     "tokenizer": ("tokenizer", "data"), "pretrain": ("model", "pretrain", "data"), "sft": ("sft", "data"),
     "reward": ("reward", "data"), "ppo": ("ppo", "kl", "lora", "rollout"), "evaluate": ("evaluate", "rollout"),
     "rejection": ("rejection", "sft"),
-    "pipeline": ("tracking", "checkpoints", "parents"), "report": ("report",), "watch": ("watch",), "dashboard": ("tracking",), 
+    "pipeline": ("tracking", "checkpoints", "parents", "launcher", "sharding"), "report": ("report",), "watch": ("watch",), "dashboard": ("tracking",), 
     "chat": ("chat",), "export": ("export",),
     "world": ("gold",), "label": ("gold",), "sample": ("sample", "data"), "import": ("columns", "words"),
     "plan": ("model", "tokenizer"),

@@ -84,6 +84,7 @@ class SftConfig:
     final_lr_fraction: float = 0.1  # where the cosine ends, as a share of lr
     weight_decay: float = 0.0  # on matrices only
     dropout: float = 0.2  # residual
+    micro_batch_size: int = 32  # demonstrations a forward on one device
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm
     pack: bool = False  # several demonstrations a row, none seeing another
 
@@ -102,7 +103,6 @@ class RewardConfig:
     calibration_samples: int = 512  # SFT samples that set the gain
     labeler_weights: Any = None  # {name: what this labeler's judgements count}; who is not named counts 1
     model: str | None = None  # a text classifier with a tokenizer of its own: folder or hub name; none: SFT's trunk
-    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
 
 
 @dataclass(slots=True)
@@ -141,7 +141,6 @@ class PpoConfig:
     ptx_coef: float = 0.0  # weight of the pretraining loss (PPO-ptx)
     ptx_blocks_per_episode: float = 8.0  # pretraining blocks an episode
     ema_decay: float | None = None  # the model is an average of the policy's weights, a step counting 1 - this
-    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     samples_every: int = 1  # updates between rows of the samples table
     eval_every: int = 1  # updates between looks at the policy on held-out prompts; 0: never
     eval_prompts: int = 64  # of the dev split, the same ones every time
@@ -256,6 +255,21 @@ class CheckpointConfig:
 
 
 @dataclass(slots=True)
+class LauncherConfig:
+    """How `rlhf pipeline` starts the stages that train."""
+
+    processes: int = 1  # of each of them, on this machine
+
+
+@dataclass(slots=True)
+class ShardingConfig:
+    """What ZeRO is told beside its stage (`deepspeed=…`)."""
+
+    bucket_elements: int = 50_000_000  # of each communication buffer
+    persistence_threshold: int = 10_000  # ZeRO-3: tensors with fewer elements stay whole on every rank
+
+
+@dataclass(slots=True)
 class ParentsConfig:
     """Where a stage finds what it builds on: a run's name or a path; none: the same run."""
 
@@ -309,8 +323,13 @@ class Config:
     seed: int = 0  # of every random choice
     overwrite: bool = False  # replace what the run already has
     device: str = "auto"  # auto | cpu | cuda
-    threads: int = 0  # CPU threads; 0: as many as there are cores
+    threads: int = 0  # CPU threads a process; 0: as many as there are cores
+    precision: str = "auto"  # of training: float32 | bfloat16 (mixed) | auto (bfloat16 where a GPU has it)
+    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
+    deepspeed: str = "none"  # none | zero1 | zero2 | zero3 | zero2_offload | zero3_offload
     study: str | None = None  # what `rlhf evaluate` runs instead of the final figures: frontier | details
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     data: DataConfig = field(default_factory=DataConfig)
@@ -392,13 +411,10 @@ class PlanConfig(Config):
 
     gpus: int = 1  # in all
     gpu_memory_gb: float = 80.0  # of one, in 10^9 bytes
-    deepspeed: str = "none"  # none | zero1 | zero2 | zero3 | zero2_offload | zero3_offload
     dtype: str = "bf16"  # bf16 (mixed precision) | fp32
-    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     fused_attention: bool = True  # false: the attention probabilities are kept
     sequence: int | None = None  # tokens of the longest row of SFT, reward model and PPO; none: model.context_length
     memory_margin: float = 0.1  # share of a GPU's memory kept free
-    bucket_elements: int = 50_000_000  # of ZeRO's communication buffers
     mfu: float = 0.4  # share of the peak that training reaches
     peak_tflops: float | None = None  # of one GPU, dense; none: an A100's, 312 (bf16) or 19.5 (fp32)
     bandwidth_gb: float = 2039.0  # a second from one GPU's memory; an A100's with 80 GB

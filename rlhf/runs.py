@@ -48,8 +48,8 @@ STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Settings that change how fast a stage runs but not what it computes.
 NOT_IDENTITY = {
-    "samples_every", "eval_every", "eval_prompts", "micro_batch_responses", "micro_batch_episodes",
-    "gradient_checkpointing", "seeds", "parents", "updates", "cells", "processes",
+    "samples_every", "eval_every", "eval_prompts", "micro_batch_sequences", "micro_batch_size",
+    "micro_batch_responses", "micro_batch_episodes", "seeds", "parents", "updates", "cells", "processes",
 }  # fmt: skip
 STAGE_PARENTS: dict[str, tuple[str, ...]] = {
     "world": (),

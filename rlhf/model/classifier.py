@@ -138,7 +138,7 @@ class TextRewardModel(nn.Module):
         try:
             self.network.gradient_checkpointing_enable(*arguments, **keywords)
         except ValueError as error:
-            raise UserError(f"reward.gradient_checkpointing: {type(self.network).__name__} has no gradient "
+            raise UserError(f"gradient_checkpointing: {type(self.network).__name__} has no gradient "
                             "checkpointing: set it to false") from error  # fmt: skip
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -17,7 +17,7 @@ PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "
 # Settings that only split a batch, and the stages that they bound.
 FORWARDS = (
     ("pretrain", "micro_batch_sequences", ("pretrain",)), ("reward", "micro_batch_responses", ("reward",)),
-    ("ppo", "micro_batch_episodes", ("ppo score", "ppo update")), ("rollout", "batch_size", ("ppo rollout",)),
+    ("sft", "micro_batch_size", ("sft",)), ("ppo", "micro_batch_episodes", ("ppo score", "ppo update")), ("rollout", "batch_size", ("ppo rollout",)),
 )  # fmt: skip
 MAX_GPUS = 16384
 GB = 1e9  # bytes; what a data sheet calls 80 GB is a little more
@@ -84,7 +84,7 @@ def micro_batches(config: PlanConfig, gpus: int) -> dict[str, int]:
         "pretrain": min(
             pretrain.micro_batch_sequences, share(pretrain.global_batch_tokens // config.model.context_length)
         ),
-        "sft": share(config.sft.batch_size),
+        "sft": min(config.sft.micro_batch_size, share(config.sft.batch_size)),
         "reward": min(config.reward.micro_batch_responses, share(config.reward.batch_prompts * RESPONSES)),
         "ppo rollout": min(config.rollout.batch_size, episodes),
         "ppo score": min(2 * ppo.micro_batch_episodes, episodes),
@@ -126,7 +126,7 @@ def _training(config: PlanConfig, setup: Setup, stage: str, rows: int, longest: 
     ppo = stage == "ppo update"
     kept = memory.activation_bytes(
         shape, rows, tokens, config.dtype, fused=config.fused_attention, dropout=dropout,
-        checkpointing=setup.checkpointing or (ppo and config.ppo.gradient_checkpointing),
+        checkpointing=setup.checkpointing,
     )  # fmt: skip
     trunks = 2 if ppo and critic_parameters(config, shape) > shape.width + 1 else 1
     scored = {"reward": 0, "ppo update": rows * min(longest, config.rollout.max_new_tokens)}.get(stage, rows * tokens)

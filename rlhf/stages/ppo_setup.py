@@ -144,7 +144,7 @@ def make_trainer(config: Config, stage: Stage, device: torch.device) -> Trainer:
         if isinstance(critic, RewardModel):
             add_adapters(critic, config)
             critic.head.requires_grad_(True)
-    if settings.gradient_checkpointing:
+    if config.gradient_checkpointing:
         for module in (policy, critic):
             if isinstance(module, PreTrainedModel):
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -36,7 +36,7 @@ def optimize(
         "critic": warm_up(update - 1, config.warmup_updates),
     }
     # Dropout is 0 everywhere; what else training mode changes is gradient checkpointing, which needs it.
-    trainer.model.train(config.gradient_checkpointing)
+    trainer.model.train(trainer.config.gradient_checkpointing)
     local = {place: i for i, place in enumerate(places)}
     size = config.episodes_per_update // config.minibatches
     steps = 0

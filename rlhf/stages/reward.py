@@ -102,7 +102,7 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
         model = RewardModel.from_causal_lm(str(stage_folder(config, "sft") / "model"), dropout=0.0)
     else:
         model = TextRewardModel.from_base(settings.model)
-    if settings.gradient_checkpointing:
+    if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 

@@ -265,7 +265,7 @@ def test_sampling_at_another_temperature_is_refused(trainer, monkeypatch):
 
 def test_dropout_is_refused(trainer, gold_run, monkeypatch):
     trainer.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.2)
-    trainer.config.ppo.gradient_checkpointing = True  # which needs training mode
+    trainer.config.gradient_checkpointing = True  # which needs training mode
     assert_refused(trainer, 1)
 
 

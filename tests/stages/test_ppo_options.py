@@ -61,7 +61,7 @@ def gradients(trainer: ppo.Trainer) -> dict[str, torch.Tensor]:
     noise = torch.randn(rollout.logp_old.shape, generator=torch.Generator().manual_seed(0))
     advantages = torch.where(rollout.response_mask, noise, 0.0)
     shifted = rollout._replace(logp_old=rollout.logp_old + 0.1 * advantages)
-    trainer.model.train(trainer.config.ppo.gradient_checkpointing)
+    trainer.model.train(trainer.config.gradient_checkpointing)
     ppo_update.train_minibatch(
         trainer, shifted, advantages, rollout.values + advantages, list(range(16)), ppo.Sums(), True, False
     )
@@ -351,7 +351,7 @@ def test_adapters_train_alone_with_the_base_as_reference(copy_until, gold_run):
 def test_gradient_checkpointing_changes_no_gradient(open_trainer):
     found = []
     for on in ("false", "true"):
-        with open_trainer(f"ppo.gradient_checkpointing={on}") as trainer:
+        with open_trainer(f"gradient_checkpointing={on}") as trainer:
             found.append(gradients(trainer))
             if on == "true":
                 assert any(getattr(m, "gradient_checkpointing", False) for m in trainer.model.modules())

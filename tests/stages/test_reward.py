@@ -298,7 +298,7 @@ def test_episodes_count_each_epoch_anew(gold_run):
 
 
 def test_gradient_checkpointing_changes_no_weight(copy_until, gold_run):
-    folder = copy_until("reward").stage("reward", "reward.gradient_checkpointing=true")
+    folder = copy_until("reward").stage("reward", "gradient_checkpointing=true")
     found, wanted = (load_file(f / "model" / "model.safetensors") for f in (folder, gold_run.folder / "reward"))
     assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 
