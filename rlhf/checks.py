@@ -33,7 +33,8 @@ PLAN_CHOICES = {"dtype": ("bf16", "fp32")}
 IMPORT_CHOICES = {"pii": ("flag", "drop", "keep"), "duplicates": ("drop", "keep")}
 POSITIVE = (
     "model.n_layer", "model.n_head", "model.width", "model.context_length", "tokenizer.vocab_size", "pretrain.tokens",
-    "pretrain.global_batch_tokens", "pretrain.micro_batch_sequences", "pretrain.lr", "sft.epochs", "sft.batch_size", "sft.micro_batch_size", "launcher.processes", "sharding.bucket_elements",
+    "pretrain.global_batch_tokens", "pretrain.micro_batch_sequences", "pretrain.lr", "sft.epochs", "sft.batch_size",
+    "sft.micro_batch_size", "launcher.processes", "sharding.bucket_elements",
     "sft.lr", "reward.epochs", "reward.batch_prompts", "reward.micro_batch_responses", "reward.lr", "ppo.episodes",
     "ppo.episodes_per_update", "ppo.minibatches", "ppo.epochs", "ppo.micro_batch_episodes", "ppo.clip_range",
     "ppo.value_clip_range", "ppo.max_grad_norm", "ppo.samples_every", "tracking.log_every", "lora.alpha",

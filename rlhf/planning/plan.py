@@ -17,7 +17,8 @@ PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "
 # Settings that only split a batch, and the stages that they bound.
 FORWARDS = (
     ("pretrain", "micro_batch_sequences", ("pretrain",)), ("reward", "micro_batch_responses", ("reward",)),
-    ("sft", "micro_batch_size", ("sft",)), ("ppo", "micro_batch_episodes", ("ppo score", "ppo update")), ("rollout", "batch_size", ("ppo rollout",)),
+    ("sft", "micro_batch_size", ("sft",)), ("ppo", "micro_batch_episodes", ("ppo score", "ppo update")),
+    ("rollout", "batch_size", ("ppo rollout",)),
 )  # fmt: skip
 MAX_GPUS = 16384
 GB = 1e9  # bytes; what a data sheet calls 80 GB is a little more
@@ -108,7 +109,7 @@ def stage_bytes(config: PlanConfig, setup: Setup, stage: str) -> dict[str, int]:
         frozen = [language] + [scalar] * reward_models(config)
         parts["frozen"] = sum(memory.frozen_bytes(count, setup.gpus, setup.zero, dtype) for count in frozen)
     if stage in ("pretrain", "sft", "reward", "ppo update"):
-        parts["buffers"] = memory.buffer_bytes(trained, setup.gpus, setup.zero, dtype, config.bucket_elements)
+        parts["buffers"] = memory.buffer_bytes(trained, setup.gpus, setup.zero, dtype, config.sharding.bucket_elements)
         parts |= _training(config, setup, stage, rows, longest)
     else:
         parts["gradients"] = 0  # freed by the step before
