@@ -1,5 +1,6 @@
 """Relations between settings, checked before anything runs: all problems come at once."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf.config import Config, ImportConfig, PlanConfig
@@ -65,7 +66,7 @@ def check_config(config: Config | ImportConfig, command: str) -> None:
         raise UserError("; ".join(problems))
 
 
-def _wrong_choices(config: Any, choices: dict[str, tuple[str, ...]]) -> list[str]:
+def _wrong_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> list[str]:
     return [
         f"{key}={get(config, key)}: want one of {', '.join(names)}"
         for key, names in choices.items()
@@ -183,6 +184,22 @@ def _relations(config: Config, command: str) -> list[str]:
     if not 0 <= config.gold.held_out_labelers <= 2:
         problems.append(f"gold.held_out_labelers={config.gold.held_out_labelers}: want 0 to 2")
     problems += _labeler_problems(config)
+    problems += _sharding_problems(config)
+    return problems
+
+
+def _sharding_problems(config: Config) -> list[str]:
+    """What ZeRO-3, whose ranks hold slices of each weight, cannot do."""
+    if not config.deepspeed.startswith("zero3"):
+        return []
+    problems = []
+    if config.lora.rank:
+        problems.append(
+            f"lora.rank={config.lora.rank}: adapters do not go with deepspeed={config.deepspeed}: use zero2"
+        )
+    if config.reward.model is not None:
+        problems.append(f"reward.model={config.reward.model}: a text classifier does not go with "
+                        f"deepspeed={config.deepspeed}: use zero2")  # fmt: skip
     return problems
 
 
@@ -202,10 +219,11 @@ def _labeler_problems(config: Config) -> list[str]:
 def _ppo_relations(config: Config) -> list[str]:
     ppo, problems = config.ppo, []
     for key in ("ppo.entropy_coef", "ppo.ptx_coef", "ppo.eval_every", "ppo.eval_prompts", "ppo.warmup_updates",
-                "ppo.critic_warmup_updates", "lora.rank", "evaluate.best_of"):  # fmt: skip
+                "ppo.critic_warmup_updates", "lora.rank", "evaluate.best_of", "checkpoints.keep_best",
+                "checkpoints.keep_every"):  # fmt: skip
         if get(config, key) < 0:
             problems.append(f"{key}={get(config, key)}: want 0 or more")
-    for key in ("ppo.score_clip", "kl.stop", "kl.ceiling", "ppo.value_coef"):
+    for key in ("ppo.score_clip", "kl.stop", "kl.ceiling", "ppo.value_coef", "tracking.peak_tflops"):
         value = get(config, key)
         if value is not None and not value > 0:
             problems.append(f"{key}={value}: want more than 0, or null")

@@ -6,6 +6,7 @@ the value before it was chosen, stand one token earlier: at position prompt_leng
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ def collect_rollout(
     prompts: list[list[int]],
     keys: Sequence[tuple],
     *,
-    policy: Any,
+    policy: AbstractContextManager[Any],
     recompute: Callable[..., Tensor] | None,
     reference: Callable[..., Tensor],
     values: Callable[..., Tensor] | None,
@@ -100,16 +101,18 @@ def collect_rollout(
 ) -> Rollout:
     """Sample one response a prompt at temperature 1, then compute reference log-probs, values and scores.
 
+    policy: a context whose value is the model that samples, needed no longer afterwards.
     records, prompts: the prompts as they came and as tokens. keys: one a prompt; (seed, key) fixes a sample, however
     the batch is split. reference(tokens, prompt_lengths, mask): log-probs (B, A); recompute likewise, of the policy,
     where the sampler's own are not those of a training forward (None: they are, in float32). values(tokens): values
     after every token (B, T), or None without a critic: all 0 then. reward: see `rlhf.rewards`. clock: called with
     "rollout" and "score" when that phase is over.
     """
-    samples = sample(
-        policy, prompts, max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, seed=seed, keys=keys,
-        batch_size=decode_batch,
-    )  # fmt: skip
+    with policy as sampler:
+        samples = sample(
+            sampler, prompts, max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, seed=seed, keys=keys,
+            batch_size=decode_batch,
+        )  # fmt: skip
     clock("rollout")
     device = samples.mask.device
     tokens, lengths = right_pad([p + r for p, r in zip(prompts, samples.responses, strict=True)], pad)

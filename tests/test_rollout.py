@@ -1,5 +1,7 @@
 """Rollouts: where log-probs, values and scores are read, and what a batch's composition may not change."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -53,7 +55,7 @@ def collect(
 
     return collect_rollout(
         [PromptRecord(id=str(i), prompt="any") for i in rows], [PROMPTS[i] for i in rows], [(key, i) for i in rows],
-        policy=models["policy"], recompute=logprobs("policy") if recompute else None, reference=logprobs("reference"),
+        policy=nullcontext(models["policy"]), recompute=logprobs("policy") if recompute else None, reference=logprobs("reference"),
         values=models["critic"].token_values, reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
         texts=lambda responses: [""] * len(responses), seed=4, max_new_tokens=12, eos=EOS, pad=PAD,
         decode_batch=decode_batch, forward_batch=forward_batch, clock=lambda phase: None,

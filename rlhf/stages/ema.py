@@ -10,24 +10,32 @@ from torch import Tensor, nn
 class Ema:
     """average := decay * average + (1 - decay) * weights, once an optimizer step, in float32.
 
-    Starts at the weights as they are. Only weights that train are averaged.
+    Starts at the weights as they are. Only weights that train are averaged; under ZeRO-3 each rank averages its slices.
     """
 
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
-        self.average = {n: p.detach().float().clone() for n, p in model.named_parameters() if p.requires_grad}
+        self.average: dict[str, Tensor] = {}
+        self.restart()
+
+    def weights(self) -> dict[str, Tensor]:
+        """What this rank holds of each weight that trains."""
+        return {n: getattr(p, "ds_tensor", p) for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def restart(self) -> None:
+        """Begin anew at the weights as they are."""
+        self.average = {n: p.detach().float().clone() for n, p in self.weights().items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        parameters = dict(self.model.named_parameters())
+        weights = self.weights()
         for name, average in self.average.items():
-            average.lerp_(parameters[name].to(average), 1.0 - self.decay)
+            average.lerp_(weights[name].to(average), 1.0 - self.decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """The model with the average as its weights; afterwards its own are back."""
-        parameters = dict(self.model.named_parameters())
-        own = {name: parameters[name].detach().clone() for name in self.average}
+        own = {name: weight.detach().clone() for name, weight in self.weights().items()}
         self._write(self.average)
         try:
             yield self.model
@@ -36,13 +44,5 @@ class Ema:
 
     @torch.no_grad()
     def _write(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            if name in values:
-                parameter.copy_(values[name])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.average
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, average in self.average.items():
-            average.copy_(state[name])
+        for name, weight in self.weights().items():
+            weight.data.copy_(values[name])

@@ -1,49 +1,15 @@
-"""What our own training loops (reward model, PPO) share: the accelerator, whole checkpoints, learning rates."""
+"""What our own training loops (reward model, PPO) share: sums over processes, and the refusal of what is not finite."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, load_model, save_file, save_model
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
 from rlhf.errors import UserError
-
-
-def make_accelerator(device: torch.device) -> Accelerator:
-    return Accelerator(cpu=device.type == "cpu", mixed_precision="bf16" if device.type == "cuda" else "no")
-
-
-def save_training(
-    folder: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer, state: dict[str, Any],
-    tensors: Mapping[str, dict[str, Tensor]] | None = None,
-) -> None:  # fmt: skip
-    """Write weights and other tensors (safetensors), optimizer and random state, and the loop's own state (JSON)."""
-    for name, module in modules.items():
-        save_model(module, str(folder / f"{name}.safetensors"))
-    for name, values in (tensors or {}).items():
-        save_file(values, str(folder / f"{name}.safetensors"))
-    torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, folder / "optimizer.pt")
-    (folder / "state.json").write_text(json.dumps(state))
-
-
-def load_training(
-    folder: Path, modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, dict[str, Tensor]] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Read what `save_training` wrote into modules, optimizer and tensors; returns the loop's own state."""
-    for name, module in modules.items():
-        load_model(module, str(folder / f"{name}.safetensors"))
-    for name, values in (tensors or {}).items():
-        for key, value in load_file(str(folder / f"{name}.safetensors")).items():
-            values[key].copy_(value)
-    saved = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
-    optimizer.load_state_dict(saved["optimizer"])
-    torch.set_rng_state(saved["rng"])
-    return json.loads((folder / "state.json").read_text())
+from rlhf.tracking.metrics import Sums
 
 
 def gradient_norm(parameters: Any) -> Tensor:
@@ -95,3 +61,19 @@ class Ranks:
         from accelerate.utils import gather_object
 
         return [value] if self.count == 1 else gather_object([value])
+
+    def first(self, value: Any) -> Any:
+        """The first rank's value, on every rank: for what all have to decide alike."""
+        return self.gather(value)[0]
+
+    def wait(self) -> None:
+        """Until every rank has come here."""
+        self.accelerator.wait_for_everyone()
+
+
+def merged(ranks: Ranks, sums: Sums) -> Sums:
+    """The sums of all ranks."""
+    total = Sums()
+    for state in ranks.gather(sums.state()):
+        total.merge(state)
+    return total

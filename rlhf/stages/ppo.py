@@ -4,6 +4,7 @@ The loop reads in the order of the paper: 1. sample  2. score  3. rewards  4. ad
 set up in `ppo_setup.py`; the fifth step is in `ppo_update.py`.
 """
 
+import functools
 import random
 import time
 from pathlib import Path
@@ -20,11 +21,13 @@ from rlhf.ops.kl import kl_estimate
 from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
 from rlhf.rewards import CombinedReward, pay
-from rlhf.rollout import Rollout, collect_rollout, response_logprobs
+from rlhf.rollout import Rollout, collect_rollout
 from rlhf.runs import checkpoint_step, latest_checkpoint, open_stage, save_checkpoint
 from rlhf.stages.common import open_tracker, set_up
+from rlhf.stages.engine import put_weights, read_state, write_state
+from rlhf.stages.gather import gathered_state, save_model_checked
 from rlhf.stages.invariants import check_first_rollout
-from rlhf.stages.loop import load_training, refuse_nonfinite, save_training
+from rlhf.stages.loop import merged, refuse_nonfinite
 from rlhf.stages.ppo_eval import gold_parts, held_out_sums, sample_rows
 from rlhf.stages.ppo_setup import Trainer, make_trainer, merged_adapters
 from rlhf.stages.ppo_update import optimize
@@ -45,7 +48,7 @@ def run(config: Config) -> None:
         updates = config.ppo.episodes // config.ppo.episodes_per_update
         first = 0
         metrics: dict[str, float] = {}
-        if found := latest_checkpoint(stage.checkpoints, stage.say):
+        if found := trainer.ranks.first(latest_checkpoint(stage.checkpoints, stage.say)):
             first = restore(trainer, found)
             stage.say(f"resuming from update {first}")
             metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][-1]  # the last, where no update is left to do
@@ -61,12 +64,11 @@ def run(config: Config) -> None:
                     stage.say(f"stopped at update {update}: KL {metrics['objective/kl']:.2f} nats is above "
                               f"kl.ceiling={config.kl.ceiling}: the policy is kept as it was before this update")  # fmt: skip
                     break
-                if stage.elapsed() - saved_at > config.checkpoints.every_seconds:
+                if trainer.ranks.first(stage.elapsed() - saved_at > config.checkpoints.every_seconds):
                     save(trainer, update)
                     stage.note_progress()
                     saved_at = stage.elapsed()
-        if stage.writes:
-            write_models(trainer)
+        write_models(trainer)
         stage.finish({name: metrics[name] for name in ("objective/scores", "objective/kl") if name in metrics})
 
 
@@ -100,14 +102,14 @@ def own_places(trainer: Trainer) -> list[int]:
 
 def sample_and_score(trainer: Trainer, prompts: list[tuple[PromptRecord, list[int]]], keys: list[tuple]) -> Rollout:
     """Steps 1 and 2: one response to each prompt, with its log-probs, values and score."""
-    config, model, tokenizer = trainer.config, trainer.actor_critic, trainer.tokenizer
+    config, model, engine, tokenizer = trainer.config, trainer.actor_critic, trainer.engine, trainer.tokenizer
     model.eval()
-    in_float32 = trainer.accelerator.mixed_precision == "no"
-    with trainer.accelerator.autocast():
+    with engine.autocast():
         rollout = collect_rollout(
-            [record for record, _ in prompts], [tokens for _, tokens in prompts], keys, policy=model.policy,
-            recompute=None if in_float32 else lambda *where: response_logprobs(model.policy, *where)[0],
-            reference=trainer.reference, values=None if model.critic is None else model.token_values, reward=trainer.reward,
+            [record for record, _ in prompts], [tokens for _, tokens in prompts], keys, policy=engine.whole(model.policy),
+            recompute=functools.partial(engine, method="policy_logprobs") if engine.bfloat16 else None,
+            reference=trainer.reference, reward=trainer.reward,
+            values=None if model.critic is None else functools.partial(engine, method="token_values"),
             texts=lambda responses: [decode_response(tokenizer, ids).strip() for ids in responses], seed=config.seed,
             max_new_tokens=config.rollout.max_new_tokens, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id,
             decode_batch=config.rollout.batch_size, forward_batch=2 * config.ppo.micro_batch_episodes, clock=trainer.clock,
@@ -161,7 +163,7 @@ def one_update(trainer: Trainer, update: int, tracker: Tracker) -> dict[str, flo
     tokens = int(ranks.sum(mask.sum()))
     trainer.tokens += tokens
     add_times(trainer, sums, tokens)
-    metrics = merged(trainer, sums)
+    metrics = merged(trainer.ranks, sums).reduce()
     if settings.eval_every and update % settings.eval_every == 0:
         metrics |= evaluate_held_out(trainer, update, tracker)
     tracker.log(metrics, step=update, episodes=update * len(index), tokens=trainer.tokens)
@@ -184,15 +186,7 @@ def evaluate_held_out(trainer: Trainer, update: int, tracker: Tracker) -> dict[s
         rows = sample_rows(trainer.tokenizer, records, rollout, scores, gold)[:SAMPLES_SHOWN]
     if update % trainer.config.ppo.samples_every == 0:
         tracker.samples(update, rows)
-    return merged(trainer, sums)
-
-
-def merged(trainer: Trainer, sums: Sums) -> dict[str, float]:
-    """The metrics of all ranks, from their sums."""
-    total = Sums()
-    for state in trainer.ranks.gather(sums.state()):
-        total.merge(state)
-    return total.reduce()
+    return merged(trainer.ranks, sums).reduce()
 
 
 def add_rollout_metrics(trainer: Trainer, sums: Sums, rollout: Rollout, scores: Tensor, returns: Tensor) -> None:
@@ -227,49 +221,74 @@ def add_times(trainer: Trainer, sums: Sums, tokens: int) -> None:
 
 
 def save(trainer: Trainer, update: int) -> None:
-    if not trainer.stage.writes:
+    """A checkpoint; every rank has to call it, and the first one writes."""
+    state = trainer.engine.state()
+    average = average_state(trainer)
+    if state is None:
         return
-    state = {"update": update, "tokens": trainer.tokens, "kl": trainer.kl.state_dict()}
-    tensors = {} if trainer.ema is None else {"ema": trainer.ema.state_dict()}
+    notes = {"update": update, "tokens": trainer.tokens, "kl": trainer.kl.state_dict()}
+    found = state | ({} if average is None else {"ema": average})
     save_checkpoint(
-        trainer.stage.checkpoints, update,
-        lambda path: save_training(path, trainer.actor_critic.parts(), trainer.optimizer, state, tensors),
-        trainer.config.checkpoints.keep,
-    )  # fmt: skip
+        trainer.stage.checkpoints, update, lambda path: write_state(path, found, notes), trainer.config.checkpoints.keep
+    )
+
+
+def average_state(trainer: Trainer) -> dict[str, Tensor] | None:
+    """The policy's averaged weights, whole, on the first rank."""
+    if trainer.ema is None:
+        return None
+    with trainer.ema.applied():
+        return gathered_state(trainer.actor_critic.policy, master=False)
 
 
 def restore(trainer: Trainer, folder: Path) -> int:
     """Read a checkpoint; returns the updates that are done."""
-    tensors = {} if trainer.ema is None else {"ema": trainer.ema.state_dict()}
-    state = load_training(folder, trainer.actor_critic.parts(), trainer.optimizer, tensors)
-    trainer.kl.load_state_dict(state["kl"])
-    trainer.tokens = state["tokens"]
+    more = () if trainer.ema is None else ("ema",)
+    state, notes = read_state(folder, *more)
+    if trainer.ema is not None:
+        put_weights(trainer.actor_critic.policy, state["ema"])
+        trainer.ema.restart()
+    trainer.engine.restore(state, lambda: probe(trainer))
+    trainer.kl.load_state_dict(notes["kl"])
+    trainer.tokens = notes["tokens"]
     return checkpoint_step(folder)
+
+
+def probe(trainer: Trainer) -> Tensor:
+    """A loss that reaches every weight: of one prompt, its last token taken for the response."""
+    tokens = torch.tensor([trainer.prompts[0][1]], device=trainer.device)
+    one = torch.zeros(1, 1, device=trainer.device)
+    row = torch.tensor([tokens.shape[1]], device=trainer.device)
+    episode = Rollout(tokens, row - 1, row, one == 0, row > 0, one, one, one, one[0], one[0])
+    logp, _, values = trainer.engine(episode)
+    return logp.sum() if values is None else logp.sum() + values.sum()
 
 
 def write_models(trainer: Trainer) -> None:
     """The stage's output: `model` (the average where there is one, adapters merged in), and the critic beside it."""
     stage, model = trainer.stage, trainer.actor_critic
+    write_policy(trainer, stage.model if trainer.ema is None else stage.folder / "last")
     if trainer.ema is not None:
-        write_policy(trainer, stage.folder / "last")
         with trainer.ema.applied():
-            write_policy(trainer, stage.model)
-    else:
-        write_policy(trainer, stage.model)
+            write_policy(trainer, stage.model, master=False)
     if isinstance(model.critic, RewardModel) and not trainer.config.lora.rank:
-        model.critic.save_pretrained(str(stage.folder / "critic"))
+        save_model_checked(model.critic, stage.folder / "critic", gathered_state(model.critic))
 
 
-def write_policy(trainer: Trainer, folder: Path) -> None:
-    """A model that loads without PEFT; the adapters by themselves beside it."""
+def write_policy(trainer: Trainer, folder: Path, master: bool = True) -> None:
+    """A model that loads without PEFT; the adapters by themselves beside it. Every rank has to call it.
+
+    master: of weights that train in bfloat16 under ZeRO, write the optimizer's float32.
+    """
     policy = trainer.actor_critic.policy
     if trainer.adapters is None:
-        policy.save_pretrained(str(folder))
-    else:
+        save_model_checked(policy, folder, gathered_state(policy, master))
+    elif trainer.stage.writes:
         trainer.adapters.save_pretrained(str(folder.with_name(f"{folder.name}_adapters")))
         with merged_adapters(trainer.adapters):
-            policy.save_pretrained(str(folder), state_dict=plain_weights(policy))
-    trainer.tokenizer.save_pretrained(str(folder))
+            save_model_checked(policy, folder, plain_weights(policy))
+    if trainer.stage.writes:
+        trainer.tokenizer.save_pretrained(str(folder))
 
 
 def plain_weights(policy: Any) -> dict[str, Tensor]:

@@ -25,11 +25,13 @@ from rlhf.rollout import Rollout, logprobs_of_hidden, response_logprobs, respons
 from rlhf.runs import Stage, stage_folder
 from rlhf.stages.common import check_tokenizer, load_policy
 from rlhf.stages.ema import Ema
+from rlhf.stages.engine import Engine, make_engine, shard_frozen
 from rlhf.stages.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
-from rlhf.stages.loop import Ranks, make_accelerator
+from rlhf.stages.loop import Ranks
 from rlhf.stages.ppo_eval import held_out_prompts
-from rlhf.stages.ptx import PretrainingBlocks
+from rlhf.stages.ptx import PretrainingBlocks, pretraining_loss
 from rlhf.stages.sources import fractions, is_function, need_source, reward_folder, reward_sources
+from rlhf.stages.zero import zero_stage
 from rlhf.tokenizer import load_tokenizer
 
 SHARED_VALUE_COEF = 0.1
@@ -49,7 +51,11 @@ class ActorCritic(nn.Module):
     def shared(self) -> bool:
         return isinstance(self.critic, nn.Linear)
 
-    def forward(
+    def forward(self, *arguments: Any, method: str = "evaluate") -> Any:
+        """`evaluate` or another method: an engine knows no other way in."""
+        return getattr(self, method)(*arguments)
+
+    def evaluate(
         self, batch: Rollout, with_policy: bool = True, entropy_gradient: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs, entropies and values, each (B, A), of the batch's responses; None for what is not asked for."""
@@ -73,6 +79,13 @@ class ActorCritic(nn.Module):
             return self.critic.token_values(tokens)
         return self._values(self.policy.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
 
+    def policy_logprobs(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
+        """Log-probs (B, A) of the response tokens."""
+        return response_logprobs(self.policy, tokens, starts, mask)[0]
+
+    def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
+        return pretraining_loss(self.policy, batch, denominator)
+
     def _values(self, hidden: Tensor) -> Tensor:
         assert isinstance(self.critic, nn.Linear)
         return self.critic(hidden).squeeze(-1).float()
@@ -88,9 +101,7 @@ class Trainer:
 
     config: Config
     stage: Stage
-    accelerator: Any
-    model: Any  # ActorCritic, prepared
-    optimizer: Any
+    engine: Engine  # of the ActorCritic
     reference: Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs of the SFT model
     reward: Reward
     tokenizer: Any
@@ -113,15 +124,15 @@ class Trainer:
 
     @property
     def ranks(self) -> Ranks:
-        return Ranks(self.accelerator)
+        return self.engine.ranks
 
     @property
     def actor_critic(self) -> ActorCritic:
-        return self.accelerator.unwrap_model(self.model)
+        return self.engine.module  # type: ignore[return-value]
 
     @property
     def ratio_tolerance(self) -> float:
-        return RATIO_TOLERANCE if self.accelerator.mixed_precision == "no" else HALF_RATIO_TOLERANCE
+        return HALF_RATIO_TOLERANCE if self.engine.bfloat16 else RATIO_TOLERANCE
 
     @property
     def value_coef(self) -> float:
@@ -132,12 +143,14 @@ class Trainer:
 def make_trainer(config: Config, stage: Stage, device: torch.device) -> Trainer:
     """Load the models and the prompts. The policy starts from the SFT model, the critic as ppo.critic says."""
     settings = config.ppo
-    accelerator = make_accelerator(device)
     folder = stage_folder(config, "sft") / "model"
     tokenizer = load_tokenizer(folder)
     policy = without_dropout(load_policy(folder, dropout=0.0))
     reward, own = make_reward(config, tokenizer, device, stage.say)
     critic = make_critic(config, stage, policy, own)
+    for source in reward.sources.values() if isinstance(reward, CombinedReward) else [reward]:
+        if isinstance(source, ModelReward):
+            source.model = shard_frozen(config, source.model, device)
     adapters = None
     if config.lora.rank:
         adapters = add_adapters(policy, config)
@@ -154,16 +167,17 @@ def make_trainer(config: Config, stage: Stage, device: torch.device) -> Trainer:
         {"params": [p for p in module.parameters() if p.requires_grad], "lr": rates[name]}
         for name, module in model.parts().items()
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    model.to(device)
-    optimizer = accelerator.prepare(optimizer)
-    frozen = policy if adapters is not None else load_policy(folder).requires_grad_(False).to(device)
+    engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm, sampled=policy)
+    check_shares(config, engine.ranks)
+    frozen = policy if adapters is not None else load_policy(folder).requires_grad_(False)
     reference = Reference(frozen, adapters)
+    if adapters is None:
+        reference = shard_frozen(config, reference, device)  # type: ignore[assignment]
     kl: FixedKL | AdaptiveKL = FixedKL(config.kl.coef)
     if config.kl.target is not None:
         kl = AdaptiveKL(init=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
     return Trainer(
-        config, stage, accelerator, model, optimizer, reference, reward, tokenizer,
+        config, stage, engine, reference, reward, tokenizer,
         *load_ppo_prompts(config, stage, tokenizer), kl, device,
         blocks=PretrainingBlocks.load(config, tokenizer) if settings.ptx_coef else None,
         ema=Ema(policy, settings.ema_decay) if settings.ema_decay is not None else None, adapters=adapters,
@@ -181,13 +195,14 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-class Reference:
+class Reference(nn.Module):
     """Log-probs of the SFT model: a frozen copy; with LoRA the policy itself, its adapters set aside."""
 
     def __init__(self, model: Any, adapters: Any = None):
+        super().__init__()
         self.model, self.adapters = model, adapters
 
-    def __call__(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
         with self.adapters.disable_adapter() if self.adapters is not None else contextlib.nullcontext():
             return response_logprobs(self.model, tokens, starts, mask)[0]
 
@@ -209,6 +224,18 @@ def add_adapters(model: Any, config: Config) -> Any:
         fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
     )  # fmt: skip
     return peft.PeftModel(model, settings)
+
+
+def check_shares(config: Config, ranks: Ranks) -> None:
+    """Raises: UserError where the ranks' shares of an update do not fit what they have to do together."""
+    settings = config.ppo
+    prompts = settings.episodes_per_update // settings.responses_per_prompt
+    if prompts < ranks.count:
+        raise UserError(f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts an update for "
+                        f"{ranks.count} processes: want one each at least")  # fmt: skip
+    if zero_stage(config) == 3 and prompts % ranks.count:
+        raise UserError(f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts an update do not divide by "
+                        f"{ranks.count} processes, which ZeRO-3 needs: choose a multiple, or deepspeed=zero2")  # fmt: skip
 
 
 def load_reward(folder: Path, device: torch.device) -> RewardModel | TextRewardModel:

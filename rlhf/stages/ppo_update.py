@@ -7,20 +7,18 @@ a loss or a gradient. Not here: rollouts, rewards and advantages (`ppo.py`).
 
 import math
 import random
-from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.data.batching import by_length
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.rollout import Rollout
+from rlhf.stages.engine import ZeroEngine
 from rlhf.stages.invariants import check_first_minibatch
 from rlhf.stages.loop import gradient_norm, refuse_nonfinite
 from rlhf.stages.ppo_setup import Trainer
-from rlhf.stages.ptx import pretraining_loss
 from rlhf.tracking.metrics import Sums
 
 
@@ -36,7 +34,7 @@ def optimize(
         "critic": warm_up(update - 1, config.warmup_updates),
     }
     # Dropout is 0 everywhere; what else training mode changes is gradient checkpointing, which needs it.
-    trainer.model.train(trainer.config.gradient_checkpointing)
+    trainer.engine.module.train(trainer.config.gradient_checkpointing)
     local = {place: i for i, place in enumerate(places)}
     size = config.episodes_per_update // config.minibatches
     steps = 0
@@ -46,13 +44,16 @@ def optimize(
         for number in range(config.minibatches):
             chosen = [local[place] for place in order[number * size : (number + 1) * size] if place in local]
             first = update == begins and epoch == 0 and number == 0
+            stop = trainer.config.kl.stop
+            if stop is not None and trainer.engine.sharded and measure_change(trainer, rollout, chosen) > stop:
+                break
             change = train_minibatch(
                 trainer, rollout, advantages, returns, chosen, sums, with_policy, first, key=(update, epoch, number)
             )
-            if trainer.config.kl.stop is not None and change > trainer.config.kl.stop:
-                trainer.optimizer.zero_grad()
+            if stop is not None and not trainer.engine.sharded and change > stop:
+                trainer.engine.discard()
                 break
-            step(trainer, warmth)
+            step(trainer, warmth, with_policy, sums)
             steps += 1
         else:
             continue
@@ -68,15 +69,32 @@ def warm_up(done: int, updates: int) -> float:
     return min(1.0, 0.1 + 0.9 * max(0, done) / updates) if updates else 1.0
 
 
-def step(trainer: Trainer, warmth: dict[str, float]) -> None:
+def step(trainer: Trainer, warmth: dict[str, float], with_policy: bool, sums: Sums) -> None:
     """One optimizer step at a share of each model's learning rate."""
     rates = {"policy": trainer.config.ppo.lr, "critic": trainer.config.ppo.critic_lr}
-    for group, name in zip(trainer.optimizer.param_groups, trainer.actor_critic.parts(), strict=True):
-        group["lr"] = rates[name] * warmth[name]
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    engine = trainer.engine
+    engine.step([rates[name] * warmth[name] for name in trainer.actor_critic.parts()])
+    if isinstance(engine, ZeroEngine):
+        norm = engine.gradient_norm()
+        refuse_nonfinite(trainer.stage, {"optim/grad_norm": norm}, {})
+        sums.add("optim/grad_norm", norm)
+        if not with_policy:  # plainly, AdamW passes over parameters that have no gradient
+            engine.forget_steps(0)
     if trainer.ema is not None:
         trainer.ema.update()
+
+
+@torch.no_grad()
+def measure_change(trainer: Trainer, rollout: Rollout, chosen: list[int]) -> float:
+    """approxkl of a minibatch before its backward, nats a token: ZeRO reduces gradients at once and cannot drop them."""
+    total = 0.0
+    for index in by_length_on_all_ranks(trainer, rollout, chosen):
+        part = rollout.rows(index or [0])
+        logp, _, _ = trainer.engine(part, True, False)
+        if index:
+            total += torch.where(part.response_mask, logp - part.logp_old, 0.0).square().sum().item() / 2
+    tokens = trainer.ranks.sum(rollout.response_mask[chosen].sum())
+    return trainer.ranks.sum(total) / tokens
 
 
 def train_minibatch(
@@ -94,7 +112,7 @@ def train_minibatch(
             part = part._replace(response_mask=torch.zeros_like(part.response_mask))
         loss, figures = micro_batch_loss(trainer, part, advantages, returns, index or [0], tokens, sums, with_policy)
         refuse_nonfinite(trainer.stage, {"loss": loss}, part._asdict())
-        trainer.accelerator.backward(loss)
+        trainer.engine.backward(loss)
         clipped += figures["clipfrac"] * tokens
         change += figures["approxkl"]
         log_ratio_max = max(log_ratio_max, figures["log_ratio_max"])
@@ -102,18 +120,19 @@ def train_minibatch(
         above_log_v = max(above_log_v, figures["entropy_max"] - math.log(trainer.actor_critic.policy.config.vocab_size))
     model = trainer.actor_critic
     # A policy that does not train yet has no gradient on one rank, and must have none on several.
-    reduce_gradients(trainer, model.parameters() if with_policy else model.critic.parameters())  # type: ignore[union-attr]
+    trainer.engine.reduce(list((model if with_policy or model.critic is None else model.critic).parameters()))
     if check:
         entropies = (-ranks.max(-least_entropy), ranks.max(above_log_v))
         check_first_minibatch(ranks.max(log_ratio_max), ranks.sum(clipped), entropies, trainer.ratio_tolerance)
     if trainer.blocks is not None and with_policy:
         add_pretraining_gradient(trainer, key, sums)
-    norms = {name: gradient_norm(module.parameters()) for name, module in model.parts().items()}
-    sums.add("optim/grad_norm", torch.stack(list(norms.values())).norm().item())
-    refuse_nonfinite(trainer.stage, norms, rollout.rows(chosen or [0])._asdict())
-    for name, module in model.parts().items():
-        sums.add(f"optim/{name}_grad_norm", norms[name].item())
-        trainer.accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+    if not trainer.engine.sharded:  # ZeRO knows and clips one norm, that of both models, when it steps
+        norms = {name: gradient_norm(module.parameters()) for name, module in model.parts().items()}
+        sums.add("optim/grad_norm", torch.stack(list(norms.values())).norm().item())
+        refuse_nonfinite(trainer.stage, norms, rollout.rows(chosen or [0])._asdict())
+        for name, module in model.parts().items():
+            sums.add(f"optim/{name}_grad_norm", norms[name].item())
+            nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
     return ranks.sum(change)
 
 
@@ -134,8 +153,7 @@ def micro_batch_loss(
     config, kl = trainer.config.ppo, trainer.config.kl
     mask = part.response_mask
     columns, n = mask.shape[1], int(mask.sum())
-    with trainer.accelerator.autocast():
-        logp, entropies, values = trainer.model(part, with_policy, config.entropy_coef > 0)
+    logp, entropies, values = trainer.engine(part, with_policy, config.entropy_coef > 0)
     loss = torch.zeros((), device=mask.device)
     figures = {
         "clipfrac": 0.0,
@@ -174,38 +192,36 @@ def micro_batch_loss(
 
 
 def add_pretraining_gradient(trainer: Trainer, key: tuple, sums: Sums) -> None:
-    """PPO-ptx: add ptx_coef times the gradient of the pretraining loss to the policy's, and log both norms."""
-    config, ranks, blocks = trainer.config.ppo, trainer.ranks, trainer.blocks
+    """PPO-ptx: add ptx_coef times the gradient of the pretraining loss to the policy's, and log both norms.
+
+    ZeRO adds gradients up as they come, so that there the two norms are not known apart.
+    """
+    config, ranks, engine, blocks = trainer.config.ppo, trainer.ranks, trainer.engine, trainer.blocks
     assert blocks is not None
     parameters = [p for p in trainer.actor_critic.policy.parameters() if p.requires_grad]
     ours = [p.grad for p in parameters]
-    sums.add("optim/rl_grad_norm", gradient_norm(parameters).item())
-    for p in parameters:
-        p.grad = None
+    if not engine.sharded:
+        sums.add("optim/rl_grad_norm", gradient_norm(parameters).item())
+        for p in parameters:
+            p.grad = None
     episodes = config.episodes_per_update // config.minibatches
     drawn = blocks.draw(key, max(1, round(config.ptx_blocks_per_episode * episodes)))
     width = blocks.blocks[0]["input_ids"].shape[0]
     tokens = len(drawn) * (width - 1)
     mine = drawn[ranks.rank :: ranks.count]
     size = trainer.config.pretrain.micro_batch_sequences
-    for start in range(0, len(mine), size):
-        batch = blocks.batch(mine[start : start + size], trainer.device)
-        with trainer.accelerator.autocast():
-            loss = pretraining_loss(trainer.actor_critic.policy, batch, tokens)
+    most = -(-len(drawn) // ranks.count)
+    for start in range(0, most, size):
+        counted = mine[start : start + size]
+        batch = blocks.batch(counted or drawn[:1], trainer.device)  # a rank that has run out counts nothing
+        loss = engine(batch, tokens, method="pretraining_loss") * bool(counted)
         refuse_nonfinite(trainer.stage, {"loss/ptx_avg": loss}, batch)
-        trainer.accelerator.backward(config.ptx_coef * loss)
-        sums.add("loss/ptx_avg", loss.item() * tokens, batch["labels"].shape[0] * (width - 1))
-    reduce_gradients(trainer, parameters)
+        engine.backward(config.ptx_coef * loss)
+        sums.add("loss/ptx_avg", loss.item() * tokens, len(counted) * (width - 1))
+    if engine.sharded:
+        return
+    engine.reduce(parameters)
     sums.add("optim/ptx_grad_norm", gradient_norm(parameters).item())
     for p, gradient in zip(parameters, ours, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
-
-
-def reduce_gradients(trainer: Trainer, parameters: Iterable[Any]) -> None:
-    """Sum the gradients of all ranks: losses are divided by global counts already."""
-    if trainer.ranks.count == 1:
-        return
-    for p in parameters:
-        if p.requires_grad:
-            p.grad = trainer.ranks.sum_tensor(torch.zeros_like(p) if p.grad is None else p.grad)

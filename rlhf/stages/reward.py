@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
@@ -28,7 +28,9 @@ from rlhf.model.heads import RewardModel
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs import Stage, checkpoint_step, latest_checkpoint, open_stage, save_checkpoint, stage_folder
 from rlhf.stages.common import cosine_schedule, decay_groups, load_policy, open_tracker, set_up
-from rlhf.stages.loop import gradient_norm, load_training, make_accelerator, refuse_nonfinite, save_training
+from rlhf.stages.engine import Engine, ZeroEngine, make_engine, read_state, write_state
+from rlhf.stages.gather import gathered_state, save_model_checked
+from rlhf.stages.loop import Ranks, gradient_norm, merged, refuse_nonfinite
 from rlhf.stages.scoring import (
     item_encoder,
     length_baseline,
@@ -69,16 +71,17 @@ def run(config: Config) -> None:
         items = load_items(config, stage, records, item_encoder(config, model, tokenizer))
 
         # 3. Train, then calibrate
-        def calibrated() -> dict[str, float]:
-            gain, shift = calibrate(config, model, tokenizer, records, device)
+        def calibrated(engine: Engine) -> dict[str, float]:
+            gain, shift = calibrate(config, engine, tokenizer, records, device)
             stage.say(f"calibrated: demonstrations average 0 (shift {shift:.3f}), SFT samples have deviation 1 "
                       f"(gain {gain:.3f})")  # fmt: skip
             return {"calibration/gain": gain, "calibration/shift": shift}
 
         summary = train(config, stage, model, items, tokenizer.pad_token_id, device, calibrated)
-        model.save_pretrained(str(stage.model))
         if isinstance(model, RewardModel):
-            tokenizer.save_pretrained(str(stage.model))
+            save_model_checked(model, stage.model, gathered_state(model))
+        if stage.writes:
+            (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
         stage.finish(summary)
 
 
@@ -134,7 +137,7 @@ def batches(items: list[Item], size: int, epochs: int, seed: int) -> Iterator[li
 
 def train(
     config: Config, stage: Stage, model: Any, items: dict[str, list[Item]], pad: int, device: torch.device,
-    then: Callable[[], dict[str, float]] = dict,
+    then: Callable[[Engine], dict[str, float]] = lambda engine: {},
 ) -> dict[str, float]:  # fmt: skip
     """The ranking loss over all prompts, `epochs` times; returns the held-out figures.
 
@@ -142,13 +145,13 @@ def train(
     """
     settings = config.reward
     steps = settings.epochs * -(-len(items["train"]) // settings.batch_prompts)
-    accelerator = make_accelerator(device)
-    optimizer = torch.optim.AdamW(decay_groups(model, settings.weight_decay), lr=settings.lr, betas=(0.9, 0.95))
-    model, optimizer = accelerator.prepare(model, optimizer)
+    groups = decay_groups(model, settings.weight_decay)
+    engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
     first = tokens = 0
-    if found := latest_checkpoint(stage.checkpoints, stage.say):
-        tokens = load_training(found, {"model": accelerator.unwrap_model(model)}, optimizer).get("tokens", 0)
-        first = checkpoint_step(found)
+    if found := engine.ranks.first(latest_checkpoint(stage.checkpoints, stage.say)):
+        state, notes = read_state(found)
+        engine.restore(state, lambda: score_items(engine, items["train"][:1], pad, device).sum())
+        first, tokens = checkpoint_step(found), notes["tokens"]
         stage.say(f"resuming from step {first}")
     saved_at = stage.elapsed()
     with open_tracker(stage, first) as tracker, progress(steps, "reward", initial=first) as bar:
@@ -156,35 +159,36 @@ def train(
             if step <= first:
                 continue
             lr = settings.lr * cosine_schedule(step - 1, steps, 0, settings.final_lr_fraction)
-            sums = train_step(config, stage, accelerator, model, optimizer, batch, lr, pad, device)
-            metrics = sums.reduce()
+            metrics = merged(engine.ranks, train_step(config, stage, engine, batch, lr, pad)).reduce()
             tokens += sum(len(row) for item in batch for row in item.rows)
             if step % config.tracking.log_every == 0 or step == steps:
                 tracker.log(metrics, step=step, episodes=prompts_seen(config, len(items["train"]), step), tokens=tokens)
             bar.update(1, loss=metrics["reward/loss"], accuracy=metrics["reward/accuracy"])
-            if stage.elapsed() - saved_at > config.checkpoints.every_seconds:
-                save_checkpoint(
-                    stage.checkpoints, step,
-                    lambda path: save_training(
-                        path, {"model": accelerator.unwrap_model(model)}, optimizer, {"tokens": tokens}  # noqa: B023
-                    ),
-                    config.checkpoints.keep,
-                )  # fmt: skip
-                stage.note_progress()
+            if engine.ranks.first(stage.elapsed() - saved_at > config.checkpoints.every_seconds):
+                save(config, stage, engine, step, tokens)
                 saved_at = stage.elapsed()
         held_out = {}
         if items["dev"]:
-            held_out = evaluate_items(accelerator.unwrap_model(model), items["dev"], pad, device)
+            held_out = evaluate_items(engine, items["dev"], pad, device)
             baseline = length_baseline(items["dev"])
             tracker.log(
                 {f"eval/dev/{name}": value for name, value in (held_out | {"length_baseline": baseline}).items()},
                 step=steps,
             )
             stage.say(f"held out: accuracy {held_out['accuracy']:.3f}, loss {held_out['loss']:.3f}")
-        last = then()
+        last = then(engine)
         if last:
             tracker.log(last, step=steps)
     return held_out | {name.split("/")[-1]: value for name, value in last.items()}
+
+
+def save(config: Config, stage: Stage, engine: Engine, step: int, tokens: int) -> None:
+    """A checkpoint; every rank has to call it, and the first one writes."""
+    state = engine.state()
+    if state is not None:
+        keep = config.checkpoints.keep
+        save_checkpoint(stage.checkpoints, step, lambda path: write_state(path, state, {"tokens": tokens}), keep)
+        stage.note_progress()
 
 
 def prompts_seen(config: Config, prompts: int, step: int) -> int:
@@ -194,33 +198,49 @@ def prompts_seen(config: Config, prompts: int, step: int) -> int:
     return epochs * prompts + min(rest * size, prompts)
 
 
-def train_step(
-    config: Config, stage: Stage, accelerator: Any, model: Any, optimizer: Any, batch: list[Item], lr: float, pad: int,
-    device: torch.device,
-) -> Sums:  # fmt: skip
-    """One optimizer step on one batch of prompts; the mean is over the whole batch, however it is split."""
-    model.train()
-    sums = Sums()
-    for part in micro_batches(batch, config.reward.micro_batch_responses):
-        scores = score_items(model, part, pad, device)
-        loss, figures = ranking_loss(scores, pad_weights(part, device), denominator=len(batch))
+def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], lr: float, pad: int) -> Sums:
+    """One optimizer step on one batch of prompts; the mean is over the whole batch, however it is split.
+
+    Returns this rank's sums.
+    """
+    engine.module.train()
+    sums, device, ranks = Sums(), engine.device, engine.ranks
+    for part, counts in own_parts(config, batch, ranks):
+        scores = score_items(engine, part, pad, device)
+        weights = pad_weights(part, device) * counts
+        loss, figures = ranking_loss(scores, weights, denominator=len(batch))
         rows = [row for item in part for row in item.rows]
         refuse_nonfinite(
-            stage, {"reward/loss": loss, "scores": scores}, make_inputs(model, rows, pad) | {"scores": scores}
+            stage, {"reward/loss": loss, "scores": scores}, make_inputs(engine.module, rows, pad) | {"scores": scores}
         )
-        accelerator.backward(loss)
-        add_figures(sums, part, scores, figures)
-    norm = gradient_norm(model.parameters())
+        engine.backward(loss)
+        if counts:
+            add_figures(sums, part, scores, figures)
     rows = [row for item in batch for row in item.rows]
-    refuse_nonfinite(stage, {"optim/grad_norm": norm}, make_inputs(model, rows, pad))
-    accelerator.clip_grad_norm_(model.parameters(), config.reward.max_grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    sums.add("optim/grad_norm", norm.item())
+    parameters = list(engine.module.parameters())
+    engine.reduce(parameters)
+    norm = float("nan") if engine.sharded else gradient_norm(parameters).item()
+    if not engine.sharded:
+        refuse_nonfinite(stage, {"optim/grad_norm": norm}, make_inputs(engine.module, rows, pad))
+        nn.utils.clip_grad_norm_(parameters, config.reward.max_grad_norm)
+    engine.step([lr] * len(engine.optimizer.param_groups))
+    if isinstance(engine, ZeroEngine):  # which clips by itself, and takes no step where the norm is not finite
+        norm = engine.gradient_norm()
+        refuse_nonfinite(stage, {"optim/grad_norm": norm}, make_inputs(engine.module, rows, pad))
+    sums.add("optim/grad_norm", norm)
     sums.add("optim/lr", lr)
     return sums
+
+
+def own_parts(config: Config, batch: list[Item], ranks: Ranks) -> list[tuple[list[Item], bool]]:
+    """This rank's micro-batches of a batch, as many as every other's, and whether each counts.
+
+    Prompts are dealt out in turn; where a rank runs out, its first prompt comes again and counts nothing.
+    """
+    parts = list(micro_batches(batch[ranks.rank :: ranks.count], config.reward.micro_batch_responses))
+    counted = [(part, True) for part in parts if part]
+    missing = int(ranks.max(len(counted))) - len(counted)
+    return counted + [(batch[:1], False)] * missing
 
 
 @torch.no_grad()
@@ -270,7 +290,7 @@ def calibrate(
     if not deviation > 1e-6:
         raise UserError("reward: the model gives every SFT sample the same score, so there is nothing to optimise: "
                         "train it longer (reward.epochs, reward.lr) or on more comparisons")  # fmt: skip
-    model.calibrate(gain=1.0 / deviation, shift=shift)
+    getattr(model, "module", model).calibrate(gain=1.0 / deviation, shift=shift)
     return 1.0 / deviation, shift
 
 
@@ -288,8 +308,9 @@ def score_samples(
         policy, rows, max_new_tokens=length, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         seed=config.seed, keys=[("calibrate", i) for i in range(len(rows))], batch_size=config.rollout.batch_size,
     )  # fmt: skip
-    if isinstance(model, TextRewardModel):
+    own = getattr(model, "module", model)  # what an engine holds
+    if isinstance(own, TextRewardModel):
         texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
-        return model.score_texts([list(p) for p, _ in asked], texts, samples.ended.tolist(), calibrated=False)
+        return own.score_texts([list(p) for p, _ in asked], texts, samples.ended.tolist(), calibrated=False)
     whole = [p + r for p, r in zip(rows, samples.responses, strict=True)]
     return score_rows(model, whole, tokenizer.pad_token_id, device, calibrated=False)

@@ -45,7 +45,7 @@ def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
 
 def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
     """What the model's forward takes, of rows of items; `pad` is the policy tokenizer's."""
-    own = getattr(model, "module", model)  # a model in the hands of several processes is wrapped
+    own = getattr(model, "module", model)  # what an engine holds
     if isinstance(own, TextRewardModel):
         return own.collate(rows)
     return dict(zip(("tokens", "lengths"), right_pad(list(rows), pad), strict=True))
@@ -91,8 +91,9 @@ def score_demonstrations(
     model: Any, records: Sequence[Demonstration], tokenizer: Any, device: torch.device, calibrated: bool = True
 ) -> Tensor:
     """Scores (B,) of what people wrote; `tokenizer` is the policy's."""
-    if isinstance(model, TextRewardModel):
-        return model.score_rows([model.encode(record.prompt, record.response) for record in records], calibrated)
+    own = getattr(model, "module", model)
+    if isinstance(own, TextRewardModel):
+        return own.score_rows([own.encode(record.prompt, record.response) for record in records], calibrated)
     encoded = encode_demonstrations(records, tokenizer, tokenizer.model_max_length)
     return score_rows(model, [e["prompt"] + e["response"] for e in encoded], tokenizer.pad_token_id, device, calibrated)
 

@@ -31,9 +31,9 @@ def main() -> None:
         sums = Sums()
         trainer.config.ppo.max_grad_norm = 1e9
         ppo_update.train_minibatch(trainer, rollout, advantages, returns, chosen, sums, True, False)
-        gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
-        metrics = ppo.merged(trainer, sums)
-        trainer.optimizer.zero_grad()
+        gradients = {n: p.grad.clone() for n, p in trainer.engine.module.named_parameters()}
+        metrics = ppo.merged(trainer.ranks, sums).reduce()
+        trainer.engine.optimizer.zero_grad()
         trainer.config.ppo.max_grad_norm = 1.0
         index = ppo.choose_prompts(trainer, 1)
         live = ppo.sample_and_score(

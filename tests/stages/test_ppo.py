@@ -86,10 +86,10 @@ def off_policy(trainer) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
 def gradients(trainer: ppo.Trainer, batch: tuple, chosen: list[int], micro: int) -> tuple[dict, dict]:
     """Unclipped gradients of one minibatch, and its metrics."""
     trainer.config.ppo.micro_batch_episodes, trainer.config.ppo.max_grad_norm = micro, 1e9
-    trainer.optimizer.zero_grad()
+    trainer.engine.optimizer.zero_grad()
     sums = Sums()
     ppo_update.train_minibatch(trainer, *batch, chosen, sums, with_policy=True, check=False)
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, sums.reduce()
+    return {name: p.grad.clone() for name, p in trainer.engine.module.named_parameters()}, sums.reduce()
 
 
 @pytest.mark.parametrize("micro", [1, 3, 8])
@@ -128,7 +128,7 @@ def test_the_end_token_gets_gradient(trainer):
     rollout = rollout._replace(logp_old=rollout.logp_old - 0.05)
     found, _ = gradients(trainer, (rollout, advantages, rollout.values), [row], micro=1)
     embedding = trainer.actor_critic.policy.get_output_embeddings().weight
-    name = next(n for n, p in trainer.model.named_parameters() if p is embedding)
+    name = next(n for n, p in trainer.engine.module.named_parameters() if p is embedding)
     assert found[name][eos].norm() > 1e-3
 
 
@@ -141,9 +141,9 @@ def test_steps_are_epochs_times_minibatches_and_each_epoch_sees_every_episode(
 ):
     trainer.config.ppo.epochs, trainer.config.ppo.minibatches = epochs, minibatches
     seen: list[list[int]] = []
-    train_minibatch, step, steps = ppo_update.train_minibatch, trainer.optimizer.step, []
+    train_minibatch, step, steps = ppo_update.train_minibatch, trainer.engine.optimizer.step, []
     monkeypatch.setattr(ppo_update, "train_minibatch", lambda *a, **k: seen.append(a[4]) or train_minibatch(*a, **k))
-    monkeypatch.setattr(trainer.optimizer, "step", lambda: steps.append(1) or step())
+    monkeypatch.setattr(trainer.engine.optimizer, "step", lambda: steps.append(1) or step())
     update(trainer)
     assert len(steps) == len(seen) == epochs * minibatches
     for epoch in range(epochs):
@@ -238,10 +238,10 @@ def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
 
 
 def assert_refused(trainer: ppo.Trainer, invariant: int) -> None:
-    before = weights(trainer.model)
+    before = weights(trainer.engine.module)
     with pytest.raises(UserError, match=f"invariant {invariant} fails on the first update"):
         update(trainer)
-    assert not changed(before, trainer.model), "nothing was trained"
+    assert not changed(before, trainer.engine.module), "nothing was trained"
 
 
 def test_a_right_first_update_passes(trainer):

@@ -61,11 +61,11 @@ def gradients(trainer: ppo.Trainer) -> dict[str, torch.Tensor]:
     noise = torch.randn(rollout.logp_old.shape, generator=torch.Generator().manual_seed(0))
     advantages = torch.where(rollout.response_mask, noise, 0.0)
     shifted = rollout._replace(logp_old=rollout.logp_old + 0.1 * advantages)
-    trainer.model.train(trainer.config.gradient_checkpointing)
+    trainer.engine.module.train(trainer.config.gradient_checkpointing)
     ppo_update.train_minibatch(
         trainer, shifted, advantages, rollout.values + advantages, list(range(16)), ppo.Sums(), True, False
     )
-    return {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    return {n: p.grad.clone() for n, p in trainer.engine.module.named_parameters() if p.grad is not None}
 
 
 # --- what the critic is --------------------------------------------------------------------------------------------
@@ -170,10 +170,10 @@ def test_an_ensemble_takes_the_least(open_trainer, gold_run):
 
 def test_a_reward_that_is_not_finite_stops_the_run_before_any_step(open_trainer):
     with open_trainer(f"ppo.rewards='{__name__}:pays_infinity'") as trainer:
-        before = weights(trainer.model)
+        before = weights(trainer.engine.module)
         with pytest.raises(UserError, match="scores not finite: stopped before the step"):
             update(trainer)
-        assert all(value.equal(before[name]) for name, value in trainer.model.named_parameters())
+        assert all(value.equal(before[name]) for name, value in trainer.engine.module.named_parameters())
         assert (trainer.stage.folder / "offending_batch.safetensors").exists()
 
 
@@ -354,7 +354,7 @@ def test_gradient_checkpointing_changes_no_gradient(open_trainer):
         with open_trainer(f"gradient_checkpointing={on}") as trainer:
             found.append(gradients(trainer))
             if on == "true":
-                assert any(getattr(m, "gradient_checkpointing", False) for m in trainer.model.modules())
+                assert any(getattr(m, "gradient_checkpointing", False) for m in trainer.engine.module.modules())
     assert all(torch.allclose(found[0][n], found[1][n], atol=1e-6) for n in found[0])
 
 
@@ -392,12 +392,12 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
         update(trainer, 1)
         ppo.save(trainer, 1)
         update(trainer, 2)
-        wanted = weights(trainer.model) | ({} if trainer.ema is None else dict(trainer.ema.average))
+        wanted = weights(trainer.engine.module) | ({} if trainer.ema is None else dict(trainer.ema.average))
         path = trainer.stage.checkpoints / "step-1"
         restarted = ppo.make_trainer(trainer.config, trainer.stage, trainer.device)
         assert ppo.restore(restarted, path) == 1
         update(restarted, 2)
-        found = weights(restarted.model) | ({} if restarted.ema is None else dict(restarted.ema.average))
+        found = weights(restarted.engine.module) | ({} if restarted.ema is None else dict(restarted.ema.average))
     assert found.keys() == wanted.keys() and all(found[n].equal(wanted[n]) for n in wanted)
 
 

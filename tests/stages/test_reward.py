@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf.config import Config
 from rlhf.data.items import Item, join_rankings, make_items, token_encoder
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.runs import open_stage, read_stage
 from rlhf.stages import reward, scoring
-from rlhf.stages.loop import make_accelerator
+from rlhf.stages.engine import make_engine
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 
@@ -117,6 +118,12 @@ class Recorder:
         self.model.zero_grad()
 
 
+def recording_engine(model):
+    engine = make_engine(Config(), model, [{"params": list(model.parameters())}], CPU)
+    engine.optimizer = Recorder(model)
+    return engine
+
+
 def varied_items(tokenizer) -> list[Item]:
     """Prompts with 2 to 9 answers of unequal lengths, some with ties or two labelers."""
     rng = random.Random(0)
@@ -138,9 +145,9 @@ def test_micro_batches_change_no_gradient_and_no_metric(gold_run, tokenizer, mod
     assert len({len(row) for item in items for row in item.rows}) > 8
     for size in (1000, micro):
         config.reward.micro_batch_responses = size
-        recorder = Recorder(model)
-        sums = reward.train_step(config, None, make_accelerator(CPU), model, recorder, items, 1e-4, 0, CPU)
-        found.append((recorder.gradients, sums.reduce()))
+        engine = recording_engine(model)
+        sums = reward.train_step(config, None, engine, items, 1e-4, 0)
+        found.append((engine.optimizer.gradients, sums.reduce()))
     (whole, metrics), (parts, split_metrics) = found
     for name, gradient in whole.items():
         assert torch.allclose(parts[name], gradient, atol=1e-5, rtol=1e-5), name
@@ -191,7 +198,7 @@ def test_one_forward_a_response_however_many_pairs_and_labelers(gold_run, tokeni
     handle = model.trunk.register_forward_pre_hook(
         lambda module, given, named: seen.extend(tuple(row) for row in named["input_ids"].tolist()), with_kwargs=True
     )
-    reward.train_step(gold_run.config(), None, make_accelerator(CPU), model, Recorder(model), items, 1e-4, 0, CPU)
+    reward.train_step(gold_run.config(), None, recording_engine(model), items, 1e-4, 0)
     handle.remove()
     assert len(seen) == 4 and max(Counter(seen).values()) == 1
 

@@ -13,7 +13,7 @@ from rlhf.config import Config
 from rlhf.data.items import Item, Judgement
 from rlhf.model.heads import RewardModel
 from rlhf.stages import reward
-from rlhf.stages.loop import make_accelerator
+from rlhf.stages.engine import make_engine
 
 from ..model.classifiers import make_tokenizer
 from .test_reward import Recorder
@@ -73,8 +73,9 @@ def test_pairs_have_the_loss_and_gradient_of_trls_reward_trainer(twins, tmp_path
     ]
     config = Config()
     config.reward.micro_batch_responses, config.reward.max_grad_norm = micro, 1e9
-    recorder = Recorder(ours)
-    sums = reward.train_step(config, None, make_accelerator(CPU), ours, recorder, items, 1e-4, PAD, CPU)  # type: ignore[arg-type]
+    engine = make_engine(config, ours, [{"params": list(ours.parameters())}], CPU)
+    engine.optimizer = recorder = Recorder(ours)
+    sums = reward.train_step(config, None, engine, items, 1e-4, PAD)  # type: ignore[arg-type]
     assert abs(sums.reduce()["reward/loss"] - wanted.item()) < 1e-6
     assert recorder.gradients["head.bias"].abs().item() < 1e-6  # it cancels
     assert torch.allclose(recorder.gradients["head.weight"], theirs.score.weight.grad, atol=1e-6)
