@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ class ZeroEngine(Engine):
         names = {id(p): name for name, p in module.named_parameters()}
         self.group_of = {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=max_grad_norm)
+        settings["managed_gradient_accumulation"] = False  # a step comes when we call for it, after any number of backwards
         module.to(self.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=make_optimizer(config, groups), config=settings, dist_init_required=False
@@ -184,6 +186,7 @@ class ZeroEngine(Engine):
         found: dict[str, dict[str, Tensor]] = {"weights": gather.gathered_state(self.module) or {}, "steps": {}}
         found |= {key: {} for key in MOMENTS}
         steps = self._steps()
+        self._link()
         for name, p in self.module.named_parameters():
             if not p.requires_grad:
                 continue
@@ -197,21 +200,20 @@ class ZeroEngine(Engine):
         return found if first else None
 
     def restore(self, state: Mapping[str, Mapping[str, Tensor]], probe: Callable[[], Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
         # AdamW makes its moments in the first step: one without gradient at rate 0 changes nothing else.
         self.backward(0.0 * probe())
         self.step([0.0] * len(self.optimizer.param_groups))
         put_weights(self.module, state["weights"])
+        self._link()
         steps = dict.fromkeys(self.group_of.values(), 0.0)
         for name, p in self.module.named_parameters():
             if not p.requires_grad:
                 continue
-            safe_set_full_fp32_param(p, state["weights"][name].to(self.device, torch.float32))
+            self._put(p, state["weights"][name].float())
             for key in MOMENTS:
                 value = state[key].get(name)
                 value = torch.zeros(shape_of(p)) if value is None else value
-                safe_set_full_optimizer_state(p, value.to(self.device), key)
+                self._put(p, value, key)
             if name in state["steps"]:
                 group = self.group_of[name]
                 steps[group] = max(steps[group], float(state["steps"][name]))
@@ -227,6 +229,33 @@ class ZeroEngine(Engine):
             slices = enumerate(zero.single_partition_of_fp32_groups)  # type: ignore[assignment]
         states = zero.optimizer.state
         yield from ((group, states[flat]) for group, flat in slices if "step" in states.get(flat, {}))
+
+    def _put(self, p: Any, value: Tensor, key: str | None = None) -> None:
+        """Write a whole tensor over this rank's slice of a master weight or, with `key`, of a moment."""
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        value = value.to(self.device)
+        if self.stage < 3:
+            safe_set_full_fp32_param(p, value) if key is None else safe_set_full_optimizer_state(p, value, key)
+            return
+        size = -(-value.numel() // self.ranks.count)  # ZeRO-3 cuts each tensor in equal slices, the last filled up
+        flat = nn.functional.pad(value.flatten(), (0, size * self.ranks.count - value.numel()))
+        own = flat[size * self.ranks.rank : size * (self.ranks.rank + 1)]
+        safe_set_local_fp32_param(p, own) if key is None else safe_set_local_optimizer_state(p, own, key)
+
+    def _link(self) -> None:
+        """Show DeepSpeed the moments of every group: by itself it looks once, when only the first group has any."""
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        zero = self.optimizer
+        if self.stage < 3 and self._steps():
+            for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)
 
     def _steps(self) -> dict[int, float]:
         return {group: float(state["step"]) for group, state in self._flat_states()}
@@ -279,6 +308,7 @@ def import_deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use .torch.distributed", category=FutureWarning)
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)

@@ -1,0 +1,117 @@
+"""The reward model and PPO under ZeRO-1, 2 and 3 with two processes: what one process computes, in shares.
+
+One launch does all three stages. Not here: pretraining and SFT, which transformers' Trainer drives, and offload, whose
+optimizer is compiled at first use.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf.rollout import Rollout
+from rlhf.runs import open_stage
+from rlhf.stages import ppo, ppo_update
+from rlhf.stages.common import set_up
+from rlhf.stages.engine import read_state
+from rlhf.tracking.metrics import Sums
+from tests.stages.test_ppo_ranks import SETTINGS, recorded  # noqa: F401 (a fixture)
+
+WAYS = ("zero1", "zero2", "zero3")
+SIZES = ["ppo.critic_warmup_updates=0", "sharding.bucket_elements=100000", "sharding.persistence_threshold=200",
+         "reward.micro_batch_responses=12", "ppo.lr=1e-3", "ppo.critic_lr=1e-3"]  # fmt: skip
+
+
+def launch(gold_run, folder: Path, rollouts: Path, processes: int, ways: tuple[str, ...], *more: str) -> Path:
+    """A launch's findings, a file a way."""
+    out = folder / f"zero-{processes}-{len(ways)}"
+    out.mkdir()
+    for way in ways:
+        gold_run.copy(folder, "ppo", f"{out.name}-{way.partition('=')[0]}")
+    script = Path(__file__).with_name("zero_ranks.py")
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    subprocess.run(
+        [sys.executable, *start, str(script), str(rollouts), str(out), str(folder), out.name, ",".join(ways),
+         *gold_run.overrides, *SETTINGS, *SIZES, *more],
+        check=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+    )  # fmt: skip
+    return out
+
+
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
+    """What both ways measure; a constant added to all scores changes no loss, so that their mean drifts with rounding."""
+    kinds = ("loss/", "policy/", "val/", "reward/")
+    return {name: value for name, value in metrics.items() if name.startswith(kinds) and name != "reward/mean"}
+
+
+@pytest.fixture(scope="module")
+def single(gold_run, recorded) -> tuple[Path, dict]:  # noqa: F811
+    out = launch(gold_run, recorded[0], recorded[1], 1, ("none",))
+    return out, torch.load(out / "none.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def sharded(gold_run, recorded, single) -> Path:  # noqa: F811
+    """ZeRO-1 resumes its own run, ZeRO-2 that of the single process, ZeRO-3 that of ZeRO-1."""
+    folder, rollouts = recorded
+    sources = {"zero1": "", "zero2": f"={single[0]}/none-state", "zero3": f"={folder}/zero-2-3/zero1-state"}
+    return launch(gold_run, folder, rollouts, 2, tuple(way + sources[way] for way in WAYS))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_five_steps_compute_what_one_process_computes(single, sharded, way):
+    out, wanted = single
+    found = torch.load(sharded / f"{way}.pt", weights_only=True)
+    for stage in ("reward", "ppo"):
+        assert len(wanted[stage]) == 5 and timeless(wanted[stage][0]) != timeless(wanted[stage][4])
+        for step in range(5):
+            assert timeless(found[stage][step]) == pytest.approx(timeless(wanted[stage][step]), abs=1e-4, rel=1e-4)
+    for name in ("ppo", "reward"):
+        ours, theirs = load_file(out / f"none-{name}.safetensors"), load_file(sharded / f"{way}-{name}.safetensors")
+        assert ours.keys() == theirs.keys()
+        for tensor in ours.keys() - {"head.bias"}:  # of the reward model: its gradient is 0 but for rounding
+            assert torch.allclose(theirs[tensor], ours[tensor], atol=1e-4, rtol=1e-4), tensor
+    assert found["greedy"] == wanted["greedy"], "the same tokens under greedy decoding"
+    assert found["live"] == pytest.approx(wanted["live"], abs=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_state_really_is_sharded(sharded, way):
+    found = torch.load(sharded / f"{way}.pt", weights_only=True)
+    for stage in ("reward", "ppo"):
+        shares = found[f"{stage}_shares"]
+        assert shares["moments"] == pytest.approx(0.5, abs=0.02)
+        assert shares["weights"] == pytest.approx(0.5 if way == "zero3" else 1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(("way", "near"), [("zero1", 0.0), ("zero2", 2e-5), ("zero3", 2e-5)])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(sharded, way, near):
+    """Bitwise from a checkpoint of its own; from another ZeRO stage's or another number of ranks' but for rounding."""
+    found = load_file(sharded / f"{way}-ppo.safetensors")
+    names = [name.removeprefix("ppo/") for name in found if name.startswith("ppo/")]
+    assert names
+    for name in names:
+        assert torch.allclose(found[f"resumed/{name}"], found[f"ppo/{name}"], atol=near, rtol=0.0), name
+
+
+def test_one_process_goes_on_where_two_under_zero3_stopped(gold_run, recorded, sharded):  # noqa: F811
+    folder, rollouts = recorded
+    run = gold_run.copy(folder, "ppo", "alone")
+    config = run.config(*SETTINGS, *SIZES)
+    config.ppo.max_grad_norm = 1e9
+    tensors = load_file(rollouts)
+    advantages, returns = tensors.pop("advantages"), tensors.pop("returns")
+    with open_stage(config, "ppo") as stage:
+        trainer = ppo.make_trainer(config, stage, set_up(config))
+        trainer.engine.restore(read_state(sharded / "zero3-state")[0], lambda: ppo.probe(trainer))
+        for _ in range(2):
+            batch, sums = Rollout(**tensors), Sums()
+            ppo_update.train_minibatch(trainer, batch, advantages, returns, list(range(13)), sums, True, False)
+            ppo_update.step(trainer, {"policy": 1.0, "critic": 1.0}, True, sums)
+    wanted = load_file(sharded / "zero3-ppo.safetensors")
+    for name, parameter in trainer.engine.module.named_parameters():
+        assert torch.allclose(parameter, wanted[f"ppo/{name}"], atol=2e-5, rtol=0.0), name

@@ -1,0 +1,125 @@
+"""What one rank does in test_zero.py: five steps of the reward model and of PPO, plainly or under each ZeRO stage.
+
+Run as `zero_ranks.py <recorded.safetensors> <out folder> <runs_dir> <run> <ways, by commas> <overrides …>`; every way is a
+setting of deepspeed=…, and what the first rank finds goes to <out folder>/<way>.pt and <way>.safetensors. `zero2=<folder>`
+resumes from that folder's state of the third step instead of its own.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf.cli import compose_config
+from rlhf.model.generate import sample
+from rlhf.rollout import Rollout
+from rlhf.runs import is_main_process, open_stage
+from rlhf.stages import ppo, ppo_update, reward
+from rlhf.stages.common import decay_groups, set_up
+from rlhf.stages.engine import Engine, ZeroEngine, make_engine, read_state, write_state
+from rlhf.stages.gather import gathered_state
+from rlhf.stages.scoring import item_encoder, score_items
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.metrics import Sums
+
+STEPS, SAVED_AT = 5, 3
+WARM = {"policy": 1.0, "critic": 1.0}
+
+
+def share_held(engine: Engine) -> dict[str, float]:
+    """Elements of weights and of the optimizer's first moment on this rank, over those of the module."""
+    parameters = list(engine.module.parameters())
+    whole = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+    weights = sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in parameters)
+    if isinstance(engine, ZeroEngine):
+        moments = sum(state["exp_avg"].numel() for _, state in engine._flat_states())
+    else:
+        moments = sum(state["exp_avg"].numel() for state in engine.optimizer.state.values())
+    return {"weights": weights / whole, "moments": moments / whole}
+
+
+def ppo_steps(trainer: Any, tensors: dict, steps: int, sums: list) -> None:
+    places = ppo.own_places(trainer)
+    mine = {name: value[places] for name, value in tensors.items()}
+    advantages, returns = mine.pop("advantages"), mine.pop("returns")
+    for _ in range(steps):
+        sums.append(Sums())
+        chosen = [i for i, place in enumerate(places) if place < 13]  # 7 on one rank, 6 on the other
+        ppo_update.train_minibatch(trainer, Rollout(**mine), advantages, returns, chosen, sums[-1], True, False)
+        ppo_update.step(trainer, WARM, True, sums[-1])
+
+
+def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dict[str, Any]:
+    with open_stage(config, "ppo") as stage:
+        found: list[Sums] = []
+        trainer = ppo.make_trainer(config, stage, set_up(config))
+        ppo_steps(trainer, tensors, 1, found)
+        once = trainer.engine.state()  # the first moment after one step is a tenth of the gradient
+        ppo_steps(trainer, tensors, SAVED_AT - 1, found)
+        state = trainer.engine.state()
+        if state is not None:
+            (out / f"{way}-state").mkdir()
+            write_state(out / f"{way}-state", state, {})
+        ppo_steps(trainer, tensors, STEPS - SAVED_AT, found)
+        metrics = [ppo.merged(trainer.ranks, sums).reduce() for sums in found]
+        shares = share_held(trainer.engine)
+        weights = gathered_state(trainer.actor_critic)
+        prompts = [tokens for _, tokens in trainer.prompts[:8]]
+        with trainer.engine.whole(trainer.actor_critic.policy) as policy:
+            greedy = sample(policy, prompts, max_new_tokens=16, eos_token_id=trainer.tokenizer.eos_token_id, greedy=True,
+                            pad_token_id=trainer.tokenizer.pad_token_id).responses  # fmt: skip
+        live = ppo.sample_and_score(trainer, trainer.prompts[:4], [("live", i) for i in range(4)])
+        # Back to the third step, in an engine of its own, and on from there
+        trainer.ranks.wait()
+        again = ppo.make_trainer(config, stage, set_up(config))
+        again.engine.restore(read_state(Path(source or out / f"{way}-state"))[0], lambda: ppo.probe(again))
+        ppo_steps(again, tensors, STEPS - SAVED_AT, [])
+        resumed = gathered_state(again.actor_critic)
+        if weights is not None and resumed is not None and once is not None:
+            save_file({f"ppo/{n}": t for n, t in weights.items()}
+                      | {f"resumed/{n}": t for n, t in resumed.items()}
+                      | {f"gradient/{n}": 10 * t for n, t in once["exp_avg"].items()},
+                      out / f"{way}-ppo.safetensors")  # fmt: skip
+        return {"ppo": metrics, "ppo_shares": shares, "greedy": greedy, "live": live.scores.tolist()}
+
+
+def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
+    device = set_up(config)
+    folder = Path(config.runs_dir) / config.run
+    tokenizer = load_tokenizer(folder / "sft" / "model")
+    torch.manual_seed(0)
+    model = reward.make_model(config)
+    records, _ = reward.load_comparisons(str(folder / "label" / "comparisons.jsonl"), "auto", False)
+    items, _ = reward.join_rankings(records, item_encoder(config, model, tokenizer), None)
+    engine = make_engine(config, model, decay_groups(model, 0.0), device, max_grad_norm=1e9)
+    metrics = []
+    for step in range(STEPS):
+        batch = items[7 * step : 7 * step + 7]  # 4 prompts on one rank, 3 on the other
+        metrics.append(
+            ppo.merged(
+                engine.ranks, reward.train_step(config, None, engine, batch, 1e-3, tokenizer.pad_token_id)
+            ).reduce()
+        )
+    shares = share_held(engine)
+    weights = gathered_state(engine.module)
+    scores = score_items(engine.eval(), items[:3], tokenizer.pad_token_id, device).tolist()
+    if weights is not None:
+        save_file(weights, out / f"{way}-reward.safetensors")
+    return {"reward": metrics, "reward_shares": shares, "scores": scores}
+
+
+def main() -> None:
+    recorded, out, runs_dir, run, ways, *overrides = sys.argv[1:]
+    tensors = load_file(recorded)
+    for given in ways.split(","):
+        way, _, source = given.partition("=")
+        config = compose_config([*overrides, f"runs_dir={runs_dir}", f"run={run}-{way}", f"deepspeed={way}"])
+        config.ppo.max_grad_norm = config.reward.max_grad_norm = 1e9  # ZeRO clips the joint norm, we each model's own
+        found = run_reward(config, Path(out), way) | run_ppo(config, tensors, Path(out), way, source)
+        if is_main_process():
+            torch.save(found, Path(out) / f"{way}.pt")
+
+
+main()
