@@ -7,6 +7,7 @@ of processes, with any ZeRO stage or none. Not here: transformers' Trainer, whic
 
 import contextlib
 import copy
+import io
 import json
 import logging
 import os
@@ -129,6 +130,8 @@ class ZeroEngine(Engine):
         self.group_of = {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=max_grad_norm)
         settings["managed_gradient_accumulation"] = False  # a step comes when we call for it, after any number of backwards
+        if self.stage == 3:  # our forwards differ in what they run (policy, critic, both): what is fetched ahead would stay
+            settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
         module.to(self.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=make_optimizer(config, groups), config=settings, dist_init_required=False
@@ -317,7 +320,8 @@ def import_deepspeed() -> Any:
         torch.distributed.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1
         )
-    deepspeed.init_distributed(verbose=False)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it compiled
+        deepspeed.init_distributed(verbose=False)
     return deepspeed
 
 

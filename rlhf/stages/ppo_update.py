@@ -45,7 +45,8 @@ def optimize(
             chosen = [local[place] for place in order[number * size : (number + 1) * size] if place in local]
             first = update == begins and epoch == 0 and number == 0
             stop = trainer.config.kl.stop
-            if stop is not None and trainer.engine.sharded and measure_change(trainer, rollout, chosen) > stop:
+            ahead = stop is not None and with_policy and trainer.engine.sharded
+            if ahead and measure_change(trainer, rollout, chosen) > stop:
                 break
             change = train_minibatch(
                 trainer, rollout, advantages, returns, chosen, sums, with_policy, first, key=(update, epoch, number)
