@@ -1,10 +1,12 @@
 """Relations between settings, checked before anything runs: all problems come at once."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf.config import Config, ImportConfig, PlanConfig
 from rlhf.errors import UserError
+from rlhf.stages.launch import SHARED_STAGES
 
 CHOICES = {
     "model.positions": ("learned", "rotary"),
@@ -185,6 +187,19 @@ def _relations(config: Config, command: str) -> list[str]:
         problems.append(f"gold.held_out_labelers={config.gold.held_out_labelers}: want 0 to 2")
     problems += _labeler_problems(config)
     problems += _sharding_problems(config)
+    problems += _launch_problems(config, command)
+    return problems
+
+
+def _launch_problems(config: Config, command: str) -> list[str]:
+    problems = []
+    if command in ("pretrain", "pipeline") and config.deepspeed != "none" and config.pretrain.optimizer == "muon":
+        problems.append(f"pretrain.optimizer=muon: works on whole matrices, which deepspeed={config.deepspeed} divides: want "
+                        "pretrain.optimizer=adamw")  # fmt: skip
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and command not in SHARED_STAGES:
+        remedy = "set launcher.processes instead" if command == "pipeline" else "start it without a launcher"
+        problems.append(f"{command}: started as {processes} processes, works as one: {remedy}")
     return problems
 
 

@@ -8,11 +8,14 @@ import importlib
 import os
 import re
 import sys
+import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.interrupts import terminate_as_interrupt
+from rlhf.runs import is_main_process
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "pipeline": ("rlhf.stages.pipeline", "all stages, from raw text to an aligned model and its report"),
@@ -49,6 +52,10 @@ HELP_GROUPS = {
 SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
+# How gloo and NCCL word that the other end of a connection is gone.
+LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
+                "NCCL communicator was aborted", "remote process exited")  # fmt: skip
+SECONDS_TO_SPEAK = 5.0  # that a process leaves the first one of its launch to name a mistake that both have found
 # Hydra's flags that are followed by a value.
 FLAGS_WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name",
                     "-cd", "--config-dir")  # fmt: skip
@@ -63,12 +70,16 @@ def conf_dir() -> Path:
 def main(argv: list[str] | None = None) -> None:
     """The console script. Exit codes: 0 done, 2 the user's mistake, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = [a for a in arguments if not a.startswith("--local_rank=")]  # which DeepSpeed's launcher adds
+    terminate_as_interrupt()
     try:
         _dispatch(arguments)
     except UserError as error:
         sys.exit(fail(str(error)))
     except KeyboardInterrupt:
-        print("\nrlhf: interrupted: run the same command again, it resumes from the last checkpoint", file=sys.stderr)
+        told = "\nrlhf: interrupted: run the same command again, it resumes from the last checkpoint"
+        if is_main_process():
+            print(told, file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,8 +87,24 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def fail(message: str) -> int:
-    print(f"rlhf: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    let_the_first_speak()
+    of = "" if is_main_process() else f"process {os.environ['RANK']}: "
+    print(f"rlhf: error: {of}{' '.join(message.split())}", file=sys.stderr, flush=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # at once: an orderly end would wait for the other processes
+        sys.stdout.flush()
+        os._exit(2)
     return 2
+
+
+def let_the_first_speak() -> None:
+    """Of several processes that fail for one reason only the first need say so: what started them then ends the others."""
+    if not is_main_process():
+        time.sleep(SECONDS_TO_SPEAK)
+
+
+def lost_another(error: Exception) -> bool:
+    """Whether an error only says that another process of this launch is gone."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(sign in str(error) for sign in LOST_PROCESS)
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -248,6 +275,12 @@ def _run_with_hydra(command: str, overrides: list[str]) -> None:
             task(composed)
         except UserError as error:
             sys.exit(fail(str(error)))
+        except Exception as error:
+            if lost_another(error):
+                time.sleep(SECONDS_TO_SPEAK)  # for the launcher to say which, and to end this one
+                sys.exit(fail("another process of this launch has ended: its own message, or the launcher's, says why"))
+            let_the_first_speak()
+            raise
 
     register_schema()
     sys.argv = [f"rlhf {command}", *overrides]

@@ -220,13 +220,14 @@ class GoldConfig:
 
 @dataclass(slots=True)
 class TrackingConfig:
-    """Where metrics go. JSONL is always written, but for `off`, which writes nothing."""
+    """Where metrics go. JSONL is always written."""
 
-    kind: str = "wandb"  # wandb (offline unless a key is set) | tensorboard | jsonl | off
+    kind: str = "wandb"  # wandb (offline unless a key is set) | tensorboard | jsonl | off (numbers only, no samples)
     project: str = "rlhf"  # W&B project
     entity: str | None = None  # W&B user or team of the dashboard; none: the key's own
     artifacts: bool = False  # models and data sets go to W&B as artifacts with their lineage
     log_every: int = 10  # optimizer steps between lines (pretraining and SFT)
+    peak_tflops: float | None = None  # of one device, dense, for time/mfu; none: by the GPU's name, on a CPU no time/mfu
 
 
 @dataclass(slots=True)
@@ -252,6 +253,8 @@ class CheckpointConfig:
 
     every_seconds: float = 600.0  # time between checkpoints
     keep: int = 2  # newest checkpoints that stay
+    keep_best: int = 0  # checkpoints with the best held-out score (ppo) that stay too, after the stage's end as well
+    keep_every: int = 0  # a checkpoint at each multiple of so many steps, which stays after the stage's end; 0: none
 
 
 @dataclass(slots=True)

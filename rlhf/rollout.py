@@ -15,7 +15,9 @@ from torch import Tensor
 from rlhf.data.batching import by_length, right_pad
 from rlhf.data.records import PromptRecord
 from rlhf.model.generate import sample
+from rlhf.model.gpt import is_plain
 from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.rewards import Episodes, Reward
 
 
@@ -51,7 +53,7 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
-    Only response positions go through the unembedding: logits are (response tokens, V), never (B, T, V).
+    Only response positions go through the unembedding, a chunk of them at a time: logits are never (B, T, V).
     """
     hidden = policy.base_model(input_ids=tokens, use_cache=False).last_hidden_state  # (B, T, D)
     return logprobs_of_hidden(policy, hidden, tokens, prompt_lengths, mask, with_entropy)
@@ -65,9 +67,13 @@ def logprobs_of_hidden(
     before = response_positions(prompt_lengths, tokens.shape[1], mask.shape[1])  # (B, A)
     rows = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(before)[mask]  # (N,)
     at = before[mask]
-    logits = policy.get_output_embeddings()(hidden[rows, at])  # (N, V)
-    logp = token_logprobs(logits, tokens[rows, at + 1])
-    spread = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
+    head, chosen = policy.get_output_embeddings(), tokens[rows, at + 1]
+    if is_plain(head) and not (with_entropy and entropy_gradient):
+        logp, spread = unembedded_logprobs(hidden[rows, at], head.weight, chosen, with_entropy)
+    else:
+        logits = head(hidden[rows, at])  # (N, V)
+        logp = token_logprobs(logits, chosen)
+        spread = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
     empty = torch.zeros(mask.shape, device=tokens.device, dtype=torch.float32)
     return empty.masked_scatter(mask, logp), None if spread is None else empty.masked_scatter(mask, spread)
 

@@ -21,12 +21,13 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import Config
+from rlhf.config import CheckpointConfig, Config
 from rlhf.errors import UserError
+from rlhf.tracking.lineage import git_state
 
 # What several stages read: whence prompts come and how they are divided; what pays a response.
 PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", "data.format", "data.dev", "data.test",
@@ -115,6 +116,7 @@ def disk_error(error: OSError, path: Path) -> UserError:
     remedy = {
         errno.ENOSPC: "free space or choose another disk with runs_dir=…; the run resumes from its last checkpoint",
         errno.EDQUOT: "free space or choose another disk with runs_dir=…; the run resumes from its last checkpoint",
+        errno.EFBIG: "raise the limit on the size of files (ulimit -f); the run resumes from its last checkpoint",
         errno.EACCES: "make the folder writable or choose another with runs_dir=…",
         errno.EROFS: "make the folder writable or choose another with runs_dir=…",
     }.get(error.errno or 0, "check the disk, then run the same command again")
@@ -124,17 +126,21 @@ def disk_error(error: OSError, path: Path) -> UserError:
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
-# How safetensors and torch.save, which raise no OSError, word a disk that is full.
-FULL_DISK = ("os error 28", "inline_container")
+# What a disk that is full, or may not be written, gives; safetensors words it as "os error 28", and torch.save as below.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+TORCH_DISK_ERROR = "inline_container"
 
 
-def seal(folder: Path) -> None:
-    """Declare a checkpoint folder whole: sync its files, then write the manifest of their hashes, last."""
+def seal(folder: Path, figure: float | None = None) -> None:
+    """Declare a checkpoint folder whole: sync its files, then write the manifest of their hashes, last.
+
+    figure: the stage's held-out figure at this step, the higher the better; what `checkpoints.keep_best` goes by.
+    """
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,))})
+    write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
 
 
 def is_whole(folder: Path) -> bool:
@@ -169,11 +175,12 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None] = print) -> Path 
     return None
 
 
-def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Write `folder/step-<step>` through `write`, seal it, and only then drop all but the `keep` newest.
+def save_checkpoint(
+    folder: Path, step: int, write: Callable[[Path], None], keep: int | CheckpointConfig, figure: float | None = None
+) -> Path:
+    """Write `folder/step-<step>` through `write`, seal it, and only then drop what `keep` does not keep.
 
-    Later steps are dropped too: who went back to this step had found them damaged.
-
+    keep: the settings (see `prune_checkpoints`), or how many of the newest; figure: as in `seal`.
     Raises: UserError when the disk is full or not writable; the checkpoints before it stay.
     """
     target = folder / f"step-{step}"
@@ -181,20 +188,63 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep
     try:
         target.mkdir(parents=True)
         write(target)
-        seal(target)
+        seal(target, figure)
     except Exception as error:
         shutil.rmtree(target, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise disk_error(error, target) from error
-        if any(sign in str(error) for sign in FULL_DISK):
-            raise disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), target) from error
-        raise
-    found = checkpoints(folder)
-    newest = [path for path in found if checkpoint_step(path) <= step][-keep:]
-    for path in found:
-        if path not in newest:
-            shutil.rmtree(path, ignore_errors=True)
+        told = checkpoint_error(error, target)
+        if told is error:
+            raise
+        raise told from error
+    prune_checkpoints(folder, step, CheckpointConfig(keep=keep) if isinstance(keep, int) else keep)
     return target
+
+
+def checkpoint_error(error: Exception, target: Path) -> Exception:
+    """What to raise when a checkpoint cannot be written: one line where the disk is at fault, else the error itself."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError):
+        return disk_error(error, target)
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else errno.ENOSPC if TORCH_DISK_ERROR in str(error) else 0
+    return disk_error(OSError(number, os.strerror(number)), target) if number in DISK_ERRORS else error
+
+
+def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
+    """Drop all checkpoints but the `keep.keep` newest, the `keep.keep_best` best and every `keep.keep_every`-th step's.
+
+    Call it with a whole checkpoint of `step` in place. What is not whole was left by a kill and goes; so does every
+    later step: who went back to this one had found them damaged.
+    """
+    found = [path for path in checkpoints(folder) if checkpoint_step(path) <= step and (path / MANIFEST).exists()]
+    kept = set(found[-keep.keep :]) if keep.keep > 0 else set()
+    figures = [(figure, path) for path in found if (figure := checkpoint_figure(path)) is not None]
+    figures.sort(key=lambda pair: (pair[0], checkpoint_step(pair[1])))
+    kept |= {path for _, path in figures[len(figures) - min(keep.keep_best, len(figures)) :]}
+    if keep.keep_every:
+        kept |= {path for path in found if checkpoint_step(path) % keep.keep_every == 0}
+    for path in checkpoints(folder):
+        if path not in kept:
+            remove_checkpoint(path)
+
+
+def checkpoint_due(settings: CheckpointConfig, step: int, seconds: float) -> bool:
+    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one."""
+    return seconds >= settings.every_seconds or (settings.keep_every > 0 and step % settings.keep_every == 0)
+
+
+def checkpoint_figure(folder: Path) -> float | None:
+    """The held-out figure that a checkpoint was sealed with."""
+    manifest = read_json(folder / MANIFEST)
+    figure = manifest.get("figure") if isinstance(manifest, dict) else None
+    return float(figure) if isinstance(figure, int | float) else None
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """The manifest goes first, so that a removal that is cut off leaves nothing that passes for a checkpoint."""
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- stages --------------------------------------------------------------------------------------------------------
@@ -343,6 +393,7 @@ class Stage:
     resumed: bool = False
     seconds_before: float = 0.0  # spent by earlier, interrupted tries
     started: float = field(default_factory=time.monotonic)
+    steps: int | None = None  # how many it will take in all, once that is known
     writes: bool = True  # false on every rank but the first, which speaks and writes for all
 
     @property
@@ -365,9 +416,14 @@ class Stage:
         return {
             "stage": self.name, "status": status, "seed": self.config.seed, "run": self.config.run,
             "settings": settings_of(self.config, self.name), "parents": self.parents, "data": self.data,
-            "versions": versions(), "seconds": round(self.elapsed(), 2), "peak_rss_mb": peak_rss_mb(),
-            "config": asdict(self.config),
+            "versions": versions(), "git": git_state(), "seconds": round(self.elapsed(), 2), "peak_rss_mb": peak_rss_mb(),
+            "steps": self.steps, "config": asdict(self.config),
         }  # fmt: skip
+
+    def plan(self, steps: int) -> None:
+        """Say in stage.json how many optimizer steps (in PPO updates) the stage will take, for who watches it."""
+        self.steps = steps
+        self.note_progress()
 
     def note_progress(self) -> None:
         """Store the seconds spent so far, so that a resumed stage reports its whole cost."""
@@ -388,9 +444,19 @@ class Stage:
             from rlhf.tracking.artifacts import publish
 
             publish(self.folder, record, self.config.tracking.project)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self._drop_checkpoints()
         took = f"{record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB"
         self.say(f"complete in {took} -> {self.folder}")
+
+    def _drop_checkpoints(self) -> None:
+        """Of a complete stage only what checkpoints.keep_best and keep_every ask for stays."""
+        settings = self.config.checkpoints
+        found = checkpoints(self.checkpoints)
+        if found and (settings.keep_best or settings.keep_every):
+            prune_checkpoints(self.checkpoints, checkpoint_step(found[-1]), replace(settings, keep=0))
+            if checkpoints(self.checkpoints):
+                return
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -422,6 +488,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
         recorded = read_stage(folder)
         if recorded is not None and not config.overwrite:
             _check_same(stage, recorded)
+            _sweep(folder)
             stage.resumed = True
             stage.seconds_before = float(recorded.get("seconds", 0.0))
         else:
@@ -433,9 +500,21 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             _write_config(config, folder)
             yield stage
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            if error.errno in DISK_ERRORS:
                 raise disk_error(error, Path(error.filename or folder)) from error
             raise
+        except Exception as error:  # a library's own word for a full disk, which is no OSError
+            told = checkpoint_error(error, folder)
+            if told is error:
+                raise
+            raise told from error
+
+
+def _sweep(folder: Path) -> None:
+    """Remove files that were being written when an earlier try was killed: they are no output."""
+    for path in [*folder.glob(".*.tmp"), *folder.glob("*.jsonl.kept")]:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _empty(stage: Stage, overwrite: bool) -> None:

@@ -70,7 +70,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
             trainer = make_trainer(config, stage, set_up(config))
             options: dict[str, Any] = {"run": name, "stage": "ppo", "config": {"seed": config.seed}}
             wandb = Timed(make_tracker("wandb", folder=Path(home) / "on", **options))
-            off = make_tracker("off", folder=Path(home) / "off", **options)
+            off = make_tracker("silent", folder=Path(home) / "off", **options)
             one_update(trainer, 1, off)  # the first one warms up and checks the invariants
             wandb.log({"objective/kl": 0.0}, step=0)
             time.sleep(3)  # W&B starts in a thread of its own

@@ -12,9 +12,10 @@ import yaml
 
 from rlhf import runs
 from rlhf.cli import schema_keys
-from rlhf.config import Config
+from rlhf.config import CheckpointConfig, Config
 from rlhf.errors import UserError
 from rlhf.stages.sources import hash_sources
+from rlhf.tracking.lineage import git_state
 
 
 @pytest.fixture
@@ -170,6 +171,60 @@ def test_only_the_newest_stay(tmp_path):
     assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-2", "step-3"]
 
 
+def sealed(folder: Path, step: int, figure: float | None, keep: CheckpointConfig) -> None:
+    runs.save_checkpoint(folder, step, lambda path: (path / "x").write_text("x") and None, keep, figure)
+
+
+def test_the_best_and_every_so_many_steps_stay_too(tmp_path):
+    keep = CheckpointConfig(keep=1, keep_best=2, keep_every=4)
+    for step, figure in enumerate([0.3, 0.9, 0.1, 0.2, None, 0.9, 0.4], 1):
+        sealed(tmp_path, step, figure, keep)
+    # newest: 7; best: 2 and 6 (0.9 each); every 4: 4
+    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-2", "step-4", "step-6", "step-7"]
+    assert runs.checkpoint_figure(tmp_path / "step-6") == 0.9
+    assert runs.latest_checkpoint(tmp_path) == tmp_path / "step-7"
+
+
+def test_of_equal_figures_the_later_is_better(tmp_path):
+    for step in (1, 2, 3):
+        sealed(tmp_path, step, 0.5 if step < 3 else None, CheckpointConfig(keep=1, keep_best=1))
+    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-2", "step-3"]
+
+
+def test_what_a_kill_left_half_written_goes_with_the_next_save_and_takes_nobodys_place(tmp_path):
+    checkpoint(tmp_path, 1)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "half").touch()
+    checkpoint(tmp_path, 3, keep=2)
+    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-1", "step-3"]
+
+
+def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
+    path = checkpoint(tmp_path, 1)
+    monkeypatch.setattr(runs.shutil, "rmtree", lambda *a, **k: None)
+    runs.remove_checkpoint(path)
+    assert path.is_dir() and not runs.is_whole(path) and runs.latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "keep_every", "step", "due"),
+    [(599.0, 0, 5, False), (600.0, 0, 5, True), (1.0, 5, 5, True), (1.0, 5, 6, False), (1.0, 5, 10, True)],
+)
+def test_when_a_checkpoint_is_due(seconds, keep_every, step, due):
+    assert runs.checkpoint_due(CheckpointConfig(keep_every=keep_every), step, seconds) is due
+
+
+def test_a_complete_stage_keeps_what_was_asked_for(config):
+    wanted = changed(config, checkpoints__keep_best=1, checkpoints__keep_every=2)
+    with runs.open_stage(wanted, "tokenizer") as stage:
+        for step, figure in ((1, 0.9), (2, 0.1), (3, 0.2)):
+            sealed(stage.checkpoints, step, figure, wanted.checkpoints)
+        stage.finish()
+    assert [p.name for p in runs.checkpoints(stage.checkpoints)] == ["step-1", "step-2"]
+    record = runs.check_output(stage.folder)
+    assert record["files"] == {}, "checkpoints are no output"
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_path, keep):
     checkpoint(tmp_path, 10)
@@ -223,6 +278,14 @@ def test_another_error_is_not_taken_for_the_disks(tmp_path):
     with pytest.raises(RuntimeError, match="shapes differ"):
         runs.save_checkpoint(tmp_path, 1, write, keep=1)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_under_a_library_is_one_line_too(config):
+    with (
+        pytest.raises(UserError, match=r"tokenizer: cannot write: No space left on device: free"),
+        runs.open_stage(config, "tokenizer"),
+    ):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
 
 # --- settings ---
@@ -296,10 +359,28 @@ def test_a_stage_from_beginning_to_end(config, capsys):
     assert (record["stage"], record["seed"], record["summary"]) == ("tokenizer", 0, {"entries": 300.0})
     assert record["parents"] == {} and record["data"] == {"corpus:a.txt": "0f"}
     assert record["versions"].keys() >= {"python", "torch", "transformers"} and record["peak_rss_mb"] > 1
+    assert record["git"] == git_state() and record["steps"] is None
     assert record["hash"] == runs.hash_of(record) and record["seconds"] >= 0
     assert yaml.safe_load((stage.folder / "config.yaml").read_text()) == asdict(config) == record["config"]
     said = capsys.readouterr().out
     assert said.startswith("tokenizer: starting\ntokenizer: complete in 0 s") and str(stage.folder) in said
+
+
+def test_what_a_kill_left_half_written_is_no_output(config):
+    folder = interrupt(config, "tokenizer")
+    for name in (".stage.json.123.tmp", "metrics.jsonl.kept"):
+        (folder / name).write_text("torn")
+    run_stage(config, "tokenizer")
+    record = runs.read_stage(folder)
+    assert record is not None and list(record["files"]) == ["model/weights.txt"]
+    assert not (folder / ".stage.json.123.tmp").exists() and not (folder / "metrics.jsonl.kept").exists()
+
+
+def test_a_stage_says_how_many_steps_it_will_take(config):
+    with runs.open_stage(config, "tokenizer") as stage:
+        stage.plan(12)
+        record = runs.read_stage(stage.folder)
+        assert record is not None and (record["status"], record["steps"]) == ("running", 12)
 
 
 def test_a_complete_stage_is_refused_and_left_alone(config):

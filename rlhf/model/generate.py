@@ -27,7 +27,10 @@ Key = int | str | tuple
 Prompts = Sequence[Sequence[int]]
 
 MAX_BATCH = 256
-CPU_CACHE_BYTES = 32 * 2**20  # of keys and values a batch: about what stays in the processor's own cache
+CDF_BLOCK = 64  # tokens that are summed together before the cumulative distribution is searched
+CPU_CACHE_BYTES = (
+    64 * 2**20
+)  # of keys and values a batch: a small machine's share, past which larger batches gain little
 
 
 class Samples(NamedTuple):
@@ -84,16 +87,35 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
     Inverse transform sampling: the first token whose cumulative probability exceeds u. The log-prob is that
     of softmax(logits / temperature), before any cut by top_k or top_p.
     """
-    logp = torch.log_softmax(logits.float() / choice.temperature, dim=-1)
+    logits = logits.float() if choice.temperature == 1.0 else logits.float() / choice.temperature
+    probs = torch.softmax(logits, dim=-1)
     if choice.greedy:
-        tokens = logp.argmax(-1, keepdim=True)
+        tokens = logits.argmax(-1, keepdim=True)
     else:
-        cumulative = _cut(logp.exp(), choice).cumsum(-1)
-        # u is at most 1 - 2^-24, so that the threshold is below the total after rounding too
-        tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
-        # logits that are not numbers point past the vocabulary; the log-prob, not a number either, tells of them
-        tokens = tokens.clamp(max=logp.shape[-1] - 1)
-    return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
+        tokens = _invert(_cut(probs, choice), uniforms[:, None])
+    # a token that was drawn has a probability well above the smallest float, so that its logarithm is as good as a
+    # log-softmax's, which would take a second pass of exponentials
+    return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()
+
+
+def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token (B, 1) at which the cumulative sum of probs (B, V) exceeds uniforms (B, 1) times their total.
+
+    First the block of tokens, then the place in it: a running sum over all of V is slow on a CPU.
+    """
+    size = probs.shape[-1]
+    blocks = F.pad(probs, (0, -size % CDF_BLOCK)).unflatten(-1, (-1, CDF_BLOCK))  # (B, V/C, C)
+    cumulative = blocks.sum(-1).cumsum(-1)  # (B, V/C)
+    # u is at most 1 - 2^-24, so that the threshold is below the total after rounding too
+    threshold = uniforms * cumulative[:, -1:]
+    block = torch.searchsorted(cumulative, threshold, right=True).clamp(max=cumulative.shape[1] - 1)
+    before = F.pad(cumulative, (1, 0)).gather(-1, block)
+    inside = blocks.gather(1, block[..., None].expand(-1, 1, CDF_BLOCK))[:, 0].cumsum(-1)  # (B, C)
+    # a block's two sums differ by rounding: what is sought in it must stay below the second one
+    sought = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2**-23))
+    tokens = block * CDF_BLOCK + torch.searchsorted(inside, sought, right=True)
+    # logits that are not numbers point past the vocabulary; the log-prob, not a number either, tells of them
+    return tokens.clamp(max=size - 1)
 
 
 def _cut(probs: Tensor, choice: Choice) -> Tensor:
@@ -421,7 +443,7 @@ def _check_room(model: Any, prompts: Prompts, max_new_tokens: int) -> None:
 def _default_batch(model: Any, columns: int) -> int:
     """As many rows as keep their keys and values within bounds.
 
-    On a CPU 32 MiB, or twice the weights where that is more (each step reads all weights, whatever the
+    On a CPU 64 MiB, or twice the weights where that is more (each step reads all weights, whatever the
     batch); on a GPU a quarter of its free memory.
     """
     if not isinstance(model, GPTForCausalLM):

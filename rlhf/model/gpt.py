@@ -391,6 +391,81 @@ def _segments(position_ids: Tensor | None, seq_idx: Tensor | None, can_look: boo
     return F.pad(starts.long().cumsum(-1), (1, 0))
 
 
+class _LinearCrossEntropy(torch.autograd.Function):
+    """sum over rows of -log softmax(hidden weight^T)[label], without logits of all rows at once.
+
+    A chunk of rows at a time: its logits become its probabilities and then its gradient while they are in the
+    processor's cache; only the gradients of hidden (N, D) and weight (V, D) outlive the chunk. So forward does
+    backward's work, and what is (N, V) is never made, read or kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+        kind = torch.get_autocast_dtype(hidden.device.type) if _in_autocast(hidden) else hidden.dtype
+        h, w = hidden.to(kind), weight.to(kind)
+        rows = _rows_at_a_time(w)
+        loss = torch.zeros((), dtype=torch.float32, device=h.device)
+        d_hidden = torch.empty_like(h) if needs_hidden else None
+        d_weight = torch.zeros_like(weight) if needs_weight else None
+        with torch.autocast(h.device.type, enabled=False):
+            for start in range(0, len(h), rows):
+                part, own = h[start : start + rows], labels[start : start + rows, None]
+                logits = (part @ w.t()).float()  # (rows, V)
+                top = logits.amax(-1, keepdim=True)
+                chosen = logits.gather(-1, own)
+                gradient = torch.softmax(logits, -1)
+                # the likeliest token's probability gives the sum that divides: never 0, unlike the label's
+                loss += (top - gradient.amax(-1, keepdim=True).log() - chosen).sum()
+                gradient.scatter_add_(-1, own, gradient.new_full((), -1.0).expand_as(own))  # p - one-hot
+                gradient = gradient.to(kind)
+                if d_hidden is not None:
+                    torch.mm(gradient, w, out=d_hidden[start : start + rows])
+                if d_weight is not None and kind == weight.dtype:
+                    d_weight.addmm_(gradient.t(), part)
+                elif d_weight is not None:  # chunks add up in the weight's own precision
+                    d_weight += gradient.t() @ part
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.kind = hidden.dtype
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        d_hidden, d_weight = ctx.saved_tensors
+        return (
+            None if d_hidden is None else (d_hidden * d_loss).to(ctx.kind),
+            None if d_weight is None else d_weight * d_loss,
+            None,
+        )
+
+
+def _in_autocast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _rows_at_a_time(weight: Tensor) -> int:
+    """Rows whose logits stay in a CPU's cache; on a GPU, enough to fill it."""
+    return max(64, (2**20 if weight.device.type == "cpu" else 2**27) // len(weight))
+
+
+def _next_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+    """The mean over labels (B, T) that are not -100 (or their sum over `count`), from hidden states (B, T, D)."""
+    after = labels[:, 1:].to(hidden.device)
+    counted = after != -100
+    index = counted.flatten().nonzero()[:, 0]
+    width = labels.shape[1]
+    index = index + index.div(width - 1, rounding_mode="floor")  # rows of (B, T - 1) in (B, T)
+    rows = hidden.flatten(0, 1).index_select(0, index)  # (N, D)
+    loss = _LinearCrossEntropy.apply(rows, weight, after[counted])
+    return loss / (index.numel() if count is None else count)
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether its weight is all there is to it, and is here whole (ZeRO-3 shards it)."""
+    return type(head) is nn.Linear and head.bias is None and not hasattr(head.weight, "ds_id")
+
+
 class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
     """The trunk with its unembedding, tied to the token embeddings unless `tie_word_embeddings` is False."""
 
@@ -420,12 +495,14 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits (B, T, V), or of the last `logits_to_keep` positions; the loss if labels (B, T) are given.
 
         loss = -sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, with N = num_items_in_batch where
-        the Trainer passes it and the number of such labels otherwise. The other arguments are
+        the Trainer passes it and the number of such labels otherwise. skip_logits: with labels, the same loss
+        without logits (B, T, V) anywhere; there are none in the output then. The other arguments are
         `GPTModel.forward`'s.
         """
         output = self.model(
@@ -439,6 +516,12 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = output.last_hidden_state
+        if skip_logits and labels is not None and is_plain(self.lm_head):
+            loss = _next_token_loss(hidden, self.lm_head.weight, labels, kwargs.get("num_items_in_batch"))
+            result = CausalLMOutputWithPast(
+                loss=loss, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+            )
+            return result.to_tuple() if return_dict is False else result
         if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden = hidden[:, keep]

@@ -25,11 +25,12 @@ def model_state_bytes(
     ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too; a share
     that does not divide is rounded up. With offload, ZeRO-2 keeps only the weights on the device and ZeRO-3 nothing but
     what is gathered; the rest of this rank's share is `host`. persistent: parameters in tensors below DeepSpeed's
-    persistence threshold, which ZeRO-3 leaves whole on every rank.
+    persistence threshold, which ZeRO-3 keeps whole on every rank, beside its share of them.
 
     Raises: ValueError for sizes, stages or types that do not exist.
 
     Source: Rajbhandari et al. 2020, section 5 and figure 1; Ren et al. 2021 (ZeRO-Offload), section 3.
+    Differs: in float32 too, DeepSpeed's optimizer keeps a copy of the weights that it updates.
     """
     if dtype not in STATE_BYTES or zero not in range(4) or world < 1 or not 0 <= persistent <= parameters:
         raise ValueError(f"model_state_bytes: parameters={parameters}, world={world}, zero={zero}, dtype={dtype!r}, "
@@ -38,9 +39,10 @@ def model_state_bytes(
         raise ValueError(f"model_state_bytes: zero={zero} has no offload: want 2 or 3")
     weights, gradients, optimizer = STATE_BYTES[dtype]
     share = -(-parameters // world)
-    kept = persistent - (-(parameters - persistent) // world)
+    if zero >= 1 and dtype == "fp32":
+        optimizer += 4
     held = {
-        "weights": weights * (kept if zero == 3 else parameters),
+        "weights": weights * (share + persistent if zero == 3 else parameters),
         "gradients": gradients * (share if zero >= 2 else parameters),
         "optimizer": optimizer * (share if zero >= 1 else parameters),
     }

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import logging
 import math
 import os
 import time
@@ -12,14 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors.torch import load_model
 from torch import nn
 from transformers import TrainerCallback
 
+from rlhf.allocator import keep_freed_memory
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.runs import Stage, checkpoint_step, checkpoints, is_whole, seal
-from rlhf.stages.loop import gradient_norm, refuse_nonfinite
+from rlhf.interrupts import request_stop, stop_requested
+from rlhf.runs import (
+    Stage,
+    checkpoint_due,
+    checkpoint_step,
+    checkpoints,
+    latest_checkpoint,
+    prune_checkpoints,
+    remove_checkpoint,
+    seal,
+)
+from rlhf.stages.ranks import connect, on_first_rank, wait_for_all
+from rlhf.stages.reshard import note_launch
+from rlhf.stages.usage import training_flops, usage_metrics
 from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.tracking.lineage import tracking_config
 from rlhf.tracking.progress import Progress
@@ -30,20 +43,27 @@ if TYPE_CHECKING:
 
 
 def set_up(config: Config) -> torch.device:
-    """Threads, seeds and the device of this process."""
+    """Threads, seeds and the device of this process, and its connection to the others of a launch."""
     be_quiet()
     # The setting has a new name from 5.23 on, which older ones lack.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
     if config.threads:
         torch.set_num_threads(config.threads)
     transformers.set_seed(config.seed)
-    return choose_device(config)
+    device = choose_device(config)
+    if device.type == "cpu":
+        keep_freed_memory()
+    connect(device)
+    return device
 
 
 def be_quiet() -> None:
     """No progress bars of libraries beside ours, and none of their notes below errors."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
+    if not torch.cuda.is_available():  # DeepSpeed, which others import, says at length that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if os.environ.get("WANDB_MODE") == "offline":
         with contextlib.redirect_stdout(io.StringIO()):  # it prints that W&B is offline when it is imported
             importlib.import_module("transformers.integrations.integration_utils")
@@ -59,7 +79,7 @@ def choose_device(config: Config) -> torch.device:
 def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
     config = stage.config
     return make_tracker(
-        config.tracking.kind if stage.writes else "off", folder=stage.folder, run=config.run, stage=stage.name,  # type: ignore[arg-type]
+        config.tracking.kind if stage.writes else "silent", folder=stage.folder, run=config.run, stage=stage.name,  # type: ignore[arg-type]
         config=tracking_config(stage.record("running")), resume_step=resume_step, project=config.tracking.project,
     )  # fmt: skip
 
@@ -105,24 +125,33 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 class StageCallback(TrainerCallback):
     """Trainer's events as this project's metrics, progress and sealed checkpoints.
 
-    A checkpoint is due when `checkpoints.every_seconds` have passed. The Trainer writes it; the manifest comes last,
-    and `resume` trusts nothing without one.
+    A checkpoint is due when `checkpoints.every_seconds` have passed, and when a signal asks the stage to stop. The
+    Trainer writes it; the manifest comes last, and `resume` trusts nothing without one.
     """
 
     def __init__(self, stage: Stage, tracker: Tracker, bar: Progress, loss_name: str, tokens_per_step: int | None):
         self.stage, self.tracker, self.bar = stage, tracker, bar
         self.loss_name, self.tokens_per_step = loss_name, tokens_per_step
         self.saved_at = self.logged_at = time.monotonic()
-        self.logged_step = 0
+        self.logged_step = self.logged_tokens = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.logged_step = state.global_step
+        self.logged_step, self.logged_tokens = state.global_step, self.tokens_seen(state)
         self.saved_at = self.logged_at = time.monotonic()
+
+    def tokens_seen(self, state: Any) -> int:
+        """Tokens trained on so far, on all ranks."""
+        return state.num_input_tokens_seen if self.tokens_per_step is None else state.global_step * self.tokens_per_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update(1)
-        if time.monotonic() - self.saved_at >= self.stage.config.checkpoints.every_seconds:
+        due = checkpoint_due(self.stage.config.checkpoints, state.global_step, time.monotonic() - self.saved_at)
+        due, stop = agreed(args, due or stop_requested(), stop_requested())
+        if due:
             control.should_log = control.should_save = True  # the log comes first, so that no step is lost
+        if stop:
+            request_stop()
+            control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
@@ -130,58 +159,45 @@ class StageCallback(TrainerCallback):
         metrics = {self.loss_name: logs["loss"], "optim/lr": logs.get("learning_rate", 0.0)}
         if "grad_norm" in logs:
             metrics["optim/grad_norm"] = float(logs["grad_norm"])
-        tokens = None
-        if self.tokens_per_step is not None:
-            tokens = state.global_step * self.tokens_per_step
-            done = (state.global_step - self.logged_step) * self.tokens_per_step
-            metrics["time/tokens_per_s"] = done / max(1e-9, time.monotonic() - self.logged_at)
-        self.logged_step, self.logged_at = state.global_step, time.monotonic()
+        tokens, now = self.tokens_seen(state), time.monotonic()
+        done, seconds = tokens - self.logged_tokens, max(1e-9, now - self.logged_at)
+        sequences = (state.global_step - self.logged_step) * args.train_batch_size * args.gradient_accumulation_steps
+        sequences *= args.world_size
+        if sequences:
+            metrics |= {"time/tokens_per_s": done / seconds, "time/samples_per_s": sequences / seconds}
+            flops = training_flops(kwargs["model"], done, done / sequences)
+            metrics |= usage_metrics(self.stage.config, args.device, flops, seconds, args.world_size)
+        self.logged_step, self.logged_tokens, self.logged_at = state.global_step, tokens, now
         self.tracker.log(metrics, step=state.global_step, tokens=tokens)
         self.bar.update(0, loss=logs["loss"])
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        folder = Path(args.output_dir)
+        wait_for_all()  # each process has written its part
+        if self.stage.writes:
+            note_launch(folder / f"checkpoint-{state.global_step}", self.stage)
+            seal(folder / f"checkpoint-{state.global_step}")
+            prune_checkpoints(folder, state.global_step, self.stage.config.checkpoints)
+        wait_for_all()
         self.stage.note_progress()
         self.saved_at = time.monotonic()
 
 
-class FiniteSteps:
-    """Mixed into a Trainer: stops before a step whose loss or gradient is not finite (invariant 8)."""
-
-    stage: Stage
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Raises: UserError, and saves the batch."""
-        loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        batch = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        refuse_nonfinite(self.stage, {"loss": loss}, batch)
-        if self.accelerator.sync_gradients:  # type: ignore[attr-defined]
-            refuse_nonfinite(self.stage, {"gradient": gradient_norm(model.parameters())}, batch)
-        return loss
-
-
-def train(trainer: Any, resume: Path | None, steps: int) -> None:
-    """Trainer's loop, from a checkpoint if there is one.
-
-    From a checkpoint of the last step Trainer would take one step more, so that only the weights are read then.
-    """
-    if resume is not None and checkpoint_step(resume) >= steps:
-        load_model(trainer.model, str(resume / "model.safetensors"))
-    else:
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+def agreed(args: Any, *flags: bool) -> tuple[bool, ...]:
+    """The flags, each true where it is on any rank: a save needs all of them."""
+    if args.world_size == 1:
+        return flags
+    held = torch.tensor(flags, dtype=torch.int32, device=args.device)
+    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
+    return tuple(bool(flag) for flag in held.tolist())
 
 
 def newest_checkpoint(stage: Stage) -> Path | None:
-    """The checkpoint to resume from. Ones that were never finished are removed, so that Trainer does not count them."""
-    import shutil
-
-    newest = None
-    for path in checkpoints(stage.checkpoints):
-        if is_whole(path):
-            newest = path
-        else:
-            stage.say(f"{path}: not a whole checkpoint: ignored")
-            shutil.rmtree(path)
+    """The checkpoint to resume from: the newest whole one. Damaged ones are named and, like unfinished ones, removed."""
+    newest = on_first_rank(lambda: latest_checkpoint(stage.checkpoints, stage.say))
+    for path in checkpoints(stage.checkpoints) if stage.writes else []:
+        if newest is None or checkpoint_step(path) > checkpoint_step(newest):
+            remove_checkpoint(path)
     if newest is not None:
         stage.say(f"resuming from step {checkpoint_step(newest)}")
     return newest

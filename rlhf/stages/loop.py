@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf.errors import UserError
+from rlhf.interrupts import stop_requested
 from rlhf.tracking.metrics import Sums
 
 
@@ -65,6 +66,11 @@ class Ranks:
     def first(self, value: Any) -> Any:
         """The first rank's value, on every rank: for what all have to decide alike."""
         return self.gather(value)[0]
+
+    def due(self, checkpoint: bool) -> tuple[bool, bool]:
+        """Whether a checkpoint is due, by the first rank, and whether a signal asked any rank to stop."""
+        flags = self.gather((checkpoint, stop_requested()))
+        return flags[0][0], any(stop for _, stop in flags)
 
     def wait(self) -> None:
         """Until every rank has come here."""

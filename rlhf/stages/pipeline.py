@@ -1,19 +1,15 @@
-"""All stages in order, each in a process of its own: what is complete is skipped, what is half done is resumed.
+"""All stages in order, each in processes of its own: what is complete is skipped, what is half done is resumed.
 
 This module imports neither torch nor transformers, so that a complete run is recognised in a second.
 """
 
-import contextlib
-import ctypes
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.interrupts import EXIT_CODE
 from rlhf.runs import (
     OPTIONAL_STAGES,
     STAGE_PARENTS,
@@ -29,6 +25,7 @@ from rlhf.runs import (
     stage_folder,
     write_json,
 )  # fmt: skip
+from rlhf.stages.launch import SHARED_STAGES, run_processes
 from rlhf.stages.report import write
 from rlhf.stages.sources import data_source, hash_sources
 
@@ -112,7 +109,7 @@ def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
             raise UserError(f"{folder}: {reason}: choose another run=…, or add overwrite=true to redo this stage and those "
                             "that build on it")  # fmt: skip
         anew = reason is not None
-    run_stage(stage, [*overrides, *(["overwrite=true"] if anew else [])])
+    run_stage(config, stage, [*overrides, *(["overwrite=true"] if anew else [])])
     return "redone" if anew else "resumed" if recorded is not None else "done"
 
 
@@ -129,27 +126,16 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
     return None
 
 
-def run_stage(stage: str, overrides: list[str]) -> None:
-    """The stage as a process that ends with this one. Exits with its code when it fails."""
-    process = subprocess.Popen([sys.executable, "-m", "rlhf", stage, *overrides], preexec_fn=_die_with_parent)
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        process.wait()
-        raise
+def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
+    """The stage as processes that end with this one. Exits with the code of the one that fails."""
+    processes = config.launcher.processes if stage in SHARED_STAGES else 1
+    code = run_processes([sys.executable, "-m", "rlhf", stage, *overrides], processes, config.threads)
+    if code == EXIT_CODE:
+        sys.exit(code)
     if code:
         print(f"rlhf: error: pipeline: stopped in {stage}: mend what it says above and run the same command again",
               file=sys.stderr)  # fmt: skip
-        sys.exit(code if code > 0 else 128 - code)
-
-
-def _die_with_parent() -> None:
-    """On Linux, have the kernel end the stage when the pipeline is killed, so that nothing keeps its lock."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(1)
+        sys.exit(code)
 
 
 def summarize(config: Config, done: dict[str, str]) -> dict:

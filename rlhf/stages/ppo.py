@@ -4,6 +4,7 @@ The loop reads in the order of the paper: 1. sample  2. score  3. rewards  4. ad
 set up in `ppo_setup.py`; the fifth step is in `ppo_update.py`.
 """
 
+import contextlib
 import functools
 import random
 import time
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
+from rlhf.interrupts import finish_step
 from rlhf.model.heads import RewardModel
 from rlhf.ops.advantages import compute_advantages
 from rlhf.ops.kl import kl_estimate
@@ -22,7 +24,7 @@ from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
 from rlhf.rewards import CombinedReward, pay
 from rlhf.rollout import Rollout, collect_rollout
-from rlhf.runs import checkpoint_step, latest_checkpoint, open_stage, save_checkpoint
+from rlhf.runs import checkpoint_due, checkpoint_step, latest_checkpoint, open_stage, save_checkpoint
 from rlhf.stages.common import open_tracker, set_up
 from rlhf.stages.engine import put_weights, read_state, write_state
 from rlhf.stages.gather import gathered_state, save_model_checked
@@ -32,6 +34,7 @@ from rlhf.stages.ppo_eval import gold_parts, held_out_sums, sample_rows
 from rlhf.stages.ppo_setup import Trainer, make_trainer, merged_adapters
 from rlhf.stages.ppo_update import optimize
 from rlhf.stages.sources import hash_sources
+from rlhf.stages.usage import update_flops, usage_metrics
 from rlhf.tokenizer import decode_response
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.progress import progress
@@ -53,7 +56,9 @@ def run(config: Config) -> None:
             stage.say(f"resuming from update {first}")
             metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][-1]  # the last, where no update is left to do
         saved_at = stage.elapsed()
-        with open_tracker(stage, first) as tracker, progress(updates, "ppo", unit="update", initial=first) as bar:
+        stage.plan(updates)
+        bar = progress(updates, "ppo", unit="update", initial=first)
+        with finish_step("ppo"), open_tracker(stage, first) as tracker, bar:
             if first == 0 and config.ppo.eval_every:
                 tracker.log(evaluate_held_out(trainer, 0, tracker), step=0, episodes=0)
             for update in range(first + 1, updates + 1):
@@ -64,10 +69,13 @@ def run(config: Config) -> None:
                     stage.say(f"stopped at update {update}: KL {metrics['objective/kl']:.2f} nats is above "
                               f"kl.ceiling={config.kl.ceiling}: the policy is kept as it was before this update")  # fmt: skip
                     break
-                if trainer.ranks.first(stage.elapsed() - saved_at > config.checkpoints.every_seconds):
-                    save(trainer, update)
+                due, stop = trainer.ranks.due(checkpoint_due(config.checkpoints, update, stage.elapsed() - saved_at))
+                if due or stop:
+                    save(trainer, update, metrics)
                     stage.note_progress()
                     saved_at = stage.elapsed()
+                if stop:
+                    raise KeyboardInterrupt
         write_models(trainer)
         stage.finish({name: metrics[name] for name in ("objective/scores", "objective/kl") if name in metrics})
 
@@ -162,7 +170,7 @@ def one_update(trainer: Trainer, update: int, tracker: Tracker) -> dict[str, flo
 
     tokens = int(ranks.sum(mask.sum()))
     trainer.tokens += tokens
-    add_times(trainer, sums, tokens)
+    add_times(trainer, sums, tokens, rollout, with_policy=update > settings.critic_warmup_updates)
     metrics = merged(trainer.ranks, sums).reduce()
     if settings.eval_every and update % settings.eval_every == 0:
         metrics |= evaluate_held_out(trainer, update, tracker)
@@ -171,13 +179,19 @@ def one_update(trainer: Trainer, update: int, tracker: Tracker) -> dict[str, flo
 
 
 def evaluate_held_out(trainer: Trainer, update: int, tracker: Tracker) -> dict[str, float]:
-    """Metrics of the policy after `update` updates on fixed held-out prompts, and rows of the samples table."""
+    """Metrics of the policy after `update` updates on fixed held-out prompts, and rows of the samples table.
+
+    Where the stage writes an average of the weights, it is the average that answers.
+    """
     ranks = trainer.ranks
-    asked = trainer.held_out[ranks.rank :: ranks.count]
+    # Under ZeRO-3 ranks compute together: they are asked equally often, and what is left over is not asked
+    even = len(trainer.held_out) // ranks.count * ranks.count if trainer.engine.sharded else None
+    asked = trainer.held_out[:even][ranks.rank :: ranks.count]
     sums, rows = Sums(), []
     if asked:
         records = [record for record, _ in asked]
-        rollout = sample_and_score(trainer, asked, [("held out", record.id) for record in records])
+        with trainer.ema.applied() if trainer.ema is not None else contextlib.nullcontext():
+            rollout = sample_and_score(trainer, asked, [("held out", record.id) for record in records])
         scores, gold = (
             pay(trainer.config, rollout.scores, rollout.ended),
             gold_parts(trainer.tokenizer, records, rollout),
@@ -198,8 +212,9 @@ def add_rollout_metrics(trainer: Trainer, sums: Sums, rollout: Rollout, scores: 
     sums.add("objective/kl_k3", k3, count)
     sums.add("objective/kl_coef", trainer.kl.coef)
     sums.add("objective/scores", scores.sum().item(), count)
-    sums.add("objective/non_score_reward", -trainer.kl.coef * kl, count)
-    sums.add("objective/rlhf_reward", scores.sum().item() - trainer.kl.coef * kl, count)
+    paid = -trainer.kl.coef * kl if trainer.config.kl.penalty == "reward" else 0.0  # in the loss it is no reward
+    sums.add("objective/non_score_reward", paid, count)
+    sums.add("objective/rlhf_reward", scores.sum().item() + paid, count)
     sums.add("objective/entropy", -rollout.logp_old[mask].sum().item(), count)
     sums.add("rollout/eos_fraction", rollout.ended.sum().item(), count)
     sums.add("rollout/response_len", mask.sum().item(), count)
@@ -213,23 +228,45 @@ def add_rollout_metrics(trainer: Trainer, sums: Sums, rollout: Rollout, scores: 
              target.square().sum().item(), target.numel())  # fmt: skip
 
 
-def add_times(trainer: Trainer, sums: Sums, tokens: int) -> None:
+def add_times(trainer: Trainer, sums: Sums, tokens: int, rollout: Rollout, with_policy: bool) -> None:
+    """Seconds, throughput, the share of the device's peak, and peak memory of one update."""
     for phase in ("rollout", "score", "update"):
         sums.add(f"time/{phase}_s", trainer.spent[phase])
     sums.add("rollout/tokens_per_s", tokens / trainer.spent["rollout"])
-    sums.add("time/tokens_per_s", tokens / sum(trainer.spent.values()))
+    seconds = sum(trainer.spent.values())
+    sums.add("time/tokens_per_s", tokens / seconds)
+    sums.add("time/samples_per_s", trainer.config.ppo.episodes_per_update / seconds)
+    model, settings = trainer.actor_critic, trainer.config.ppo
+    whole, rows = trainer.ranks.sum(rollout.lengths.sum()), trainer.ranks.sum(len(rollout.lengths))
+    sources = trainer.reward.sources.values() if isinstance(trainer.reward, CombinedReward) else [trainer.reward]
+    frozen = [getattr(source, "model", None) for source in (trainer.reference, *sources)]
+    passes = sums.state().get("optim/steps", [0.0])[0] / settings.minibatches
+    flops = update_flops(model.policy, model.critic, [one for one in frozen if isinstance(one, torch.nn.Module)], whole,
+                         whole / rows, passes=passes, with_policy=with_policy)  # fmt: skip
+    for name, value in usage_metrics(trainer.config, trainer.device, flops, seconds, trainer.ranks.count).items():
+        sums.add(name, value)
 
 
-def save(trainer: Trainer, update: int) -> None:
-    """A checkpoint; every rank has to call it, and the first one writes."""
+def save(trainer: Trainer, update: int, metrics: dict[str, float] | None = None) -> None:
+    """A checkpoint; every rank has to call it, and the first one writes.
+
+    metrics: of this update; checkpoints.keep_best goes by the held-out score less the KL penalty.
+    """
     state = trainer.engine.state()
     average = average_state(trainer)
     if state is None:
         return
     notes = {"update": update, "tokens": trainer.tokens, "kl": trainer.kl.state_dict()}
     found = state | ({} if average is None else {"ema": average})
+    figure = None
+    if metrics is not None and "eval/dev/scores" in metrics:
+        figure = metrics["eval/dev/scores"] - trainer.kl.coef * metrics["eval/dev/kl"]
     save_checkpoint(
-        trainer.stage.checkpoints, update, lambda path: write_state(path, found, notes), trainer.config.checkpoints.keep
+        trainer.stage.checkpoints,
+        update,
+        lambda path: write_state(path, found, notes),
+        trainer.config.checkpoints,
+        figure,
     )
 
 

@@ -44,14 +44,13 @@ def optimize(
         for number in range(config.minibatches):
             chosen = [local[place] for place in order[number * size : (number + 1) * size] if place in local]
             first = update == begins and epoch == 0 and number == 0
-            stop = trainer.config.kl.stop
-            ahead = stop is not None and with_policy and trainer.engine.sharded
-            if ahead and measure_change(trainer, rollout, chosen) > stop:
+            stop, sharded = trainer.config.kl.stop, trainer.engine.sharded
+            if stop is not None and with_policy and sharded and measure_change(trainer, rollout, chosen) > stop:
                 break
             change = train_minibatch(
                 trainer, rollout, advantages, returns, chosen, sums, with_policy, first, key=(update, epoch, number)
             )
-            if stop is not None and not trainer.engine.sharded and change > stop:
+            if stop is not None and not sharded and change > stop:
                 trainer.engine.discard()
                 break
             step(trainer, warmth, with_policy, sums)

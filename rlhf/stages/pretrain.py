@@ -3,6 +3,7 @@
 L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1). The loop is transformers' Trainer.
 """
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +16,17 @@ from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs import Stage, open_stage, stage_folder
 from rlhf.stages.common import (
-    FiniteSteps,
     StageCallback,
     cosine_schedule,
     decay_groups,
     newest_checkpoint,
     open_tracker,
     set_up,
-    train,
 )
 from rlhf.stages.optimizer import MuonAdamW
+from rlhf.stages.ranks import on_first_rank
 from rlhf.stages.sources import hash_sources, need_source
+from rlhf.stages.trainer import StageTrainer, make_adamw, save_output, shared_arguments, train
 from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.tracking.progress import progress
 
@@ -62,26 +63,27 @@ def run(config: Config) -> None:
             summary = held_out_loss(config, model, corpus, tokenizer)
             tracker.log({f"eval/heldout/{name}": value for name, value in summary.items()}, step=steps)
         stage.say(f"held-out loss {summary['loss']:.3f} nats a token, {summary['bpb']:.3f} bits per byte")
-        model.save_pretrained(str(stage.model))
-        tokenizer.save_pretrained(str(stage.model))
+        save_output(model, tokenizer, stage)
         stage.finish(summary)
 
 
 def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast") -> PackedCorpus:
     """The packed corpus of this stage, packed now unless an earlier try left it whole."""
     config, folder = stage.config, stage.folder / "corpus"
-    try:
-        corpus = PackedCorpus.load(folder)
-        if corpus.tokenizer_hash == tokenizer_hash(tokenizer):
-            return corpus
-    except UserError:
-        pass
-    documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
-    with progress(None, "pretrain: packing", unit="token") as bar:
-        return pack_corpus(
-            documents, tokenizer, folder, held_out_fraction=config.data.held_out, seed=config.seed,
-            progress=lambda _, tokens: bar.update(tokens - bar.done),
-        )  # fmt: skip
+
+    def ensure() -> None:
+        with contextlib.suppress(UserError):
+            if PackedCorpus.load(folder).tokenizer_hash == tokenizer_hash(tokenizer):
+                return
+        documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
+        with progress(None, "pretrain: packing", unit="token") as bar:
+            pack_corpus(
+                documents, tokenizer, folder, held_out_fraction=config.data.held_out, seed=config.seed,
+                progress=lambda _, tokens: bar.update(tokens - bar.done),
+            )  # fmt: skip
+
+    on_first_rank(ensure)
+    return PackedCorpus.load(folder)
 
 
 def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCausalLM:
@@ -125,7 +127,7 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
     settings = config.pretrain
     betas = (settings.beta1, settings.beta2)
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(decay_groups(model, settings.weight_decay), lr=settings.lr, betas=betas)
+        return make_adamw(config, decay_groups(model, settings.weight_decay), settings.lr, betas)
     return MuonAdamW(model, muon_lr=settings.muon_lr, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
 
 
@@ -134,35 +136,28 @@ def make_trainer(
     callback: StageCallback,
 ) -> Any:  # fmt: skip
     """transformers' Trainer over the blocks, with our optimizer and schedule."""
-    from transformers import PrinterCallback, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     settings = config.pretrain
-    sequences = settings.global_batch_tokens // config.model.context_length
-    micro = min(settings.micro_batch_sequences, sequences)
-    optimizer = make_optimizer(config, model)
     warmup = settings.warmup_tokens // settings.global_batch_tokens
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: cosine_schedule(step, steps, warmup, settings.final_lr_fraction)
-    )
     arguments = TrainingArguments(
-        output_dir=str(stage.checkpoints), per_device_train_batch_size=micro,
-        gradient_accumulation_steps=sequences // micro, max_steps=steps, max_grad_norm=settings.max_grad_norm,
-        logging_steps=config.tracking.log_every, save_strategy="no", save_total_limit=config.checkpoints.keep,
-        train_sampling_strategy="random" if settings.shuffle else "sequential", seed=config.seed, data_seed=config.seed,
-        disable_tqdm=True, report_to="none", remove_unused_columns=False, use_cpu=device.type == "cpu",
-        bf16=device.type == "cuda", gradient_checkpointing=False, dataloader_pin_memory=device.type == "cuda",
+        train_sampling_strategy="random" if settings.shuffle else "sequential", remove_unused_columns=False,
+        **shared_arguments(
+            config, stage, device, rows=settings.global_batch_tokens // config.model.context_length,
+            micro=settings.micro_batch_sequences, setting=f"pretrain.global_batch_tokens={settings.global_batch_tokens}",
+            steps=steps, max_grad_norm=settings.max_grad_norm,
+        ),
     )  # fmt: skip
 
-    class PretrainTrainer(FiniteSteps, Trainer):
+    class PretrainTrainer(StageTrainer, Trainer):
         pass
 
-    trainer = PretrainTrainer(
-        model=model, args=arguments, train_dataset=blocks, optimizers=(optimizer, schedule), callbacks=[callback],
+    return PretrainTrainer(
+        stage=stage, optimizer=lambda: make_optimizer(config, model),
+        factor=lambda step: cosine_schedule(step, steps, warmup, settings.final_lr_fraction), callback=callback,
+        model=model, args=arguments, train_dataset=blocks,
         data_collator=make_collator(blocks.separator, settings.isolate_documents),
     )  # fmt: skip
-    trainer.stage = stage
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 @torch.no_grad()

@@ -16,10 +16,11 @@ from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.runs import Stage, open_stage, stage_folder
 from rlhf.stages.best_of import best_index, draw_candidates
-from rlhf.stages.common import StageCallback, load_policy, newest_checkpoint, open_tracker, set_up, train
+from rlhf.stages.common import StageCallback, load_policy, newest_checkpoint, open_tracker, set_up
 from rlhf.stages.ppo_setup import load_ppo_prompts, make_reward
 from rlhf.stages.sft import make_trainer
 from rlhf.stages.sources import hash_sources
+from rlhf.stages.trainer import save_output, train
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
 
@@ -53,8 +54,7 @@ def run(config: Config) -> None:
             tuned = dataclasses.replace(config, sft=settings)
             train(make_trainer(tuned, stage, model, tokenizer, rows, steps, device, callback), resume, steps)
         model.config.dropout = 0.0
-        model.save_pretrained(str(stage.model))
-        tokenizer.save_pretrained(str(stage.model))
+        save_output(model, tokenizer, stage)
         stage.finish({"demonstrations": float(len(kept))})
 
 

@@ -7,6 +7,7 @@ reward model is worth on held-out comparisons (`rlhf.stages.reward_report`).
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,11 +23,20 @@ from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.gold.labelers import make_held_out_labelers
+from rlhf.interrupts import finish_step
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.ops.ranking import ranking_loss
-from rlhf.runs import Stage, checkpoint_step, latest_checkpoint, open_stage, save_checkpoint, stage_folder
+from rlhf.runs import (
+    Stage,
+    checkpoint_due,
+    checkpoint_step,
+    latest_checkpoint,
+    open_stage,
+    save_checkpoint,
+    stage_folder,
+)
 from rlhf.stages.common import cosine_schedule, decay_groups, load_policy, open_tracker, set_up
 from rlhf.stages.engine import Engine, ZeroEngine, make_engine, read_state, write_state
 from rlhf.stages.gather import gathered_state, save_model_checked
@@ -42,6 +52,7 @@ from rlhf.stages.scoring import (
     score_rows,
 )  # fmt: skip
 from rlhf.stages.sources import fractions, hash_sources, need_source
+from rlhf.stages.usage import training_flops, usage_metrics
 from rlhf.tokenizer import decode_response, load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.progress import progress
@@ -154,19 +165,33 @@ def train(
         first, tokens = checkpoint_step(found), notes["tokens"]
         stage.say(f"resuming from step {first}")
     saved_at = stage.elapsed()
-    with open_tracker(stage, first) as tracker, progress(steps, "reward", initial=first) as bar:
-        for step, batch in enumerate(batches(items["train"], settings.batch_prompts, settings.epochs, config.seed), 1):
-            if step <= first:
-                continue
-            lr = settings.lr * cosine_schedule(step - 1, steps, 0, settings.final_lr_fraction)
-            metrics = merged(engine.ranks, train_step(config, stage, engine, batch, lr, pad)).reduce()
-            tokens += sum(len(row) for item in batch for row in item.rows)
-            if step % config.tracking.log_every == 0 or step == steps:
-                tracker.log(metrics, step=step, episodes=prompts_seen(config, len(items["train"]), step), tokens=tokens)
-            bar.update(1, loss=metrics["reward/loss"], accuracy=metrics["reward/accuracy"])
-            if engine.ranks.first(stage.elapsed() - saved_at > config.checkpoints.every_seconds):
-                save(config, stage, engine, step, tokens)
-                saved_at = stage.elapsed()
+    stage.plan(steps)
+    started, counted = time.monotonic(), tokens
+    bar = progress(steps, "reward", initial=first)
+    with open_tracker(stage, first) as tracker, bar:
+        with finish_step("reward"):
+            for step, batch in enumerate(
+                batches(items["train"], settings.batch_prompts, settings.epochs, config.seed), 1
+            ):
+                if step <= first:
+                    continue
+                lr = settings.lr * cosine_schedule(step - 1, steps, 0, settings.final_lr_fraction)
+                metrics = merged(engine.ranks, train_step(config, stage, engine, batch, lr, pad)).reduce()
+                tokens += sum(len(row) for item in batch for row in item.rows)
+                if step % config.tracking.log_every == 0 or step == steps:
+                    now = time.monotonic()
+                    metrics |= speed_metrics(config, engine, tokens - counted, now - started)
+                    started, counted = now, tokens
+                    tracker.log(
+                        metrics, step=step, episodes=prompts_seen(config, len(items["train"]), step), tokens=tokens
+                    )
+                bar.update(1, loss=metrics["reward/loss"], accuracy=metrics["reward/accuracy"])
+                due, stop = engine.ranks.due(checkpoint_due(config.checkpoints, step, stage.elapsed() - saved_at))
+                if due or stop:
+                    save(config, stage, engine, step, tokens)
+                    saved_at = stage.elapsed()
+                if stop:
+                    raise KeyboardInterrupt
         held_out = {}
         if items["dev"]:
             held_out = evaluate_items(engine, items["dev"], pad, device)
@@ -182,12 +207,20 @@ def train(
     return held_out | {name.split("/")[-1]: value for name, value in last.items()}
 
 
+def speed_metrics(config: Config, engine: Engine, tokens: int, seconds: float) -> dict[str, float]:
+    """Throughput, the share of the device's peak, and peak memory since the last line."""
+    flops = training_flops(engine.module, tokens, 0.0)  # rows are short: attention is left out
+    seconds = max(seconds, 1e-9)
+    found = usage_metrics(config, engine.device, flops, seconds, engine.ranks.count)
+    return {"time/tokens_per_s": tokens / seconds} | found
+
+
 def save(config: Config, stage: Stage, engine: Engine, step: int, tokens: int) -> None:
     """A checkpoint; every rank has to call it, and the first one writes."""
     state = engine.state()
     if state is not None:
-        keep = config.checkpoints.keep
-        save_checkpoint(stage.checkpoints, step, lambda path: write_state(path, state, {"tokens": tokens}), keep)
+        notes = {"tokens": tokens}
+        save_checkpoint(stage.checkpoints, step, lambda path: write_state(path, state, notes), config.checkpoints)
         stage.note_progress()
 
 

@@ -17,7 +17,6 @@ from rlhf.errors import UserError
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs import Stage, open_stage, stage_folder
 from rlhf.stages.common import (
-    FiniteSteps,
     StageCallback,
     check_tokenizer,
     cosine_schedule,
@@ -26,13 +25,11 @@ from rlhf.stages.common import (
     newest_checkpoint,
     open_tracker,
     set_up,
-    train,
 )
 from rlhf.stages.sources import fractions, hash_sources, need_source
+from rlhf.stages.trainer import IGNORED, StageTrainer, make_adamw, save_output, shared_arguments, train
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
-
-IGNORED = -100  # the label of a token that the loss leaves out
 
 
 def run(config: Config) -> None:
@@ -78,8 +75,7 @@ def run(config: Config) -> None:
                 tracker.log({"eval/dev/loss": summary["loss"]}, step=steps)
                 stage.say(f"held-out loss {summary['loss']:.3f} nats a response token")
         model.config.dropout = 0.0  # every later stage runs without
-        model.save_pretrained(str(stage.model))
-        tokenizer.save_pretrained(str(stage.model))
+        save_output(model, tokenizer, stage)
         stage.finish(summary)
 
 
@@ -99,7 +95,6 @@ def make_trainer(
 ) -> Any:  # fmt: skip
     """SFTTrainer over tokenised demonstrations, with AdamW and a cosine without warm-up."""
     import datasets
-    from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
     datasets.disable_progress_bars()
@@ -110,29 +105,23 @@ def make_trainer(
             "labels": [[IGNORED] * len(row["prompt"]) + row["response"] for row in rows],
         }
     )
-    optimizer = torch.optim.AdamW(decay_groups(model, settings.weight_decay), lr=settings.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction)
-    )
     arguments = SFTConfig(
-        output_dir=str(stage.checkpoints), per_device_train_batch_size=settings.batch_size, max_steps=steps,
-        max_grad_norm=settings.max_grad_norm, logging_steps=config.tracking.log_every, save_strategy="no",
-        save_total_limit=config.checkpoints.keep, seed=config.seed, data_seed=config.seed, disable_tqdm=True,
-        report_to="none", use_cpu=device.type == "cpu", bf16=device.type == "cuda", gradient_checkpointing=False,
-        packing=settings.pack, max_length=model.config.max_position_embeddings, eos_token=tokenizer.eos_token,
-        dataloader_pin_memory=device.type == "cuda",
+        include_num_input_tokens_seen="non_padding", packing=settings.pack, eos_token=tokenizer.eos_token,
+        max_length=model.config.max_position_embeddings,
+        **shared_arguments(
+            config, stage, device, rows=settings.batch_size, micro=settings.micro_batch_size,
+            setting=f"sft.batch_size={settings.batch_size}", steps=steps, max_grad_norm=settings.max_grad_norm,
+        ),
     )  # fmt: skip
 
-    class SftTrainer(FiniteSteps, SFTTrainer):
+    class SftTrainer(StageTrainer, SFTTrainer):
         pass
 
-    trainer = SftTrainer(
-        model=model, args=arguments, train_dataset=data, processing_class=tokenizer, optimizers=(optimizer, schedule),
-        callbacks=[callback],
+    return SftTrainer(
+        stage=stage, factor=lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction), callback=callback,
+        optimizer=lambda: make_adamw(config, decay_groups(model, settings.weight_decay), settings.lr, (0.9, 0.95)),
+        model=model, args=arguments, train_dataset=data, processing_class=tokenizer,
     )  # fmt: skip
-    trainer.stage = stage
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 @torch.no_grad()

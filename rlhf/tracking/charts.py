@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf.tracking.figures import (
+    BOTTOM,
     DASHES,
     HEIGHT,
     SERIES_COLOURS,
@@ -21,7 +22,7 @@ from rlhf.tracking.figures import (
     format_value,
     thin,
 )
-from rlhf.tracking.inline_svg import draw
+from rlhf.tracking.inline_svg import draw, interval_text
 from rlhf.tracking.metrics import find
 
 Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
@@ -36,18 +37,24 @@ class Chart(NamedTuple):
     half: bool = False  # half the width of the page instead of a third
 
 
+_COST = (
+    Chart("Throughput", ("time/tokens_per_s",)),
+    Chart("Share of the device's peak (MFU)", ("time/mfu",)),
+    Chart("Peak memory, MB", ("memory/peak_rss_mb=process", "memory/peak_gpu_mb=GPU")),
+)
 CHARTS: dict[str, tuple[Chart, ...]] = {
     "pretrain": (
         Chart("Loss", ("pretrain/loss=training", "eval/*/loss")),
         Chart("Bits per byte", ("pretrain/bpb=training", "eval/*/bpb")),
         Chart("Learning rate", ("optim/lr",)),
         Chart("Gradient norm", ("optim/grad_norm",)),
-        Chart("Throughput", ("time/tokens_per_s",)),
+        *_COST,
     ),
     "sft": (
         Chart("Loss", ("sft/loss=training", "eval/*/loss")),
         Chart("Learning rate", ("optim/lr",)),
         Chart("Gradient norm", ("optim/grad_norm",)),
+        *_COST,
     ),
     "reward": (
         Chart("Loss", ("reward/loss=training", "eval/*/loss")),
@@ -56,6 +63,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Scores", ("reward/mean=mean", "reward/std=standard deviation")),
         Chart("Learning rate", ("optim/lr",)),
         Chart("Gradient norm", ("optim/grad_norm",)),
+        *_COST,
     ),
     "ppo": (
         Chart("Reward", ("objective/scores=score", "objective/rlhf_reward=score less KL", "eval/*/scores", "objective/scores/*"),
@@ -81,6 +89,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
                                  "optim/ptx_grad_norm=pretraining term")),
         Chart("Seconds an update", ("time/rollout_s=sampling", "time/score_s=scoring",
                                     "time/update_s=update")),
+        *_COST,
     ),
 }  # fmt: skip
 # Told elsewhere on the page.
@@ -133,7 +142,8 @@ class Picture:
         return re.sub(r"[^a-z0-9]+", "-", f"{self.stage} {self.title}".lower()).strip("-")
 
     def _size(self) -> tuple[float, float]:
-        return (HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)
+        width, height = (HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)
+        return width, height + self.curve.bottom - BOTTOM
 
     @property
     def svg(self) -> str:
@@ -149,7 +159,10 @@ class Picture:
     def table(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """(curve, its points) in words, for who reads by keyboard: few points that keep the peaks."""
         return [
-            (one.label, [(format_value(x), format_value(y)) for x, y in zip(*thin(one.xs, one.ys, TABLE_POINTS), strict=True)])
+            (one.label, [
+                (self.curve.names[int(x)] if self.curve.names else format_value(x), format_value(y) + interval_text(one, x, y))
+                for x, y in zip(*thin(one.xs, one.ys, max(TABLE_POINTS, len(self.curve.names))), strict=True)
+            ])
             for one in self.curve.series
         ]  # fmt: skip
 
@@ -326,3 +339,14 @@ def make_paths(title: str, paths: dict[str, list[tuple[float, float, float, floa
     return Picture(
         title, curve, "study", f"over √nats; {unit}", half=True, legend=make_legend(series, True, last=False)
     )
+
+
+def make_choices(title: str, rows: dict[str, tuple[float, float, float]], unit: str) -> Picture | None:
+    """A dot with its interval for each choice, {name: (value, low, high)}; the level is that of "default"."""
+    if len(rows) < 2:
+        return None
+    values, lows, highs = [list(column) for column in zip(*rows.values(), strict=True)]
+    dots = Series(unit, [float(i) for i in range(len(rows))], values, dots=True, line=False, lows=lows, highs=highs)
+    marks = [Mark("default", rows["default"][0])] if "default" in rows else []
+    curve = Curve([dots], marks, x_name="choice", label=f"{title}: {', '.join(rows)}", y_name=unit, names=list(rows))
+    return Picture(title, curve, "study", note="A dot a choice, with its 95% interval over seeds.", half=True)

@@ -14,6 +14,7 @@ from typing import Any
 # Pixels of a picture; the page scales it to its column.
 WIDTH, HEIGHT = 380.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
+NAMES_BOTTOM = 64.0  # where slanted names stand below the axis
 # A noisy curve of at least this many points is drawn faint, with its moving average over it.
 SMOOTH_FROM = 60
 MAX_POINTS = 400
@@ -43,7 +44,7 @@ class Series:
     dots: bool = False  # also a dot a point, for curves of few points
     dash: int = 0  # of DASHES: what differs where the colour tells the run
     line: bool = True  # false: points alone
-    lows: list[float] = field(default_factory=list)  # of a band around it, a pair a point; empty: none
+    lows: list[float] = field(default_factory=list)  # of a band, or of bars at lone points; empty: none
     highs: list[float] = field(default_factory=list)
 
 
@@ -65,6 +66,16 @@ class Curve:
     label: str = ""  # for people who do not see the picture
     y_name: str = ""  # told in a picture of its own
     bars: bool = False  # steps over the x axis, for histograms
+    names: list[str] = field(default_factory=list)  # of x = 0, 1, …, where x counts choices
+
+    @property
+    def bottom(self) -> float:
+        """Pixels below the x axis."""
+        return NAMES_BOTTOM if self.names else BOTTOM
+
+    def tell(self, x: float) -> str:
+        """x in words."""
+        return self.names[int(x)] if self.names else f"{self.x_name} {x:,.6g}"
 
 
 def format_value(value: float) -> str:
@@ -118,6 +129,8 @@ def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> t
 
 def for_log(curve: Curve) -> Curve | None:
     """The picture's points above 0, for a logarithmic axis; None where most are not, or where they span too little."""
+    if curve.names:
+        return None
     series, all_ys = [], []
     for one in curve.series:
         kept = [(x, y) for x, y in zip(one.xs, one.ys, strict=True) if y > 0]
@@ -139,7 +152,8 @@ def save(curve: Curve, path: Path, title: str) -> Path:
     """
     series = [one for one in curve.series if one.xs]
     figure, axes = make_figure_axes(curve, series, 640.0, 360.0, log=False)
-    axes.set_position((0.1, 0.14, 0.87, 0.72))
+    bottom = 0.25 if curve.names else 0.14
+    axes.set_position((0.1, bottom, 0.87, 0.86 - bottom))
     axes.set_title(title, loc="left", fontsize=13, color="#1c2127", pad=14)
     axes.set_xlabel(curve.x_name, color=_MUTED)
     axes.set_ylabel(curve.y_name, color=_MUTED)
@@ -195,7 +209,7 @@ def make_figure_axes(curve: Curve, series: list[Series], width: float, height: f
         figure = Figure(figsize=(width / 72, height / 72), dpi=72)
         FigureCanvasSVG(figure)
         axes = figure.add_axes((
-            LEFT / width, BOTTOM / height, 1 - (LEFT + RIGHT) / width, 1 - (TOP + BOTTOM) / height,
+            LEFT / width, curve.bottom / height, 1 - (LEFT + RIGHT) / width, 1 - (TOP + curve.bottom) / height,
         ))  # fmt: skip
         _set_axes(axes, series, curve, log)
         for one in series:
@@ -222,6 +236,8 @@ def _set_axes(axes: Any, series: list[Series], curve: Curve, log: bool) -> None:
     axes.set_xlim(*_widen(min(xs), max(xs), 0.0 if len(set(xs)) > 1 else 0.5))
     whole = all(float(x).is_integer() for x in xs)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
+    if curve.names:
+        axes.set_xlim(-0.5, len(curve.names) - 0.5)
     if log:
         low, high = _widen(math.log10(min(ys)), math.log10(max(ys)), 0.07)
         axes.set_yscale("log")
@@ -234,6 +250,8 @@ def _set_axes(axes: Any, series: list[Series], curve: Curve, log: bool) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
+    if curve.names:
+        axes.set_xticks(range(len(curve.names)), curve.names, rotation=32, ha="right", rotation_mode="anchor")
     for mark in curve.marks:
         axes.axhline(mark.y, color=_MUTED, linewidth=1, dashes=(3, 3), clip_on=False)
 
@@ -250,9 +268,12 @@ def _plot(axes: Any, one: Series, bars: bool) -> None:
     colour = f"#0000{one.colour % SERIES_COLOURS + 1:02x}"
     style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False,
                              "linestyle": DASHES[one.dash % len(DASHES)]}  # fmt: skip
+    has_interval = bool(one.lows) and len(one.lows) == len(one.highs) == len(one.xs)
     if not one.line:
+        if has_interval:
+            axes.vlines(one.xs, one.lows, one.highs, color=colour, linewidth=2.2, alpha=0.45, clip_on=False)
         return  # the dots are added to the picture in the page; a file has them too
-    if one.lows and len(one.lows) == len(one.highs) == len(one.xs):
+    if has_interval:
         axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
     if bars:
         axes.plot(one.xs, one.ys, linewidth=1.6, drawstyle="steps-mid", label=one.label, **style)

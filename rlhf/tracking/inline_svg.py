@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Sequence
 
 from rlhf.tracking.figures import (
-    BOTTOM,
     HEIGHT,
     RIGHT,
     SERIES_COLOURS,
@@ -55,7 +54,7 @@ def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool =
     body = _inline(out.getvalue())
     level = series[0].ys[0]  # a y that every scale has
     parts = _dots(series, to_pixels) + _mark_labels(curve.marks, to_pixels, width, series[0].xs[0])
-    parts += _hovers(series, curve.x_name, to_pixels, width, height, level)
+    parts += _hovers(series, curve, to_pixels, width, height, level)
     label = html.escape(curve.label or ", ".join(one.label for one in series), quote=True)
     box = f'viewBox="0 0 {width:g} {height:g}"'
     return f'<svg {box} role="img" aria-label="{label}">{body}{"".join(parts)}</svg>'
@@ -80,7 +79,7 @@ def _round(attribute: str) -> str:
 
 def _dots(series: list[Series], to_pixels: Place) -> list[str]:
     return [
-        _circle(to_pixels(x, y), one, 2.2)
+        _circle(to_pixels(x, y), one, 2.2 if one.line else 3.2)
         for one in series
         if one.dots or len(one.xs) == 1
         for x, y in zip(*thin(one.xs, one.ys, MAX_HOVERS), strict=True)
@@ -101,7 +100,7 @@ def _mark_labels(marks: list[Mark], to_pixels: Place, width: float, some_x: floa
 
 
 def _hovers(
-    series: list[Series], x_name: str, to_pixels: Place, width: float, height: float, level: float
+    series: list[Series], curve: Curve, to_pixels: Place, width: float, height: float, level: float
 ) -> list[str]:
     """Upright strips that tile the picture; the one under the pointer shows its x and the values there."""
     counts: dict[float, int] = {}
@@ -125,11 +124,12 @@ def _hovers(
         # The words stand on the side of the strip where there is room.
         left = places[i] > width / 2
         where = f'x="{places[i] + (-6 if left else 6):.1f}"'
-        told = [(f"{x_name} {x:,.6g}", "")]
+        told = [(curve.tell(x), "")]
         told += [
-            ((f"{one.label} " if len(series) > 1 else "") + format_value(y), f"c{one.colour % SERIES_COLOURS}")
-            for one, (_, y) in at
-        ]
+            ((f"{one.label} " if len(series) > 1 else "") + format_value(y) + interval_text(one, point, y),
+             f"c{one.colour % SERIES_COLOURS}")
+            for one, (point, y) in at
+        ]  # fmt: skip
         words = "".join(
             f'<text class="{"l" if left else "r"} {colour if len(series) > 1 else ""}" {where} '
             f'y="{12 + HOVER_LINE * number:g}">{html.escape(text)}</text>'
@@ -137,9 +137,18 @@ def _hovers(
         )
         strips.append(
             f'<g class="at"><rect {strip} height="{height:g}"/>'
-            f'<path d="M{places[i]:.1f} {TOP:g}V{height - BOTTOM:g}"/>{dots}{words}</g>'
+            f'<path d="M{places[i]:.1f} {TOP:g}V{height - curve.bottom:g}"/>{dots}{words}</g>'
         )
     return strips
+
+
+def interval_text(one: Series, x: float, y: float) -> str:
+    """The interval at a point in words, with a space before it; empty where it is no wider than the point itself."""
+    if len(one.lows) != len(one.xs):
+        return ""
+    rows = zip(one.xs, one.ys, one.lows, one.highs, strict=True)
+    low, high = next(((low, high) for at, value, low, high in rows if (at, value) == (x, y)), (y, y))
+    return f" [{format_value(low)}, {format_value(high)}]" if low < high else ""
 
 
 def _sorted(one: Series) -> tuple[list[float], list[float]]:

@@ -32,4 +32,4 @@ def tracking_config(record: Mapping[str, Any]) -> dict[str, Any]:
     """A stage's record as the configuration of its run: lineage at the top, then every setting by its own key."""
     lineage = {key: record.get(key) for key in ("stage", "run", "seed", "parents", "data", "versions")}
     settings = {key: value for key, value in (record.get("config") or {}).items() if key not in lineage}
-    return {**lineage, "git": git_state(), **settings}
+    return {**lineage, "git": record.get("git") or {}, **settings}

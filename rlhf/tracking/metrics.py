@@ -128,8 +128,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/tokens_per_s", _TRAINED, "tokens per second", "-", "last", "global tokens over seconds"),
     Metric("time/samples_per_s", _TRAINED, "samples per second", "-", "last",
            "global sequences over seconds"),
-    Metric("time/mfu", _TRAINED, _SHARE, "-", "mean", "model FLOPs over the device's peak"),
-    Metric("memory/peak_rss_mb", _ALL, "MB", "-", "max", "peak resident memory of a process"),
+    Metric("time/mfu", _TRAINED, _SHARE, "-", "last",
+           "the models' own FLOPs over what all devices could do meanwhile"),
+    Metric("memory/peak_rss_mb", _TRAINED, "MB", "-", "max", "peak resident memory of a process"),
+    Metric("memory/peak_gpu_mb", _TRAINED, "MB", "-", "max", "peak memory that tensors took on a GPU"),
     # held-out, always under eval/
     Metric("eval/<split>/loss", _ALL, "nats", "as the stage's own loss", "mean",
            "the stage's loss, held out"),

@@ -73,6 +73,9 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Speed": (
         Panel("Tokens per second", ("time/tokens_per_s", "rollout/tokens_per_s")),
+        Panel("Sequences per second", ("time/samples_per_s",)),
+        Panel("Share of the device's peak (MFU)", ("time/mfu",)),
+        Panel("Peak memory, MB", ("memory/peak_rss_mb", "memory/peak_gpu_mb")),
         Panel("Seconds an update", ("time/rollout_s", "time/score_s", "time/update_s"), EPISODES),
         Panel("Elapsed seconds", ("time/elapsed_s",)),
     ),

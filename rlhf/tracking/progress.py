@@ -28,7 +28,8 @@ def progress(
     this process did. Use it as a context manager, or call `close()`.
     """
     stream = stream or sys.stderr
-    if os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false"):
+    other_rank = os.environ.get("RANK", "0") != "0"  # of a launch: the first one speaks for all
+    if other_rank or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false"):
         return Progress(total, label, unit, initial)
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         return _LiveProgress(total, label, unit, initial, stream)

@@ -5,12 +5,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf.tracking.charts import Picture, make_calibration, make_histogram, make_paths, make_study
+from rlhf.tracking.charts import Picture, make_calibration, make_choices, make_histogram, make_paths, make_study
 from rlhf.tracking.figures import is_number
 from rlhf.tracking.report_overview import interval
 from rlhf.tracking.run_files import RunFiles, get, number, visible
 
 MODELS = ("base", "sft", "ppo")
+# What is drawn of a study that is a row a choice.
+CHOICE_FIGURES = (("win_rate", "win rate over SFT"), ("gold", "true reward"), ("kl", "KL to SFT, nats"),
+                  ("bpb", "bits per byte of held-out text"))  # fmt: skip
 HISTOGRAM_BINS = 24
 REWARD_FIGURES = (
     ("accuracy", "Accuracy on held-out pairs"),
@@ -149,6 +152,19 @@ def make_study_pictures(study: dict[str, Any], run: str) -> Iterator[Picture | N
         told = f"{title.partition(':')[0]}: {unit}" + (f" ({run})" if run else "")
         paths = dict(_paths(study, measure))
         yield make_paths(told, paths, unit) if paths else make_study(told, points, measure, unit)
+    for measure, unit in CHOICE_FIGURES:
+        told = f"{title}: {unit}" + (f" ({run})" if run else "")
+        yield make_choices(told, dict(_choices(study, measure)), unit)
+
+
+def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    """(choice, value and its interval) of a study that is a row a choice; where there is no interval, the value itself."""
+    rows = study.get("rows")
+    for name, row in rows.items() if isinstance(rows, dict) else []:
+        value, low, high = interval(get(row, measure))
+        if value is not None:
+            ends = (value, value) if low is None or high is None else (low, high)
+            yield visible(name.replace("_", " "), 24), (value, *ends)
 
 
 def _paths(study: dict[str, Any], measure: str) -> Iterator[tuple[str, list[tuple[float, float, float, float]]]]:
@@ -171,7 +187,7 @@ def study_tables(run: RunFiles) -> Iterator[dict[str, Any]]:
         rows = study.get("rows")
         if not isinstance(rows, dict) or not rows:
             continue
-        columns = list(dict.fromkeys(key for row in rows.values() for key in _keys(row)))
+        columns = list(dict.fromkeys(key for row in rows.values() for key in _keys(row) if key != "difference"))
         yield {
             "title": visible(study.get("title") or study.get("file") or "study", 100),
             "columns": [visible(column.replace("_", " "), 40) for column in columns],

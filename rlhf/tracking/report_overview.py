@@ -125,6 +125,7 @@ def _reward_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Ite
             for key, label in (("length_baseline", "length only"), ("noise_ceiling", "ceiling"))
             if (level := number(results, "reward_model", key)) is not None
         ]
+        ticks = ticks or [(0.5, "chance")]
         least = min([0.5, value, *(level for level, _ in ticks)])
         bar = Bar(min(0.4, least - 0.05), 1.0, value, low, high, ticks)
         yield Tile("Reward model", percent(value), "of pairs", note, bar)

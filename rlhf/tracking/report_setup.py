@@ -109,6 +109,10 @@ def make_provenance(run: RunFiles) -> dict[str, Any]:
     for name, stage in run.stages.items():
         for package, version in rows_of(stage.record, "versions"):
             versions.setdefault(package, {}).setdefault(version, []).append(name)
+        git = stage.record.get("git")
+        if isinstance(git, dict) and isinstance(git.get("commit"), str):
+            commit = visible(git["commit"][:12]) + (" and changes that are not committed" if git.get("dirty") else "")
+            versions.setdefault("code (git)", {}).setdefault(commit, []).append(name)
         for file, digest in rows_of(stage.record, "data"):
             data.setdefault((file, digest), []).append(name)
         if stage.config:

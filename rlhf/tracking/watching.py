@@ -79,7 +79,10 @@ class Watched:
 
     @property
     def total(self) -> int | None:
-        """The steps that the stage's configuration asks for; None where it depends on the data."""
+        """The steps that the stage will take, as it says or as its configuration asks; None where it depends on the data."""
+        told = self.record.get("steps")
+        if isinstance(told, int):
+            return told
         config = self.record.get("config")
         pairs = {"ppo": ("episodes", "episodes_per_update"), "pretrain": ("tokens", "global_batch_tokens")}
         if self.name not in pairs:

@@ -2,7 +2,7 @@
 
 The files are the record: the report, the tests and a resume read them. W&B and TensorBoard are views of the same
 numbers and may fail at any time without touching training. Nothing here knows what a metric means (`metrics.py`).
-Make one tracker a stage, on the main process only, and one of kind "off" on every other process.
+Make one tracker a stage, on the main process only, and one of kind "silent" on every other process.
 """
 
 import logging
@@ -23,7 +23,7 @@ __all__ = ["SAMPLE_KEYS", "Kind", "Tracker", "make_tracker", "read_jsonl", "trun
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["wandb", "tensorboard", "jsonl", "off"]
+Kind = Literal["wandb", "tensorboard", "jsonl", "off", "silent"]
 SAMPLE_KEYS = ("id", "prompt", "response")
 # Seconds that finishing a view may take beyond what the view itself is allowed.
 FINISH_MARGIN = 5.0
@@ -32,18 +32,22 @@ FINISH_MARGIN = 5.0
 class Tracker:
     """Writes one stage's metrics and samples. A context manager; made by `make_tracker`."""
 
-    def __init__(self, folder: Path | None, resume_step: int, view: Callable[[], Sink] | None = None) -> None:
-        """view: makes the sink beside the files, after they are open."""
+    def __init__(
+        self, folder: Path | None, resume_step: int, view: Callable[[], Sink] | None = None, with_samples: bool = True
+    ) -> None:
+        """view: makes the sink beside the files, after they are open. with_samples: false keeps no generated text."""
+        self._with_samples = with_samples
         self._warned: set[str] = set()
         self._metrics: TextIO | None = None
         self._samples: TextIO | None = None
         self._samples_path = Path("samples.jsonl")
         self._started = time.monotonic()
+        self._axes: dict[str, float] = {}
+        self._resume_step, self._kept, self._kept_samples = resume_step, set[str](), set[str]()
         if folder is not None:
             newest = self._open(folder, resume_step)
             # The clock goes on where the kept part of the run stopped.
             self._started -= float(newest.get("time/elapsed_s") or 0.0)
-        self._axes: dict[str, float] = {}
         self._view = view() if view is not None else None
 
     def _open(self, folder: Path, resume_step: int) -> dict[str, Any]:
@@ -53,12 +57,21 @@ class Tracker:
         if resume_step > 0:
             newest = truncate_jsonl(metrics, "progress/step", resume_step)
             truncate_jsonl(samples, "step", resume_step)
+            self._remember(metrics, samples)
         else:
             samples.unlink(missing_ok=True)
             metrics.unlink(missing_ok=True)
         self._metrics = metrics.open("a", encoding="utf-8", errors="backslashreplace")
         self._samples_path = samples
         return newest
+
+    def _remember(self, metrics: Path, samples: Path) -> None:
+        """What the kept lines of the step that a stage goes on from hold: what it wrote after that step's checkpoint."""
+        for row in read_jsonl(metrics):
+            if row["progress/step"] == self._resume_step:
+                self._kept |= row.keys()
+                self._axes |= {name: row[name] for name in row if name.startswith("progress/")}
+        self._kept_samples = {str(row.get("id")) for row in read_jsonl(samples) if row["step"] == self._resume_step}
 
     def log(
         self,
@@ -70,11 +83,18 @@ class Tracker:
     ) -> None:
         """Writes one line. Several lines may share a step; log a step before its checkpoint is saved.
 
+        Of the step that a stage resumes from, names that the file has already are passed over: who was killed after that
+        step's checkpoint says the same again.
+
         Values are numbers or one-element tensors. `time/elapsed_s` is added. A value that is not finite is
         written as null, with one warning a name, so that the file stays JSON.
         Raises: ValueError where the table of metrics lacks a name.
         """
         check_names(metrics)
+        if step == self._resume_step and self._kept:
+            metrics = {name: value for name, value in metrics.items() if name not in self._kept}
+            if not metrics:
+                return
         row: dict[str, float | None] = {"progress/step": int(step)}
         # A second line of a step, an evaluation say, stands at the same place of every axis.
         row |= self._axes if self._axes.get("progress/step") == step else {}
@@ -115,8 +135,10 @@ class Tracker:
                 raise ValueError(f"samples at step {step}: a row lacks {', '.join(missing)}")
             if len(row.get("tokens") or ()) != len(row.get("kl_tokens") or ()):
                 raise ValueError(f"samples at step {step}: tokens and kl_tokens must be as many")
+        if step == self._resume_step:
+            rows = [row for row in rows if str(row["id"]) not in self._kept_samples]
         full = [{"step": int(step), "score": None, "kl": None} | self._clean(row) for row in rows]
-        if self._metrics is not None:
+        if self._metrics is not None and self._with_samples:
             if self._samples is None:
                 self._samples = self._samples_path.open("a", encoding="utf-8", errors="backslashreplace")
             self._samples.writelines(encode_line(row) for row in full)
@@ -186,7 +208,7 @@ def make_tracker(
     """Opens the records of one stage.
 
     folder: the stage's own; metrics.jsonl, samples.jsonl and wandb/ or tensorboard/ come to lie there. "off" writes
-        nothing at all.
+        metrics.jsonl alone, "silent" nothing.
     resume_step: the step of the checkpoint that training goes on from. Lines after it are dropped, since
         they will be written again; 0 starts the files anew.
     W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
@@ -194,17 +216,15 @@ def make_tracker(
     Raises: UserError for an unknown kind, and for tensorboard where the package is missing.
     """
     if kind not in get_args(Kind):
-        raise UserError(
-            f"tracking: got {kind!r}, want {', '.join(get_args(Kind)[:-1])} or off: set tracking to one of them"
-        )
-    if kind == "off":
+        raise UserError(f"tracking: got {kind!r}, want wandb, tensorboard, jsonl or off: set tracking to one of them")
+    if kind == "silent":
         return Tracker(None, 0)
     view: Callable[[], Sink] | None = None
     if kind == "wandb":
         view = partial(_wandb_view, folder, run, stage, config, project)
     elif kind == "tensorboard":
         view = _tensorboard_view(folder, config, resume_step)
-    return Tracker(folder, resume_step, view)
+    return Tracker(folder, resume_step, view, with_samples=kind != "off")
 
 
 def _wandb_view(folder: Path, run: str, stage: str, config: dict[str, Any], project: str) -> Sink:

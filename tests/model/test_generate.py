@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.model.generate import Choice, choose_tokens, make_uniforms, sample, stream
+from rlhf.model.generate import Choice, _cut, choose_tokens, make_uniforms, sample, stream
 
 VOCAB, NEW, PAD = 40, 12, 0
 KINDS = {
@@ -105,6 +105,29 @@ def test_stream_is_the_sampler(kind):
     assert not torch.is_inference_mode_enabled()  # while the caller holds a token, its own modes are in force
     assert [first, *tokens] == out.responses[0]
     assert model.training
+
+
+# ------------------------------------------------------------------------------------ choosing in blocks
+
+
+@pytest.mark.parametrize("vocabulary", [40, 64, 65, 1000])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.7}])
+def test_the_search_in_blocks_is_the_search_in_all(vocabulary, cut):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(500, vocabulary, generator=generator)
+    logits[:, 5] = -torch.inf
+    uniforms = torch.rand(500, generator=generator)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-24])
+    choice = Choice(temperature=1.3, **cut)
+    tokens, logp = choose_tokens(logits, uniforms, choice)
+    reference = torch.log_softmax(logits.double() / 1.3, -1)
+    kept = _cut(reference.exp().float(), choice)
+    cumulative = kept.double().cumsum(-1)
+    plain = torch.searchsorted(cumulative, uniforms[:, None].double() * cumulative[:, -1:], right=True)[:, 0]
+    # a number that falls within rounding of a boundary may go either way
+    assert (tokens == plain).float().mean() > 0.995
+    assert (kept.gather(-1, tokens[:, None]) > 0).all(), "a token that was cut, or impossible, was chosen"
+    torch.testing.assert_close(logp, reference.gather(-1, tokens[:, None])[:, 0].float(), atol=1e-5, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------ independence

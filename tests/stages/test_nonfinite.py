@@ -67,8 +67,8 @@ def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch, part):
     """A weight that becomes NaN after the first update; mended, the run resumes from the checkpoint."""
     run, save = copy_until("ppo"), ppo.save
 
-    def save_and_poison(trainer, update):
-        save(trainer, update)
+    def save_and_poison(trainer, *given):
+        save(trainer, *given)
         poison(getattr(trainer.actor_critic, part))
 
     with monkeypatch.context() as patch:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -41,7 +42,7 @@ def pipe_in_process(monkeypatch: pytest.MonkeyPatch, run: Run, *more: str) -> li
     """The pipeline, with its stages in this process; the names of those that ran."""
     ran: list[str] = []
 
-    def run_stage(stage: str, overrides: list[str]) -> None:
+    def run_stage(config: Any, stage: str, overrides: list[str]) -> None:
         ran.append(stage)
         run.stage(stage, *[o for o in more if not o.startswith("overwrite=")], *overrides)
 
@@ -149,7 +150,7 @@ def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until, capfd):
     """A real stage in a process of its own: what it says is shown, and nothing after it is tried."""
     run = copy_until("tokenizer")
     with pytest.raises(SystemExit) as caught:
-        pipeline.run_stage("world", [*run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"])
+        pipeline.run_stage(run.config(), "world", [*run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"])
     assert caught.value.code == 2
     told = capfd.readouterr().err
     assert "already has a complete world" in told and "pipeline: stopped in world" in told and "Traceback" not in told

@@ -22,6 +22,7 @@ from .conftest import Run
 
 SMALL = ["ppo.critic_warmup_updates=0", "ppo.warmup_updates=0", "ppo.episodes_per_update=32", "ppo.episodes=32",
          "ppo.minibatches=2", "ppo.epochs=1", "kl.target=null"]  # fmt: skip
+PTX = ["ppo.ptx_coef=0.5", "ppo.ptx_blocks_per_episode=0.1"]
 RLOO = ["ppo.advantages=rloo", "ppo.responses_per_prompt=4"]
 
 
@@ -257,6 +258,26 @@ def test_the_entropy_bonus_raises_entropy(open_trainer):
     assert entropies[0.3] > entropies[0.0] + 0.1
 
 
+def test_a_penalty_in_the_loss_is_no_reward(open_trainer):
+    for penalty, share in (("reward", 1.0), ("loss", 0.0)):
+        with open_trainer(f"kl.penalty={penalty}", "ppo.lr=1e-3", "kl.target=null") as trainer:
+            update(trainer, 1)
+            found = update(trainer, 2)
+        assert found["objective/kl"] > 0.01
+        wanted = -share * found["objective/kl_coef"] * found["objective/kl"]
+        assert found["objective/non_score_reward"] == pytest.approx(wanted, rel=1e-5)
+        assert found["objective/rlhf_reward"] == pytest.approx(found["objective/scores"] + wanted, rel=1e-5)
+
+
+def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
+    with open_trainer("ppo.ema_decay=0.999999", "ppo.lr=1e-3", "ppo.eval_every=1", "kl.target=null") as trainer:
+        update(trainer, 1)
+        update(trainer, 2)
+        found = update(trainer, 3)
+    assert found["objective/kl"] > 0.01, "the policy has moved"
+    assert abs(found["eval/dev/kl"]) < 1e-3, "but its average has not"
+
+
 def test_a_penalty_in_the_loss_holds_the_policy_as_one_in_the_reward_does(open_trainer):
     found = {}
     for coef in (0.0, 2.0):
@@ -383,8 +404,15 @@ def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [["ppo.ema_decay=0.9"], ["lora.rank=2"], ["ppo.shared_critic=true"], RLOO],
-    ids=["ema", "lora", "shared", "rloo"],
+    [
+        ["ppo.ema_decay=0.9"],
+        ["lora.rank=2"],
+        ["ppo.shared_critic=true"],
+        RLOO,
+        [*PTX, "ppo.truncation=bootstrap"],
+        [*PTX, "lora.rank=2", "ppo.ema_decay=0.9", "gradient_checkpointing=true"],
+    ],
+    ids=["ema", "lora", "shared", "rloo", "ptx and bootstrap", "all at once"],
 )
 def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     """Two updates equal one, a restart, and another, bit for bit."""

@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     home = tmp_path_factory.mktemp("real")
     run = Run(home / "runs", "real", [*SETTINGS, *write_data(home / "data")])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "run_stage", lambda stage, overrides: run.stage(stage, *overrides))
+        patch.setattr(pipeline, "run_stage", lambda config, stage, overrides: run.stage(stage, *overrides))
         pipeline.run(run.config())
     return run
 
@@ -121,7 +121,7 @@ def test_changed_data_is_noticed(run, monkeypatch):
 
     path = Path(run.config().data.comparisons)
     content = path.read_bytes()
-    monkeypatch.setattr(pipeline, "run_stage", lambda stage, overrides: pytest.fail(f"{stage} was run"))
+    monkeypatch.setattr(pipeline, "run_stage", lambda config, stage, overrides: pytest.fail(f"{stage} was run"))
     pipeline.run(run.config())
     try:
         path.write_bytes(content + content.splitlines(keepends=True)[0])

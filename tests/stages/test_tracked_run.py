@@ -30,7 +30,7 @@ def tracked(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     given = os.environ.pop("WANDB_MODE", None)
     try:
         for stage in ("sft", "label", "reward", "ppo", "evaluate"):
-            run.stage(stage, "tracking=wandb", "ppo.samples_every=1")
+            run.stage(stage, "tracking=wandb", "tracking.peak_tflops=0.05", "ppo.samples_every=1")
     finally:
         if given is not None:
             os.environ["WANDB_MODE"] = given
@@ -63,6 +63,18 @@ def test_the_offline_file_holds_every_metric_and_the_config(tracked: Run, stage:
     assert config["ppo"] == record["config"]["ppo"] and config["kl"] == record["config"]["kl"]
     assert set(config["git"]) in ({"commit", "branch", "dirty"}, set())
     assert (run.run_group, run.job_type) == ("tracked", stage)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_training_says_what_it_takes(tracked: Run, stage: str) -> None:
+    rows = [row for row in read_jsonl(tracked.folder / stage / "metrics.jsonl") if "optim/lr" in row]
+    assert rows and all(row["time/tokens_per_s"] > 0 and row.get("time/samples_per_s", 1) > 0 for row in rows)
+    assert all(0 < row["time/mfu"] < 20 for row in rows), "of 0.05 TFLOP/s, which is about what a core does"
+    assert all(100 < row["memory/peak_rss_mb"] < 10_000 and "memory/peak_gpu_mb" not in row for row in rows)
+    axis = [row["progress/tokens"] for row in rows]
+    assert axis == sorted(axis) and axis[0] > 0
+    record = json.loads((tracked.folder / stage / "stage.json").read_text())
+    assert record["steps"] == rows[-1]["progress/step"] and set(record["git"]) in ({"commit", "branch", "dirty"}, set())
 
 
 def test_the_tables_are_there(tracked: Run) -> None:
@@ -151,7 +163,10 @@ def test_training_against_a_broken_server_ends_with_the_same_numbers(gold_run: R
 
     def numbers(folder: Path) -> list[dict[str, float]]:
         rows = read_jsonl(folder / "ppo" / "metrics.jsonl")
-        return [{k: v for k, v in row.items() if not k.startswith("time/") and "per_s" not in k} for row in rows]
+        return [
+            {k: v for k, v in row.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}
+            for row in rows
+        ]
 
     assert numbers(run.folder) == numbers(gold_run.folder)
 

@@ -31,7 +31,7 @@ def test_a_stage_is_an_artifact_with_its_lineage(tmp_path: Path, offline: None) 
     found = [r.request.log_artifact.artifact if r.WhichOneof("record_type") == "request" else r.artifact
              for r in read_records(path) if r.WhichOneof("record_type") == "artifact"]  # fmt: skip
     (artifact,) = found
-    assert (artifact.name, artifact.type, list(artifact.aliases)) == ("r-sft", "model", ["latest", "abababab"])
+    assert (artifact.name, artifact.type, set(artifact.aliases)) == ("r-sft", "model", {"latest", "abababab"})
     metadata = json.loads(artifact.metadata)
     assert metadata["parents"] == {"pretrain": "cd" * 32} and metadata["data"] == {"demonstrations:d.jsonl": "ef" * 32}
     assert [entry.path for entry in artifact.manifest.contents] == ["model/weights.bin"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.tracking.charts import Chart, expand, make_figure, make_frontier, make_stage_figures, make_study
+from rlhf.tracking.charts import Chart, expand, make_choices, make_figure, make_frontier, make_stage_figures, make_study
 from rlhf.tracking.figures import (
     Curve,
     Mark,
@@ -184,6 +184,22 @@ def test_a_picture_of_its_own_has_title_legend_and_real_colours(tmp_path: Path, 
     for shown in ("ppo: Reward", "score", "level", "#2a5f99", "#c8641f", "#ecece7"):
         assert shown in text, shown
     assert "var(--" not in text and "#0000" not in text
+
+
+def test_choices_are_dots_with_intervals_and_names(tmp_path: Path) -> None:
+    rows = {"default": (0.6, 0.5, 0.7), "no whitening": (0.4, 0.3, 0.5), "one seed": (0.5, 0.5, 0.5)}
+    picture = make_choices("Win rate", rows, "share")
+    assert picture is not None and make_choices("Win rate", {"default": (0.6, 0.5, 0.7)}, "share") is None
+    assert [(mark.label, mark.y) for mark in picture.curve.marks] == [("default", 0.6)]
+    svg = picture.svg
+    assert svg.count("<circle") == 2 * 3, "each dot, and once more under the pointer"
+    for shown in (">no whitening</text>", "rotate(-32", "0.4 [0.3, 0.5]", ">0.5</text>"):
+        assert shown in svg, shown
+    assert picture.table == [("share", [("default", "0.6 [0.5, 0.7]"), ("no whitening", "0.4 [0.3, 0.5]"),
+                                        ("one seed", "0.5")])]  # fmt: skip
+    assert picture.log_svg == ""
+    for form in ("svg", "png"):
+        assert save(picture.curve, tmp_path / f"a.{form}", "Win rate").stat().st_size > 3000
 
 
 def test_a_frontier_joins_what_no_other_policy_beats() -> None:

@@ -17,7 +17,7 @@ WANTED = [
     "rollout/eos_fraction", "rollout/response_len", "rollout/tokens_per_s", "gold/total",
     "gold/correct", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm",
     "optim/policy_grad_norm", "time/rollout_s", "time/score_s", "time/update_s", "time/tokens_per_s",
-    "time/mfu", "time/elapsed_s", "time/samples_per_s", "memory/peak_rss_mb", "eval/heldout/loss",
+    "time/mfu", "time/elapsed_s", "time/samples_per_s", "memory/peak_rss_mb", "memory/peak_gpu_mb", "eval/heldout/loss",
     "eval/heldout/bpb", "eval/dev/loss", "eval/dev/accuracy", "eval/test/accuracy",
     "eval/dev/gold/total", "eval/heldout_labelers/accuracy",
 ]  # fmt: skip

@@ -370,8 +370,12 @@ def test_a_study_is_drawn_and_told(tmp_path: Path) -> None:
         "What each choice buys",
         "no whitening",
         "0.610",
+        "What each choice buys: win rate over SFT",
+        ">default</text>",  # the level, and the name below the axis
+        "0.61 [0.55, 0.67]",  # under the pointer
     ):
         assert shown in text, shown
+    assert "What each choice buys: true reward" not in text, "nobody measured it"
     assert "No study in study/" not in text
 
 

@@ -106,6 +106,18 @@ def test_a_finished_run_is_told_and_left_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_stage_that_says_how_many_steps_it_takes_has_a_time_left(tmp_path: Path) -> None:
+    folder = write_stage(tmp_path, "sft", "running", steps=4)
+    record = json.loads((folder / "stage.json").read_text())
+    watch = Watch(tmp_path)
+    with locked(folder):
+        watch.look()
+        assert watch.current is not None and line(watch.current) == "sft: running  step 4", "it depends on the data"
+        (folder / "stage.json").write_text(json.dumps(record | {"steps": 8}))
+        watch.look()
+        assert line(watch.current) == "sft: running  step 4/8 (50%)  12 s left"  # 4 steps at 3 s each
+
+
 def test_a_run_that_stopped_is_an_error_that_says_so(tmp_path: Path) -> None:
     write_stage(tmp_path, "ppo", "running", steps=4)
     with pytest.raises(UserError, match="ppo stopped at step 4 and no process works on it"):

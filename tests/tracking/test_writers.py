@@ -104,8 +104,35 @@ def test_samples_keep_their_text(tmp_path: Path) -> None:
                    "gold": {"total": 0.5}}  # fmt: skip
 
 
-def test_off_writes_no_file(tmp_path: Path) -> None:
+def test_what_was_said_after_the_checkpoint_is_not_said_twice(tmp_path: Path) -> None:
+    """Killed after the held-out figures of the last step, whose checkpoint it resumes from: they come once."""
+    shown = [{"id": "p", "prompt": "a", "response": "b"}]
+    for resume_step in (0, 2, 2):
+        with tracker(tmp_path, resume_step=resume_step) as writer:
+            if resume_step == 0:
+                writer.log({"optim/lr": 0.1}, step=1, episodes=8)
+                writer.log({"optim/lr": 0.2}, step=2, episodes=16)
+            writer.log({"eval/dev/kl": 0.3}, step=2)
+            writer.samples(2, shown)
+            if resume_step:
+                writer.log({"eval/dev/kl": 0.3, "eval/dev/scores": 1.0}, step=2)
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [sorted(n for n in row if not n.startswith(("progress", "time"))) for row in rows] == [
+        ["optim/lr"], ["optim/lr"], ["eval/dev/kl"], ["eval/dev/scores"]]  # fmt: skip
+    assert [row["progress/episodes"] for row in rows] == [8, 16, 16, 16], "each stands where its step does"
+    assert len(lines(tmp_path / "samples.jsonl")) == 1
+
+
+def test_off_writes_numbers_and_no_text(tmp_path: Path) -> None:
     with tracker(tmp_path / "stage", "off") as writer:
+        writer.log({"objective/kl": 0.5}, step=0)
+        writer.samples(0, [{"id": "p", "prompt": "a", "response": "b"}])
+    assert [path.name for path in (tmp_path / "stage").iterdir()] == ["metrics.jsonl"]
+    assert next(iter(read_jsonl(tmp_path / "stage" / "metrics.jsonl")))["objective/kl"] == 0.5
+
+
+def test_a_silent_one_writes_nothing(tmp_path: Path) -> None:
+    with tracker(tmp_path / "stage", "silent") as writer:
         writer.log({"objective/kl": 0.0}, step=0)
         writer.samples(0, [{"id": "p", "prompt": "a", "response": "b"}])
     assert not (tmp_path / "stage").exists()

@@ -1,0 +1,68 @@
+"""The next-token loss of a batch of unequal lengths, with little computed on padding and no logits of all tokens.
+
+The batch and the loss stay what they are: only the forward is split, rows of similar length together, each part cut to
+its own longest row. Not here: which rows make a batch, packing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.data.batching import by_length
+from rlhf.model.gpt import GPTForCausalLM
+
+IGNORED = -100  # the label of a token that the loss leaves out
+PART_ROWS = 8  # rows a part: fewer leave the processor idle, more pad more
+
+
+def ragged_loss(
+    model: Any, input_ids: Tensor, labels: Tensor, lengths: Tensor, count: Tensor | int | None = None,
+    rows: int = PART_ROWS,
+) -> Tensor:  # fmt: skip
+    """loss = -sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / count        count: such labels unless given
+
+    model: our GPT, bare or wrapped. input_ids, labels (B, T) int64, padded on the right; lengths (B,) int64, tokens of each
+    row. Returns the scalar loss in nats, the same as one forward over the whole batch gives.
+    """
+    if count is None:
+        count = int((labels[:, 1:] != IGNORED).sum())
+    parts = []
+    longest_first = list(by_length(lengths.tolist(), rows))[::-1]  # so that the memory of later parts is there already
+    for group in longest_first:
+        width = int(lengths[group].max())
+        if not bool((labels[group, 1:width] != IGNORED).any()):
+            continue
+        part = model(
+            input_ids=input_ids[group, :width], labels=labels[group, :width], use_cache=False, skip_logits=True,
+            num_items_in_batch=count,
+        )  # fmt: skip
+        parts.append(part.loss)
+    if not parts:  # nothing to learn: a loss of 0 that has a gradient all the same
+        return model(input_ids=input_ids[:1, :1], use_cache=False).logits.sum() * 0.0
+    return torch.stack(parts).sum()
+
+
+class RaggedLoss:
+    """Mixed into a Trainer of padded rows, before it: `ragged_loss` in the place of one forward over the whole batch.
+
+    Packed rows, other models and sharded weights go the Trainer's own way.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None, **keywords: Any,
+    ) -> Any:  # fmt: skip
+        bare = getattr(model, "module", model)
+        known = set(inputs) <= {"input_ids", "attention_mask", "labels"} and "attention_mask" in inputs
+        sharded = any(hasattr(p, "ds_id") for p in bare.parameters())
+        if return_outputs or not known or sharded or not isinstance(bare, GPTForCausalLM):
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords
+            )
+        lengths = inputs["attention_mask"].sum(1)
+        loss = ragged_loss(model, inputs["input_ids"], inputs["labels"], lengths, num_items_in_batch)
+        args = self.args  # type: ignore[attr-defined]
+        if args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # type: ignore[attr-defined]
+        return loss

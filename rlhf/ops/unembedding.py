@@ -1,0 +1,93 @@
+"""Log-probabilities and entropies from hidden states and the unembedding, without a copy of the logits.
+
+What `logprobs.token_logprobs` and `logprobs.entropy` give for logits = hidden weight^T, computed a chunk of rows at a time
+while the chunk is in the processor's cache. Not here: which positions count, and entropies that have a gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Elements of the logits worked on at a time: about a CPU's cache; on a GPU enough to fill it.
+_CPU_CHUNK, _GPU_CHUNK = 2**20, 2**27
+# Elements of probabilities kept for the backward pass; above that it computes them again.
+_KEPT = 2**26
+
+
+def unembedded_logprobs(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each token, and the entropy of its distribution, in nats.
+
+    logits = hidden weight^T;  logp[i] = logits[i, tokens[i]] - log sum_v exp(logits[i, v])
+
+    hidden (N, D), weight (V, D), tokens (N,) int64. Returns (N,) float32, twice, or None for the entropy. Gradients flow
+    from the log-probabilities to hidden and weight; the entropy has none.
+
+    Raises ValueError: shapes that do not fit.
+
+    Source: Radford et al. 2018, section 3.1; Shannon 1948, section 6.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or tokens.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"unembedded_logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, tokens "
+            f"{tuple(tokens.shape)}: give (N, D), (V, D) and (N,)"
+        )
+    logp, entropies = _Unembedding.apply(hidden, weight, tokens, with_entropy)
+    return logp, entropies if with_entropy else None
+
+
+class _Unembedding(torch.autograd.Function):
+    """d logp_i / d logits_i = onehot(token_i) - p_i: the backward pass needs p alone, and reads it in two products."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        h, w = hidden.to(kind), weight.to(kind)
+        count = len(h)
+        wanted = any(ctx.needs_input_grad) and count * len(w) <= _KEPT
+        kept = h.new_empty(count, len(w)) if wanted else None
+        logp = torch.empty(count, device=h.device, dtype=torch.float32)
+        entropies = torch.zeros_like(logp)
+        with torch.autocast(device, enabled=False):
+            for rows in _chunks(count, w):
+                logits = (h[rows] @ w.t()).float()
+                logits -= logits.amax(-1, keepdim=True)  # the likeliest is 0
+                p = torch.softmax(logits, -1)
+                log_sum = -p.amax(-1).log()  # its probability is one over the sum, and never 0
+                logp[rows] = logits.gather(-1, tokens[rows, None])[:, 0] - log_sum
+                if kept is not None:
+                    kept[rows] = p
+                if with_entropy:
+                    entropies[rows] = log_sum - p.mul_(logits).sum(-1)
+        ctx.save_for_backward(h, w, tokens, kept)
+        ctx.kinds = hidden.dtype, weight.dtype
+        ctx.mark_non_differentiable(entropies)
+        return logp, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_logp: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        h, w, tokens, kept = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        d = d_logp[:, None].to(h.dtype)
+        scaled = h * d  # (N, D)
+        d_hidden = torch.empty_like(h) if needs_hidden else None
+        d_weight = torch.zeros(w.shape, device=w.device, dtype=ctx.kinds[1]) if needs_weight else None
+        with torch.autocast(h.device.type, enabled=False):
+            for rows in [slice(0, len(h))] if kept is not None else _chunks(len(h), w):
+                p = kept if kept is not None else torch.softmax((h[rows] @ w.t()).float(), -1).to(h.dtype)
+                if d_hidden is not None:
+                    d_hidden[rows] = (w[tokens[rows]] - p @ w) * d[rows]
+                if d_weight is not None:
+                    d_weight -= p.t() @ scaled[rows]
+            if d_weight is not None:
+                d_weight.index_add_(0, tokens, scaled.to(d_weight.dtype))
+        return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
+
+
+def _chunks(count: int, weight: Tensor) -> list[slice]:
+    size = max(64, (_CPU_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // len(weight))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -1,0 +1,94 @@
+"""Starts a stage as several processes on this machine, one for each device, and ends them together.
+
+They find each other through the environment, as torchrun's do (RANK, WORLD_SIZE, MASTER_ADDR, …). Several machines are
+torchrun's matter (docs/scale.md). Imports neither torch nor hydra.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from rlhf.interrupts import EXIT_CODE
+
+SHARED_STAGES = ("pretrain", "sft", "reward", "ppo")  # those that several processes can work on
+LOOK_SECONDS = 0.1  # between two looks at the processes
+
+
+def run_processes(command: Sequence[str], processes: int = 1, threads: int = 0) -> int:
+    """Run a command as so many processes; returns 0, or the exit code of the first one that failed.
+
+    When one fails, the others are killed at once: they wait for it in vain, and what they would say follows from it. All of
+    them end with this process. threads: of one process; 0 shares the cores out where there are several processes.
+    Raises: KeyboardInterrupt after a signal, once the processes have ended; SystemExit where they have said how to go on.
+    """
+    started = [
+        subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+        for environment in environments(processes, threads)
+    ]
+    try:
+        return _wait(started)
+    except KeyboardInterrupt:
+        for process in started:
+            process.send_signal(signal.SIGTERM)  # a second one from the terminal is the same one to it
+        codes = [process.wait() for process in started]
+        if EXIT_CODE not in codes:
+            raise
+        sys.exit(EXIT_CODE)  # they have said how to go on
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def environments(processes: int, threads: int) -> list[dict[str, str]]:
+    """The environment of each process."""
+    if processes == 1:
+        return [dict(os.environ)]
+    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(free_port())}  # fmt: skip
+    if not threads:
+        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    return [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _wait(started: list[subprocess.Popen]) -> int:
+    """Until all have ended well or one has not; its exit code, as a shell gives it."""
+    while True:
+        codes = [process.poll() for process in started]
+        failed = [i for i, code in enumerate(codes) if code]
+        if failed:
+            code = int(codes[failed[0]] or 0)
+            if code == EXIT_CODE:  # told to stop, they all do so after the same step
+                for process in started:
+                    process.wait()
+            if code < 0 and len(started) > 1:
+                print(f"rlhf: process {failed[0]} of {len(started)} was ended by signal {-code}; the others are ended with it",
+                      file=sys.stderr, flush=True)  # fmt: skip
+            return code if code > 0 else 128 - code
+        if all(code == 0 for code in codes):
+            return 0
+        if len(started) == 1:
+            started[0].wait()
+        else:
+            time.sleep(LOOK_SECONDS)
+
+
+def die_with_parent() -> None:
+    """On Linux, have the kernel end a process when its parent is killed, so that nothing keeps the stage's lock."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)

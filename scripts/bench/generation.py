@@ -1,0 +1,168 @@
+"""Generation: tokens a second of our sampler, with log-probs and ragged prompts, against transformers' `generate`.
+
+    python scripts/bench/generation.py --out /tmp/generation.json
+
+Both sample at temperature 1, without top_k and top_p. `generate` gets the prompts padded on the left, a preallocated
+(static or dynamic, whichever is faster here: dynamic) cache and returns no log-probs; `generate with log-probs` returns
+its logits, from which log-probs are taken, which is the equal work. Case `stopping`: each token ends its sequence with a
+probability of 1/24, so that lengths are geometric as in a chat model's; units are the tokens up to each end.
+"""
+
+from typing import Any
+
+import harness
+from harness import Spec, Turns
+
+# size: (batch, shortest prompt, longest prompt, new tokens)
+CASES = {
+    "tiny, batch 32": ("tiny", 32, 32, 32, 64, 0.0),
+    "tiny, batch 32, ragged": ("tiny", 32, 8, 32, 64, 0.0),
+    "small, batch 32, ragged": ("small", 32, 8, 32, 64, 0.0),
+    "tiny, batch 128, ragged, stopping": ("tiny", 128, 8, 32, 64, 1 / 24),
+    "small, batch 128, ragged, stopping": ("small", 128, 8, 32, 64, 1 / 24),
+}
+QUICK = {"quick": ("quick", 8, 4, 16, 16, 1 / 8)}
+CUDA_CASES = {
+    "gpt2, batch 256, ragged": ("gpt2", 256, 64, 256, 256, 0.0),
+    "gpt2, batch 256, ragged, stopping": ("gpt2", 256, 64, 256, 256, 1 / 96),
+}
+
+
+def make_model(spec: Spec) -> Any:
+    """GPT-2 whose end token has the probability `stop` whatever came before.
+
+    The unembedding is a matrix of its own here; the other tokens' rows are scaled down and the end token's is 0, so that
+    the logits of the others are nearly equal and the end token's is the only one that a shift moves: it is set through
+    the last norm's bias, which all rows but the end token's are orthogonal to.
+    """
+    import math
+
+    import torch
+
+    model = harness.gpt2(spec["size"], tie_word_embeddings=False)
+    width, vocabulary = harness.SIZES[spec["size"]]["n_embd"], harness.SIZES[spec["size"]]["vocab_size"]
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head[:, 0] = 0.0  # one direction of the hidden state speaks of the end token alone
+        head[harness.EOS] = 0.0
+        head[harness.EOS, 0] = 1.0
+        model.transformer.ln_f.weight[0] = 0.0
+        share = spec["stop"] if spec["stop"] else 1e-9
+        spread = float((head**2).sum(1).mean()) / 2  # log of the mean of exp(logit), for logits N(0, |row|^2)
+        model.transformer.ln_f.bias[0] = math.log(share / (1 - share) * (vocabulary - 1)) + spread
+    assert head.shape == (vocabulary, width)
+    return model.eval()
+
+
+def make_prompts(spec: Spec) -> list[list[int]]:
+    import random
+
+    random_ = random.Random(0)
+    vocabulary = harness.SIZES[spec["size"]]["vocab_size"]
+    return [
+        [random_.randrange(2, vocabulary) for _ in range(random_.randint(spec["shortest"], spec["longest"]))]
+        for _ in range(spec["batch"])
+    ]
+
+
+def ours(spec: Spec, turns: Turns) -> None:
+    from rlhf.allocator import keep_freed_memory
+    from rlhf.model.generate import sample
+
+    keep_freed_memory()
+    model = harness.ours_like(make_model(spec)).to(spec["device"]).eval()
+    if spec["device"] == "cuda":
+        model = model.bfloat16()
+    prompts = make_prompts(spec)
+    for number, _ in enumerate(turns):
+        out = sample(
+            model, prompts, max_new_tokens=spec["new"], eos_token_id=harness.EOS, pad_token_id=harness.PAD, seed=number
+        )
+        turns.done(units=sum(map(len, out.responses)), mean_logp=float(out.logprobs.sum() / out.mask.sum()))
+
+
+def generate(spec: Spec, turns: Turns, with_logprobs: bool) -> None:
+    import torch
+
+    model = make_model(spec).to(spec["device"])
+    if spec["device"] == "cuda":
+        model = model.bfloat16()
+    prompts = make_prompts(spec)
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[harness.PAD] * (width - len(p)) + p for p in prompts], device=spec["device"])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=spec["device"])
+    for number, _ in enumerate(turns):
+        torch.manual_seed(number)
+        with torch.inference_mode():
+            out = model.generate(
+                tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=spec["new"], eos_token_id=harness.EOS, pad_token_id=harness.PAD,
+                return_dict_in_generate=with_logprobs, output_logits=with_logprobs,
+            )  # fmt: skip
+            response = (out.sequences if with_logprobs else out)[:, width:]
+            ended = (response == harness.EOS).int().cumsum(1) - (response == harness.EOS).int() > 0  # after the end
+            figures = {}
+            if with_logprobs:
+                total = torch.zeros((), device=spec["device"])
+                for step, logits in enumerate(out.logits):
+                    logp = torch.log_softmax(logits.float(), -1).gather(-1, response[:, step, None])[:, 0]
+                    total += logp.masked_fill(ended[:, step], 0.0).sum()
+                figures["mean_logp"] = float(total / (~ended).sum())
+        turns.done(units=int((~ended).sum()), **figures)
+
+
+def peer(spec: Spec, turns: Turns) -> None:
+    generate(spec, turns, with_logprobs=False)
+
+
+def peer_logprobs(spec: Spec, turns: Turns) -> None:
+    generate(spec, turns, with_logprobs=True)
+
+
+CONTESTANTS = {"ours": ours, "generate": peer, "generate with log-probs": peer_logprobs}
+
+
+def main() -> None:
+    options = harness.arguments(__doc__, repeats=7)
+    cases = harness.pick(options, QUICK, CASES, CUDA_CASES)
+    found = {}
+    for name, (size, batch, shortest, longest, new, stop) in cases.items():
+        spec = {
+            "size": size, "shape": harness.SIZES[size], "batch": batch, "shortest": shortest, "longest": longest,
+            "new": new, "stop": stop,
+        }  # fmt: skip
+        found[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+        if options.device == "cpu":
+            found[name]["roofline"] = roofline(spec, options.threads)
+            rates = found[name]["contestants"]["ours"]["units_per_second"]
+            print(f"{name}: {rates / found[name]['roofline']['tokens_per_second']:.2f} of the roofline")
+    harness.report("generation", "tokens", found, options)
+
+
+def roofline(spec: Spec, threads: int) -> dict[str, float]:
+    """Tokens a second that the products alone would allow, at the rate measured here for one of their shapes.
+
+    A step multiplies `batch` rows with every weight: 2 (12 L D^2 + V D) flops a token, and 4 L D t more for attention
+    over t tokens.
+    """
+    import time
+
+    import torch
+
+    torch.set_num_threads(threads)
+    s = harness.SIZES[spec["size"]]
+    x, w = torch.randn(spec["batch"], s["n_embd"]), torch.randn(4 * s["n_embd"], s["n_embd"])
+    best = float("inf")
+    for _ in range(50):
+        begun = time.perf_counter()
+        torch.nn.functional.linear(x, w)
+        best = min(best, time.perf_counter() - begun)
+    rate = 2 * x.shape[0] * w.numel() / best
+    context = (spec["shortest"] + spec["longest"]) / 2 + spec["new"] / 2
+    flops = 2 * (12 * s["n_layer"] * s["n_embd"] ** 2 + s["vocab_size"] * s["n_embd"])
+    flops += 4 * s["n_layer"] * s["n_embd"] * context
+    return {"flops_per_second": rate, "flops_per_token": flops, "tokens_per_second": rate / flops}
+
+
+if __name__ == "__main__":
+    harness.serve(CONTESTANTS) if harness.is_worker() else main()

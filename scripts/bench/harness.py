@@ -1,0 +1,335 @@
+"""What the benchmarks share: contestants in processes of their own that work by turns, medians, ratios, spread, JSON.
+
+A benchmark names its contestants: functions f(spec, turns) that set up and then do one repeat a turn. Each runs in a
+process of its own (the peer of PPO in an environment of its own), all are started by one parent, and only one works at a
+time. Rounds alternate the order, so that what drifts falls on all. Ratios are taken within a round. Beside the time that
+passed stands the processor time, which other jobs on the machine hardly change. Not here: what is compared.
+
+Needs only the standard library and torch, since it also runs in the environment of a peer.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PEERS = Path(os.environ.get("BENCH_PEERS", HERE.parents[1] / ".venv-bench"))  # where setup.sh puts them
+PACKAGES = ("torch", "transformers", "trl", "accelerate")
+
+Spec = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------- in the contestant's process
+
+
+class Turns:
+    """The contestant's side: `for _ in turns:` does one repeat a turn; `done` ends the turn's clock and tells figures."""
+
+    def __init__(self, device: str) -> None:
+        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # what libraries print goes to stderr, so that stdout carries answers only
+        self.device = device
+        self.base = memory("VmRSS")
+        self._begun: tuple[float, float] | None = None
+
+    def __iter__(self) -> Iterator[None]:
+        reset_peak(self.device)
+        self._answer({"ready": True, "versions": versions()})
+        for line in sys.stdin:
+            if line.strip() != "go":
+                break
+            self.restart()
+            yield
+            if self._begun is not None:
+                self.done()
+        self._answer({"peak_mb": peak_mb(self.device), "base_mb": self.base / 1e6})
+
+    def restart(self) -> None:
+        """Start the clock again: what came before in this turn was preparation."""
+        self._begun = (time.perf_counter(), time.process_time())
+
+    def done(self, **figures: float) -> None:
+        """The turn's work is finished. figures: `units` of work (1 unless told), and what else is worth keeping."""
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        assert self._begun is not None
+        seconds, processor = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
+        self._begun = None
+        self._answer({"units": 1.0} | figures | {"seconds": seconds, "processor_seconds": processor})
+
+    def _answer(self, value: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(value) + "\n")
+
+
+Contestant = Callable[[Spec, Turns], None]
+
+
+def memory(name: str) -> float:
+    """Bytes of VmRSS (held now) or VmHWM (the peak) of this process, as Linux tells; elsewhere the peak."""
+    try:
+        found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        assert found
+        return int(found[1]) * 1024.0
+    except (OSError, AssertionError):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
+
+
+def reset_peak(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    except OSError:
+        pass
+
+
+def peak_mb(device: str) -> float:
+    """Megabytes: on a GPU what torch allocated there, else resident memory."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 1e6
+    return memory("VmHWM") / 1e6
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def serve(contestants: dict[str, Contestant]) -> None:
+    """Be the contestant that the command line names: `--worker NAME SPEC`."""
+    name, spec = sys.argv[2], json.loads(sys.argv[3])
+    sys.path.insert(0, str(HERE.parents[1]))
+    import torch
+    import transformers
+
+    torch.set_num_threads(spec["threads"])
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    contestants[name](spec, Turns(spec["device"]))
+
+
+# ---------------------------------------------------------------------------------------------- in the parent's process
+
+
+@dataclass
+class Worker:
+    """A contestant's process."""
+
+    name: str
+    process: subprocess.Popen
+    told: dict[str, Any] = field(default_factory=dict)
+    turns: list[dict[str, float]] = field(default_factory=list)
+
+    def ask(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name}: ended with exit code {self.process.wait()} before its turn was over")
+        return json.loads(line)
+
+
+def arguments(doc: str, repeats: int) -> argparse.Namespace:
+    """The command line that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: that it runs, not how fast")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of each contestant; 0: as many as cores")
+    parser.add_argument("--case", default="", help="only the cases whose names have this in them")
+    parser.add_argument("--repeats", type=int, default=repeats, help="rounds that count")
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    found = parser.parse_args()
+    if found.device == "auto":
+        import torch
+
+        found.device = "cuda" if torch.cuda.is_available() else "cpu"
+    found.threads = found.threads or os.cpu_count() or 1
+    if found.quick:
+        found.repeats = min(found.repeats, 2)
+    return found
+
+
+def pick(options: argparse.Namespace, quick: dict, cpu: dict, cuda: dict) -> dict:
+    """The cases that the command line asks for."""
+    cases = quick if options.quick else cuda if options.device == "cuda" else cpu
+    found = {name: case for name, case in cases.items() if options.case in name}
+    if not found:
+        raise SystemExit(f"--case {options.case}: none of {', '.join(cases)}")
+    return found
+
+
+def compare(
+    script: str, names: list[str], spec: Spec, options: argparse.Namespace, pythons: dict[str, str] | None = None,
+    warmup: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Let the contestants of `script` work by turns; returns the figures of each and the ratios to the first one.
+
+    pythons: interpreters of those that need another environment.
+    """
+    spec = spec | {"threads": options.threads, "device": options.device}
+    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+    workers = []
+    try:
+        for name in names:
+            python = (pythons or {}).get(name, sys.executable)
+            command = [python, script, "--worker", name, json.dumps(spec)]
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
+            workers.append(Worker(name, process))
+        for worker in workers:
+            worker.told |= worker.read()
+        for number in range(warmup + options.repeats):
+            for worker in workers if number % 2 else workers[::-1]:
+                turn = worker.ask("go")
+                if number >= warmup:
+                    worker.turns.append(turn)
+        for worker in workers:
+            worker.told |= worker.ask("end")
+    finally:
+        for worker in workers:
+            if worker.process.poll() is None:
+                worker.process.terminate()
+            worker.process.wait()
+    return {"spec": spec, "contestants": {w.name: figures_of(w) for w in workers}, "ratios": ratios_of(workers)}
+
+
+def figures_of(worker: Worker) -> dict[str, Any]:
+    """Medians over the rounds, the spread of the rate, memory and versions."""
+    rates = [turn["units"] / turn["seconds"] for turn in worker.turns]
+    medians = {name: statistics.median(turn[name] for turn in worker.turns) for name in worker.turns[0]}
+    return medians | {
+        "units_per_second": statistics.median(rates),
+        "units_per_second_range": [min(rates), max(rates)],
+        "units_per_processor_second": statistics.median(
+            turn["units"] / max(1e-9, turn["processor_seconds"]) for turn in worker.turns
+        ),
+        "peak_mb": worker.told["peak_mb"],
+        "working_mb": worker.told["peak_mb"] - (worker.told["base_mb"] if "base_mb" in worker.told else 0.0),
+        "versions": worker.told["versions"],
+    }
+
+
+def ratios_of(workers: list[Worker]) -> dict[str, Any]:
+    """The first contestant's rate over each other one's, within rounds; and its memory over theirs."""
+    ours, found = workers[0], {}
+    for peer in workers[1:]:
+        pairs = list(zip(ours.turns, peer.turns, strict=True))
+        figures: dict[str, Any] = {}
+        for name, clock in (("speed", "seconds"), ("speed_by_processor_time", "processor_seconds")):
+            each = sorted((a["units"] / max(1e-9, a[clock])) / (b["units"] / max(1e-9, b[clock])) for a, b in pairs)
+            figures[name] = {"median": statistics.median(each), "range": [each[0], each[-1]]}
+        figures["memory"] = ours.told["peak_mb"] / peer.told["peak_mb"]
+        figures["memory_beyond_imports"] = (ours.told["peak_mb"] - ours.told["base_mb"]) / (
+            peer.told["peak_mb"] - peer.told["base_mb"]
+        )
+        found[peer.name] = figures
+    return found
+
+
+def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print a table a case, and write everything as JSON where asked."""
+    print(f"{subject}: {machine(options)}")
+    for case, found in cases.items():
+        print(f"\n{case}, median of {options.repeats} rounds [range]; {unit}/s by the clock and by processor time")
+        for name, f in found["contestants"].items():
+            low, high = f["units_per_second_range"]
+            print(f"  {name:28} {f['units_per_second']:10.1f} [{low:.1f}, {high:.1f}] {f['units_per_processor_second']:10.1f}"
+                  f"   peak {f['peak_mb']:.0f} MB, {f['working_mb']:.0f} beyond imports")  # fmt: skip
+        for name, r in found["ratios"].items():
+            s, p = r["speed"], r["speed_by_processor_time"]
+            print(f"  over {name:23} {s['median']:10.2f} [{s['range'][0]:.2f}, {s['range'][1]:.2f}] {p['median']:10.2f}"
+                  f"   memory {r['memory']:.2f}, {r['memory_beyond_imports']:.2f} beyond imports")  # fmt: skip
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        what = {"subject": subject, "unit": unit, "machine": machine(options), "repeats": options.repeats}
+        options.out.write_text(json.dumps(what | {"cases": cases}, indent=1) + "\n")
+
+
+def machine(options: argparse.Namespace) -> str:
+    """Device, threads and load, in words."""
+    if options.device == "cuda":
+        import torch
+
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"CPU {platform.machine()}, {os.cpu_count()} cores, {options.threads} threads{load}, float32"
+
+
+def is_worker() -> bool:
+    return len(sys.argv) == 4 and sys.argv[1] == "--worker"
+
+
+def peer_python(name: str) -> str:
+    """The interpreter of a peer's environment."""
+    path = PEERS / name / "bin" / "python"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: run scripts/bench/setup.sh, or set BENCH_PEERS to where it put the peers")
+    return str(path)
+
+
+# --------------------------------------------------------------------------------------------------- models and data
+
+SIZES: dict[str, dict[str, int]] = {
+    "quick": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 96, "vocab_size": 256},
+    "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128, "vocab_size": 2048},
+    "small": {"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256, "vocab_size": 2048},
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257},
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600, "n_positions": 1024, "vocab_size": 50257},
+}
+PAD, EOS = 0, 1
+
+
+def gpt2_config(size: str, activation: str = "gelu_new", **more: Any) -> Any:
+    """transformers' configuration of GPT-2 at a size, without dropout."""
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        **SIZES[size], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function=activation,
+        bos_token_id=EOS, eos_token_id=EOS, pad_token_id=PAD, **more,
+    )  # fmt: skip
+
+
+def gpt2(size: str, seed: int = 0, **more: Any) -> Any:
+    """transformers' GPT-2 with weights that depend on the seed alone."""
+    import torch
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(gpt2_config(size, **more))
+
+
+def ours_like(model: Any) -> Any:
+    """Our GPT with the weights of a GPT-2."""
+    from rlhf.model.convert import from_gpt2
+
+    return from_gpt2(model)

@@ -1,0 +1,209 @@
+"""A PPO update, from prompts to the last optimizer step, against TRL 1.12.0's PPOTrainer: seconds, tokens a second, memory.
+
+    python scripts/bench/ppo.py --out /tmp/ppo.json            # needs scripts/bench/setup.sh
+    python scripts/bench/ppo.py --scaling                      # ours alone, from 8 to 512 episodes
+
+Equal work: the same policy, reference, reward model and critic (GPT-2 of one size and seed, critic from the reward model),
+the same number of prompts of one length, new tokens, epochs and minibatches, float32. Each takes the micro-batch that is
+fastest for it here: `micro` and `peer_micro`. A turn is a whole update; units are response tokens.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness import Spec, Turns
+
+# size: (size, episodes, prompt tokens, new tokens, epochs, our micro-batch, the peer's)
+CASES = {"tiny": ("tiny", 64, 32, 48, 4, 32, 64)}
+QUICK = {"quick": ("quick", 8, 16, 12, 2, 8, 8)}
+CUDA_CASES = {"gpt2": ("gpt2", 512, 64, 256, 4, 64, 64)}
+SCALING = (8, 32, 128, 512)
+CALIBRATION = (1.0, 0.0)  # gain and shift of the scores: as the head gives them
+
+
+def make_tokenizer(folder: Path, size: str) -> None:
+    """A tokenizer with exactly the model's vocabulary."""
+    import random
+
+    from rlhf.tokenizer import train_tokenizer
+
+    shape = harness.SIZES[size]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    random_ = random.Random(0)
+    words = ["".join(random_.choices(letters, k=random_.randint(2, 9))) for _ in range(8000)]
+    wanted = max(300, shape["vocab_size"])
+    tokenizer = train_tokenizer([" ".join(words)], wanted, context_length=shape["n_positions"])
+    if len(tokenizer) != wanted:
+        raise SystemExit(f"the tokenizer has {len(tokenizer)} entries, wanted {wanted}")
+    tokenizer.save_pretrained(str(folder))
+
+
+def make_prompts(spec: Spec) -> list[list[int]]:
+    import random
+
+    random_ = random.Random(0)
+    return [
+        [random_.randrange(8, spec["vocabulary"]) for _ in range(spec["prompt"])] for _ in range(4 * spec["episodes"])
+    ]
+
+
+def gpt2(spec: Spec, seed: int) -> Any:
+    shape = harness.SIZES[spec["size"]] | {"vocab_size": spec["vocabulary"]}
+    harness.SIZES["asked for"] = shape
+    return harness.gpt2("asked for", seed)
+
+
+# ------------------------------------------------------------------------------------------------------------ ours
+
+
+def write_parents(config: Any, spec: Spec) -> None:
+    """The stages that PPO builds on, as if they had been trained."""
+    from rlhf.model.heads import RewardModel
+    from rlhf.runs import open_stage
+    from rlhf.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(spec["tokenizer"])
+    for name in ("tokenizer", "pretrain", "sft", "reward"):
+        with open_stage(config, name) as stage:
+            tokenizer.save_pretrained(str(stage.model))
+            policy = harness.ours_like(gpt2(spec, seed=0))
+            if name in ("pretrain", "sft"):
+                policy.save_pretrained(str(stage.model))
+            elif name == "reward":
+                model = RewardModel.from_causal_lm(harness.ours_like(gpt2(spec, seed=1)))
+                model.calibrate(*CALIBRATION)
+                model.save_pretrained(str(stage.model))
+            stage.finish()
+
+
+def ours(spec: Spec, turns: Turns) -> None:
+    from rlhf.cli import compose_config
+    from rlhf.data.records import PromptRecord
+    from rlhf.runs import open_stage
+    from rlhf.stages.common import set_up
+    from rlhf.stages.ppo import one_update
+    from rlhf.stages.ppo_setup import make_trainer
+    from rlhf.tracking.writers import make_tracker
+
+    with tempfile.TemporaryDirectory() as home:
+        prompts = Path(home) / "prompts.jsonl"
+        prompts.write_text('{"kind": "prompt", "id": "a", "prompt": "a"}\n' * 1)
+        s = harness.SIZES[spec["size"]]
+        config = compose_config([
+            f"runs_dir={home}", "run=bench", "tracking=off", f"device={spec['device']}", f"threads={spec['threads']}",
+            f"data.prompts={prompts}", "data.dev=0", "data.test=0", f"model.context_length={s['n_positions']}",
+            f"ppo.episodes_per_update={spec['episodes']}", f"ppo.episodes={spec['episodes'] * 1000}",
+            "ppo.minibatches=1", f"ppo.epochs={spec['epochs']}", f"ppo.micro_batch_episodes={spec['micro']}",
+            "ppo.eval_every=0", f"rollout.max_new_tokens={spec['new']}", "ppo.warmup_updates=0",
+        ])  # fmt: skip
+        write_parents(config, spec)
+        with open_stage(config, "ppo") as stage:
+            trainer = make_trainer(config, stage, set_up(config))
+            trainer.prompts = [
+                (PromptRecord(id=str(i), prompt="any"), tokens) for i, tokens in enumerate(make_prompts(spec))
+            ]
+            tracker = make_tracker("off", folder=stage.folder, run="bench", stage="ppo", config={})
+            for update, _ in enumerate(turns, 1):
+                found = one_update(trainer, update, tracker)
+                turns.done(
+                    units=found["rollout/response_len"] * spec["episodes"], kl=found["objective/kl"],
+                    entropy=found["policy/entropy_avg"], generation=found["time/rollout_s"],
+                    scoring=found["time/score_s"], training=found["time/update_s"],
+                )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- TRL
+
+
+def peer(spec: Spec, turns: Turns) -> None:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, GPT2ForSequenceClassification, TrainerCallback
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"], padding_side="left")
+
+    def classifier() -> Any:
+        base = gpt2(spec, seed=1)
+        base.config.num_labels, base.config.pad_token_id = 1, tokenizer.pad_token_id
+        model = GPT2ForSequenceClassification(base.config)
+        model.transformer.load_state_dict(base.transformer.state_dict())
+        return model
+
+    class ByTurns(TrainerCallback):
+        """Ends the turn after each update, and waits for the next one."""
+
+        def __init__(self) -> None:
+            self.turns = iter(turns)
+
+        def on_train_begin(self, *arguments: Any, **more: Any) -> None:
+            next(self.turns)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            turns.done(units=float(spec["episodes"] * spec["new"]), kl=logs["objective/kl"],
+                       entropy=logs["policy/entropy_avg"])  # fmt: skip
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if next(self.turns, self) is self:
+                raise KeyboardInterrupt  # the trainer has no other way out
+
+    with tempfile.TemporaryDirectory() as home:
+        gpu = spec["device"] == "cuda"
+        settings = PPOConfig(
+            output_dir=home, per_device_train_batch_size=spec["peer_micro"],
+            gradient_accumulation_steps=spec["episodes"] // spec["peer_micro"], num_mini_batches=1,
+            num_ppo_epochs=spec["epochs"], total_episodes=1000 * spec["episodes"], response_length=spec["new"],
+            local_rollout_forward_batch_size=spec["episodes"], num_sample_generations=0, stop_token="eos",
+            missing_eos_penalty=1.0, kl_coef=0.02, learning_rate=1e-5, report_to="none", save_strategy="no",
+            use_cpu=not gpu, bf16=gpu, gradient_checkpointing=False, logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        policy, reference = gpt2(spec, seed=0), gpt2(spec, seed=0)
+        for model in (policy, reference):
+            model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+        data = Dataset.from_dict({"input_ids": make_prompts(spec)})
+        trainer = PPOTrainer(
+            args=settings, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=classifier(),
+            value_model=classifier(), train_dataset=data, eval_dataset=data, callbacks=[ByTurns()],
+        )  # fmt: skip
+        assert trainer.accelerator.device.type == torch.device(spec["device"]).type
+        try:
+            trainer.train()
+        except KeyboardInterrupt:
+            return
+
+
+CONTESTANTS = {"ours": ours, "trl 1.12.0": peer}
+
+
+def main() -> None:
+    scaling = "--scaling" in sys.argv
+    if scaling:
+        sys.argv.remove("--scaling")
+    options = harness.arguments(__doc__, repeats=5)
+    cases = harness.pick(options, QUICK, CASES, CUDA_CASES)
+    with tempfile.TemporaryDirectory() as home:
+        found = {}
+        for name, (size, episodes, prompt, new, epochs, micro, peer_micro) in cases.items():
+            folder = Path(home) / name
+            sys.path.insert(0, str(harness.HERE.parents[1]))
+            make_tokenizer(folder, size)
+            spec = {
+                "size": size, "shape": harness.SIZES[size], "episodes": episodes, "prompt": prompt, "new": new,
+                "epochs": epochs, "micro": micro, "peer_micro": peer_micro, "tokenizer": str(folder),
+                "vocabulary": max(300, harness.SIZES[size]["vocab_size"]),
+            }  # fmt: skip
+            if scaling:
+                for count in SCALING[:2] if options.quick else SCALING:
+                    more = spec | {"episodes": count}
+                    found[f"{name}, {count} episodes"] = harness.compare(__file__, ["ours"], more, options)
+                continue
+            pythons = {"trl 1.12.0": harness.peer_python("trl-1.12.0")}
+            found[name] = harness.compare(__file__, list(CONTESTANTS), spec, options, pythons)
+    harness.report("ppo", "response tokens", found, options)
+
+
+if __name__ == "__main__":
+    harness.serve(CONTESTANTS) if harness.is_worker() else main()

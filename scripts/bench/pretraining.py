@@ -1,0 +1,116 @@
+"""Pretraining: tokens a second of our GPT against transformers' GPT-2, same weights, blocks and optimizer.
+
+    python scripts/bench/pretraining.py --out /tmp/pretraining.json
+
+Every contestant runs a bare loop: forward with loss, backward, gradient norm, fused AdamW. `gpt2` is transformers' model
+as it comes, `gpt2 fused` with the fused form of the same activation (`gelu_pytorch_tanh`). On a GPU both run in bf16
+(autocast), at gpt2's size; MFU is printed there.
+"""
+
+import contextlib
+from typing import Any
+
+import harness
+from harness import Spec, Turns
+
+CASES = {"tiny": (16, 4), "small": (8, 1)}  # size: (sequences a batch, steps a turn)
+CUDA_CASES = {"gpt2": (16, 10), "gpt2-xl": (4, 4)}
+
+
+def train(model: Any, spec: Spec, turns: Turns, loss_of: Any) -> None:
+    """Turns of `steps` optimizer steps over the same random blocks."""
+    import torch
+
+    device = torch.device(spec["device"])
+    model = model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    shape = harness.SIZES[spec["size"]]
+    width, batch = shape["n_positions"], spec["batch"]
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(2, shape["vocab_size"], (8 * batch, width), generator=generator).to(device)
+    autocast: Any = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+    number = 0
+    for _ in turns:
+        loss = torch.zeros(())
+        for _ in range(spec["steps"]):
+            rows = blocks[number % 8 * batch : (number % 8 + 1) * batch]
+            number += 1
+            with autocast:
+                loss = loss_of(model, rows)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        turns.done(units=spec["steps"] * batch * width, loss=loss.item())
+
+
+def plain_loss(model: Any, rows: Any) -> Any:
+    return model(input_ids=rows, labels=rows, use_cache=False).loss
+
+
+def ours(spec: Spec, turns: Turns) -> None:
+    from rlhf.allocator import keep_freed_memory
+
+    keep_freed_memory()
+
+    def loss_of(model: Any, rows: Any) -> Any:
+        return model(input_ids=rows, labels=rows, use_cache=False, skip_logits=True).loss
+
+    train(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, loss_of)
+
+
+def ours_plain(spec: Spec, turns: Turns) -> None:
+    """Our model without the fast paths."""
+    train(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, plain_loss)
+
+
+def peer(spec: Spec, turns: Turns) -> None:
+    train(harness.gpt2(spec["size"]), spec, turns, plain_loss)
+
+
+def peer_fused(spec: Spec, turns: Turns) -> None:
+    train(harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"), spec, turns, plain_loss)
+
+
+def peer_fused_kept(spec: Spec, turns: Turns) -> None:
+    """The peer with our setting of the allocator too."""
+    from rlhf.allocator import keep_freed_memory
+
+    keep_freed_memory()
+    peer_fused(spec, turns)
+
+
+CONTESTANTS = {
+    "ours": ours, "ours plain": ours_plain, "gpt2": peer, "gpt2 fused": peer_fused,
+    "gpt2 fused, kept memory": peer_fused_kept,
+}  # fmt: skip
+
+
+def main() -> None:
+    options = harness.arguments(__doc__, repeats=9)
+    cases = harness.pick(options, {"quick": (4, 2)}, CASES, CUDA_CASES)
+    found = {}
+    for size, (batch, steps) in cases.items():
+        spec = {"size": size, "shape": harness.SIZES[size], "batch": batch, "steps": steps}
+        found[size] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+        losses = [f["loss"] for f in found[size]["contestants"].values()]
+        if max(losses) - min(losses) > 0.02:
+            raise SystemExit(f"{size}: the losses differ ({losses}), so the work is not equal")
+        if options.device == "cuda":
+            print(f"{size}: MFU {mfu(size, found[size]['contestants']['ours']['units_per_second']):.3f}")
+    harness.report("pretraining", "tokens", found, options)
+
+
+def mfu(size: str, rate: float) -> float:
+    """Share of the device's dense bf16 peak: 6 N + 12 L D T flops a token (N without embeddings but the unembedding)."""
+    import torch
+
+    peaks = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+    peak = next((p for name, p in peaks.items() if name in torch.cuda.get_device_name()), float("nan"))
+    s = harness.SIZES[size]
+    weights = 12 * s["n_layer"] * s["n_embd"] ** 2 + s["vocab_size"] * s["n_embd"]
+    return rate * (6 * weights + 12 * s["n_layer"] * s["n_embd"] * s["n_positions"]) / peak
+
+
+if __name__ == "__main__":
+    harness.serve(CONTESTANTS) if harness.is_worker() else main()

@@ -1,0 +1,214 @@
+"""SFT: demonstrations a second on mixed lengths, against trl's SFTTrainer as it comes and a bare loop over transformers.
+
+    python scripts/bench/sft.py --out /tmp/sft.json
+
+Same weights (GPT-2), rows, order, batches, optimizer and loss: the response's tokens, prompts masked. `ours` is the
+Trainer that the SFT stage makes; `SFTTrainer` and `SFTTrainer, by length` hold transformers' GPT-2 with the fused form of
+its activation, the latter with group_by_length, which changes which rows share a batch; `bare` pads each batch to its
+longest row. A turn is a number of optimizer steps; units are rows.
+"""
+
+import tempfile
+from typing import Any
+
+import harness
+from harness import Spec, Turns
+
+CASES = {"tiny": (32, 4), "small": (32, 1)}  # size: (rows a batch, steps a turn)
+QUICK = {"quick": (8, 2)}
+CUDA_CASES = {"gpt2": (64, 8)}
+IGNORED = -100
+
+
+def make_rows(spec: Spec) -> list[dict[str, list[int]]]:
+    """Prompt and response lengths spread as those of instructions: log-normal, cut to the context."""
+    import random
+
+    random_ = random.Random(0)
+    shape = harness.SIZES[spec["size"]]
+    context, rows = shape["n_positions"], []
+    for _ in range(4096):
+        prompt = min(context // 2, max(4, round(random_.lognormvariate(0.0, 0.5) * context / 8)))
+        response = min(context - prompt, max(2, round(random_.lognormvariate(0.0, 0.8) * context / 5)))
+        tokens = [random_.randrange(8, shape["vocab_size"]) for _ in range(prompt + response)]
+        rows.append({"prompt": tokens[:prompt], "response": tokens[prompt:]})
+    return rows
+
+
+def by_turns(turns: Turns, steps: int, batch: int) -> Any:
+    """A Trainer's callback that ends a turn every `steps` optimizer steps."""
+    from transformers import TrainerCallback
+
+    class ByTurns(TrainerCallback):
+        def __init__(self) -> None:
+            self.turns, self.loss = iter(turns), 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step % steps == 0 and next(self.turns, self) is self:
+                raise KeyboardInterrupt  # a trainer has no other way out
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step % steps == 0:
+                turns.done(units=float(steps * batch))
+
+    return ByTurns()
+
+
+def run(trainer: Any) -> None:
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        return
+
+
+def make_tokenizer(size: str) -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"t{i}": i for i in range(harness.SIZES[size]["vocab_size"])}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "t2")), pad_token="t0", eos_token="t1", bos_token="t1",
+        unk_token="t2",
+    )  # fmt: skip
+
+
+def ours(spec: Spec, turns: Turns) -> None:
+    import torch
+
+    from rlhf.cli import compose_config
+    from rlhf.runs import open_stage
+    from rlhf.stages import sft
+    from rlhf.stages.common import StageCallback, be_quiet
+
+    class Silent(StageCallback):
+        """The stage's callback, without its progress and metrics."""
+
+        def __init__(self, stage: Any) -> None:
+            super().__init__(stage, None, None, "sft/loss", None)  # type: ignore[arg-type]
+            self.by_turns = by_turns(turns, spec["steps"], spec["batch"])
+
+        def on_step_begin(self, *arguments: Any, **more: Any) -> None:
+            self.by_turns.on_step_begin(*arguments, **more)
+
+        def on_step_end(self, *arguments: Any, **more: Any) -> None:
+            self.by_turns.on_step_end(*arguments, **more)
+
+        def on_log(self, *arguments: Any, **more: Any) -> None:
+            return None
+
+    be_quiet()
+    with tempfile.TemporaryDirectory() as home:
+        config = compose_config([
+            f"runs_dir={home}", "run=bench", "tracking=off", f"device={spec['device']}", f"threads={spec['threads']}",
+            f"sft.batch_size={spec['batch']}", "sft.lr=1e-4", "sft.dropout=0", f"sft.micro_batch_size={spec['batch']}",
+        ])  # fmt: skip
+        from rlhf.allocator import keep_freed_memory
+
+        keep_freed_memory()
+        tokenizer = make_tokenizer(spec["size"])
+        with open_stage(config, "tokenizer") as stage:
+            model = harness.ours_like(harness.gpt2(spec["size"]))
+            device = torch.device(spec["device"])
+            trainer = sft.make_trainer(config, stage, model, tokenizer, make_rows(spec), 100_000, device, Silent(stage))
+            run(trainer)
+            stage.finish()
+
+
+def ours_bare(spec: Spec, turns: Turns) -> None:
+    """Our model and loss in a bare loop."""
+    from rlhf.allocator import keep_freed_memory
+    from rlhf.model.ragged import ragged_loss
+
+    keep_freed_memory()
+    bare_loop(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, ragged_loss)
+
+
+def bare(spec: Spec, turns: Turns) -> None:
+    import torch
+
+    def loss_of(model: Any, tokens: Any, labels: Any, lengths: Any) -> Any:
+        mask = (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]).long()
+        return model(input_ids=tokens, attention_mask=mask, labels=labels, use_cache=False).loss
+
+    bare_loop(harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"), spec, turns, loss_of)
+
+
+def bare_loop(model: Any, spec: Spec, turns: Turns, loss_of: Any) -> None:
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    device = torch.device(spec["device"])
+    model = model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    rows, size, at = make_rows(spec), spec["batch"], 0
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    for _ in turns:
+        for _ in range(spec["steps"]):
+            batch = [rows[(at + i) % len(rows)] for i in range(size)]
+            at += size
+            tokens = pad_sequence([torch.tensor(r["prompt"] + r["response"]) for r in batch], batch_first=True)
+            labels = pad_sequence(
+                [torch.tensor([IGNORED] * len(r["prompt"]) + r["response"]) for r in batch], batch_first=True,
+                padding_value=IGNORED,
+            )  # fmt: skip
+            lengths = torch.tensor([len(r["prompt"]) + len(r["response"]) for r in batch])
+            with autocast:
+                loss = loss_of(model, tokens.to(device), labels.to(device), lengths.to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        turns.done(units=float(spec["steps"] * size), loss=loss.item())
+
+
+def sft_trainer(spec: Spec, turns: Turns, **settings: Any) -> None:
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    rows = make_rows(spec)
+    data = datasets.Dataset.from_dict(
+        {
+            "input_ids": [row["prompt"] + row["response"] for row in rows],
+            "labels": [[IGNORED] * len(row["prompt"]) + row["response"] for row in rows],
+        }
+    )
+    gpu = spec["device"] == "cuda"
+    with tempfile.TemporaryDirectory() as home:
+        config = SFTConfig(
+            output_dir=home, per_device_train_batch_size=spec["batch"], max_steps=100_000, learning_rate=1e-4,
+            max_length=harness.SIZES[spec["size"]]["n_positions"], report_to="none", save_strategy="no", use_cpu=not gpu,
+            bf16=gpu, gradient_checkpointing=False, disable_tqdm=True, logging_steps=10**6, eos_token="t1", **settings,
+        )  # fmt: skip
+        trainer = SFTTrainer(
+            model=harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"), args=config, train_dataset=data,
+            processing_class=make_tokenizer(spec["size"]), callbacks=[by_turns(turns, spec["steps"], spec["batch"])],
+        )  # fmt: skip
+        run(trainer)
+
+
+def peer(spec: Spec, turns: Turns) -> None:
+    sft_trainer(spec, turns)
+
+
+def peer_by_length(spec: Spec, turns: Turns) -> None:
+    sft_trainer(spec, turns, train_sampling_strategy="group_by_length")
+
+
+CONTESTANTS = {
+    "ours": ours, "ours, bare loop": ours_bare, "SFTTrainer": peer, "SFTTrainer, by length": peer_by_length,
+    "bare": bare,
+}  # fmt: skip
+
+
+def main() -> None:
+    options = harness.arguments(__doc__, repeats=9)
+    cases = harness.pick(options, QUICK, CASES, CUDA_CASES)
+    found = {}
+    for size, (batch, steps) in cases.items():
+        spec = {"size": size, "shape": harness.SIZES[size], "batch": batch, "steps": steps}
+        found[size] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+    harness.report("sft", "rows", found, options)
+
+
+if __name__ == "__main__":
+    harness.serve(CONTESTANTS) if harness.is_worker() else main()

@@ -1,0 +1,236 @@
+"""A run that is killed a hundred times: SIGKILL at random moments over all stages of a very small gold run.
+
+    python scripts/fault_run.py OUT [kills=100] [saves=20] [seed=0]
+
+One run goes through undisturbed. Others write a checkpoint after every step and are killed, again and again, before they
+may finish a stage: most at a random moment, some while a checkpoint is being written. In the end every file of every stage
+must have the bytes, and every line of metrics the numbers, of the undisturbed run. Prints a table and writes OUT/faults.json;
+the exit code is 1 where something differs. Stages run in processes forked from this one, which has imported what they need:
+a start takes a second then. Give it nothing else to do: the machine's load moves the moments of the kills.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RLHF_PROGRESS": "off", "TOKENIZERS_PARALLELISM": "false",
+               "DS_ACCELERATOR": "cpu"}  # fmt: skip
+
+SMALL = (
+    "experiment=gold", "tracking=jsonl", "device=cpu", "threads=1", "model.n_layer=2", "model.width=64", "model.n_head=2",
+    "tokenizer.vocab_size=768", "pretrain.tokens=60_000", "pretrain.eval_sequences=16", "gold.documents=4000",
+    "gold.demonstrations=300", "gold.train_prompts=150", "gold.dev_prompts=20", "gold.test_prompts=30",
+    "gold.comparison_prompts=80", "gold.comparison_test_prompts=30", "sft.epochs=1", "reward.epochs=2",
+    "reward.batch_prompts=16", "reward.calibration_samples=32", "ppo.episodes=256", "ppo.episodes_per_update=32",
+    "ppo.micro_batch_episodes=16", "ppo.eval_prompts=16", "kl.target=2.0", "kl.horizon=500", "evaluate.prompts=30",
+    "evaluate.samples=2", "rollout.max_new_tokens=24", "tracking.log_every=1",
+)  # fmt: skip
+# Kills of one run, by stage; a stage that ends before it has had all of them is left in peace.
+PLAN = {"world": 1, "tokenizer": 1, "pretrain": 6, "sft": 5, "label": 2, "reward": 6, "ppo": 6, "evaluate": 2}
+SAVING = ("pretrain", "sft", "reward", "ppo")  # the stages that write checkpoints
+SAVE_EVERY = 3  # of a saving stage's kills, one in so many waits for a save
+SAVE_SECONDS = 0.03  # within which a save that has begun is hit
+RUN = Path("runs", "small")
+PATIENCE = 120.0  # seconds after which a stage that neither ends nor saves is given up
+
+
+def start(stage: str, home: Path, overrides: list[str]) -> int:
+    """The stage's command in a process of its own, in the folder `home`, where the run lies too; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        os.chdir(home)  # paths and names that are stored are the same in all runs
+        out = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        from rlhf.cli import main
+
+        main([stage, *SMALL, "runs_dir=runs", "run=small", *overrides])
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int, seconds: float) -> int | None:
+    """The exit code of a process that ends within `seconds`; None where it goes on."""
+    until = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        left = until - time.monotonic()
+        if left <= 0:
+            return None
+        time.sleep(min(left, 0.002))
+
+
+def unsealed(folder: Path) -> list[Path]:
+    """Checkpoints that are being written, or that a kill left so."""
+    return [path for path in (folder / "checkpoints").glob("*-*") if not (path / "manifest.json").exists()]
+
+
+def wait_for_save(pid: int, folder: Path) -> int | None:
+    """Until a new checkpoint begins to be written; the exit code of a stage that ends before."""
+    before = {path.name for path in unsealed(folder)}
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        if {path.name for path in unsealed(folder)} - before:
+            return None
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    raise TimeoutError(f"{folder}: neither saved nor ended within {PATIENCE:.0f} s")
+
+
+def run_stage(stage: str, home: Path, overrides: list[str]) -> float:
+    """The stage to its end; returns the seconds it took. Exits where it fails."""
+    begun = time.monotonic()
+    code = wait(start(stage, home, overrides), PATIENCE)
+    if code != 0:
+        sys.exit(f"{stage}: ended with {code}, see {home / 'log.txt'}")
+    return time.monotonic() - begun
+
+
+def kill_stage(
+    stage: str, home: Path, overrides: list[str], chance: random.Random, seconds: float, in_save: bool
+) -> dict[str, Any] | None:
+    """Start the stage and kill it; returns what was hit, or None where the stage ended first.
+
+    seconds: within which a random moment is drawn.
+    """
+    folder = home / RUN / stage
+    before = {path.name for path in unsealed(folder)}
+    pid = start(stage, home, overrides)
+    begun = time.monotonic()
+    code = wait_for_save(pid, folder) if in_save else None
+    if code is None:
+        code = wait(pid, chance.uniform(0, SAVE_SECONDS if in_save else seconds))
+    if code is not None:
+        if code:
+            sys.exit(f"{stage}: ended with {code}, see {home / 'log.txt'}")
+        return None
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    torn = {path.name for path in unsealed(folder)} - before
+    return {"stage": stage, "after_s": round(time.monotonic() - begun, 3), "aimed_at": "save" if in_save else "moment",
+            "in_save": bool(torn)}  # fmt: skip
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl without what the machine's speed and memory decide."""
+    from rlhf.tracking.jsonl import read_jsonl
+
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}
+        for row in read_jsonl(folder / "metrics.jsonl")
+    ]
+
+
+def differences(whole: Path, killed: Path) -> list[str]:
+    """What differs between two runs: output files by their hash, figures by their value."""
+    found = []
+    for stage in PLAN:
+        one, two = (json.loads((run / stage / "stage.json").read_text()) for run in (whole, killed))
+        names = sorted((one["files"].keys() | two["files"].keys()) - {"results.json"})
+        found += [f"{stage}/{name}" for name in names if one["files"].get(name) != two["files"].get(name)]
+        found += [f"{stage}: {key}" for key in ("summary", "parents") if one[key] != two[key]]
+        if numbers(whole / stage) != numbers(killed / stage):
+            found.append(f"{stage}/metrics.jsonl")
+    results = [json.loads((run / "evaluate" / "results.json").read_text()) for run in (whole, killed)]
+    figures = [{k: v for k, v in one.items() if k not in ("seconds", "peak_rss_mb")} for one in results]
+    return found + (["evaluate/results.json"] if figures[0] != figures[1] else [])
+
+
+def import_everything() -> None:
+    """What the stages import, once."""
+    import contextlib
+    import importlib
+
+    from rlhf.cli import COMMANDS, compose_config
+
+    compose_config(list(SMALL))
+    for stage in PLAN:
+        importlib.import_module(COMMANDS[stage][0])
+    import accelerate  # noqa: F401
+    import datasets  # noqa: F401
+    import hydra  # noqa: F401
+    import trl  # noqa: F401
+    from transformers import Trainer  # noqa: F401
+    from trl import SFTTrainer  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import deepspeed  # noqa: F401
+
+
+def kill_a_run(home: Path, chance: random.Random, times: dict[str, float], left: int) -> list[dict[str, Any]]:
+    """One run with at most `left` kills, to its end."""
+    hits: list[dict[str, Any]] = []
+    overrides = ["checkpoints.every_seconds=0"]
+    for stage, planned in PLAN.items():
+        for number in range(min(planned, left - len(hits))):
+            in_save = stage in SAVING and number % SAVE_EVERY == 0
+            hit = kill_stage(stage, home, overrides, chance, times[stage], in_save)
+            if hit is None:
+                break
+            hits.append(hit | {"run": home.name})
+        else:
+            run_stage(stage, home, overrides)
+    return hits
+
+
+def main(out: Path, kills: int, saves: int, seed: int) -> int:
+    """Runs until there were enough kills; returns the exit code."""
+    started = time.monotonic()
+    import_everything()
+    chance = random.Random(f"faults-{seed}")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    times = {stage: run_stage(stage, out / "whole", []) for stage in PLAN}
+    print("undisturbed: " + ", ".join(f"{stage} {took:.1f} s" for stage, took in times.items()), flush=True)
+    hits: list[dict[str, Any]] = []
+    runs: dict[str, list[str]] = {}
+    while len(hits) < kills or sum(hit["in_save"] for hit in hits) < saves:
+        name = f"killed-{len(runs)}"
+        left = max(kills - len(hits), 1)
+        hits += kill_a_run(out / name, chance, times, left)
+        runs[name] = differences(out / "whole" / RUN, out / name / RUN)
+        told = "as undisturbed" if not runs[name] else "differs: " + ", ".join(runs[name][:5])
+        print(f"{name}: {sum(hit['run'] == name for hit in hits)} kills, {told}", flush=True)
+    seconds = time.monotonic() - started
+    result = {"kills": len(hits), "in_save": sum(hit["in_save"] for hit in hits), "runs": runs, "seed": seed,
+              "seconds": round(seconds, 1), "undisturbed_s": {k: round(v, 2) for k, v in times.items()}, "hits": hits}  # fmt: skip
+    (out / "faults.json").write_text(json.dumps(result, indent=1))
+    print(f"\n{'stage':<11}{'kills':>7}{'in a save':>11}")
+    for stage in PLAN:
+        mine = [hit for hit in hits if hit["stage"] == stage]
+        print(f"{stage:<11}{len(mine):>7}{sum(hit['in_save'] for hit in mine):>11}")
+    equal = sum(not found for found in runs.values())
+    print(f"{'all':<11}{len(hits):>7}{result['in_save']:>11}\n{equal} of {len(runs)} killed runs equal the undisturbed one, "
+          f"bit for bit; {seconds:.0f} s -> {out / 'faults.json'}")  # fmt: skip
+    return 0 if equal == len(runs) else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or any("=" not in argument for argument in sys.argv[2:]):
+        sys.exit("usage: python scripts/fault_run.py OUT [kills=100] [saves=20] [seed=0]")
+    given = dict(argument.split("=", 1) for argument in sys.argv[2:])
+    settings = {"kills": 100, "saves": 20, "seed": 0} | {key: int(value) for key, value in given.items()}
+    sys.exit(main(Path(sys.argv[1]).absolute(), settings["kills"], settings["saves"], settings["seed"]))

@@ -1,0 +1,153 @@
+"""What sharding costs a step: one process, two with whole copies, ZeRO-1, 2 and 3, their steps taken in turn.
+
+    torchrun --standalone --nproc-per-node 2 scripts/sharding_cost.py [--size tiny|small] [--rounds 15] [--out cost.json]
+
+Every way takes the same step (next-token loss of one global batch, AdamW) on a GPT of the same weights. The first process
+alone takes the one-process step while the others wait, so that it has a core as each of the others has. Prints medians and
+their ratio to one process, and beside it what the same volumes would take on a real interconnect, by arithmetic.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.config import Config
+from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.ops.logprobs import token_logprobs
+from rlhf.stages.common import set_up
+from rlhf.stages.engine import Engine, make_engine
+from rlhf.stages.ranks import process_count, rank, wait_for_all
+
+SIZES = {
+    "tiny": {"n_layer": 4, "n_head": 4, "width": 128, "vocab_size": 2048, "context_length": 128},
+    "small": {"n_layer": 6, "n_head": 6, "width": 384, "vocab_size": 2048, "context_length": 256},
+}
+ROWS = 16  # of the global batch
+WAYS = ("none", "zero1", "zero2", "zero3")
+# Bytes a second and GPU, one direction: NVLink 4 of an H100 (900 GB/s both ways), and 400 Gb/s InfiniBand NDR a GPU.
+LINKS = {"NVLink 4": 450e9, "InfiniBand NDR": 50e9}
+PEAK, MFU = 989e12, 0.4  # an H100's dense bfloat16 operations a second (data sheet), and the share of them assumed
+
+
+class NextToken(nn.Module):
+    """The summed next-token loss over a global count."""
+
+    def __init__(self, model: GPTForCausalLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, denominator: int) -> Tensor:
+        logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        return -token_logprobs(logits, tokens[:, 1:]).sum() / denominator
+
+
+def make(size: str, way: str, device: torch.device) -> Engine:
+    config = Config(deepspeed=way, precision="float32")
+    config.sharding.bucket_elements = 5_000_000
+    torch.manual_seed(0)
+    module = NextToken(GPTForCausalLM(GPTConfig(**SIZES[size])))
+    return make_engine(config, module, [{"params": list(module.parameters())}], device)
+
+
+def step(engine: Engine, tokens: Tensor, denominator: int) -> None:
+    engine.backward(engine(tokens, denominator))
+    engine.reduce(list(engine.module.parameters()))
+    engine.step([1e-4])
+
+
+def one_process_step(module: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, denominator: int) -> None:
+    module(tokens, denominator).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every step of every way, taken in turn; the first round is left out."""
+    shape = SIZES[size]
+    tokens = torch.randint(
+        shape["vocab_size"], (ROWS, shape["context_length"]), generator=torch.Generator().manual_seed(1)
+    )
+    tokens = tokens.to(device)
+    denominator = ROWS * (shape["context_length"] - 1)
+    engines = {way: make(size, way, device) for way in WAYS}
+    torch.manual_seed(0)
+    alone = NextToken(GPTForCausalLM(GPTConfig(**shape))).to(device)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    mine = tokens[rank() :: process_count()]
+    seconds: dict[str, list[float]] = {name: [] for name in ("one process", *WAYS)}
+    for turn in range(rounds + 1):
+        for way in seconds:
+            wait_for_all()
+            began = time.perf_counter()
+            if way != "one process":
+                step(engines[way], mine, denominator)
+            elif rank() == 0:
+                one_process_step(alone, optimizer, tokens, denominator)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            wait_for_all()
+            if turn:
+                seconds[way].append(time.perf_counter() - began)
+    return seconds
+
+
+def volumes(way: str, element: int) -> float:
+    """Bytes a parameter that a rank sends in a step among many ranks (Rajbhandari et al. 2020, section 7)."""
+    return {"none": 2.0, "zero1": 2.0, "zero2": 2.0, "zero3": 3.0}[way] * element
+
+
+def on_paper(parameters: float = 1.3e9, tokens: int = 16 * 2048) -> list[dict[str, Any]]:
+    """Shares of a step that communication takes where nothing of it is hidden: bfloat16, so many tokens a GPU and step."""
+    compute = 6 * parameters * tokens / (PEAK * MFU)
+    return [
+        {"link": name, "way": way, "compute_s": compute, "communication_s": volumes(way, 2) * parameters / speed}
+        for name, speed in LINKS.items()
+        for way in WAYS
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    arguments = parser.parse_args()
+    if process_count() < 2:
+        parser.error("start it with torchrun --nproc-per-node 2")
+    config = Config(threads=1)
+    device = set_up(config)
+    seconds = measure(arguments.size, arguments.rounds, device)
+    if rank():
+        return
+    base = statistics.median(seconds["one process"])
+    found = {
+        way: {"median_s": statistics.median(times), "ratio": statistics.median(times) / base,
+              "least_s": min(times), "most_s": max(times)}
+        for way, times in seconds.items()
+    }  # fmt: skip
+    print(
+        f"{arguments.size}, {process_count()} processes on {device}, {arguments.rounds} steps each, {ROWS} rows a step"
+    )
+    for way, row in found.items():
+        print(f"{way:<12} {1000 * row['median_s']:8.1f} ms  {row['ratio']:.2f} x one process  "
+              f"({1000 * row['least_s']:.1f} to {1000 * row['most_s']:.1f})")  # fmt: skip
+    paper = on_paper()
+    print("on paper, 1.3 B parameters in bfloat16, 32,768 tokens a GPU and step, an H100 at 40 % MFU, nothing hidden:")
+    for row in paper:
+        share = row["communication_s"] / (row["communication_s"] + row["compute_s"])
+        times = f"{1000 * row['communication_s']:7.1f} ms beside {1000 * row['compute_s']:.0f} ms"
+        print(f"{row['link']:<15} {row['way']:<6} {times}: {share:.1%}")
+    if arguments.out:
+        arguments.out.write_text(
+            json.dumps({"size": arguments.size, "measured": found, "on_paper": paper}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Fast paths against their plain versions, as ratios of interleaved runs: a regression shows, a slow machine does not.
+
+The bounds are far below what is measured on a quiet machine (docs/PERFORMANCE.md). Processor time of one thread counts, so
+that other jobs hardly do. Not here: absolute times, peers, and whether the results agree (each path's own tests).
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model.generate import Choice, _sample_transformers, make_uniforms, sample
+from rlhf.model.ragged import ragged_loss
+from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.rollout import response_logprobs
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTForCausalLM:
+    torch.manual_seed(0)
+    return GPTForCausalLM(GPTConfig.named("tiny", vocab_size=2048)).eval()
+
+
+def speed_up(plain: Callable[[], object], fast: Callable[[], object], rounds: int = 5) -> float:
+    """Median over rounds of the plain version's processor time over the fast one's."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        begun = time.thread_time()
+        work()
+        return time.thread_time() - begun
+
+    ratios = []
+    for number in range(rounds + 1):
+        if number % 2:
+            slow, quick = seconds(plain), seconds(fast)
+        else:
+            quick, slow = seconds(fast), seconds(plain)
+        ratios.append(slow / quick)
+    return statistics.median(ratios[1:])  # the first round warms up
+
+
+def test_the_sampler_beats_generate(model):
+    prompts = [list(range(2, 10 + i % 16)) for i in range(32)]
+    eos = torch.tensor([1])
+    uniforms = make_uniforms(0, list(range(32)), 24)
+
+    @torch.inference_mode()
+    def plain() -> None:
+        _sample_transformers(model, prompts, uniforms, eos, 0, Choice())
+
+    def fast() -> None:
+        sample(model, prompts, max_new_tokens=24, eos_token_id=1, pad_token_id=0)
+
+    assert speed_up(plain, fast, rounds=3) > 1.2
+
+
+def test_response_positions_beat_full_logits(model):
+    tokens = torch.randint(2, 2048, (16, 128), generator=torch.Generator().manual_seed(0))
+    starts, mask = torch.full((16,), 96), torch.ones(16, 32, dtype=torch.bool)
+
+    def plain() -> None:
+        logits = model(tokens, use_cache=False).logits[:, :-1]
+        logp, _ = token_logprobs(logits, tokens[:, 1:]), entropy(logits.detach())
+        logp[:, 95:].sum().backward()
+
+    def fast() -> None:
+        response_logprobs(model, tokens, starts, mask, with_entropy=True)[0].sum().backward()
+
+    assert speed_up(plain, fast) > 1.15
+
+
+def test_a_ragged_batch_beats_a_padded_one(model):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([16] * 24 + [128] * 8)
+    tokens = torch.randint(2, 2048, (32, 128), generator=generator)
+    labels = torch.where(torch.arange(128) < lengths[:, None], tokens, -100)
+
+    def plain() -> None:
+        model(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+
+    def fast() -> None:
+        ragged_loss(model, tokens, labels, lengths).backward()
+
+    assert speed_up(plain, fast, rounds=3) > 1.5
+
+
+@pytest.mark.parametrize(
+    "subject",
+    ["reward", *(pytest.param(s, marks=pytest.mark.long) for s in ("pretraining", "generation", "sft"))],
+)
+def test_a_benchmark_runs(subject, tmp_path):
+    """The scripts themselves, at their smallest."""
+    out = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, str(BENCH / f"{subject}.py"), "--quick", "--threads", "1", "--device", "cpu", "--out", str(out)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "over " in done.stdout and out.stat().st_size > 500

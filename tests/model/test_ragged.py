@@ -1,0 +1,95 @@
+"""The loss without logits and the loss of a ragged batch, against one padded forward with all logits."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from rlhf.model import GPTConfig, GPTForCausalLM, gpt
+from rlhf.model.ragged import RaggedLoss, ragged_loss
+
+LENGTHS = torch.tensor([9, 3, 17, 24, 5, 5, 11, 2, 20])
+
+
+def make(tied: bool = True) -> GPTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 41, "context_length": 32, "n_layer": 2, "n_head": 2, "width": 32}
+    return GPTForCausalLM(GPTConfig.named("tiny", initializer_range=0.3, tie_word_embeddings=tied, **sizes)).train()
+
+
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded tokens, and labels of what comes after each row's first two tokens."""
+    tokens = torch.randint(1, 41, (len(LENGTHS), 24), generator=torch.Generator().manual_seed(1))
+    place = torch.arange(24)
+    tokens = torch.where(place < LENGTHS[:, None], tokens, 0)
+    return tokens, torch.where((place >= 2) & (place < LENGTHS[:, None]), tokens, -100)
+
+
+def gradients(model: GPTForCausalLM, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def assert_same(model: GPTForCausalLM, fast: torch.Tensor, plain: torch.Tensor) -> None:
+    torch.testing.assert_close(fast, plain, atol=1e-5, rtol=0)
+    for a, b in zip(gradients(model, fast), gradients(model, plain), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("count", [None, 50, torch.tensor(50)])
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_the_loss_without_logits(monkeypatch, tied, count, rows):
+    monkeypatch.setattr(gpt, "_rows_at_a_time", lambda weight: rows)
+    model, (tokens, labels) = make(tied), make_batch()
+    more = {} if count is None else {"num_items_in_batch": count}
+    plain = model(input_ids=tokens, labels=labels, **more)
+    fast = model(input_ids=tokens, labels=labels, skip_logits=True, **more)
+    assert fast.logits is None and plain.logits is not None
+    assert_same(model, fast.loss, plain.loss)
+
+
+def test_without_labels_or_with_an_unembedding_of_another_kind_there_are_logits():
+    model, (tokens, labels) = make(), make_batch()
+    assert model(input_ids=tokens, skip_logits=True).logits.shape == (*tokens.shape, 41)
+    model.lm_head.register_parameter("bias", torch.nn.Parameter(torch.ones(41)))
+    out = model(input_ids=tokens, labels=labels, skip_logits=True)
+    assert out.logits is not None and torch.isfinite(out.loss)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 100])
+@pytest.mark.parametrize("count", [None, 70])
+def test_a_ragged_batch(rows, count):
+    model, (tokens, labels) = make(), make_batch()
+    more = {} if count is None else {"num_items_in_batch": count}
+    plain = model(input_ids=tokens, labels=labels, **more).loss
+    assert_same(model, ragged_loss(model, tokens, labels, LENGTHS, count, rows=rows), plain)
+
+
+def test_a_batch_without_labels_gives_zero_and_a_gradient():
+    model, (tokens, labels) = make(), make_batch()
+    loss = ragged_loss(model, tokens, torch.full_like(labels, -100), LENGTHS, count=10)
+    loss.backward()
+    assert loss.item() == 0.0 and all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_trainer_takes_the_same_steps(tmp_path, accumulation):
+    tokens, labels = make_batch()
+    rows = [
+        {"input_ids": t, "labels": y, "attention_mask": (torch.arange(24) < n).long()}
+        for t, y, n in zip(tokens, labels, LENGTHS, strict=True)
+    ]
+
+    class Ragged(RaggedLoss, Trainer):
+        pass
+
+    weights = []
+    for kind in (Trainer, Ragged):
+        model = make()
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=accumulation, max_steps=2,
+            learning_rate=1e-3, optim="sgd", report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1,
+        )  # fmt: skip
+        kind(model=model, args=arguments, train_dataset=rows).train()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=0)
+    assert not torch.equal(weights[0], torch.cat([p.detach().flatten() for p in make().parameters()]))

@@ -1,0 +1,68 @@
+"""Log-probs from hidden states against the same from all logits, forwards and backwards."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf.ops import unembedding
+from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.ops.unembedding import unembedded_logprobs
+
+
+def test_by_hand():
+    # logits of row 0: log 1, log 2, log 5 (h = 1, W = those): p = 1/8, 2/8, 5/8; of row 1 (h = 0) all 0: p = 1/3 each
+    weight = torch.log(torch.tensor([[1.0], [2.0], [5.0]]))
+    hidden = torch.tensor([[1.0], [0.0]], requires_grad=True)
+    logp, spread = unembedded_logprobs(hidden, weight, torch.tensor([2, 0]), with_entropy=True)
+    assert logp.tolist() == pytest.approx([math.log(5 / 8), math.log(1 / 3)], abs=1e-6)
+    assert spread.tolist() == pytest.approx(
+        [math.log(8) / 8 + math.log(4) / 4 + 5 / 8 * math.log(8 / 5), math.log(3)], abs=1e-6
+    )
+    logp[0].backward()  # d logp / d h = w_2 - sum p w = log 5 - (1/4 log 2 + 5/8 log 5)
+    assert hidden.grad[0].item() == pytest.approx(math.log(5) - math.log(2) / 4 - 5 / 8 * math.log(5), abs=1e-6)
+    assert hidden.grad[1].item() == 0.0
+
+
+@pytest.mark.parametrize("kept", [2**26, 0])
+@pytest.mark.parametrize("shift", [0.0, 300.0])
+def test_equals_the_plain_path(monkeypatch, kept, shift):
+    monkeypatch.setattr(unembedding, "_KEPT", kept)
+    monkeypatch.setattr(unembedding, "_CPU_CHUNK", 64 * 37)  # three chunks of 64 rows, the last one short
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(150, 8, generator=generator)
+    hidden[:, 0] = 1.0
+    weight = torch.randn(37, 8, generator=generator)
+    weight[:, 0] += shift  # all logits are large, which softmax does not see
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    tokens = torch.randint(37, (150,), generator=generator)
+    incoming = torch.randn(150, generator=generator)
+    plain = token_logprobs(hidden @ weight.t(), tokens)
+    fast, spread = unembedded_logprobs(hidden, weight, tokens, with_entropy=True)
+    tolerance = 1e-5 if shift == 0 else 1e-3  # at 300 a float32 logit itself is known to 3e-5 only
+    torch.testing.assert_close(fast, plain, atol=tolerance, rtol=0)
+    torch.testing.assert_close(spread, entropy((hidden @ weight.t()).detach()), atol=tolerance, rtol=0)
+    assert not spread.requires_grad
+    wanted = torch.autograd.grad(plain, (hidden, weight), incoming)
+    found = torch.autograd.grad(fast, (hidden, weight), incoming)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance * max(1.0, shift), rtol=1e-4)
+
+
+def test_what_needs_no_gradient_gets_none():
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
+    logp, spread = unembedded_logprobs(hidden, weight, torch.arange(5))
+    assert spread is None
+    logp.sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_no_token_at_all():
+    logp, spread = unembedded_logprobs(torch.zeros(0, 4), torch.zeros(7, 4), torch.zeros(0, dtype=torch.int64), True)
+    assert logp.shape == spread.shape == (0,)
+
+
+def test_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"hidden \(5, 4\), weight \(7, 3\)"):
+        unembedded_logprobs(torch.zeros(5, 4), torch.zeros(7, 3), torch.arange(5))

@@ -1,0 +1,67 @@
+"""What one process does in test_sharding.py: whole stages, one after the other, some cut off after a checkpoint.
+
+Run as `sharding_ranks.py <out.json> <job> …`, each job `<stage>:<saves>:<overrides separated by blanks>`. With saves above 0
+the stage is cut off right after that many checkpoints. The first process writes what each job left on the devices.
+"""
+
+import contextlib
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf.cli import compose_config
+from rlhf.runs import is_main_process
+from rlhf.stages import common, pretrain, sft, trainer
+
+
+class CutOff(Exception):
+    """Raised right after a checkpoint."""
+
+
+def held(model: torch.nn.Module, engine: Any) -> dict[str, float]:
+    """Elements of weights and of AdamW's first moment that this process holds, over those of the model."""
+    whole = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    weights = sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in model.parameters())
+    states = engine.optimizer.optimizer.state.values()
+    return {"weights": weights / whole, "moments": sum(s["exp_avg"].numel() for s in states) / whole}
+
+
+def main() -> None:
+    out, *jobs = sys.argv[1:]
+    found: list[Any] = []
+    save = common.StageCallback.on_save
+    train = trainer.train
+
+    def measured(made: Any, resume: Any, steps: int) -> None:
+        train(made, resume, steps)
+        if made.is_deepspeed_enabled and made.deepspeed is not None:
+            found[-1] = held(made.model, made.deepspeed)
+
+    pretrain.train = sft.train = measured
+    for job in jobs:
+        stage, saves, overrides = job.split(":", 2)
+        left = int(saves)
+
+        def cutting(*args: Any, **kwargs: Any) -> None:
+            nonlocal left
+            save(*args, **kwargs)
+            left -= 1
+            if left == 0:
+                raise CutOff
+
+        common.StageCallback.on_save = cutting
+        found.append(None)
+        with contextlib.suppress(CutOff):
+            import_module(f"rlhf.stages.{stage}").run(compose_config(overrides.split()))
+    if is_main_process():
+        Path(out).write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+main()

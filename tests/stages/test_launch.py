@@ -1,0 +1,166 @@
+"""Several processes for a stage: how they are started, told apart, and ended together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf.checks import check_config
+from rlhf.cli import LOST_PROCESS, compose_config, lost_another
+from rlhf.errors import UserError
+from rlhf.runs import checkpoints, is_complete
+from rlhf.stages.launch import environments, run_processes
+from rlhf.stages.ranks import on_first_rank, process_count, rank, share
+
+from .conftest import Run
+
+
+def shell(text: str) -> list[str]:
+    return ["sh", "-c", text]
+
+
+def test_each_process_knows_its_place(tmp_path):
+    command = shell(
+        f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $OMP_NUM_THREADS" > {tmp_path}/$RANK'
+    )
+    assert run_processes(command, 3) == 0
+    threads = max(1, (os.cpu_count() or 1) // 3)
+    for i in range(3):
+        assert (tmp_path / str(i)).read_text().split() == [str(i), str(i), "3", "3", "127.0.0.1", str(threads)]
+    ports = {environment["MASTER_PORT"] for environment in environments(2, 0)}
+    assert len(ports) == 1 and 1024 <= int(ports.pop()) < 65536
+    assert "RANK" not in environments(1, 0)[0], "a process that runs alone is started plainly"
+    assert environments(2, 5)[0].get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS"), "the setting decides"
+
+
+def test_the_first_failure_ends_all(tmp_path):
+    started = time.monotonic()
+    command = shell(f'if [ "$RANK" = 1 ]; then exit 3; fi; sleep 60; touch {tmp_path}/late')
+    assert run_processes(command, 2) == 3
+    assert time.monotonic() - started < 10 and not (tmp_path / "late").exists()
+
+
+def test_a_killed_process_is_named(capfd):
+    assert run_processes(shell('[ "$RANK" = 1 ] && kill -9 $$; sleep 60'), 2) == 137
+    assert capfd.readouterr().err.strip() == "rlhf: process 1 of 2 was ended by signal 9; the others are ended with it"
+
+
+def test_the_processes_die_with_what_started_them(tmp_path):
+    command = f"echo $$ > {tmp_path}/$RANK; exec sleep 60"
+    code = f"from rlhf.stages.launch import run_processes; run_processes(['sh', '-c', {command!r}], 2)"
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
+    files = [tmp_path / "0", tmp_path / "1"]
+    deadline = time.monotonic() + 30
+    while not all(path.exists() and path.read_text().strip() for path in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    while any(is_alive(int(path.read_text())) for path in files):
+        assert time.monotonic() < deadline, "a process outlived what started it"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_mistake_is_told_once(capfd):
+    assert run_processes([sys.executable, "-m", "rlhf", "pretrain", "pretrain.lr=-1"], 2) == 2
+    told = capfd.readouterr().err.strip()
+    assert told == "rlhf: error: pretrain.lr=-1.0: want more than 0"
+
+
+def test_a_signal_reaches_all(tmp_path):
+    """Each ends with a checkpoint and exit code 130, as does what started them."""
+    ready = (
+        f"trap 'touch {tmp_path}/done-$RANK; exit 130' TERM; touch {tmp_path}/ready-$RANK; while :; do sleep 0.1; done"
+    )
+    code = ("from rlhf.interrupts import terminate_as_interrupt; terminate_as_interrupt()\n"
+            f"from rlhf.stages.launch import run_processes; run_processes(['sh', '-c', {ready!r}], 2)")  # fmt: skip
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / f"ready-{i}").exists() for i in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(timeout=30) == 130
+    assert all((tmp_path / f"done-{i}").exists() for i in range(2))
+
+
+def test_muon_and_zero_do_not_go_together():
+    config = compose_config(["experiment=gold", "deepspeed=zero2"])
+    with pytest.raises(
+        UserError, match=r"pretrain.optimizer=muon: .* deepspeed=zero2 .* want pretrain.optimizer=adamw"
+    ):
+        check_config(config, "pretrain")
+    check_config(config, "sft")
+    check_config(compose_config(["experiment=gold", "deepspeed=zero2", "pretrain.optimizer=adamw"]), "pipeline")
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"), [("evaluate", "without a launcher"), ("pipeline", "launcher.processes")]
+)
+def test_what_works_as_one_process_is_not_started_as_several(monkeypatch, command, remedy):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=rf"{command}: started as 2 processes, .*{remedy}"):
+        check_config(compose_config(["experiment=gold"]), command)
+    check_config(compose_config(["experiment=gold"]), "ppo")
+
+
+def test_a_lost_connection_is_told_from_a_mistake(monkeypatch):
+    assert not lost_another(RuntimeError(LOST_PROCESS[0])), "of one process"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert lost_another(RuntimeError(f"[gloo/transport/tcp/pair.cc:534] {LOST_PROCESS[0]} [127.0.0.1]:1"))
+    assert not lost_another(RuntimeError("shapes do not fit"))
+
+
+def test_one_process_agrees_with_itself():
+    assert (process_count(), rank(), share(5), on_first_rank(lambda: 7)) == (1, 0, 5, 7)
+
+
+def stage_command(run: Run, *more: str) -> list[str]:
+    words = [
+        *run.overrides,
+        "pretrain.optimizer=adamw",
+        "pretrain.warmup_tokens=0",
+        "checkpoints.every_seconds=0",
+        *more,
+    ]
+    return [sys.executable, "-m", "rlhf", "pretrain", *words, f"runs_dir={run.runs_dir}", f"run={run.name}"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["none", "zero2", "zero3"])
+def test_a_gradient_that_is_not_finite_stops_all_processes(copy_until, capfd, way):
+    run = copy_until("pretrain")
+    assert run_processes(stage_command(run, "pretrain.lr=1e30", f"deepspeed={way}"), 2) == 2
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("rlhf: ")]
+    assert len(told) == 1 and "not finite" in told[0]
+    folder = run.folder / "pretrain"
+    assert not is_complete(folder) and (folder / "offending_batch.safetensors").exists()
+    for path in checkpoints(folder / "checkpoints"):
+        weights = load_file(path / "model.safetensors")
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values()), path
+
+
+@pytest.mark.long
+def test_a_process_killed_in_training_ends_the_others_with_one_line(copy_until, capfd):
+    run = copy_until("pretrain")
+    code = ("import os, signal, sys; from rlhf.stages import common\n"
+            "if os.environ['RANK'] == '1':\n"
+            "    common.StageCallback.on_save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "from rlhf.cli import main; main(sys.argv[1:])")  # fmt: skip
+    command = [sys.executable, "-c", code, *stage_command(run, "deepspeed=zero2")[3:]]
+    assert run_processes(command, 2) == 137
+    told = capfd.readouterr().err
+    assert "process 1 of 2 was ended by signal 9" in told and "Traceback" not in told

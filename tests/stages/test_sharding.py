@@ -1,0 +1,183 @@
+"""Pretraining and SFT by two processes, plainly and under ZeRO-1, 2 and 3, compute what one process computes, and resume."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf.errors import UserError
+from rlhf.runs import read_stage
+from rlhf.stages.common import load_policy
+from rlhf.stages.trainer import ThenSpares, WithSpares, split_batch
+from rlhf.tracking.writers import read_jsonl
+
+from .conftest import Run
+
+WAYS = ("none", "zero1", "zero2", "zero3")
+# Six steps each. SFT's last batch is smaller (400 rows: 4 x 90 + 40), and 40 rows leave 8 over micro-batches of 2 x 16.
+SETTINGS = {
+    "pretrain": ["pretrain.tokens=12288", "pretrain.eval_sequences=8", "pretrain.micro_batch_sequences=4",
+                 "pretrain.optimizer=adamw"],
+    "sft": ["sft.epochs=1", "sft.batch_size=90", "sft.micro_batch_size=16", "sft.dropout=0"],
+}  # fmt: skip
+SHARDING = "sharding.persistence_threshold=0"
+CUT_AT = 3
+RESUMED = (("pretrain", "zero3"), ("sft", "zero2"))
+
+
+def launch(out: Path, processes: int, jobs: list[str]) -> list[Any]:
+    """Run the jobs in one launch; what each left on the devices."""
+    script = Path(__file__).with_name("sharding_ranks.py")
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    subprocess.run(
+        [sys.executable, *start, str(script), str(out), *jobs], check=True, timeout=500,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "RLHF_PROGRESS": "off"},
+    )  # fmt: skip
+    return json.loads(out.read_text())
+
+
+def job(run: Run, stage: str, saves: int, *more: str) -> str:
+    """A job of sharding_ranks.py, cut off after so many checkpoints (0: not)."""
+    cut = ["checkpoints.every_seconds=0"] if saves else []
+    words = [*run.overrides, *SETTINGS[stage], SHARDING, f"runs_dir={run.runs_dir}", f"run={run.name}", *cut, *more]
+    return f"{stage}:{saves}:{' '.join(words)}"
+
+
+def metrics(run: Run, stage: str) -> list[tuple[float, float]]:
+    names = [f"{stage}/loss", "optim/grad_norm"]
+    rows = [r for r in read_jsonl(run.folder / stage / "metrics.jsonl") if names[0] in r]
+    assert [r["progress/step"] for r in rows] == list(range(1, len(rows) + 1)), "no step missing, none twice"
+    return [tuple(r[name] for name in names) for r in rows]
+
+
+def weights(run: Run, stage: str) -> dict[str, torch.Tensor]:
+    return load_file(run.folder / stage / "model" / "model.safetensors")
+
+
+def assert_same(one: Run, two: Run, stage: str, tolerance: float) -> None:
+    for mine, theirs in zip(metrics(two, stage), metrics(one, stage), strict=True):
+        assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance)
+    a, b = weights(one, stage), weights(two, stage)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype == torch.float32
+        assert torch.allclose(a[name], b[name], rtol=0, atol=tolerance), name
+    summaries = [read_stage(run.folder / stage)["summary"] for run in (one, two)]
+    assert summaries[1] == pytest.approx(summaries[0], abs=tolerance)
+
+
+@pytest.fixture(scope="module")
+def single(gold_run, tmp_path_factory) -> dict[str, Run]:
+    """One process's pretraining and SFT."""
+    made = {}
+    for stage in SETTINGS:
+        made[stage] = gold_run.copy(tmp_path_factory.mktemp("single"), stage, stage)
+        made[stage].stage(stage, *SETTINGS[stage])
+    return made
+
+
+@pytest.fixture(scope="module")
+def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], dict[tuple[str, str], Any]]:
+    """Each stage in each way by two processes, some cut off after step 3 and resumed; and what a process then held.
+
+    ("pretrain", "left") is cut off under ZeRO-3 and left so.
+    """
+    folder = tmp_path_factory.mktemp("two")
+    left = gold_run.copy(folder, "pretrain", "left")
+    runs, jobs, keys = {("pretrain", "left"): left}, [job(left, "pretrain", CUT_AT, "deepspeed=zero3")], [("", "")]
+    for stage in SETTINGS:
+        for way in WAYS:
+            run = runs[stage, way] = gold_run.copy(folder, stage, f"{stage}-{way}")
+            for saves in (CUT_AT, 0) if (stage, way) in RESUMED else (0,):
+                jobs.append(job(run, stage, saves, f"deepspeed={way}"))
+                keys.append((stage, way))
+    return runs, dict(zip(keys, launch(folder / "held.json", 2, jobs), strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", SETTINGS)
+def test_two_processes_equal_one(single, launched, stage, way):
+    """Losses, gradient norms, weights and held-out loss; some through a cut-off after step 3."""
+    runs, held = launched
+    assert_same(single[stage], runs[stage, way], stage, 1e-5 if (stage, way) in RESUMED else 1e-4)
+    # Adam's moments are half on each process under every ZeRO stage, the weights under ZeRO-3 only.
+    expected = None if way == "none" else {"weights": 0.5 if way == "zero3" else 1.0, "moments": 0.5}
+    assert held[stage, way] == (pytest.approx(expected, rel=0.01) if expected else None)
+
+
+@pytest.mark.parametrize("stage", SETTINGS)
+def test_greedy_answers_are_the_same(single, launched, stage):
+    """The saved folder loads with plain transformers, the embedding tied, and speaks alike."""
+    runs, _ = launched
+    prompt = torch.arange(5, 21)[None]
+    models = [load_policy(run.folder / stage / "model") for run in (single[stage], runs[stage, "zero3"])]
+    assert models[1].lm_head.weight is models[1].model.embed_tokens.weight
+    told = [model.generate(prompt, max_new_tokens=20, do_sample=False) for model in models]
+    assert torch.equal(told[0], told[1])
+
+
+def test_resume_by_one_process_of_what_two_began(single, launched, tmp_path, capfd):
+    run = launched[0]["pretrain", "left"]
+    launch(tmp_path / "held.json", 1, [job(run, "pretrain", 0, "deepspeed=zero3")])
+    assert "the checkpoint is of 2 process(es) with zero3: put together for 1 with zero3" in capfd.readouterr().out
+    assert_same(single["pretrain"], run, "pretrain", 1e-6)
+    assert not (run.folder / "pretrain" / "resharded").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["zero1", "zero2", "zero3"])
+def test_resume_on_another_number_of_processes(single, gold_run, tmp_path, capfd, way):
+    """Three steps by two processes and three by one; three by one and three by two."""
+    fewer, more = (gold_run.copy(tmp_path, "pretrain", name) for name in ("fewer", "more"))
+    launch(tmp_path / "held.json", 1, [job(more, "pretrain", CUT_AT, f"deepspeed={way}")])
+    two = [job(more, "pretrain", 0, f"deepspeed={way}"), job(fewer, "pretrain", CUT_AT, f"deepspeed={way}")]
+    launch(tmp_path / "held.json", 2, two)
+    launch(tmp_path / "held.json", 1, [job(fewer, "pretrain", 0, f"deepspeed={way}")])
+    told = capfd.readouterr().out
+    for before, now in ((1, 2), (2, 1)):
+        assert re.search(
+            rf"the checkpoint is of {before} process\S* with {way}: put together for {now} with {way}", told
+        )
+    for run in (fewer, more):
+        assert_same(single["pretrain"], run, "pretrain", 1e-6)
+        assert not (run.folder / "pretrain" / "resharded").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["zero2_offload", "zero3_offload"])
+def test_offload_resumes_on_another_number_of_processes(single, gold_run, tmp_path, way):
+    run = gold_run.copy(tmp_path, "pretrain", "run")
+    launch(tmp_path / "held.json", 2, [job(run, "pretrain", CUT_AT, f"deepspeed={way}")])
+    launch(tmp_path / "held.json", 1, [job(run, "pretrain", 0, f"deepspeed={way}")])
+    assert_same(single["pretrain"], run, "pretrain", 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "processes", "expected"),
+    [(16, 16, 1, (16, 1)), (16, 16, 2, (8, 1)), (90, 16, 2, (15, 3)), (90, 100, 1, (90, 1)), (14, 4, 2, (1, 7))],
+)
+def test_the_batch_is_the_same_on_any_number_of_processes(rows, micro, processes, expected):
+    assert split_batch("sft.batch_size", rows, micro, processes) == expected
+    assert expected[0] * expected[1] * processes == rows
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match=r"sft.batch_size=90: 90 rows .* 4 processes: want a multiple of 4"):
+        split_batch("sft.batch_size=90", 90, 16, 4)
+
+
+def test_spare_rows_come_last_and_count_nothing():
+    rows = [{"input_ids": torch.tensor([i, i]), "labels": torch.tensor([i, i])} for i in range(3)]
+    padded = WithSpares(rows, 2)
+    assert len(padded) == 5 and padded[2] is rows[2]
+    assert padded[4]["labels"].tolist() == [-100, -100] and padded[4]["input_ids"].tolist() == [0, 0]
+    assert list(ThenSpares([2, 0, 1], 3, 2)) == [2, 0, 1, 3, 4]
+    listed = WithSpares([{"input_ids": [7], "labels": [7]}], 1)
+    assert listed[1] == {"input_ids": [7], "labels": [-100]}

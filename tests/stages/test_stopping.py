@@ -1,0 +1,174 @@
+"""Real stages that are told to stop: a checkpoint after the step under way, exit code 130, and the same end as undisturbed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhf.runs import checkpoint_step, checkpoints, latest_checkpoint, read_stage
+from rlhf.stages import common, ppo, reward
+from rlhf.tracking.writers import read_jsonl
+from tests.stages.conftest import Run
+from tests.stages.test_resume import SHORT, assert_same_weights, values_by_step
+
+ROOT = Path(__file__).parents[2]
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
+    """Have the Trainer's stages send themselves a signal in the middle of a step."""
+    real = common.StageCallback.on_step_begin
+
+    def on_step_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        real(self, args, state, control, **kwargs)
+        if state.global_step == step - 1:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(common.StageCallback, "on_step_begin", on_step_begin)
+
+
+@pytest.mark.parametrize(("stage", "number", "metric", "steps"), [
+    ("pretrain", signal.SIGTERM, "pretrain/loss", 8), ("sft", signal.SIGTERM, "sft/loss", 4)])  # fmt: skip
+def test_a_trainer_stops_after_its_step_and_goes_on(
+    gold_run: Run, copy_until: Callable[..., Run], capfd: pytest.CaptureFixture[str], stage: str, number: int, metric: str,
+    steps: int,
+) -> None:  # fmt: skip
+    whole, stopped = copy_until(stage, "whole"), copy_until(stage, "stopped")
+    whole.stage(stage, *SHORT[stage])
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, number, 3)
+        with pytest.raises(KeyboardInterrupt):
+            stopped.stage(stage, *SHORT[stage])
+    folder = stopped.folder / stage
+    assert [checkpoint_step(path) for path in checkpoints(folder / "checkpoints")] == [3]
+    assert latest_checkpoint(folder / "checkpoints") is not None, "a whole one"
+    assert [step for step, _ in values_by_step(folder, metric)] == [1, 2, 3]
+    assert "stopping after this step, with a checkpoint" in capfd.readouterr().err
+    stopped.stage(stage, *SHORT[stage])
+    assert_same_weights(whole.folder / stage, folder, "model/model.safetensors")
+    assert values_by_step(folder, metric) == values_by_step(whole.folder / stage, metric)
+    assert [step for step, _ in values_by_step(folder, metric)] == list(range(1, steps + 1))
+    record = read_stage(folder)
+    assert record is not None and record["steps"] == steps
+
+
+@pytest.mark.parametrize(("module", "step"), [(reward, "train_step"), (ppo, "one_update")], ids=["reward", "ppo"])
+def test_a_loop_of_ours_stops_after_its_step_and_goes_on(
+    gold_run: Run, copy_until: Callable[..., Run], module: Any, step: str
+) -> None:
+    stage = module.__name__.rpartition(".")[2]
+    run = copy_until(stage)
+    real, calls = getattr(module, step), []
+
+    def second_is_signalled(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(step)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, step, second_is_signalled)
+        with pytest.raises(KeyboardInterrupt):
+            run.stage(stage)
+    folder = run.folder / stage
+    assert len(calls) == 2 and [checkpoint_step(path) for path in checkpoints(folder / "checkpoints")] == [2]
+    run.stage(stage)
+    assert_same_weights(gold_run.folder / stage, folder, "model/model.safetensors")
+    metric = {"reward": "reward/loss", "ppo": "objective/scores"}[stage]
+    assert values_by_step(folder, metric) == values_by_step(gold_run.folder / stage, metric)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_pipeline_passes_signals_on(copy_until: Callable[..., Run], gold_run: Run, number: int) -> None:
+    """The signal goes to the pipeline's process alone; the stage writes a checkpoint, both end, one says how to go on."""
+    run = copy_until("sft")
+    full = [sys.executable, "-m", "rlhf", "pipeline", *run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
+    process = subprocess.Popen(
+        full, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    folder = run.folder / "sft"
+    until = time.monotonic() + 120
+    while len(list(read_jsonl(folder / "metrics.jsonl"))) < 2:
+        assert process.poll() is None and time.monotonic() < until, "it never trained"
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.count("run the same command again, it resumes") == 1 and "Traceback" not in told
+    assert "mend what it says" not in told
+    newest = latest_checkpoint(folder / "checkpoints")
+    assert newest is not None
+    assert checkpoint_step(newest) == values_by_step(folder, "sft/loss")[-1][0], (
+        "nothing but the step under way was lost"
+    )
+    run.stage("sft")
+    one, two = (load_file(r.folder / "sft" / "model" / "model.safetensors") for r in (run, gold_run))
+    assert all(one[name].equal(two[name]) for name in two)
+
+
+def test_of_a_trainers_checkpoints_those_stay_that_the_settings_say(copy_until: Callable[..., Run]) -> None:
+    run = copy_until("sft")
+    kept = []
+
+    def counted(path: Any, step: int, keep: Any) -> None:
+        real(path, step, keep)
+        kept.append([checkpoint_step(p) for p in checkpoints(path)])
+
+    real = common.prune_checkpoints
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "prune_checkpoints", counted)
+        run.stage("sft", *SHORT["sft"], "checkpoints.every_seconds=0", "checkpoints.keep=1", "checkpoints.keep_every=2")
+    assert kept == [[1], [2], [2, 3], [2, 4]]
+    assert [checkpoint_step(p) for p in checkpoints(run.folder / "sft" / "checkpoints")] == [2, 4], "at the end too"
+
+
+def test_the_newest_checkpoint_is_never_gone_before_the_next_is_whole(copy_until: Callable[..., Run]) -> None:
+    """checkpoints.keep=1: whenever the Trainer has written a second one, the first is still there and whole."""
+    run = copy_until("sft")
+    real, seen = common.seal, []
+
+    def looked(folder: Path, *arguments: Any) -> None:
+        seen.append(latest_checkpoint(folder.parent, lambda text: None))
+        real(folder, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "seal", looked)
+        run.stage("sft", *SHORT["sft"], "checkpoints.every_seconds=0", "checkpoints.keep=1")
+    assert [None if path is None else checkpoint_step(path) for path in seen] == [None, 1, 2, 3]
+
+
+def test_a_full_disk_under_the_trainer_is_one_line(copy_until: Callable[..., Run]) -> None:
+    """RLIMIT_FSIZE plays it: writing past 200 kB fails in safetensors and torch as on a disk that is full."""
+    run = copy_until("sft")
+    script = (
+        "import resource, signal, sys\n"
+        "from rlhf.cli import main\n"
+        "import rlhf.stages.sft, rlhf.stages.common, trl\n"
+        "real = rlhf.stages.common.StageCallback.on_step_end\n"
+        "def limited(self, args, state, control, **kwargs):\n"
+        "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "    if state.global_step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "    real(self, args, state, control, **kwargs)\n"
+        "rlhf.stages.common.StageCallback.on_step_end = limited\n"
+        "main(sys.argv[1:])"
+    )
+    overrides = [
+        *run.overrides,
+        *SHORT["sft"],
+        f"runs_dir={run.runs_dir}",
+        f"run={run.name}",
+        "checkpoints.every_seconds=0",
+    ]
+    done = subprocess.run([sys.executable, "-c", script, "sft", *overrides], env=os.environ | {"PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=200)  # fmt: skip
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "cannot write" in done.stderr
+    newest = latest_checkpoint(run.folder / "sft" / "checkpoints", lambda text: None)
+    assert newest is not None and checkpoint_step(newest) == 1

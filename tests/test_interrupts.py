@@ -1,0 +1,134 @@
+"""Ctrl-C and SIGTERM: the first asks a loop to end after its step, the second ends the process, the exit code is 130."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf.interrupts import finish_step, request_stop, stop_requested, terminate_as_interrupt
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Signals as they were before each test, and Ctrl-C as on a terminal: a job in the background ignores it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_loop_decides(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
+    steps = 0
+    with pytest.raises(KeyboardInterrupt), finish_step("ppo"):
+        assert not stop_requested()
+        for _ in range(100):
+            steps += 1
+            if steps == 3:
+                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), number)  # the same one, from the terminal and from the parent
+            if stop_requested():
+                break
+    assert steps == 3 and not stop_requested() and signal.getsignal(number) is before
+    told = capfd.readouterr().err
+    assert told.count("ppo: stopping after this step, with a checkpoint") == 1
+
+
+def test_without_a_signal_nothing_happens() -> None:
+    with finish_step("sft"):
+        pass
+    assert not stop_requested()
+
+
+def test_an_error_in_the_loop_comes_through() -> None:
+    with pytest.raises(ValueError, match="shapes"), finish_step("sft"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("shapes")
+    assert not stop_requested()
+
+
+def test_another_process_of_the_launch_may_have_been_asked() -> None:
+    with pytest.raises(KeyboardInterrupt), finish_step("sft"):
+        request_stop()
+        assert stop_requested()
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with finish_step("sft"):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert not stop_requested()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_other_threads_change_nothing() -> None:
+    seen = []
+
+    def work() -> None:
+        with finish_step("sft"):
+            seen.append(signal.getsignal(signal.SIGTERM))
+        terminate_as_interrupt()
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before] and signal.getsignal(signal.SIGTERM) is before
+
+
+LOOP = """
+import time
+from rlhf.interrupts import finish_step
+with finish_step("ppo"):
+    print("begun", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    process = subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               cwd=ROOT)  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.3)  # longer than within which two signals are one
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=5)
+    assert process.returncode == 130
+    assert "stopping after this step" in told and "ended at once; the same command resumes" in told
+
+
+COMMAND = """
+import sys, time
+import rlhf.stages.watch
+from rlhf.cli import main
+def run(config):
+    print("begun", flush=True)
+    time.sleep(60)
+rlhf.stages.watch.run = run
+main(["watch", "run=x"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_outside_of_a_loop_a_command_ends_with_130(number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    _, told = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "interrupted: run the same command again" in told and "Traceback" not in told
