@@ -89,10 +89,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
     """
     logits = logits.float() if choice.temperature == 1.0 else logits.float() / choice.temperature
     probs = torch.softmax(logits, dim=-1)
-    if choice.greedy:
-        tokens = logits.argmax(-1, keepdim=True)
-    else:
-        tokens = _invert(_cut(probs, choice), uniforms[:, None])
+    tokens = logits.argmax(-1, keepdim=True) if choice.greedy else _invert(_cut(probs, choice), uniforms[:, None])
     # a token that was drawn has a probability well above the smallest float, so that its logarithm is as good as a
     # log-softmax's, which would take a second pass of exponentials
     return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()

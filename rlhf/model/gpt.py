@@ -517,11 +517,12 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         )
         hidden = output.last_hidden_state
         if skip_logits and labels is not None and is_plain(self.lm_head):
-            loss = _next_token_loss(hidden, self.lm_head.weight, labels, kwargs.get("num_items_in_batch"))
-            result = CausalLMOutputWithPast(
-                loss=loss, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+            bare = CausalLMOutputWithPast(
+                loss=_next_token_loss(hidden, self.lm_head.weight, labels, kwargs.get("num_items_in_batch")),  # type: ignore[arg-type]
+                past_key_values=output.past_key_values,
+                hidden_states=output.hidden_states,
             )
-            return result.to_tuple() if return_dict is False else result
+            return bare.to_tuple() if return_dict is False else bare
         if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden = hidden[:, keep]

@@ -9,6 +9,7 @@ Needs only the standard library and torch, since it also runs in the environment
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -94,10 +95,8 @@ def reset_peak(device: str) -> None:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    except OSError:
-        pass
 
 
 def peak_mb(device: str) -> float:
@@ -234,7 +233,7 @@ def figures_of(worker: Worker) -> dict[str, Any]:
             turn["units"] / max(1e-9, turn["processor_seconds"]) for turn in worker.turns
         ),
         "peak_mb": worker.told["peak_mb"],
-        "working_mb": worker.told["peak_mb"] - (worker.told["base_mb"] if "base_mb" in worker.told else 0.0),
+        "working_mb": worker.told["peak_mb"] - worker.told["base_mb"],
         "versions": worker.told["versions"],
     }
 

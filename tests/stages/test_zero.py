@@ -62,21 +62,38 @@ def sharded(gold_run, recorded, single) -> Path:  # noqa: F811
     return launch(gold_run, folder, rollouts, 2, tuple(way + sources[way] for way in WAYS))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_five_steps_compute_what_one_process_computes(single, sharded, way):
-    out, wanted = single
-    found = torch.load(sharded / f"{way}.pt", weights_only=True)
+def assert_same_as_one_process(single: tuple[Path, dict], out: Path, way: str) -> None:
+    alone, wanted = single
+    found = torch.load(out / f"{way}.pt", weights_only=True)
     for stage in ("reward", "ppo"):
         assert len(wanted[stage]) == 5 and timeless(wanted[stage][0]) != timeless(wanted[stage][4])
         for step in range(5):
             assert timeless(found[stage][step]) == pytest.approx(timeless(wanted[stage][step]), abs=1e-4, rel=1e-4)
     for name in ("ppo", "reward"):
-        ours, theirs = load_file(out / f"none-{name}.safetensors"), load_file(sharded / f"{way}-{name}.safetensors")
+        ours, theirs = load_file(alone / f"none-{name}.safetensors"), load_file(out / f"{way}-{name}.safetensors")
         assert ours.keys() == theirs.keys()
         for tensor in ours.keys() - {"head.bias"}:  # of the reward model: its gradient is 0 but for rounding
             assert torch.allclose(theirs[tensor], ours[tensor], atol=1e-4, rtol=1e-4), tensor
     assert found["greedy"] == wanted["greedy"], "the same tokens under greedy decoding"
     assert found["live"] == pytest.approx(wanted["live"], abs=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_five_steps_compute_what_one_process_computes(single, sharded, way):
+    assert_same_as_one_process(single, sharded, way)
+
+
+@pytest.mark.long  # DeepSpeed compiles its AdamW for the host's memory at first use
+def test_offload_computes_what_one_process_computes(gold_run, recorded, single):  # noqa: F811
+    ways = ("zero2_offload", "zero3_offload")
+    out = launch(gold_run, recorded[0], recorded[1], 2, ways)
+    for way in ways:
+        assert_same_as_one_process(single, out, way)
+        found = load_file(out / f"{way}-ppo.safetensors")
+        names = [name.removeprefix("ppo/") for name in found if name.startswith("ppo/")]
+        assert names and all(
+            torch.allclose(found[f"resumed/{n}"], found[f"ppo/{n}"], atol=1e-6, rtol=0.0) for n in names
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
