@@ -141,6 +141,12 @@ def seal(folder: Path, figure: float | None = None) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
+    for path in (folder, folder.parent):  # the names too, before older checkpoints go
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def is_whole(folder: Path) -> bool:

@@ -27,6 +27,7 @@ Key = int | str | tuple
 Prompts = Sequence[Sequence[int]]
 
 MAX_BATCH = 256
+PREFILL_ROWS = 32  # prompts that go through the model together on a CPU
 CDF_BLOCK = 64  # tokens that are summed together before the cumulative distribution is searched
 CPU_CACHE_BYTES = (
     64 * 2**20
@@ -162,24 +163,34 @@ class _Decoder:
             self.rope = rotary_factors(positions, self.shape[-1], config.rope_theta, weight.dtype)
 
     def prefill(self) -> Tensor:
-        """Logits (B, V) after each prompt."""
-        width, trunk = self.column, self.trunk
-        x = trunk.embed_tokens(self.tokens)
+        """Logits (B, V) after each prompt; on a CPU a few rows of similar length at a time, to compute little padding."""
+        count = len(self.tokens)
+        size = PREFILL_ROWS if self.tokens.device.type == "cpu" else count
+        last = [self._prefill_rows(slice(start, start + size)) for start in range(0, count, size)]
+        return self.model.lm_head(self.trunk.norm(torch.cat(last)))
+
+    def _prefill_rows(self, part: slice) -> Tensor:
+        """Hidden states (rows, D) after the prompts of some rows, cut to the longest of them; fills their cache."""
+        lengths, trunk = self.lengths[part], self.trunk
+        width = int(lengths.max()) if len(lengths) < len(self.lengths) else self.column
+        x = trunk.embed_tokens(self.tokens[part, :width])
         if trunk.embed_positions is not None:
             x = x + trunk.embed_positions.weight[:width]
         rope = None if self.rope is None else (self.rope[0][:width], self.rope[1][:width])
         rows = torch.arange(len(x), device=x.device)
         for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
             q, k, v = (t.transpose(1, 2) for t in layer.attention.project(layer.norm_1(x), rope))
-            keys[:, :, :width], values[:, :, :width] = k, v
+            for side, new in ((keys[part], k), (values[part], v)):
+                side[:, :, :width] = new
+                side[:, :, width : self.column] = 0.0  # masked later, but what is there must be a number
             grouped = q.shape[1] != k.shape[1]
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-            y = y.transpose(1, 2).flatten(2)  # (B, P, D)
+            y = y.transpose(1, 2).flatten(2)  # (rows, P, D)
             if layer is trunk.layers[-1]:  # of its output, only the last token's is read
-                x, y = x[rows, self.lengths - 1], y[rows, self.lengths - 1]  # (B, D)
+                x, y = x[rows, lengths - 1], y[rows, lengths - 1]  # (rows, D)
             x = x + layer.attention.out(y)
             x = x + layer.mlp(layer.norm_2(x))
-        return self.model.lm_head(trunk.norm(x))
+        return x
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after one more token (B,) a row."""

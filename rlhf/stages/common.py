@@ -90,7 +90,9 @@ def load_policy(folder: Path, **overrides: Any) -> Any:
 
     be_quiet()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, **overrides)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder), local_files_only=True, dtype=torch.float32, **overrides
+        )
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{folder}: not a readable model ({reason}): run the stage that writes it again") from error

@@ -129,8 +129,12 @@ class ZeroEngine(Engine):
         names = {id(p): name for name, p in module.named_parameters()}
         self.group_of = {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=max_grad_norm)
-        settings["managed_gradient_accumulation"] = False  # a step comes when we call for it, after any number of backwards
-        if self.stage == 3:  # our forwards differ in what they run (policy, critic, both): what is fetched ahead would stay
+        settings["managed_gradient_accumulation"] = (
+            False  # a step comes when we call for it, after any number of backwards
+        )
+        if (
+            self.stage == 3
+        ):  # our forwards differ in what they run (policy, critic, both): what is fetched ahead would stay
             settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
         module.to(self.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -311,6 +315,7 @@ def import_deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed wants where no launcher has set it, too
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use .torch.distributed", category=FutureWarning)
     import deepspeed
 

@@ -18,6 +18,7 @@ from rlhf.interrupts import EXIT_CODE
 
 SHARED_STAGES = ("pretrain", "sft", "reward", "ppo")  # those that several processes can work on
 LOOK_SECONDS = 0.1  # between two looks at the processes
+STOP_SECONDS = 60.0  # that the others get to stop too, once one was told to and has
 
 
 def run_processes(command: Sequence[str], processes: int = 1, threads: int = 0) -> int:
@@ -72,8 +73,9 @@ def _wait(started: list[subprocess.Popen]) -> int:
         if failed:
             code = int(codes[failed[0]] or 0)
             if code == EXIT_CODE:  # told to stop, they all do so after the same step
-                for process in started:
-                    process.wait()
+                until = time.monotonic() + STOP_SECONDS
+                while time.monotonic() < until and any(process.poll() is None for process in started):
+                    time.sleep(LOOK_SECONDS)
             if code < 0 and len(started) > 1:
                 print(f"rlhf: process {failed[0]} of {len(started)} was ended by signal {-code}; the others are ended with it",
                       file=sys.stderr, flush=True)  # fmt: skip

@@ -1,22 +1,24 @@
 """What our own training loops (reward model, PPO) share: sums over processes, and the refusal of what is not finite."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.errors import UserError
 from rlhf.interrupts import stop_requested
 from rlhf.tracking.metrics import Sums
 
 
-def gradient_norm(parameters: Any) -> Tensor:
-    """The joint 2-norm of all gradients."""
-    norms = [p.grad.norm() for p in parameters if p.grad is not None]
-    return torch.stack(norms).norm() if norms else torch.tensor(0.0)
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The joint 2-norm of all gradients, on their device; 0 where there are none."""
+    given = list(parameters)
+    norms = [p.grad.norm() for p in given if p.grad is not None]
+    return torch.stack(norms).norm() if norms else torch.zeros((), device=given[0].device if given else None)
 
 
 def refuse_nonfinite(stage: Any, values: Mapping[str, Tensor | float], batch: Mapping[str, Tensor]) -> None:
@@ -27,11 +29,15 @@ def refuse_nonfinite(stage: Any, values: Mapping[str, Tensor | float], batch: Ma
     bad = [name for name, value in values.items() if not torch.isfinite(torch.as_tensor(value)).all()]
     if not bad:
         return
-    path = stage.folder / "offending_batch.safetensors"
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in batch.items()}, str(path))
+    kept = ""
+    if batch:
+        rank = os.environ.get("RANK", "0")
+        path = stage.folder / f"offending_batch{'' if rank == '0' else f'-{rank}'}.safetensors"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in batch.items()}, str(path))
+        kept = f", the batch is in {path}: look at it"
     raise UserError(
-        f"{stage.name}: {', '.join(bad)} not finite: stopped before the step, the last checkpoint is kept, the batch is "
-        f"in {path}: look at it, or lower the learning rate and run again"
+        f"{stage.name}: {', '.join(bad)} not finite: stopped before the step, the last checkpoint is kept{kept}, or lower the "
+        "learning rate and run again"
     )
 
 

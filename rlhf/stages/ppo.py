@@ -26,13 +26,14 @@ from rlhf.rewards import CombinedReward, pay
 from rlhf.rollout import Rollout, collect_rollout
 from rlhf.runs import checkpoint_due, checkpoint_step, latest_checkpoint, open_stage, save_checkpoint
 from rlhf.stages.common import open_tracker, set_up
-from rlhf.stages.engine import put_weights, read_state, write_state
+from rlhf.stages.engine import on_cpu, read_state, write_state
 from rlhf.stages.gather import gathered_state, save_model_checked
 from rlhf.stages.invariants import check_first_rollout
 from rlhf.stages.loop import merged, refuse_nonfinite
 from rlhf.stages.ppo_eval import gold_parts, held_out_sums, sample_rows
 from rlhf.stages.ppo_setup import Trainer, make_trainer, merged_adapters
 from rlhf.stages.ppo_update import optimize
+from rlhf.stages.ranks import on_first_rank
 from rlhf.stages.sources import hash_sources
 from rlhf.stages.usage import update_flops, usage_metrics
 from rlhf.tokenizer import decode_response
@@ -51,7 +52,7 @@ def run(config: Config) -> None:
         updates = config.ppo.episodes // config.ppo.episodes_per_update
         first = 0
         metrics: dict[str, float] = {}
-        if found := trainer.ranks.first(latest_checkpoint(stage.checkpoints, stage.say)):
+        if found := on_first_rank(lambda: latest_checkpoint(stage.checkpoints, stage.say)):
             first = restore(trainer, found)
             stage.say(f"resuming from update {first}")
             metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][-1]  # the last, where no update is left to do
@@ -271,21 +272,17 @@ def save(trainer: Trainer, update: int, metrics: dict[str, float] | None = None)
 
 
 def average_state(trainer: Trainer) -> dict[str, Tensor] | None:
-    """The policy's averaged weights, whole, on the first rank."""
-    if trainer.ema is None:
-        return None
-    with trainer.ema.applied():
-        return gathered_state(trainer.actor_critic.policy, master=False)
+    """The policy's averaged weights, whole, on the CPU."""
+    return None if trainer.ema is None else {name: on_cpu(t) for name, t in trainer.ema.state_dict().items()}
 
 
 def restore(trainer: Trainer, folder: Path) -> int:
     """Read a checkpoint; returns the updates that are done."""
     more = () if trainer.ema is None else ("ema",)
     state, notes = read_state(folder, *more)
-    if trainer.ema is not None:
-        put_weights(trainer.actor_critic.policy, state["ema"])
-        trainer.ema.restart()
     trainer.engine.restore(state, lambda: probe(trainer))
+    if trainer.ema is not None:
+        trainer.ema.load_state_dict(state["ema"])
     trainer.kl.load_state_dict(notes["kl"])
     trainer.tokens = notes["tokens"]
     return checkpoint_step(folder)
@@ -304,22 +301,24 @@ def probe(trainer: Trainer) -> Tensor:
 def write_models(trainer: Trainer) -> None:
     """The stage's output: `model` (the average where there is one, adapters merged in), and the critic beside it."""
     stage, model = trainer.stage, trainer.actor_critic
-    write_policy(trainer, stage.model if trainer.ema is None else stage.folder / "last")
+    write_policy(trainer, stage.model if trainer.ema is None else stage.folder / "last", {})
     if trainer.ema is not None:
+        average = average_state(trainer)
         with trainer.ema.applied():
-            write_policy(trainer, stage.model, master=False)
+            write_policy(trainer, stage.model, average or {})
     if isinstance(model.critic, RewardModel) and not trainer.config.lora.rank:
         save_model_checked(model.critic, stage.folder / "critic", gathered_state(model.critic))
 
 
-def write_policy(trainer: Trainer, folder: Path, master: bool = True) -> None:
+def write_policy(trainer: Trainer, folder: Path, average: dict[str, Tensor]) -> None:
     """A model that loads without PEFT; the adapters by themselves beside it. Every rank has to call it.
 
-    master: of weights that train in bfloat16 under ZeRO, write the optimizer's float32.
+    average: weights that are written instead of the policy's own.
     """
     policy = trainer.actor_critic.policy
     if trainer.adapters is None:
-        save_model_checked(policy, folder, gathered_state(policy, master))
+        state = gathered_state(policy)
+        save_model_checked(policy, folder, None if state is None else state | average)
     elif trainer.stage.writes:
         trainer.adapters.save_pretrained(str(folder.with_name(f"{folder.name}_adapters")))
         with merged_adapters(trainer.adapters):
@@ -331,7 +330,7 @@ def write_policy(trainer: Trainer, folder: Path, master: bool = True) -> None:
 def plain_weights(policy: Any) -> dict[str, Tensor]:
     """The weights under their own names, without what PEFT put around them."""
     return {
-        name.replace(".base_layer.", "."): value.detach().clone()
+        name.replace(".base_layer.", "."): value.detach().cpu().clone()
         for name, value in policy.state_dict().items()
         if ".lora_" not in name
     }

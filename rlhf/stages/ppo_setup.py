@@ -169,6 +169,9 @@ def make_trainer(config: Config, stage: Stage, device: torch.device) -> Trainer:
     ]
     engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm, sampled=policy)
     check_shares(config, engine.ranks)
+    if config.lora.rank and engine.sharded and engine.bfloat16:
+        raise UserError(f"lora.rank={config.lora.rank}: with deepspeed={config.deepspeed} adapters would be added to weights rounded to "
+                        "bfloat16: use deepspeed=none, or precision=float32")  # fmt: skip
     frozen = policy if adapters is not None else load_policy(folder).requires_grad_(False)
     reference = Reference(frozen, adapters)
     if adapters is None:

@@ -150,7 +150,8 @@ def make_trainer(
     )  # fmt: skip
 
     class PretrainTrainer(StageTrainer, Trainer):
-        pass
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs | {"skip_logits": True}, *args, **kwargs)
 
     return PretrainTrainer(
         stage=stage, optimizer=lambda: make_optimizer(config, model),

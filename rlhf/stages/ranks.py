@@ -6,6 +6,7 @@ everything here is then free. Not here: sums over ranks in training (`rlhf.stage
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,8 @@ from rlhf.errors import UserError
 from rlhf.runs import is_main_process
 
 T = TypeVar("T")
+# The others wait while the first rank packs a corpus or writes a large checkpoint; torch's own limit is 10 to 30 minutes.
+LONGEST_WAIT = timedelta(hours=12)
 
 
 def process_count() -> int:
@@ -31,8 +34,13 @@ def connect(device: torch.device) -> None:
     if process_count() == 1 or dist.is_initialized():
         return
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= count:
+            raise UserError(
+                f"process {local + 1} of this machine: it has {count} GPUs: start one process a GPU at most"
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
 
 
 def wait_for_all() -> None:

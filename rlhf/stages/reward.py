@@ -38,9 +38,10 @@ from rlhf.runs import (
     stage_folder,
 )
 from rlhf.stages.common import cosine_schedule, decay_groups, load_policy, open_tracker, set_up
-from rlhf.stages.engine import Engine, ZeroEngine, make_engine, read_state, write_state
+from rlhf.stages.engine import Engine, ZeroEngine, make_engine, put_weights, read_state, write_state
 from rlhf.stages.gather import gathered_state, save_model_checked
 from rlhf.stages.loop import Ranks, gradient_norm, merged, refuse_nonfinite
+from rlhf.stages.ranks import on_first_rank
 from rlhf.stages.scoring import (
     item_encoder,
     length_baseline,
@@ -89,8 +90,11 @@ def run(config: Config) -> None:
             return {"calibration/gain": gain, "calibration/shift": shift}
 
         summary = train(config, stage, model, items, tokenizer.pad_token_id, device, calibrated)
+        state = gathered_state(model)
         if isinstance(model, RewardModel):
-            save_model_checked(model, stage.model, gathered_state(model))
+            save_model_checked(model, stage.model, state)
+        elif state is not None:  # in bfloat16 under ZeRO the optimizer's float32 weights are what was trained
+            put_weights(model.float(), state)
         if stage.writes:
             (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
         stage.finish(summary)
@@ -159,7 +163,7 @@ def train(
     groups = decay_groups(model, settings.weight_decay)
     engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
     first = tokens = 0
-    if found := engine.ranks.first(latest_checkpoint(stage.checkpoints, stage.say)):
+    if found := on_first_rank(lambda: latest_checkpoint(stage.checkpoints, stage.say)):
         state, notes = read_state(found)
         engine.restore(state, lambda: score_items(engine, items["train"][:1], pad, device).sum())
         first, tokens = checkpoint_step(found), notes["tokens"]

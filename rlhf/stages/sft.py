@@ -14,6 +14,7 @@ from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
+from rlhf.model.ragged import RaggedLoss
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs import Stage, open_stage, stage_folder
 from rlhf.stages.common import (
@@ -114,7 +115,7 @@ def make_trainer(
         ),
     )  # fmt: skip
 
-    class SftTrainer(StageTrainer, SFTTrainer):
+    class SftTrainer(StageTrainer, RaggedLoss, SFTTrainer):
         pass
 
     return SftTrainer(

@@ -33,7 +33,9 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
         return config.tracking.peak_tflops * 1e12
     if device.type != "cuda":
         return None
-    half = config.precision == "bfloat16" or (config.precision == "auto" and torch.cuda.is_bf16_supported())
+    half = config.precision == "bfloat16" or (
+        config.precision == "auto" and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
     return known_peak(torch.cuda.get_device_name(device), half)
 
 

@@ -27,8 +27,12 @@ def offloads(config: Config) -> bool:
 def wants_bfloat16(config: Config, device: torch.device) -> bool:
     """Whether training runs in bfloat16 with float32 master weights. Raises: UserError where the GPU has none."""
     if config.precision == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported()
-    if config.precision == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if (
+        config.precision == "bfloat16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise UserError("precision=bfloat16: this GPU has none: use precision=float32")
     return config.precision == "bfloat16"
 

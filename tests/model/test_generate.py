@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.errors import UserError
-from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model import GPTConfig, GPTForCausalLM, generate
 from rlhf.model.generate import Choice, _cut, choose_tokens, make_uniforms, sample, stream
 
 VOCAB, NEW, PAD = 40, 12, 0
@@ -94,6 +94,18 @@ def test_logprobs_equal_a_forward(kind, temperature):
         expected = expected.gather(-1, torch.tensor(response)[:, None])[:, 0]
         assert torch.allclose(logp[mask], expected, rtol=0, atol=1e-4)
         assert not any(token in (7, 13) for token in response[:-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_read_in_parts_change_nothing(kind, monkeypatch):
+    model = make(kind)
+    whole = sample(model, PROMPTS, **SETTINGS, seed=3)
+    empty = torch.Tensor.new_empty  # what a new cache holds may be anything, not a number among it
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
+    monkeypatch.setattr(generate, "PREFILL_ROWS", 2)
+    parts = sample(model, PROMPTS, **SETTINGS, seed=3)
+    assert parts.responses == whole.responses
+    assert torch.allclose(parts.logprobs, whole.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "transformers"])

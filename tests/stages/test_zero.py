@@ -22,7 +22,8 @@ from rlhf.tracking.metrics import Sums
 from tests.stages.test_ppo_ranks import SETTINGS, recorded  # noqa: F401 (a fixture)
 
 WAYS = ("zero1", "zero2", "zero3")
-SIZES = ["ppo.critic_warmup_updates=0", "sharding.bucket_elements=100000", "sharding.persistence_threshold=200",
+SIZES = ["ppo.micro_batch_episodes=3", "ppo.critic_warmup_updates=0", "ppo.ema_decay=0.9",
+         "sharding.bucket_elements=100000", "sharding.persistence_threshold=200",
          "reward.micro_batch_responses=12", "ppo.lr=1e-3", "ppo.critic_lr=1e-3"]  # fmt: skip
 
 
@@ -40,6 +41,15 @@ def launch(gold_run, folder: Path, rollouts: Path, processes: int, ways: tuple[s
         check=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
     )  # fmt: skip
     return out
+
+
+def alike(a: torch.Tensor, b: torch.Tensor, near: float) -> bool:
+    """All but one element in a thousand within `near`, and every one within a step of 1e-3.
+
+    AdamW divides by the gradient's own size, so that where it is 0 but for rounding a step's sign is chance.
+    """
+    gap = (a - b).abs().flatten()
+    return bool((gap > near).float().mean() <= 1e-3 and gap.max() <= (1e-3 if near else 0.0))
 
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:
@@ -73,7 +83,7 @@ def assert_same_as_one_process(single: tuple[Path, dict], out: Path, way: str) -
         ours, theirs = load_file(alone / f"none-{name}.safetensors"), load_file(out / f"{way}-{name}.safetensors")
         assert ours.keys() == theirs.keys()
         for tensor in ours.keys() - {"head.bias"}:  # of the reward model: its gradient is 0 but for rounding
-            assert torch.allclose(theirs[tensor], ours[tensor], atol=1e-4, rtol=1e-4), tensor
+            assert alike(theirs[tensor], ours[tensor], 1e-4), tensor
     assert found["greedy"] == wanted["greedy"], "the same tokens under greedy decoding"
     assert found["live"] == pytest.approx(wanted["live"], abs=1e-4)
 
@@ -112,7 +122,29 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(sharded, way, near):
     names = [name.removeprefix("ppo/") for name in found if name.startswith("ppo/")]
     assert names
     for name in names:
-        assert torch.allclose(found[f"resumed/{name}"], found[f"ppo/{name}"], atol=near, rtol=0.0), name
+        assert alike(found[f"resumed/{name}"], found[f"ppo/{name}"], near), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_average_of_slices_is_the_average(single, sharded, way):
+    """While it answers, also in what ZeRO-3 keeps whole beside its slices; and the weights are back afterwards."""
+    ours, theirs = load_file(single[0] / "none-ppo.safetensors"), load_file(sharded / f"{way}-ppo.safetensors")
+    names = [name for name in ours if name.startswith(("ema/", "applied/", "after/"))]
+    assert len(names) > 30
+    for name in names:
+        assert alike(theirs[name], ours[name], 2e-5), name
+    some = next(name.removeprefix("ema/") for name in names if name.startswith("ema/") and "qkv" in name)
+    assert torch.equal(theirs[f"ema/{some}"], theirs[f"applied/{some}"])
+    assert not torch.allclose(theirs[f"ema/{some}"], theirs[f"after/{some}"], atol=1e-4)
+
+
+def test_one_process_needs_no_launcher(gold_run, tmp_path):
+    run = gold_run.copy(tmp_path, "reward", "alone")
+    found = subprocess.run(
+        [sys.executable, "-m", "rlhf", "reward", *run.overrides, f"runs_dir={tmp_path}", "run=alone", "deepspeed=zero2"],
+        capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+    )  # fmt: skip
+    assert found.returncode == 0 and "reward: complete" in found.stdout, found.stderr
 
 
 def test_one_process_goes_on_where_two_under_zero3_stopped(gold_run, recorded, sharded):  # noqa: F811
@@ -131,4 +163,4 @@ def test_one_process_goes_on_where_two_under_zero3_stopped(gold_run, recorded, s
             ppo_update.step(trainer, {"policy": 1.0, "critic": 1.0}, True, sums)
     wanted = load_file(sharded / "zero3-ppo.safetensors")
     for name, parameter in trainer.engine.module.named_parameters():
-        assert torch.allclose(parameter, wanted[f"ppo/{name}"], atol=2e-5, rtol=0.0), name
+        assert alike(parameter.detach(), wanted[f"ppo/{name}"], 2e-5), name

@@ -66,6 +66,12 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
         metrics = [ppo.merged(trainer.ranks, sums).reduce() for sums in found]
         shares = share_held(trainer.engine)
         weights = gathered_state(trainer.actor_critic)
+        policy = trainer.actor_critic.policy
+        average = {"ema": trainer.ema.state_dict()}
+        with trainer.ema.applied(), trainer.engine.whole(policy) as answering:
+            average["applied"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
+        with trainer.engine.whole(policy) as answering:
+            average["after"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
         prompts = [tokens for _, tokens in trainer.prompts[:8]]
         with trainer.engine.whole(trainer.actor_critic.policy) as policy:
             greedy = sample(policy, prompts, max_new_tokens=16, eos_token_id=trainer.tokenizer.eos_token_id, greedy=True,
@@ -79,7 +85,8 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
         resumed = gathered_state(again.actor_critic)
         if weights is not None and resumed is not None and once is not None:
             save_file({f"ppo/{n}": t for n, t in weights.items()}
-                      | {f"resumed/{n}": t for n, t in resumed.items()}
+                      | {f"{kind}/{n}": t.contiguous() for kind, part in average.items() for n, t in part.items()}
+                | {f"resumed/{n}": t for n, t in resumed.items()}
                       | {f"gradient/{n}": 10 * t for n, t in once["exp_avg"].items()},
                       out / f"{way}-ppo.safetensors")  # fmt: skip
         return {"ppo": metrics, "ppo_shares": shares, "greedy": greedy, "live": live.scores.tolist()}
