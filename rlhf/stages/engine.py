@@ -121,7 +121,7 @@ class ZeroEngine(Engine):
         self, module: nn.Module, groups: list[dict[str, Any]], accelerator: Accelerator, config: Config, max_grad_norm: float,
         sampled: nn.Module | None,
     ):  # fmt: skip
-        deepspeed = import_deepspeed()
+        deepspeed = import_deepspeed(accelerator.device)
         self.accelerator, self.device, self.ranks = accelerator, accelerator.device, Ranks(accelerator)
         self.stage, self.bfloat16 = zero_stage(config), wants_bfloat16(config, accelerator.device)
         # Under ZeRO-3 a rank holds slices only: a copy without weights stands by to take the whole ones for sampling.
@@ -307,13 +307,13 @@ def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.
         return module
     settings = deepspeed_settings(config, bfloat16=wants_bfloat16(config, device))
     settings["zero_optimization"].pop("offload_optimizer", None)
-    return import_deepspeed().initialize(model=module, config=settings, dist_init_required=False)[0]
+    return import_deepspeed(device).initialize(model=module, config=settings, dist_init_required=False)[0]
 
 
-def import_deepspeed() -> Any:
+def import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, without its notes, and with a connection of one process where there is no launcher."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if not torch.cuda.is_available():
+    if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed wants where no launcher has set it, too
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use .torch.distributed", category=FutureWarning)
@@ -323,7 +323,7 @@ def import_deepspeed() -> Any:
     if not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1
+            "nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1
         )
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it compiled
         deepspeed.init_distributed(verbose=False)

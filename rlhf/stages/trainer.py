@@ -73,8 +73,7 @@ def shared_arguments(
     if zero_stage(config):
         from rlhf.stages.engine import import_deepspeed
 
-        import_deepspeed()
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants it of a process that runs alone too
+        import_deepspeed(device)
         sharding = deepspeed_settings(
             config, bfloat16=bfloat16, micro_batch=micro, accumulation=accumulation, max_grad_norm=max_grad_norm
         )
