@@ -227,9 +227,7 @@ class TrackingConfig:
     entity: str | None = None  # W&B user or team of the dashboard; none: the key's own
     artifacts: bool = False  # models and data sets go to W&B as artifacts with their lineage
     log_every: int = 10  # optimizer steps between lines (pretraining and SFT)
-    peak_tflops: float | None = (
-        None  # of one device, dense, for time/mfu; none: by the GPU's name, on a CPU no time/mfu
-    )
+    peak_tflops: float | None = None  # of one device, for time/mfu; none: by the GPU's name, and no MFU on a CPU
 
 
 @dataclass(slots=True)

@@ -158,6 +158,8 @@ def test_an_interrupt_is_clean(tmp_path: Path) -> None:
         watcher = subprocess.Popen(
             [sys.executable, "-c", RUN, "watch", "run=x", f"runs_dir={tmp_path}", "watch.every_seconds=0.05"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+            # who runs the tests in the background has SIGINT ignored, which children inherit
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         assert watcher.stdout is not None
         watcher.stdout.readline()
