@@ -40,13 +40,12 @@ def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[N
         yield
 
 
-def whole_tensor(parameter: nn.Parameter, master: bool = True) -> Tensor:
+def whole_tensor(parameter: nn.Parameter) -> Tensor:
     """One parameter whole, on the CPU. All ranks must call it.
 
-    Where training is in bfloat16 under ZeRO it is the optimizer's float32 master, from which training goes on; without
-    `master` the weight that forwards use.
+    Where training is in bfloat16 under ZeRO it is the optimizer's float32 master, from which training goes on.
     """
-    trained = master and (hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping"))
+    trained = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
     if trained and parameter.dtype != torch.float32:
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -56,7 +55,7 @@ def whole_tensor(parameter: nn.Parameter, master: bool = True) -> Tensor:
 
 
 @torch.no_grad()
-def gathered_state(module: nn.Module, master: bool = True) -> dict[str, Tensor] | None:
+def gathered_state(module: nn.Module) -> dict[str, Tensor] | None:
     """{name: whole tensor on the CPU} of a module, not of an engine around it; None on every rank but the first.
 
     All ranks must call it. Tensors come one by one, so that no rank but the first holds more than one. A weight that has
@@ -65,7 +64,7 @@ def gathered_state(module: nn.Module, master: bool = True) -> dict[str, Tensor] 
     keeps = is_main_process()
     state: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        tensor = whole_tensor(parameter, master)
+        tensor = whole_tensor(parameter)
         if keeps:
             state[name] = tensor
     if not keeps:

@@ -69,18 +69,10 @@ class Ranks:
 
         return [value] if self.count == 1 else gather_object([value])
 
-    def first(self, value: Any) -> Any:
-        """The first rank's value, on every rank: for what all have to decide alike."""
-        return self.gather(value)[0]
-
     def due(self, checkpoint: bool) -> tuple[bool, bool]:
         """Whether a checkpoint is due, by the first rank, and whether a signal asked any rank to stop."""
         flags = self.gather((checkpoint, stop_requested()))
         return flags[0][0], any(stop for _, stop in flags)
-
-    def wait(self) -> None:
-        """Until every rank has come here."""
-        self.accelerator.wait_for_everyone()
 
 
 def merged(ranks: Ranks, sums: Sums) -> Sums:

@@ -20,6 +20,7 @@ from rlhf.stages import ppo, ppo_update, reward
 from rlhf.stages.common import decay_groups, set_up
 from rlhf.stages.engine import Engine, ZeroEngine, make_engine, read_state, write_state
 from rlhf.stages.gather import gathered_state
+from rlhf.stages.ranks import wait_for_all
 from rlhf.stages.scoring import item_encoder, score_items
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
@@ -78,7 +79,7 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
                             pad_token_id=trainer.tokenizer.pad_token_id).responses  # fmt: skip
         live = ppo.sample_and_score(trainer, trainer.prompts[:4], [("live", i) for i in range(4)])
         # Back to the third step, in an engine of its own, and on from there
-        trainer.ranks.wait()
+        wait_for_all()
         again = ppo.make_trainer(config, stage, set_up(config))
         again.engine.restore(read_state(Path(source or out / f"{way}-state"))[0], lambda: ppo.probe(again))
         ppo_steps(again, tensors, STEPS - SAVED_AT, [])
