@@ -1,0 +1,65 @@
+"""PPO paid by several reward models: a whole stage with an ensemble, and models of other tokenizers refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhf.errors import UserError
+from rlhf.runs import hash_of, read_stage, sha256_file, write_json
+from rlhf.tracking.writers import read_jsonl
+
+from .conftest import Run
+
+SHORT = ["ppo.episodes=128", "ppo.epochs=1", "ppo.missing_eos_rule=none"]
+
+
+@pytest.fixture
+def second_reward(gold_run: Run, copy_until) -> Path:
+    """A reward stage of the same parents that went through its data in another order."""
+    return copy_until("reward", name="other").stage("reward", "seed=7")
+
+
+@pytest.mark.parametrize("rule", ["mean", "min", "uncertainty"])
+def test_a_whole_stage_on_an_ensemble(gold_run, copy_until, second_reward, rule):
+    run = copy_until("ppo")
+    sources = f"ppo.rewards=['{gold_run.folder / 'reward'}','{second_reward}']"
+    stage = run.stage("ppo", sources, f"ppo.reward_combine={rule}", *SHORT)
+    assert read_stage(stage)["status"] == "complete"
+    rows = [row for row in read_jsonl(stage / "metrics.jsonl") if "objective/scores" in row]
+    assert len(rows) == 2
+    for row in rows:
+        each = row["objective/scores/model_0"], row["objective/scores/model_1"]
+        assert each[0] != each[1], "two models, not one twice"
+        mean = sum(each) / 2
+        if rule == "mean":
+            assert row["objective/scores"] == pytest.approx(mean, abs=1e-5)
+        elif rule == "min":  # the mean of the leasts is below the least of the means
+            assert row["objective/scores"] < min(each)
+        else:
+            assert row["objective/scores"] < mean - 1e-4
+    hashes = read_stage(stage)["data"]
+    assert {h for name, h in hashes.items() if name.startswith("reward:")} == {
+        read_stage(gold_run.folder / "reward")["hash"], read_stage(second_reward)["hash"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_reward_model_of_another_tokenizer_is_refused(gold_run, copy_until, tmp_path, own):
+    """Its chat template differs, so that it would read other tokens than it was trained on; no step is taken."""
+    run = copy_until("ppo")
+    folder = run.folder / "reward" if own else Path(shutil.copytree(gold_run.folder / "reward", tmp_path / "foreign"))
+    retemplate(folder)
+    with pytest.raises(UserError, match=r"its tokenizer or chat template is not that of this run: train \w+ anew"):
+        run.stage("ppo", *([] if own else [f"ppo.rewards='{folder}'"]))
+    assert not (run.folder / "ppo" / "model").exists()
+
+
+def retemplate(folder: Path) -> None:
+    """Give a reward stage another chat template, and the record that a stage trained with it would have."""
+    path = folder / "model" / "chat_template.jinja"
+    path.write_text("[" + path.read_text())
+    record = read_stage(folder)
+    assert record is not None
+    record["files"][str(path.relative_to(folder))] = sha256_file(path)
+    write_json(folder / "stage.json", record | {"hash": hash_of(record)})
