@@ -43,7 +43,7 @@ POSITIVE = (
     "ppo.value_clip_range", "ppo.max_grad_norm", "ppo.samples_every", "tracking.log_every", "lora.alpha",
     "ppo.lr", "ppo.critic_lr", "rollout.temperature", "rollout.max_new_tokens",
     "rollout.batch_size", "evaluate.prompts", "evaluate.samples", "checkpoints.keep", "kl.horizon",
-    "rejection.prompts", "rejection.samples", "rejection.epochs", "evaluate.updates", "evaluate.processes",
+    "gold.rounds", "rejection.prompts", "rejection.samples", "rejection.epochs", "evaluate.updates", "evaluate.processes",
     "sample.prompts", "sample.responses", "sample.temperature",
 )  # fmt: skip
 SHARES = (
@@ -137,6 +137,10 @@ def _relations(config: Config, command: str) -> list[str]:
     problems = []
     if config.model.n_head > 0 and config.model.width % config.model.n_head:
         problems.append(f"model.width={config.model.width}: want a multiple of model.n_head={config.model.n_head}")
+    if config.gold.enabled and config.gold.comparison_prompts < config.gold.rounds:
+        problems.append(
+            f"gold.comparison_prompts={config.gold.comparison_prompts}: want at least gold.rounds={config.gold.rounds}"
+        )
     ppo, pretrain, context = config.ppo, config.pretrain, config.model.context_length
     if not 0 <= config.seed < 2**32:
         problems.append(f"seed={config.seed}: want 0 to {2**32 - 1}")

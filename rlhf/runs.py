@@ -21,11 +21,12 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import CheckpointConfig, Config
+from rlhf.config import CheckpointConfig, Config, ParentsConfig
 from rlhf.errors import UserError
 from rlhf.tracking.lineage import git_state
 
@@ -35,7 +36,7 @@ PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", "data.form
 REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_combine", "ppo.calibrated")
 # The settings that a stage's result depends on. A stage that is complete under other ones is refused, not reused.
 STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
-    "world": ("seed", "gold"),
+    "world": ("seed", "gold.documents", "gold.demonstrations", "gold.train_prompts", "gold.dev_prompts", "gold.test_prompts"),
     "tokenizer": ("tokenizer", "data.corpus", "data.encoding", "model.context_length"),
     "pretrain": ("seed", "model", "pretrain", "data.corpus", "data.encoding", "data.held_out"),
     "sft": ("seed", "sft", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed"),
@@ -66,6 +67,7 @@ STAGE_PARENTS: dict[str, tuple[str, ...]] = {
 GOLD_STAGES = ("world", "label")
 OPTIONAL_STAGES = ("rejection",)  # run when asked for, not by the pipeline
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ROUND = re.compile(r"-round-\d+$")  # what a labelling round before the last adds to the run's name
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -299,6 +301,23 @@ def stage_folder(config: Config, stage: str) -> Path:
     )
 
 
+def earlier_run(config: Config) -> Config | None:
+    """The run of the labelling round before this one, which has label, reward and ppo of its own; None in the first round."""
+    gold = config.gold
+    if not gold.enabled or gold.rounds < 2:
+        return None
+    found = deepcopy(config)
+    found.run = f"{ROUND.sub('', config.run)}-round-{gold.rounds - 1}"
+    found.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
+    found.gold.rounds = gold.rounds - 1
+    found.ppo.episodes = gold.early_episodes or config.ppo.episodes
+    shared = {
+        stage: getattr(config.parents, stage) or config.run for stage in ("world", "tokenizer", "pretrain", "sft")
+    }
+    found.parents = ParentsConfig(**shared)
+    return found
+
+
 def is_needed(config: Config, stage: str) -> bool:
     return config.gold.enabled or stage not in GOLD_STAGES
 
@@ -350,6 +369,14 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
         if is_needed(config, parent) and not (stage == "ppo" and parent == "reward" and config.ppo.rewards is not None):
             folder = stage_folder(config, parent)
             records[parent] = check_output(folder, parent) | {"folder": folder}
+    earlier = earlier_run(config) if stage == "label" else None
+    if earlier is not None:
+        for name in ("label", "ppo"):
+            folder = run_folder(earlier) / name
+            if not is_complete(folder):
+                raise UserError(f"{folder}: no finished {name} of the labelling round before: `rlhf pipeline` makes it; or "
+                                "label once, with gold.rounds=1")  # fmt: skip
+            records[f"{earlier.run}/{name}"] = check_output(folder, name) | {"folder": folder}
     for parent, record in records.items():
         for grandparent, digest in record["parents"].items():
             if grandparent in records and records[grandparent]["hash"] != digest:
@@ -499,7 +526,8 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             stage.seconds_before = float(recorded.get("seconds", 0.0))
         else:
             _empty(stage, config.overwrite)
-        built_on = ", ".join(f"{stage_folder(config, p)} ({h[:8]})" for p, h in parents.items())
+        folders = {p: stage_folder(config, p) if p in STAGE_PARENTS else Path(config.runs_dir) / p for p in parents}
+        built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
         stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
         stage.note_progress()
         try:

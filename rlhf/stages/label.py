@@ -1,10 +1,16 @@
-"""The gold world's labelling round: responses sampled from this run's SFT model, then ranked by simulated labelers."""
+"""The gold world's labelling round: responses sampled from a model of this run, then ranked by simulated labelers.
+
+In the first round the SFT model answers. With gold.rounds above 1 the last rounds' prompts are answered by the model that
+PPO made in the round before, as InstructGPT collects comparisons on its current best policy (Ouyang et al. 2022, sections 3.1
+and 3.2): its responses differ in what the reward model before could not tell apart.
+"""
 
 import itertools
 import random
 
 from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement
+from rlhf.data.comparisons import load_comparisons
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.errors import UserError
@@ -12,7 +18,7 @@ from rlhf.gold.corpus import write_jsonl
 from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers, rank_responses
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.generate import sample
-from rlhf.runs import open_stage, read_stage, stage_folder
+from rlhf.runs import earlier_run, open_stage, read_stage, run_folder, stage_folder
 from rlhf.stages.common import load_policy, set_up
 from rlhf.stages.sources import need_source
 from rlhf.tokenizer import decode_response, encode_prompts, load_tokenizer
@@ -22,13 +28,14 @@ SPARE = 3  # samples beyond K, to replace responses that say the same
 
 
 def run(config: Config) -> None:
-    """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 SFT samples a prompt."""
+    """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples a prompt, of this round and those before."""
     if not config.gold.enabled:
         raise UserError("label: only the gold world has simulated labelers: add experiment=gold")
     with open_stage(config, "label") as stage:
         device = set_up(config)
-        folder = stage_folder(config, "sft") / "model"
-        policy, tokenizer = load_policy(folder).to(device), load_tokenizer(folder)
+        earlier = earlier_run(config)
+        source = stage_folder(config, "sft") if earlier is None else run_folder(earlier) / "ppo"
+        policy, tokenizer = load_policy(source / "model").to(device), load_tokenizer(source / "model")
         prompts = choose_prompts(config)
 
         # 1. Sample
@@ -50,8 +57,12 @@ def run(config: Config) -> None:
                 bar.update(len(part))
 
         # 2. Rank
-        policy_id = f"{config.run}/sft@{(read_stage(stage_folder(config, 'sft')) or {}).get('hash', '')[:8]}"
+        policy_id = f"{source.parent.name}/{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
         rankings, alike = rank_all(config, prompts, responses, policy_id)
+        before = (
+            [] if earlier is None else load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0]
+        )
+        rankings = before + rankings
         write_jsonl(
             stage.folder / "comparisons.jsonl", (r.model_dump(mode="json", exclude_none=True) for r in rankings)
         )
@@ -59,8 +70,9 @@ def run(config: Config) -> None:
         trained = [ranking for ranking in rankings if ranking.labeler not in held_out]
         agreement = pairwise_agreement(trained)["value"]
         stage.say(
-            f"{len(rankings):,} rankings of {len(prompts) - alike:,} prompts ({alike} prompts left out: all samples "
-            f"alike), {len(rankings) - len(trained):,} of them by held-out labelers; the others "
+            (f"{len(before):,} rankings of {earlier.run} and of {source}'s answers " if earlier is not None else "")
+            + f"{len(rankings) - len(before):,} rankings of {len(prompts) - alike:,} prompts ({alike} prompts left out: all "
+            f"samples alike), {len(rankings) - len(trained):,} of them by held-out labelers; the others "
             + ("were never asked twice" if agreement is None else f"agree on {agreement:.1%} of pairs")
         )
         summary = {"rankings": float(len(rankings)), "labeler_agreement": agreement}
@@ -68,16 +80,20 @@ def run(config: Config) -> None:
 
 
 def choose_prompts(config: Config) -> list[PromptRecord]:
-    """The prompts to label: of the training split, and of the other two for the held-out accuracy."""
+    """The prompts to label: this round's part of the training split, and of the other two for the held-out accuracy.
+
+    Held-out prompts are answered once, by the SFT model, so that accuracies of several rounds compare.
+    """
     records, _ = load_prompts(need_source(config, "prompts"), allow_partial=config.data.allow_partial)
     gold = config.gold
-    wanted = {
-        "train": gold.comparison_prompts, "dev": gold.comparison_dev_prompts, "test": gold.comparison_test_prompts,
-    }  # fmt: skip
+    before = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
+    wanted = {"train": slice(before, gold.comparison_prompts)}
+    if before == 0:
+        wanted |= {"dev": slice(gold.comparison_dev_prompts), "test": slice(gold.comparison_test_prompts)}
     return [
         record
-        for split, count in wanted.items()
-        for record in [r for r in records if r.metadata.get("split") == split][:count]
+        for split, part in wanted.items()
+        for record in [r for r in records if r.metadata.get("split") == split][part]
     ]
 
 

@@ -6,6 +6,8 @@ This module imports neither torch nor transformers, so that a complete run is re
 import shutil
 import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -16,6 +18,7 @@ from rlhf.runs import (
     check_output,
     collect_parents,
     differences,
+    earlier_run,
     is_complete,
     is_needed,
     read_json,
@@ -29,6 +32,7 @@ from rlhf.stages.launch import SHARED_STAGES, run_processes
 from rlhf.stages.report import write
 from rlhf.stages.sources import data_source, hash_sources
 
+ROUND_STAGES = ("label", "reward", "ppo")  # of a labelling round before the last
 LEAST_FREE_BYTES = 200 * 2**20  # a run that starts with less would only fail later
 
 
@@ -41,6 +45,8 @@ def run(config: Config) -> None:
     done: dict[str, str] = {}
     for stage in STAGE_PARENTS:
         if stage not in OPTIONAL_STAGES and is_needed(config, stage) and getattr(config.parents, stage, None) is None:
+            if stage == "label":
+                done |= ensure_rounds(config, overrides)
             done[stage] = ensure_stage(config, stage, overrides)
     report = folder / "report.html"
     if any(state != "complete before" for state in done.values()) or not report.exists():
@@ -113,6 +119,22 @@ def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
     return "redone" if anew else "resumed" if recorded is not None else "done"
 
 
+def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
+    """The labelling rounds before this run's own: label, reward model and PPO, in runs of their own beside this one."""
+    earlier = earlier_run(config)
+    if earlier is None:
+        return {}
+    given = {
+        "run": earlier.run, "gold.rounds": earlier.gold.rounds, "gold.comparison_prompts": earlier.gold.comparison_prompts,
+        "ppo.episodes": earlier.ppo.episodes,
+        **{f"parents.{stage}": f"'{parent}'" for stage, parent in asdict(earlier.parents).items() if parent is not None},
+    }  # fmt: skip
+    kept = [o for o in overrides if o.partition("=")[0] not in given and not o.startswith("parents.")]
+    overrides = kept + [f"{key}={value}" for key, value in given.items()]
+    done = ensure_rounds(earlier, overrides)
+    return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in ROUND_STAGES}
+
+
 def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) -> str | None:
     """Why a recorded stage is not the one that is asked for, or None."""
     wanted = settings_of(config, stage)
@@ -142,20 +164,22 @@ def summarize(config: Config, done: dict[str, str]) -> dict:
     """pipeline.json: what each stage took and did."""
     stages = {}
     for stage, state in done.items():
-        record = read_stage(stage_folder(config, stage)) or {}
+        folder = Path(config.runs_dir) / stage if "/" in stage else stage_folder(config, stage)
+        record = read_stage(folder) or {}
         stages[stage] = {k: record.get(k) for k in ("seconds", "peak_rss_mb", "hash", "summary")} | {"state": state}
     return {"run": config.run, "seed": config.seed, "stages": stages, "report": str(run_folder(config) / "report.html")}
 
 
 def show(config: Config, table: dict, seconds: float) -> None:
-    print(f"\n{'stage':<11}{'seconds':>9}{'peak MB':>9}  {'state':<16}result")
+    width = max(map(len, table["stages"])) + 2
+    print(f"\n{'stage':<{width}}{'seconds':>9}{'peak MB':>9}  {'state':<16}result")
     for name, row in table["stages"].items():
         figures = ", ".join(
             f"{key.split('/')[-1]} {value:,.4g}" for key, value in list((row["summary"] or {}).items())[:3]
         )
-        print(f"{name:<11}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
+        print(f"{name:<{width}}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
     total = sum(row["seconds"] or 0 for row in table["stages"].values())
-    print(f"{'total':<11}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
+    print(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
     results = read_json(run_folder(config) / "evaluate" / "results.json") or {}
     if "gold" in results:
         win, greedy = results["gold"]["win_rate_vs_sft"], results["gold"]["win_rate_greedy"]
