@@ -9,7 +9,6 @@ replaced after the fact is noticed.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -20,14 +19,16 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import CheckpointConfig, Config, ParentsConfig
+from rlhf.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
+from rlhf.config import Config, ParentsConfig
 from rlhf.errors import UserError
+from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
 from rlhf.tracking.lineage import git_state
 
 # What several stages read: whence prompts come and how they are divided; what pays a response.
@@ -68,194 +69,6 @@ GOLD_STAGES = ("world", "label")
 OPTIONAL_STAGES = ("rejection",)  # run when asked for, not by the pipeline
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ROUND = re.compile(r"-round-\d+$")  # what a labelling round before the last adds to the run's name
-
-
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
-def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file, read in 1 MiB pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def hash_files(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str]:
-    """{relative path: sha256} of every file below a folder, sorted; top-level names in `skip` are left out."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    names = ((p, p.relative_to(folder)) for p in files)
-    return {str(name): sha256_file(p) for p, name in names if name.parts[0] not in skip}
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never a torn one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, ensure_ascii=False, default=str)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise disk_error(error, path) from error
-
-
-def read_json(path: Path) -> Any:
-    """The JSON of a file, or None where it does not exist or is damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
-        return None
-
-
-def disk_error(error: OSError, path: Path) -> UserError:
-    """An operating system's complaint about writing, as one line that says what to do."""
-    remedy = {
-        errno.ENOSPC: "free space or choose another disk with runs_dir=…; the run resumes from its last checkpoint",
-        errno.EDQUOT: "free space or choose another disk with runs_dir=…; the run resumes from its last checkpoint",
-        errno.EFBIG: "raise the limit on the size of files (ulimit -f); the run resumes from its last checkpoint",
-        errno.EACCES: "make the folder writable or choose another with runs_dir=…",
-        errno.EROFS: "make the folder writable or choose another with runs_dir=…",
-    }.get(error.errno or 0, "check the disk, then run the same command again")
-    return UserError(f"{path}: cannot write: {error.strerror or error}: {remedy}")
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------
-
-MANIFEST = "manifest.json"
-# What a disk that is full, or may not be written, gives; safetensors words it as "os error 28", and torch.save as below.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-TORCH_DISK_ERROR = "inline_container"
-
-
-def seal(folder: Path, figure: float | None = None) -> None:
-    """Declare a checkpoint folder whole: sync its files, then write the manifest of their hashes, last.
-
-    figure: the stage's held-out figure at this step, the higher the better; what `checkpoints.keep_best` goes by.
-    """
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
-    for path in (folder, folder.parent):  # the names too, before older checkpoints go
-        number = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether every file of a checkpoint is there with the hash that its manifest states."""
-    manifest = read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict) or not manifest.get("files"):
-        return False
-    return all(
-        (folder / name).is_file() and sha256_file(folder / name) == digest for name, digest in manifest["files"].items()
-    )
-
-
-def checkpoint_step(folder: Path) -> int:
-    return int(folder.name.rsplit("-", 1)[-1])
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first, whole or not."""
-    found = [p for p in folder.glob("*-*") if p.is_dir() and p.name.rsplit("-", 1)[-1].isdigit()]
-    return sorted(found, key=checkpoint_step)
-
-
-def latest_checkpoint(folder: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest whole checkpoint; damaged ones are named and passed over."""
-    for path in reversed(checkpoints(folder)):
-        if is_whole(path):
-            return path
-        if (path / MANIFEST).exists():
-            say(
-                f"{path}: checkpoint is damaged (a file is missing or its hash differs): falling back to the one before"
-            )
-    return None
-
-
-def save_checkpoint(
-    folder: Path, step: int, write: Callable[[Path], None], keep: int | CheckpointConfig, figure: float | None = None
-) -> Path:
-    """Write `folder/step-<step>` through `write`, seal it, and only then drop what `keep` does not keep.
-
-    keep: the settings (see `prune_checkpoints`), or how many of the newest; figure: as in `seal`.
-    Raises: UserError when the disk is full or not writable; the checkpoints before it stay.
-    """
-    target = folder / f"step-{step}"
-    shutil.rmtree(target, ignore_errors=True)
-    try:
-        target.mkdir(parents=True)
-        write(target)
-        seal(target, figure)
-    except Exception as error:
-        shutil.rmtree(target, ignore_errors=True)
-        told = checkpoint_error(error, target)
-        if told is error:
-            raise
-        raise told from error
-    prune_checkpoints(folder, step, CheckpointConfig(keep=keep) if isinstance(keep, int) else keep)
-    return target
-
-
-def checkpoint_error(error: Exception, target: Path) -> Exception:
-    """What to raise when a checkpoint cannot be written: one line where the disk is at fault, else the error itself."""
-    if isinstance(error, UserError):
-        return error
-    if isinstance(error, OSError):
-        return disk_error(error, target)
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    number = int(found[1]) if found else errno.ENOSPC if TORCH_DISK_ERROR in str(error) else 0
-    return disk_error(OSError(number, os.strerror(number)), target) if number in DISK_ERRORS else error
-
-
-def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
-    """Drop all checkpoints but the `keep.keep` newest, the `keep.keep_best` best and every `keep.keep_every`-th step's.
-
-    Call it with a whole checkpoint of `step` in place. What is not whole was left by a kill and goes; so does every
-    later step: who went back to this one had found them damaged.
-    """
-    found = [path for path in checkpoints(folder) if checkpoint_step(path) <= step and (path / MANIFEST).exists()]
-    kept = set(found[-keep.keep :]) if keep.keep > 0 else set()
-    figures = [(figure, path) for path in found if (figure := checkpoint_figure(path)) is not None]
-    figures.sort(key=lambda pair: (pair[0], checkpoint_step(pair[1])))
-    kept |= {path for _, path in figures[len(figures) - min(keep.keep_best, len(figures)) :]}
-    if keep.keep_every:
-        kept |= {path for path in found if checkpoint_step(path) % keep.keep_every == 0}
-    for path in checkpoints(folder):
-        if path not in kept:
-            remove_checkpoint(path)
-
-
-def checkpoint_due(settings: CheckpointConfig, step: int, seconds: float) -> bool:
-    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one."""
-    return seconds >= settings.every_seconds or (settings.keep_every > 0 and step % settings.keep_every == 0)
-
-
-def checkpoint_figure(folder: Path) -> float | None:
-    """The held-out figure that a checkpoint was sealed with."""
-    manifest = read_json(folder / MANIFEST)
-    figure = manifest.get("figure") if isinstance(manifest, dict) else None
-    return float(figure) if isinstance(figure, int | float) else None
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """The manifest goes first, so that a removal that is cut off leaves nothing that passes for a checkpoint."""
-    with contextlib.suppress(OSError):
-        (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- stages --------------------------------------------------------------------------------------------------------
 
 
 def settings_of(config: Config, stage: str) -> dict[str, Any]:

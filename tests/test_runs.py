@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -11,11 +10,15 @@ import pytest
 import yaml
 
 from rlhf import runs
+from rlhf.checkpoints import checkpoints, latest_checkpoint
 from rlhf.cli import schema_keys
-from rlhf.config import CheckpointConfig, Config
+from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.files import hash_files
 from rlhf.stages.sources import hash_sources
 from rlhf.tracking.lineage import git_state
+
+from .test_checkpoints import checkpoint, sealed
 
 
 @pytest.fixture
@@ -53,165 +56,7 @@ def fail_with(number: int):
     return fail
 
 
-# --- files ---
-
-
-def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    runs.write_json(path, {"name": "é", "n": [1, 2]})
-    assert runs.read_json(path) == {"name": "é", "n": [1, 2]}
-    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
-    with pytest.raises(UserError, match=r"a\.json: cannot write: No space left on device: free space"):
-        runs.write_json(path, {"n": 3})
-    assert runs.read_json(path)["n"] == [1, 2] and [p.name for p in tmp_path.iterdir()] == ["a.json"]
-
-
-@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"[1] 2"])
-def test_damaged_json_reads_as_nothing(tmp_path, content):
-    (tmp_path / "a.json").write_bytes(content)
-    assert runs.read_json(tmp_path / "a.json") is None
-
-
-def test_missing_json_reads_as_nothing(tmp_path):
-    (tmp_path / "file").touch()
-    assert runs.read_json(tmp_path / "none.json") is runs.read_json(tmp_path / "file" / "a.json") is None
-
-
-def test_hashes_are_sha256_by_relative_path(tmp_path):
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x").write_bytes(b"abc")
-    (tmp_path / "a").write_bytes(b"")
-    (tmp_path / "skipped").write_bytes(b"1")
-    assert runs.hash_files(tmp_path, skip=("skipped",)) == {  # the test vectors of FIPS 180-2
-        "a": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
-        "b/x": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
-    }
-
-
-# --- checkpoints ---
-
-
-def checkpoint(folder: Path, step: int, content: str = "weights", keep: int = 5) -> Path:
-    def write(path: Path) -> None:
-        (path / "inner").mkdir()
-        (path / "inner" / "model.txt").write_text(content * 100)
-        (path / "state.json").write_text(json.dumps({"step": step}))
-
-    return runs.save_checkpoint(folder, step, write, keep)
-
-
-def test_a_saved_checkpoint_is_whole_and_the_latest(tmp_path):
-    for step in (9, 10, 100):
-        path = checkpoint(tmp_path, step)
-        assert path == tmp_path / f"step-{step}" and runs.is_whole(path)
-    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-9", "step-10", "step-100"]
-    assert runs.latest_checkpoint(tmp_path) == tmp_path / "step-100"
-    assert runs.checkpoint_step(tmp_path / "step-100") == 100
-
-
-def test_there_may_be_no_checkpoint(tmp_path):
-    (tmp_path / "step-x").mkdir()
-    (tmp_path / "step-3").touch()
-    assert runs.checkpoints(tmp_path) == runs.checkpoints(tmp_path / "none") == []
-    assert runs.latest_checkpoint(tmp_path) is runs.latest_checkpoint(tmp_path / "none") is None
-
-
-def change_a_byte(path: Path) -> None:
-    content = bytearray((path / "inner" / "model.txt").read_bytes())
-    content[350] ^= 1
-    (path / "inner" / "model.txt").write_bytes(content)
-
-
-def cut_a_file(path: Path) -> None:
-    with (path / "inner" / "model.txt").open("r+b") as file:
-        file.truncate(650)
-
-
-def lose_a_file(path: Path) -> None:
-    (path / "state.json").unlink()
-
-
-def empty_the_manifest(path: Path) -> None:
-    (path / runs.MANIFEST).write_text('{"files": {}}')
-
-
-def tear_the_manifest(path: Path) -> None:
-    (path / runs.MANIFEST).write_text((path / runs.MANIFEST).read_text()[:-9])
-
-
-DAMAGES = [change_a_byte, cut_a_file, lose_a_file, empty_the_manifest, tear_the_manifest]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, damage):
-    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
-    damage(bad)
-    said: list[str] = []
-    assert not runs.is_whole(bad) and runs.latest_checkpoint(tmp_path, said.append) == good
-    (line,) = said
-    assert line.startswith(f"{bad}: checkpoint is damaged") and "falling back" in line
-    damage(good)
-    assert runs.latest_checkpoint(tmp_path, said.append) is None
-
-
-def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
-    good = checkpoint(tmp_path, 1)
-    torn = tmp_path / "step-2"
-    torn.mkdir()
-    (torn / "state.json").write_text("{}")
-    said: list[str] = []
-    assert runs.latest_checkpoint(tmp_path, said.append) == good and said == []
-    runs.seal(torn)
-    assert runs.latest_checkpoint(tmp_path, said.append) == torn
-
-
-def test_only_the_newest_stay(tmp_path):
-    for step in (1, 2, 3):
-        checkpoint(tmp_path, step, keep=2)
-    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-2", "step-3"]
-
-
-def sealed(folder: Path, step: int, figure: float | None, keep: CheckpointConfig) -> None:
-    runs.save_checkpoint(folder, step, lambda path: (path / "x").write_text("x") and None, keep, figure)
-
-
-def test_the_best_and_every_so_many_steps_stay_too(tmp_path):
-    keep = CheckpointConfig(keep=1, keep_best=2, keep_every=4)
-    for step, figure in enumerate([0.3, 0.9, 0.1, 0.2, None, 0.9, 0.4], 1):
-        sealed(tmp_path, step, figure, keep)
-    # newest: 7; best: 2 and 6 (0.9 each); every 4: 4
-    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-2", "step-4", "step-6", "step-7"]
-    assert runs.checkpoint_figure(tmp_path / "step-6") == 0.9
-    assert runs.latest_checkpoint(tmp_path) == tmp_path / "step-7"
-
-
-def test_of_equal_figures_the_later_is_better(tmp_path):
-    for step in (1, 2, 3):
-        sealed(tmp_path, step, 0.5 if step < 3 else None, CheckpointConfig(keep=1, keep_best=1))
-    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-2", "step-3"]
-
-
-def test_what_a_kill_left_half_written_goes_with_the_next_save_and_takes_nobodys_place(tmp_path):
-    checkpoint(tmp_path, 1)
-    (tmp_path / "step-2").mkdir()
-    (tmp_path / "step-2" / "half").touch()
-    checkpoint(tmp_path, 3, keep=2)
-    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-1", "step-3"]
-
-
-def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
-    path = checkpoint(tmp_path, 1)
-    monkeypatch.setattr(runs.shutil, "rmtree", lambda *a, **k: None)
-    runs.remove_checkpoint(path)
-    assert path.is_dir() and not runs.is_whole(path) and runs.latest_checkpoint(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "keep_every", "step", "due"),
-    [(599.0, 0, 5, False), (600.0, 0, 5, True), (1.0, 5, 5, True), (1.0, 5, 6, False), (1.0, 5, 10, True)],
-)
-def test_when_a_checkpoint_is_due(seconds, keep_every, step, due):
-    assert runs.checkpoint_due(CheckpointConfig(keep_every=keep_every), step, seconds) is due
+# --- checkpoints of a stage ---
 
 
 def test_a_complete_stage_keeps_what_was_asked_for(config):
@@ -220,64 +65,9 @@ def test_a_complete_stage_keeps_what_was_asked_for(config):
         for step, figure in ((1, 0.9), (2, 0.1), (3, 0.2)):
             sealed(stage.checkpoints, step, figure, wanted.checkpoints)
         stage.finish()
-    assert [p.name for p in runs.checkpoints(stage.checkpoints)] == ["step-1", "step-2"]
+    assert [p.name for p in checkpoints(stage.checkpoints)] == ["step-1", "step-2"]
     record = runs.check_output(stage.folder)
     assert record["files"] == {}, "checkpoints are no output"
-
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_path, keep):
-    checkpoint(tmp_path, 10)
-    change_a_byte(checkpoint(tmp_path, 20))
-    (tmp_path / "step-30").mkdir()  # torn
-    assert runs.latest_checkpoint(tmp_path, lambda text: None) == tmp_path / "step-10"
-    checkpoint(tmp_path, 15, keep=keep)
-    assert runs.latest_checkpoint(tmp_path) == tmp_path / "step-15"
-    assert [p.name for p in runs.checkpoints(tmp_path)] == ["step-10", "step-15"][-keep:]
-
-
-def test_a_step_is_saved_anew(tmp_path):
-    checkpoint(tmp_path, 1, "old")
-    checkpoint(tmp_path, 1, "new")
-    assert (tmp_path / "step-1" / "inner" / "model.txt").read_text() == "new" * 100
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
-        Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-    ids=["python", "torch", "safetensors"],
-)
-def test_a_full_disk_keeps_the_checkpoints_before_it(tmp_path, error):
-    before = checkpoint(tmp_path, 1)
-
-    def write(path: Path) -> None:
-        (path / "half").write_text("x")
-        raise error
-
-    with pytest.raises(UserError, match=r"step-2: cannot write: No space left on device: free .* resumes"):
-        runs.save_checkpoint(tmp_path, 2, write, keep=1)
-    assert [*tmp_path.iterdir()] == [before] and runs.is_whole(before)
-
-
-def test_a_disk_that_fills_while_sealing_keeps_the_checkpoints_before_it(tmp_path, monkeypatch):
-    before = checkpoint(tmp_path, 1)
-    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
-    with pytest.raises(UserError, match="No space left on device"):
-        checkpoint(tmp_path, 2, keep=1)
-    assert [*tmp_path.iterdir()] == [before] and runs.is_whole(before)
-
-
-def test_another_error_is_not_taken_for_the_disks(tmp_path):
-    def write(path: Path) -> None:
-        raise RuntimeError("shapes differ")
-
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        runs.save_checkpoint(tmp_path, 1, write, keep=1)
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_under_a_library_is_one_line_too(config):
@@ -385,12 +175,12 @@ def test_a_stage_says_how_many_steps_it_will_take(config):
 
 def test_a_complete_stage_is_refused_and_left_alone(config):
     folder = run_stage(config, "tokenizer")
-    before = runs.hash_files(folder)
+    before = hash_files(folder)
     with pytest.raises(
         UserError, match=r"run 'demo' already has a complete tokenizer: choose another run=…, or add over"
     ):
         run_stage(config, "tokenizer")
-    assert runs.hash_files(folder) == before
+    assert hash_files(folder) == before
 
 
 def test_overwrite_begins_with_an_empty_folder(config):
@@ -419,7 +209,7 @@ def test_an_interrupted_stage_is_resumed_with_its_time(config):
     folder = interrupt(config, "tokenizer")
     with runs.open_stage(config, "tokenizer") as stage:
         assert stage.resumed and 100 <= stage.elapsed() < 110
-        assert runs.latest_checkpoint(stage.checkpoints) == folder / "checkpoints" / "step-1"
+        assert latest_checkpoint(stage.checkpoints) == folder / "checkpoints" / "step-1"
         stage.finish()
     record = runs.read_stage(folder)
     assert record is not None and record["seconds"] >= 100
@@ -438,7 +228,7 @@ def test_an_interrupted_stage_is_not_resumed_under_other_settings(config):
         UserError, match=r"begun with other settings \(tokenizer.vocab_size 50257 -> 400\): restore them"
     ):
         run_stage(other, "tokenizer")
-    assert runs.latest_checkpoint(folder / "checkpoints") is not None
+    assert latest_checkpoint(folder / "checkpoints") is not None
     run_stage(changed(config, threads=1, checkpoints__keep=1), "tokenizer")  # the pace may change
 
 

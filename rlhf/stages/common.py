@@ -17,11 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from rlhf.allocator import keep_freed_memory
-from rlhf.config import Config
-from rlhf.errors import UserError
-from rlhf.interrupts import request_stop, stop_requested
-from rlhf.runs import (
-    Stage,
+from rlhf.checkpoints import (
     checkpoint_due,
     checkpoint_step,
     checkpoints,
@@ -30,6 +26,10 @@ from rlhf.runs import (
     remove_checkpoint,
     seal,
 )
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.interrupts import request_stop, stop_requested
+from rlhf.runs import Stage
 from rlhf.stages.ranks import connect, on_first_rank, wait_for_all
 from rlhf.stages.reshard import note_launch
 from rlhf.stages.usage import training_flops, usage_metrics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.runs import disk_error, write_json
+from rlhf.files import disk_error, write_json
 
 # Seconds after which a server that does not answer is given up.
 TIMEOUT = 60.0

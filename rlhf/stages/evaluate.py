@@ -17,6 +17,7 @@ from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
+from rlhf.files import write_json
 from rlhf.gold.corpus import talk
 from rlhf.gold.judge import WEIGHTS, judge
 from rlhf.gold.world import task_from_metadata
@@ -24,7 +25,7 @@ from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples, sample
 from rlhf.rewards import pay
 from rlhf.rollout import response_logprobs
-from rlhf.runs import Stage, earlier_run, open_stage, read_stage, run_folder, stage_folder, write_json
+from rlhf.runs import Stage, earlier_run, open_stage, read_stage, run_folder, stage_folder
 from rlhf.stages.best_of import best_index, best_of_n_kl, draw_candidates
 from rlhf.stages.common import load_policy, open_tracker, set_up
 from rlhf.stages.ppo_setup import make_reward

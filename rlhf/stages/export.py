@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.runs import check_output, disk_error, run_folder, stage_folder
+from rlhf.files import disk_error
+from rlhf.runs import check_output, run_folder, stage_folder
 
 
 def run(config: Config) -> None:

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlhf.errors import UserError
-from rlhf.runs import is_main_process, read_json, write_json
+from rlhf.files import read_json, write_json
+from rlhf.runs import is_main_process
 
 
 def is_partitioned(parameter: Tensor) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.files import read_json, write_json
 from rlhf.interrupts import EXIT_CODE
 from rlhf.runs import (
     OPTIONAL_STAGES,
@@ -21,13 +22,11 @@ from rlhf.runs import (
     earlier_run,
     is_complete,
     is_needed,
-    read_json,
     read_stage,
     run_folder,
     settings_of,
     stage_folder,
-    write_json,
-)  # fmt: skip
+)
 from rlhf.stages.launch import SHARED_STAGES, run_processes
 from rlhf.stages.report import write
 from rlhf.stages.sources import data_source, hash_sources

@@ -10,8 +10,8 @@ from typing import Any
 
 from rlhf.config import PlanConfig
 from rlhf.errors import UserError
+from rlhf.files import disk_error
 from rlhf.planning.plan import GB, PARTS, STAGES, make_plan, peak_bytes
-from rlhf.runs import disk_error
 
 
 def run(config: PlanConfig) -> None:

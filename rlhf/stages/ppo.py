@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.interrupts import finish_step
@@ -24,7 +25,7 @@ from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
 from rlhf.rewards import CombinedReward, pay
 from rlhf.rollout import Rollout, collect_rollout
-from rlhf.runs import checkpoint_due, checkpoint_step, latest_checkpoint, open_stage, save_checkpoint
+from rlhf.runs import open_stage
 from rlhf.stages.common import open_tracker, set_up
 from rlhf.stages.engine import on_cpu, read_state, write_state
 from rlhf.stages.gather import gathered_state, save_model_checked

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.runs import NAME, disk_error
+from rlhf.files import disk_error
+from rlhf.runs import NAME
 
 
 def rewrite_arguments(arguments: list[str]) -> list[str]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
-from rlhf.runs import Stage, read_json, write_json
+from rlhf.files import read_json, write_json
+from rlhf.runs import Stage
 from rlhf.stages.ranks import on_first_rank, process_count
 from rlhf.stages.zero import STAGES, zero_stage
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
@@ -28,15 +29,7 @@ from rlhf.model.classifier import TextRewardModel
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.ops.ranking import ranking_loss
-from rlhf.runs import (
-    Stage,
-    checkpoint_due,
-    checkpoint_step,
-    latest_checkpoint,
-    open_stage,
-    save_checkpoint,
-    stage_folder,
-)
+from rlhf.runs import Stage, open_stage, stage_folder
 from rlhf.stages.common import cosine_schedule, decay_groups, load_policy, open_tracker, set_up
 from rlhf.stages.engine import Engine, ZeroEngine, make_engine, put_weights, read_state, write_state
 from rlhf.stages.gather import gathered_state, save_model_checked

@@ -17,7 +17,8 @@ from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import prompt_key, record_split
 from rlhf.data.tasks import FORMULA_SIGNS, csv_rows, next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
-from rlhf.runs import check_output, disk_error, read_json, run_folder, sha256_file, stage_folder, write_json
+from rlhf.files import disk_error, read_json, sha256_file, write_json
+from rlhf.runs import check_output, run_folder, stage_folder
 from rlhf.stages.sources import data_source, fractions, need_source
 from rlhf.tracking.progress import progress
 

@@ -7,7 +7,8 @@ from rlhf.config import Config
 from rlhf.data.readers import ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
-from rlhf.runs import check_output, is_complete, sha256_file, stage_folder
+from rlhf.files import sha256_file
+from rlhf.runs import check_output, is_complete, stage_folder
 
 # The kinds of data that each stage reads.
 STAGE_DATA = {

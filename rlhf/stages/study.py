@@ -21,7 +21,8 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.runs import collect_parents, is_complete, read_json, read_stage, run_folder, write_json
+from rlhf.files import read_json, write_json
+from rlhf.runs import collect_parents, is_complete, read_stage, run_folder
 from rlhf.stages.pipeline import forwarded_overrides, misfit
 
 PARENTS = ("world", "tokenizer", "pretrain", "sft", "label", "reward")

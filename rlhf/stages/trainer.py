@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 from transformers import TrainerCallback
 
+from rlhf.checkpoints import checkpoint_step
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.interrupts import finish_step, stop_requested
-from rlhf.runs import Stage, checkpoint_step
+from rlhf.runs import Stage
 from rlhf.stages.common import StageCallback, agreed
 from rlhf.stages.gather import gathered_state, save_model_checked
 from rlhf.stages.loop import gradient_norm, refuse_nonfinite

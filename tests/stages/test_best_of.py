@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.errors import UserError
-from rlhf.runs import read_json, read_stage
+from rlhf.files import read_json
+from rlhf.runs import read_stage
 from rlhf.stages.best_of import best_index, best_of_n_kl, expected_best
 from rlhf.stages.common import load_policy
 from rlhf.stages.study import DETAILS, make_cells, mean_interval

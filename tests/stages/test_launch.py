@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf.checkpoints import checkpoints
 from rlhf.checks import check_config
 from rlhf.cli import LOST_PROCESS, compose_config, lost_another
 from rlhf.errors import UserError
-from rlhf.runs import checkpoints, is_complete
+from rlhf.runs import is_complete
 from rlhf.stages.launch import environments, run_processes
 from rlhf.stages.ranks import on_first_rank, process_count, rank, share
 

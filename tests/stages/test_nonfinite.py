@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf.checkpoints import checkpoints
 from rlhf.errors import UserError
-from rlhf.runs import checkpoints, is_complete
+from rlhf.runs import is_complete
 from rlhf.stages import ppo, ppo_setup, pretrain, reward, sft
 
 EVERY_STEP = "checkpoints.every_seconds=0"

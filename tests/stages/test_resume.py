@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 from safetensors.torch import load_file
 
+from rlhf.checkpoints import checkpoints
 from rlhf.errors import UserError
-from rlhf.runs import checkpoints, read_stage
+from rlhf.runs import read_stage
 from rlhf.stages import common, ppo, reward
 from rlhf.tracking.writers import read_jsonl
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.runs import hash_of, read_stage, sha256_file, write_json
+from rlhf.files import sha256_file, write_json
+from rlhf.runs import hash_of, read_stage
 from rlhf.tracking.writers import read_jsonl
 
 from .conftest import Run

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rlhf.runs import checkpoint_step, checkpoints, latest_checkpoint, read_stage
+from rlhf.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
+from rlhf.runs import read_stage
 from rlhf.stages import common, ppo, reward
 from rlhf.tracking.writers import read_jsonl
 from tests.stages.conftest import Run

@@ -1,0 +1,139 @@
+"""Checkpoints that are whole or do not count: a manifest of hashes is written last, and which ones stay is a stated rule."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf.config import CheckpointConfig
+from rlhf.errors import UserError
+from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
+
+MANIFEST = "manifest.json"
+# torch.save's words for a full disk; safetensors says "os error 28".
+TORCH_DISK_ERROR = "inline_container"
+
+
+def seal(folder: Path, figure: float | None = None) -> None:
+    """Declare a checkpoint folder whole: sync its files, then write the manifest of their hashes, last.
+
+    figure: the stage's held-out figure at this step, the higher the better; what `checkpoints.keep_best` goes by.
+    """
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
+    for path in (folder, folder.parent):  # the names too, before older checkpoints go
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a checkpoint is there with the hash that its manifest states."""
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or not manifest.get("files"):
+        return False
+    return all(
+        (folder / name).is_file() and sha256_file(folder / name) == digest for name, digest in manifest["files"].items()
+    )
+
+
+def checkpoint_step(folder: Path) -> int:
+    return int(folder.name.rsplit("-", 1)[-1])
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first, whole or not."""
+    found = [p for p in folder.glob("*-*") if p.is_dir() and p.name.rsplit("-", 1)[-1].isdigit()]
+    return sorted(found, key=checkpoint_step)
+
+
+def latest_checkpoint(folder: Path, say: Callable[[str], None] = print) -> Path | None:
+    """The newest whole checkpoint; damaged ones are named and passed over."""
+    for path in reversed(checkpoints(folder)):
+        if is_whole(path):
+            return path
+        if (path / MANIFEST).exists():
+            say(
+                f"{path}: checkpoint is damaged (a file is missing or its hash differs): falling back to the one before"
+            )
+    return None
+
+
+def save_checkpoint(
+    folder: Path, step: int, write: Callable[[Path], None], keep: int | CheckpointConfig, figure: float | None = None
+) -> Path:
+    """Write `folder/step-<step>` through `write`, seal it, and only then drop what `keep` does not keep.
+
+    keep: the settings (see `prune_checkpoints`), or how many of the newest; figure: as in `seal`.
+    Raises: UserError when the disk is full or not writable; the checkpoints before it stay.
+    """
+    target = folder / f"step-{step}"
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        target.mkdir(parents=True)
+        write(target)
+        seal(target, figure)
+    except Exception as error:
+        shutil.rmtree(target, ignore_errors=True)
+        told = checkpoint_error(error, target)
+        if told is error:
+            raise
+        raise told from error
+    prune_checkpoints(folder, step, CheckpointConfig(keep=keep) if isinstance(keep, int) else keep)
+    return target
+
+
+def checkpoint_error(error: Exception, target: Path) -> Exception:
+    """What to raise when a checkpoint cannot be written: one line where the disk is at fault, else the error itself."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError):
+        return disk_error(error, target)
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else errno.ENOSPC if TORCH_DISK_ERROR in str(error) else 0
+    return disk_error(OSError(number, os.strerror(number)), target) if number in DISK_ERRORS else error
+
+
+def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
+    """Drop all checkpoints but the `keep.keep` newest, the `keep.keep_best` best and every `keep.keep_every`-th step's.
+
+    Call it with a whole checkpoint of `step` in place. What is not whole was left by a kill and goes; so does every
+    later step: who went back to this one had found them damaged.
+    """
+    found = [path for path in checkpoints(folder) if checkpoint_step(path) <= step and (path / MANIFEST).exists()]
+    kept = set(found[-keep.keep :]) if keep.keep > 0 else set()
+    figures = [(figure, path) for path in found if (figure := checkpoint_figure(path)) is not None]
+    figures.sort(key=lambda pair: (pair[0], checkpoint_step(pair[1])))
+    kept |= {path for _, path in figures[len(figures) - min(keep.keep_best, len(figures)) :]}
+    if keep.keep_every:
+        kept |= {path for path in found if checkpoint_step(path) % keep.keep_every == 0}
+    for path in checkpoints(folder):
+        if path not in kept:
+            remove_checkpoint(path)
+
+
+def checkpoint_due(settings: CheckpointConfig, step: int, seconds: float) -> bool:
+    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one."""
+    return seconds >= settings.every_seconds or (settings.keep_every > 0 and step % settings.keep_every == 0)
+
+
+def checkpoint_figure(folder: Path) -> float | None:
+    """The held-out figure that a checkpoint was sealed with."""
+    manifest = read_json(folder / MANIFEST)
+    figure = manifest.get("figure") if isinstance(manifest, dict) else None
+    return float(figure) if isinstance(figure, int | float) else None
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """The manifest goes first, so that a removal that is cut off leaves nothing that passes for a checkpoint."""
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

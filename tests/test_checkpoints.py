@@ -1,0 +1,204 @@
+"""Checkpoints: whole or ignored, which ones stay, and disks that fail."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoints import (
+    MANIFEST,
+    checkpoint_due,
+    checkpoint_figure,
+    checkpoint_step,
+    checkpoints,
+    is_whole,
+    latest_checkpoint,
+    remove_checkpoint,
+    save_checkpoint,
+    seal,
+)
+from rlhf.config import CheckpointConfig
+from rlhf.errors import UserError
+
+from .test_files import fail_with
+
+
+def checkpoint(folder: Path, step: int, content: str = "weights", keep: int = 5) -> Path:
+    def write(path: Path) -> None:
+        (path / "inner").mkdir()
+        (path / "inner" / "model.txt").write_text(content * 100)
+        (path / "state.json").write_text(json.dumps({"step": step}))
+
+    return save_checkpoint(folder, step, write, keep)
+
+
+def test_a_saved_checkpoint_is_whole_and_the_latest(tmp_path):
+    for step in (9, 10, 100):
+        path = checkpoint(tmp_path, step)
+        assert path == tmp_path / f"step-{step}" and is_whole(path)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-9", "step-10", "step-100"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-100"
+    assert checkpoint_step(tmp_path / "step-100") == 100
+
+
+def test_there_may_be_no_checkpoint(tmp_path):
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "step-3").touch()
+    assert checkpoints(tmp_path) == checkpoints(tmp_path / "none") == []
+    assert latest_checkpoint(tmp_path) is latest_checkpoint(tmp_path / "none") is None
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray((path / "inner" / "model.txt").read_bytes())
+    content[350] ^= 1
+    (path / "inner" / "model.txt").write_bytes(content)
+
+
+def cut_a_file(path: Path) -> None:
+    with (path / "inner" / "model.txt").open("r+b") as file:
+        file.truncate(650)
+
+
+def lose_a_file(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def empty_the_manifest(path: Path) -> None:
+    (path / MANIFEST).write_text('{"files": {}}')
+
+
+def tear_the_manifest(path: Path) -> None:
+    (path / MANIFEST).write_text((path / MANIFEST).read_text()[:-9])
+
+
+DAMAGES = [change_a_byte, cut_a_file, lose_a_file, empty_the_manifest, tear_the_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, damage):
+    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    damage(bad)
+    said: list[str] = []
+    assert not is_whole(bad) and latest_checkpoint(tmp_path, said.append) == good
+    (line,) = said
+    assert line.startswith(f"{bad}: checkpoint is damaged") and "falling back" in line
+    damage(good)
+    assert latest_checkpoint(tmp_path, said.append) is None
+
+
+def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
+    good = checkpoint(tmp_path, 1)
+    torn = tmp_path / "step-2"
+    torn.mkdir()
+    (torn / "state.json").write_text("{}")
+    said: list[str] = []
+    assert latest_checkpoint(tmp_path, said.append) == good and said == []
+    seal(torn)
+    assert latest_checkpoint(tmp_path, said.append) == torn
+
+
+def test_only_the_newest_stay(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint(tmp_path, step, keep=2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-2", "step-3"]
+
+
+def sealed(folder: Path, step: int, figure: float | None, keep: CheckpointConfig) -> None:
+    save_checkpoint(folder, step, lambda path: (path / "x").write_text("x") and None, keep, figure)
+
+
+def test_the_best_and_every_so_many_steps_stay_too(tmp_path):
+    keep = CheckpointConfig(keep=1, keep_best=2, keep_every=4)
+    for step, figure in enumerate([0.3, 0.9, 0.1, 0.2, None, 0.9, 0.4], 1):
+        sealed(tmp_path, step, figure, keep)
+    # newest: 7; best: 2 and 6 (0.9 each); every 4: 4
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-2", "step-4", "step-6", "step-7"]
+    assert checkpoint_figure(tmp_path / "step-6") == 0.9
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-7"
+
+
+def test_of_equal_figures_the_later_is_better(tmp_path):
+    for step in (1, 2, 3):
+        sealed(tmp_path, step, 0.5 if step < 3 else None, CheckpointConfig(keep=1, keep_best=1))
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-2", "step-3"]
+
+
+def test_what_a_kill_left_half_written_goes_with_the_next_save_and_takes_nobodys_place(tmp_path):
+    checkpoint(tmp_path, 1)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "half").touch()
+    checkpoint(tmp_path, 3, keep=2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-1", "step-3"]
+
+
+def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
+    path = checkpoint(tmp_path, 1)
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)
+    remove_checkpoint(path)
+    assert path.is_dir() and not is_whole(path) and latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "keep_every", "step", "due"),
+    [(599.0, 0, 5, False), (600.0, 0, 5, True), (1.0, 5, 5, True), (1.0, 5, 6, False), (1.0, 5, 10, True)],
+)
+def test_when_a_checkpoint_is_due(seconds, keep_every, step, due):
+    assert checkpoint_due(CheckpointConfig(keep_every=keep_every), step, seconds) is due
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_path, keep):
+    checkpoint(tmp_path, 10)
+    change_a_byte(checkpoint(tmp_path, 20))
+    (tmp_path / "step-30").mkdir()  # torn
+    assert latest_checkpoint(tmp_path, lambda text: None) == tmp_path / "step-10"
+    checkpoint(tmp_path, 15, keep=keep)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-15"
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-10", "step-15"][-keep:]
+
+
+def test_a_step_is_saved_anew(tmp_path):
+    checkpoint(tmp_path, 1, "old")
+    checkpoint(tmp_path, 1, "new")
+    assert (tmp_path / "step-1" / "inner" / "model.txt").read_text() == "new" * 100
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+        Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=["python", "torch", "safetensors"],
+)
+def test_a_full_disk_keeps_the_checkpoints_before_it(tmp_path, error):
+    before = checkpoint(tmp_path, 1)
+
+    def write(path: Path) -> None:
+        (path / "half").write_text("x")
+        raise error
+
+    with pytest.raises(UserError, match=r"step-2: cannot write: No space left on device: free .* resumes"):
+        save_checkpoint(tmp_path, 2, write, keep=1)
+    assert [*tmp_path.iterdir()] == [before] and is_whole(before)
+
+
+def test_a_disk_that_fills_while_sealing_keeps_the_checkpoints_before_it(tmp_path, monkeypatch):
+    before = checkpoint(tmp_path, 1)
+    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+    with pytest.raises(UserError, match="No space left on device"):
+        checkpoint(tmp_path, 2, keep=1)
+    assert [*tmp_path.iterdir()] == [before] and is_whole(before)
+
+
+def test_another_error_is_not_taken_for_the_disks(tmp_path):
+    def write(path: Path) -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        save_checkpoint(tmp_path, 1, write, keep=1)
+    assert not any(tmp_path.iterdir())
