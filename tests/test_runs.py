@@ -1,4 +1,4 @@
-"""Run folders: sealed checkpoints, stage records, lineage, refusals, locks, and disks that fail."""
+"""Run folders: stage records, lineage, refusals, locks, and disks that fail."""
 
 import contextlib
 import errno

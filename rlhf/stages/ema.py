@@ -12,14 +12,17 @@ from rlhf.stages.gather import gathered, is_partitioned
 
 
 class Ema:
-    """average := decay * average + (1 - decay) * weights, once an optimizer step, in float32.
+    """average := average + share * (weights - average), once an optimizer step of the policy, in float32.
 
-    Starts at the weights as they are. Only weights that train are averaged; under ZeRO-3 each rank averages its slices, of
-    the optimizer's float32 weights.
+    share = (1 - decay) / (1 - decay^n) at the n-th step, so that the weights of k steps ago count in proportion to
+    decay^k and those before the first step nothing: the correction of Kingma & Ba 2015, section 3, without which a
+    short run's average would still be mostly the SFT model. It tends to 1 - decay. Only weights that train are averaged;
+    under ZeRO-3 each rank averages its slices, of the optimizer's float32 weights.
     """
 
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
+        self.steps = 0
         self.average = {name: held(p).float().clone() for name, p in self._trained().items()}
 
     def _trained(self) -> dict[str, Any]:
@@ -27,9 +30,11 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
+        self.steps += 1
+        share = (1.0 - self.decay) / (1.0 - self.decay**self.steps)
         trained = self._trained()
         for name, average in self.average.items():
-            average.lerp_(held(trained[name]).to(average), 1.0 - self.decay)
+            average.lerp_(held(trained[name]).to(average), share)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
@@ -52,8 +57,9 @@ class Ema:
         """The average as whole tensors. Every rank has to call it."""
         return {name: whole(p, self.average[name]) for name, p in self._trained().items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take whole tensors for the average."""
+    def load_state_dict(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Take whole tensors for the average after so many steps."""
+        self.steps = steps
         for name, p in self._trained().items():
             self.average[name].copy_(own_slice(p, state[name]).to(self.average[name]))
 

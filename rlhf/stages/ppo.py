@@ -259,6 +259,8 @@ def save(trainer: Trainer, update: int, metrics: dict[str, float] | None = None)
     if state is None:
         return
     notes = {"update": update, "tokens": trainer.tokens, "kl": trainer.kl.state_dict()}
+    if trainer.ema is not None:
+        notes["averaged_steps"] = trainer.ema.steps
     found = state | ({} if average is None else {"ema": average})
     figure = None
     if metrics is not None and "eval/dev/scores" in metrics:
@@ -283,7 +285,7 @@ def restore(trainer: Trainer, folder: Path) -> int:
     state, notes = read_state(folder, *more)
     trainer.engine.restore(state, lambda: probe(trainer))
     if trainer.ema is not None:
-        trainer.ema.load_state_dict(state["ema"])
+        trainer.ema.load_state_dict(state["ema"], notes["averaged_steps"])
     trainer.kl.load_state_dict(notes["kl"])
     trainer.tokens = notes["tokens"]
     return checkpoint_step(folder)

@@ -80,7 +80,7 @@ def step(trainer: Trainer, warmth: dict[str, float], with_policy: bool, sums: Su
         sums.add("optim/grad_norm", norm)
         if not with_policy:  # plainly, AdamW passes over parameters that have no gradient
             engine.forget_steps(0)
-    if trainer.ema is not None:
+    if trainer.ema is not None and with_policy:
         trainer.ema.update()
 
 
