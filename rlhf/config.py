@@ -140,9 +140,7 @@ class PpoConfig:
     reward_combine: str = "sum"  # sum | mean | min | uncertainty (mean less a standard deviation, over an ensemble)
     ptx_coef: float = 0.0  # weight of the pretraining loss (PPO-ptx)
     ptx_blocks_per_episode: float = 8.0  # pretraining blocks an episode
-    ema_decay: float | None = (
-        None  # the model is an average of the policy's weights, a step back counting this much less
-    )
+    ema_decay: float | None = None  # the model is an average of the policy's weights, each step back this times less
     samples_every: int = 1  # updates between rows of the samples table
     eval_every: int = 1  # updates between looks at the policy on held-out prompts; 0: never
     eval_prompts: int = 64  # of the dev split, the same ones every time
