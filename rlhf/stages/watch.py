@@ -41,11 +41,11 @@ def follow_plain(folder: Path, every: float, wait: bool, out: TextIO, patience: 
         now = time.monotonic()
         silent_since = now if changed or watch.running else silent_since
         for stage in watch.begun:
-            text, before = line(stage), told.get(stage.name, ("", ""))
+            text, before = line(stage), told.get(stage.title, ("", ""))
             moved = stage.status != before[0] or (text != before[1] and now - told_at >= PLAIN_INTERVAL)
             if moved:
                 print(text, file=out, flush=True)
-                told[stage.name] = (stage.status, text)
+                told[stage.title] = (stage.status, text)
                 told_at = now
         if not wait or watch.ended or now - silent_since >= patience:
             conclude(watch, wait)
@@ -83,5 +83,5 @@ def conclude(watch: Watch, wait: bool) -> None:
     if wait and stopped:
         stage = stopped[-1]
         at = f" at step {stage.step:,}" if stage.step else ""
-        raise UserError(f"{stage.folder}: {stage.name} stopped{at} and no process works on it: run the same command again, "
+        raise UserError(f"{stage.folder}: {stage.title} stopped{at} and no process works on it: run the same command again, "
                         "it resumes")  # fmt: skip

@@ -1,5 +1,6 @@
 """What a run is doing, read from its files by another process: stages, steps, time left, figures. It touches nothing."""
 
+import glob
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class Watched:
     name: str
     folder: Path
     tail: Tail
+    title: str = ""  # what it is called: its name, and of a labelling round before the last its run's too
     record: dict[str, Any] = field(default_factory=dict)
     locked: bool = False
 
@@ -126,16 +128,34 @@ def is_locked(path: Path) -> bool | None:
     return any(line.split()[5].rsplit(":", 1)[-1] == str(inode) for line in lines if len(line.split()) > 5)
 
 
+def watched(folder: Path, name: str, title: str) -> Watched:
+    return Watched(name, folder / name, Tail(folder / name / "metrics.jsonl"), title)
+
+
 class Watch:
-    """A run that is looked at again and again."""
+    """A run that is looked at again and again, with the labelling rounds that the pipeline makes before its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.stages = [Watched(name, folder / name, Tail(folder / name / "metrics.jsonl")) for name in STAGES]
+        self.stages = [watched(folder, name, name) for name in STAGES]
+        self.rounds: set[Path] = set()
+
+    def _find_rounds(self) -> None:
+        """Put stages of rounds that have begun since before this run's labelling, in their order."""
+        found = {
+            p
+            for p in self.folder.parent.glob(f"{glob.escape(self.folder.name)}-round-*")
+            if p.name.rsplit("-", 1)[-1].isdigit()
+        }
+        for folder in sorted(found - self.rounds, key=lambda p: int(p.name.rsplit("-", 1)[-1])):
+            at = next(i for i, stage in enumerate(self.stages) if stage.title == "label")
+            self.stages[at:at] = [watched(folder, name, f"{folder.name}/{name}") for name in ("label", "reward", "ppo")]
+        self.rounds |= found
 
     def look(self) -> bool:
         """Reads what is new; whether anything is."""
         changed = False
+        self._find_rounds()
         for stage in self.stages:
             record = read_json(stage.folder / "stage.json")
             held = is_locked(stage.folder / ".lock")
@@ -179,7 +199,7 @@ class Watch:
 def line(stage: Watched) -> str:
     """One plain line: where a stage stands."""
     unit = "update" if stage.name == "ppo" else "step"
-    parts = [f"{stage.name}: {stage.status}"]
+    parts = [f"{stage.title}: {stage.status}"]
     if stage.step:
         of = f"/{stage.total:,} ({100 * stage.step / stage.total:.0f}%)" if stage.total else ""
         parts.append(f"{unit} {stage.step:,}{of}")
@@ -194,7 +214,7 @@ def line(stage: Watched) -> str:
 def screen(watch: Watch, width: int) -> list[str]:
     """The live view: a line a stage, and below the current one a bar and a small curve for each figure."""
     lines = [f"{watch.folder.name}  " + " → ".join(
-        f"{ {'complete': '●', 'running': '◐', 'stopped': '✕'}.get(s.status, '○') } {s.name}" for s in watch.begun)]  # fmt: skip
+        f"{ {'complete': '●', 'running': '◐', 'stopped': '✕'}.get(s.status, '○') } {s.title}" for s in watch.begun)]  # fmt: skip
     stage = watch.current
     if stage is None:
         return [f"{watch.folder.name}  nothing has begun"]

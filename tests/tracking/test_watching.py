@@ -166,3 +166,21 @@ def test_an_interrupt_is_clean(tmp_path: Path) -> None:
         watcher.send_signal(signal.SIGINT)
         _, complaint = watcher.communicate(timeout=20)
     assert watcher.returncode == 0 and complaint == ""
+
+
+def test_labelling_rounds_before_the_last_are_followed_too(tmp_path: Path) -> None:
+    write_stage(tmp_path / "x", "sft", "complete", seconds=9.0)
+    watch = Watch(tmp_path / "x")
+    watch.look()
+    assert [stage.title for stage in watch.begun] == ["sft"] and not watch.running
+    write_stage(tmp_path / "x-round-1", "label", "complete", seconds=4.0)
+    ppo = write_stage(tmp_path / "x-round-1", "ppo", "running", steps=5)
+    (tmp_path / "x-round-two").mkdir()
+    with locked(ppo):
+        assert watch.look() and watch.running and watch.current is not None
+        assert line(watch.current).startswith("x-round-1/ppo: running  update 5/10 (50%)  15 s left")
+        assert screen(watch, 100)[0] == "x  ● sft → ● x-round-1/label → ◐ x-round-1/ppo"
+    write_stage(tmp_path / "x", "label", "complete", seconds=4.0)
+    watch.look()
+    assert [stage.title for stage in watch.begun] == ["sft", "x-round-1/label", "x-round-1/ppo", "label"]
+    assert watch.stages[-1].title == "evaluate"
