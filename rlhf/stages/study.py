@@ -1,7 +1,7 @@
 """`rlhf evaluate study=…`: what PPO's choices buy, measured on the gold world over several seeds.
 
     frontier    learned and true reward against sqrt(KL) for a sweep of kl.coef, beside best-of-n (Gao et al. 2022)
-    details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, baselines
+    details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, averaging, baselines
 
 A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; what is complete is not
 run again. The result is runs/<run>/study/<name>.json. Not here: PPO itself, and the pictures (`rlhf.tracking`).
@@ -39,6 +39,7 @@ DETAILS: dict[str, list[str]] = {
     "ptx": ["ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25"],
     "adaptive_kl": ["kl.target=1.5", "kl.horizon=512"],
     "no_calibration": ["ppo.calibrated=false"],
+    "no_average": ["ppo.ema_decay=null"],
     "rloo": ["ppo.advantages=rloo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0"],
     "grpo": ["ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "kl.penalty=loss"],
 }
@@ -103,7 +104,8 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
     folder = (run_folder(config) / "study" / str(config.study)).absolute()
     if config.study == "frontier":
         updates = settings.updates * config.ppo.episodes_per_update
-        fixed = (f"ppo.episodes={updates}", f"ppo.eval_prompts={EVAL_PROMPTS}", "ppo.eval_every=2", "kl.target=null")
+        fixed = (f"ppo.episodes={updates}", f"ppo.eval_prompts={EVAL_PROMPTS}", "ppo.eval_every=2", "kl.target=null",
+                 "ppo.ema_decay=null")  # fmt: skip
         choices: dict[str, tuple[str, ...]] = {
             f"kl_coef_{coef}": (f"kl.coef={coef}", *fixed) for coef in FRONTIER_COEFFICIENTS
         }
