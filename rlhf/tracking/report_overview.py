@@ -50,6 +50,9 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
     seeds = {record["seed"] for record in records if isinstance(record.get("seed"), int)}
     facts = [f"{complete} of {len(stages)} stages complete"]
     facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
+    rounds = _rounds(results)
+    facts += [f"after {visible(name, 100)}, a labelling round of {duration(s)}" for name, s in rounds.items()]
+    seconds += rounds.values()
     tiles = [*_win_tiles(results), *_reward_tiles(stages, results), *_kl_tiles(stages, results)]
     bpb, note = number(results, "pretrain_bits_per_byte"), "held-out text"
     if bpb is None:
@@ -59,6 +62,17 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
     if seconds:
         tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(max(peaks, default=None))}"))
     return {"name": run.name, "facts": facts, "sentence": _sentence(stages, results), "tiles": tiles}
+
+
+def _rounds(results: dict[str, Any]) -> dict[str, float]:
+    """{run: seconds} of the labelling rounds before the last, which are runs of their own."""
+    found: dict[str, float] = {}
+    costs = get(results, "seconds")
+    for name, seconds in (costs if isinstance(costs, dict) else {}).items():
+        run, of_round, _ = str(name).rpartition("/")
+        if of_round and is_number(seconds):
+            found[run] = found.get(run, 0.0) + seconds
+    return found
 
 
 def compare(overviews: list[dict[str, Any]]) -> list[tuple[str, list[Tile | None]]]:

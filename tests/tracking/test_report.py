@@ -91,7 +91,7 @@ def make_run(run: Path) -> Path:
             ],
         },
         "kl_to_sft_nats": 3.021, "pretrain_bits_per_byte": 0.4683, "seed": 7,
-        "seconds": {"ppo": 61.0}, "peak_rss_mb": {"ppo": 1500.0},
+        "seconds": {"ppo": 61.0, "demo-round-1/label": 20.0, "demo-round-1/ppo": 40.0}, "peak_rss_mb": {"ppo": 1500.0},
     }  # fmt: skip
     (run / "evaluate/results.json").write_text(json.dumps(results))
     write_lines(run / "evaluate/samples.jsonl", [
@@ -161,7 +161,8 @@ def test_a_complete_run_shows_its_numbers(complete: tuple[Path, str]) -> None:
     page = check_page(text)
     assert page.tags["svg"] >= 9
     for shown in ("78.3%", "75.1% to 81.3%", "83.4%", "67.5%", "79.1%", "51.5%", "80.1%", "73.5%", "3.02",
-                  "0.468", "0.884", "+0.304", "6:06 min", "1.50 GB", "6 of 6 stages complete", "seed 7",
+                  "0.468", "0.884", "+0.304", "7:06 min",
+                  "after demo-round-1, a labelling round of 1:00 min", "1.50 GB", "6 of 6 stages complete", "seed 7",
                   "1.5e-4",
                   digest("data"), "PPO is preferred to SFT"):  # fmt: skip
         assert shown in text, shown
