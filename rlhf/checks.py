@@ -137,10 +137,8 @@ def _relations(config: Config, command: str) -> list[str]:
     problems = []
     if config.model.n_head > 0 and config.model.width % config.model.n_head:
         problems.append(f"model.width={config.model.width}: want a multiple of model.n_head={config.model.n_head}")
-    if config.gold.enabled and config.gold.comparison_prompts < config.gold.rounds:
-        problems.append(
-            f"gold.comparison_prompts={config.gold.comparison_prompts}: want at least gold.rounds={config.gold.rounds}"
-        )
+    if config.gold.enabled and command in ("world", "label", "pipeline"):
+        problems += _gold_relations(config, command)
     ppo, pretrain, context = config.ppo, config.pretrain, config.model.context_length
     if not 0 <= config.seed < 2**32:
         problems.append(f"seed={config.seed}: want 0 to {2**32 - 1}")
@@ -179,6 +177,10 @@ def _relations(config: Config, command: str) -> list[str]:
                         f"{ppo.episodes_per_update}, or one update could take kl.coef to 0")  # fmt: skip
     if command in ("ppo", "pipeline") and config.rollout.temperature != 1.0:
         problems.append(f"rollout.temperature={config.rollout.temperature}: PPO needs 1, anything else biases the KL")
+    updates = ppo.episodes // ppo.episodes_per_update if ppo.episodes_per_update > 0 else 0
+    if command in ("ppo", "pipeline") and 0 < updates <= ppo.critic_warmup_updates:
+        problems.append(f"ppo.critic_warmup_updates={ppo.critic_warmup_updates}: leaves the policy none of the {updates} updates: "
+                        "lower it, or raise ppo.episodes")  # fmt: skip
     problems += _ppo_relations(config)
     if config.study not in (None, "frontier", "details"):
         problems.append(f"study={config.study}: want frontier, details or null")
@@ -233,6 +235,19 @@ def _labeler_problems(config: Config) -> list[str]:
         for name, value in weights.items()
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
     ]
+
+
+def _gold_relations(config: Config, command: str) -> list[str]:
+    gold, ppo, problems = config.gold, config.ppo, []
+    if not gold.rounds <= gold.comparison_prompts <= gold.train_prompts:
+        problems.append(f"gold.comparison_prompts={gold.comparison_prompts}: want at least gold.rounds={gold.rounds} and at "
+                        f"most gold.train_prompts={gold.train_prompts}")  # fmt: skip
+    if command == "pipeline" and gold.rounds > 1 and gold.early_episodes is not None:
+        least = ppo.episodes_per_update * (1 + max(0, ppo.critic_warmup_updates))
+        if gold.early_episodes < least:
+            problems.append(f"gold.early_episodes={gold.early_episodes}: want at least {least}, which is one update of the "
+                            "policy, or null")  # fmt: skip
+    return problems
 
 
 def _ppo_relations(config: Config) -> list[str]:

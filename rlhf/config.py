@@ -210,7 +210,7 @@ class GoldConfig:
     test_prompts: int = 512  # prompts for the final figures
     comparison_prompts: int = 3000  # prompts whose responses are ranked, in all rounds
     rounds: int = 1  # of labelling: after the first, PPO's model of the round before answers, and all rankings train
-    early_episodes: int | None = None  # of PPO in the rounds before the last; none: ppo.episodes
+    early_episodes: int | None = None  # of PPO in the rounds before the last; none: ppo.episodes, which is the most
     comparison_dev_prompts: int = 100  # of the dev split, for the held-out figures of training
     comparison_test_prompts: int = 300  # of the test split, for the reward model's held-out accuracy
     responses_min: int = 4  # K

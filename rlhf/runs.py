@@ -45,14 +45,14 @@ STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
     "reward": ("seed", "reward", "data.comparisons", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed",
                "data.held_out_labelers", "rollout.max_new_tokens"),
     "ppo": ("seed", "ppo", "kl", "lora", "rollout", *PROMPTS),
-    "rejection": ("seed", "rejection", "sft", "rollout.max_new_tokens", *REWARD_SOURCES, *PROMPTS),
+    "rejection": ("seed", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", *REWARD_SOURCES, *PROMPTS),
     "evaluate": ("seed", "evaluate", "rollout.max_new_tokens", "ppo.missing_eos_rule", "ppo.missing_eos_score",
                  "ppo.score_clip", *REWARD_SOURCES, *PROMPTS, "data.held_out_labelers", "gold.labeler_noise"),
 }  # fmt: skip
-# Settings that change how fast a stage runs but not what it computes.
+# Settings that change how fast a stage runs but not what it computes, and one that its parents were made with.
 NOT_IDENTITY = {
     "samples_every", "eval_every", "eval_prompts", "micro_batch_sequences", "micro_batch_size",
-    "micro_batch_responses", "micro_batch_episodes", "seeds", "parents", "updates", "cells", "processes",
+    "micro_batch_responses", "micro_batch_episodes", "seeds", "parents", "updates", "cells", "processes", "early_episodes",
 }  # fmt: skip
 STAGE_PARENTS: dict[str, tuple[str, ...]] = {
     "world": (),
@@ -115,20 +115,37 @@ def stage_folder(config: Config, stage: str) -> Path:
 
 
 def earlier_run(config: Config) -> Config | None:
-    """The run of the labelling round before this one, which has label, reward and ppo of its own; None in the first round."""
+    """The run of the labelling round before this one, which has label, reward and ppo of its own; None in the first round.
+
+    Raises: UserError for a run that has the name of one of its own rounds.
+    """
     gold = config.gold
     if not gold.enabled or gold.rounds < 2:
         return None
+    base = ROUND.sub("", config.run)
+    if base != config.run and int(config.run.rpartition("-")[2]) < gold.rounds:
+        raise UserError(f"run={config.run}: {base} has a labelling round of that name: choose another name, or label once, "
+                        "with gold.rounds=1")  # fmt: skip
     found = deepcopy(config)
-    found.run = f"{ROUND.sub('', config.run)}-round-{gold.rounds - 1}"
+    found.run = f"{base}-round-{gold.rounds - 1}"
     found.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
     found.gold.rounds = gold.rounds - 1
-    found.ppo.episodes = gold.early_episodes or config.ppo.episodes
+    if gold.early_episodes is not None:
+        found.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
     shared = {
         stage: getattr(config.parents, stage) or config.run for stage in ("world", "tokenizer", "pretrain", "sft")
     }
     found.parents = ParentsConfig(**shared)
     return found
+
+
+def rounds_before(run: Path) -> list[Path]:
+    """The runs of the labelling rounds that a run's own was built on, the latest first."""
+    names = {
+        parent.partition("/")[0] for parent in (read_stage(run / "label") or {}).get("parents", {}) if "/" in parent
+    }
+    found = [run.parent / name for name in names]
+    return found + [earlier for folder in found for earlier in rounds_before(folder)]
 
 
 def is_needed(config: Config, stage: str) -> bool:
@@ -184,12 +201,7 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
             records[parent] = check_output(folder, parent) | {"folder": folder}
     earlier = earlier_run(config) if stage == "label" else None
     if earlier is not None:
-        for name in ("label", "ppo"):
-            folder = run_folder(earlier) / name
-            if not is_complete(folder):
-                raise UserError(f"{folder}: no finished {name} of the labelling round before: `rlhf pipeline` makes it; or "
-                                "label once, with gold.rounds=1")  # fmt: skip
-            records[f"{earlier.run}/{name}"] = check_output(folder, name) | {"folder": folder}
+        records |= {f"{earlier.run}/{record['stage']}": record for record in check_round(earlier)}
     for parent, record in records.items():
         for grandparent, digest in record["parents"].items():
             if grandparent in records and records[grandparent]["hash"] != digest:
@@ -199,6 +211,26 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
                     f"`rlhf {parent} overwrite=true` again, or point parents.{grandparent} at the one it was built on"
                 )
     return {parent: record["hash"] for parent, record in records.items()}
+
+
+def check_round(earlier: Config) -> list[dict]:
+    """The records of the label and PPO stages of the labelling round before. Raises: UserError where they do not fit."""
+    records: dict[str, dict] = {}
+    for name in ("label", "reward", "ppo"):
+        folder = run_folder(earlier) / name
+        if not is_complete(folder):
+            raise UserError(f"{folder}: no finished {name} of the labelling round before: `rlhf pipeline` makes it; or "
+                            "label once, with gold.rounds=1")  # fmt: skip
+        records[name] = check_output(folder, name) | {"folder": folder}
+        for parent, digest in records[name]["parents"].items():
+            if parent in records and records[parent]["hash"] != digest:
+                raise UserError(f"{folder}: built on another {parent} than {records[parent]['folder']}: `rlhf pipeline "
+                                "overwrite=true` makes the labelling round again")  # fmt: skip
+    wanted, recorded = settings_of(earlier, "label"), records["label"]["settings"]
+    if recorded != wanted:
+        raise UserError(f"{records['label']['folder']}: the labelling round before had other settings "
+                        f"({differences(recorded, wanted)}): restore them, or choose another run=…")  # fmt: skip
+    return [records["label"], records["ppo"]]
 
 
 def differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:

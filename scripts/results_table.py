@@ -2,8 +2,8 @@
 
     python scripts/results_table.py runs/demo runs/seed-1 runs/seed-2
 
-Rows on the way tell whether a run stayed whole: the largest KL of an update, the least gold score of one, the
-critic's explained variance at the end, and best-of-n beside PPO.
+Rows on the way tell whether a run stayed whole, in all its labelling rounds: the largest KL of an update, the least gold score
+of one, the critic's explained variance at the end, and best-of-n beside PPO.
 """
 
 import json
@@ -11,20 +11,42 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlhf.runs import rounds_before
+
 
 def show(value: dict[str, Any]) -> str:
     return f"{value['value']:.3f} [{value['ci95'][0]:.3f}, {value['ci95'][1]:.3f}]"
 
 
 def training(folder: Path) -> dict[str, float]:
-    """What happened on the way: extremes over PPO's updates, and the last explained variance."""
-    rows = [json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    updates = [row for row in rows if "objective/kl" in row]
-    looks = [row["eval/dev/gold/total"] for row in rows if "eval/dev/gold/total" in row]  # the first is SFT's
+    """What happened on the way, in all labelling rounds: extremes over PPO's updates, and the last explained variance.
+
+    Gold is taken twice, each time less the SFT model's: of the looks at held-out prompts, which see the averaged policy where
+    there is one, and of the rollouts, which the policy itself wrote. Updates that train the critic alone are SFT's.
+    """
+    found: dict[str, list[float]] = {"kl": [], "looks": [], "rollouts": []}
+    for run in (folder, *rounds_before(folder)):
+        record = json.loads((run / "ppo" / "stage.json").read_text(encoding="utf-8"))
+        alone = record["config"]["ppo"]["critic_warmup_updates"]
+        rows = [json.loads(line) for line in (run / "ppo" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        updates = [row for row in rows if "objective/kl" in row]
+        looks = [row for row in rows if "eval/dev/gold/total" in row]  # the first is SFT's
+        sampled = [row["gold/total"] for row in updates]  # by the policy before the update
+        start = sum(sampled[: alone + 1]) / (alone + 1)
+        found["kl"] += [row["objective/kl"] for row in updates]
+        found["rollouts"] += [gold - start for gold in sampled[alone + 1 :]]
+        found["looks"] += [
+            row["eval/dev/gold/total"] - looks[0]["eval/dev/gold/total"]
+            for row in looks
+            if row["progress/step"] > alone
+        ]
+        if run == folder:
+            found["explained_variance"] = [updates[-1]["val/explained_var"]]
     return {
-        "kl_most": max(row["objective/kl"] for row in updates),
-        "gold_least": min(looks[1:]) - looks[0],
-        "explained_variance": updates[-1]["val/explained_var"],
+        "kl_most": max(found["kl"]),
+        "gold_least": min(found["looks"]),
+        "rollout_least": min(found["rollouts"]),
+        "explained_variance": found["explained_variance"][0],
     }
 
 
@@ -46,8 +68,8 @@ def rows(results: dict[str, Any], way: dict[str, float]) -> dict[str, str]:
         f"best of {best['n']} by the reward model: gold score, win rate, KL at most": (
             f"{best['gold']:.3f} · {show(best['win_rate_vs_sft'])} · {best['kl_bound_nats']:.2f}"
         ),
-        "on the way: largest KL, least held-out gold less SFT's, last explained variance": (
-            f"{way['kl_most']:.2f} · {way['gold_least']:+.3f} · {way['explained_variance']:.2f}"
+        "on the way: largest KL; least gold less SFT's, held-out and of rollouts; last explained variance": (
+            f"{way['kl_most']:.2f} · {way['gold_least']:+.3f}, {way['rollout_least']:+.3f} · {way['explained_variance']:.2f}"
         ),
         "reward model accuracy, held-out prompts": show(rm["accuracy"]),
         "on held-out labelers": show(held_out),

@@ -15,9 +15,11 @@ class Ema:
     """average := average + share * (weights - average), once an optimizer step of the policy, in float32.
 
     share = (1 - decay) / (1 - decay^n) at the n-th step, so that the weights of k steps ago count in proportion to
-    decay^k and those before the first step nothing: the correction of Kingma & Ba 2015, section 3, without which a
-    short run's average would still be mostly the SFT model. It tends to 1 - decay. Only weights that train are averaged;
-    under ZeRO-3 each rank averages its slices, of the optimizer's float32 weights.
+    decay^k and those before the first step nothing. Only weights that train are averaged; under ZeRO-3 each rank
+    averages its slices, of the optimizer's float32 weights.
+
+    Differs: the paper does not say what its average starts from. The correction of Kingma & Ba 2015, section 3, matters
+    only to runs that are short beside 1 / (1 - decay) steps: theirs would still be mostly the SFT model.
     """
 
     def __init__(self, model: nn.Module, decay: float):

@@ -25,7 +25,7 @@ from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples, sample
 from rlhf.rewards import pay
 from rlhf.rollout import response_logprobs
-from rlhf.runs import Stage, earlier_run, open_stage, read_stage, run_folder, stage_folder
+from rlhf.runs import Stage, open_stage, read_stage, rounds_before, run_folder, stage_folder
 from rlhf.stages.best_of import best_index, best_of_n_kl, draw_candidates
 from rlhf.stages.common import load_policy, open_tracker, set_up
 from rlhf.stages.ppo_setup import make_reward
@@ -290,14 +290,10 @@ def summarize_gold(gold: dict[str, dict[str, list[list[dict[str, float]]]]]) -> 
 
 def costs(config: Config) -> dict[str, Any]:
     """Seed, held-out bits per byte, and what each stage took."""
-    records = {}
-    run: Config | None = config
-    while run is not None:  # this run, then the labelling rounds before it
-        for path in sorted(run_folder(run).glob("*/stage.json")):
-            if path.parent.name != "evaluate":
-                name = path.parent.name if run is config else f"{run.run}/{path.parent.name}"
-                records[name] = read_stage(path.parent) or {}
-        run = earlier_run(run)
+    folders = {path.parent.name: path.parent for path in sorted(run_folder(config).glob("*/stage.json"))}
+    for run in rounds_before(run_folder(config)):
+        folders |= {f"{run.name}/{path.parent.name}": path.parent for path in sorted(run.glob("*/stage.json"))}
+    records = {name: read_stage(folder) or {} for name, folder in folders.items() if folder.name != "evaluate"}
     pretrain = read_stage(stage_folder(config, "pretrain")) or {}
     return {
         "pretrain_bits_per_byte": pretrain.get("summary", {}).get("bpb"),

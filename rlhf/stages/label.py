@@ -37,6 +37,9 @@ def run(config: Config) -> None:
         source = stage_folder(config, "sft") if earlier is None else run_folder(earlier) / "ppo"
         policy, tokenizer = load_policy(source / "model").to(device), load_tokenizer(source / "model")
         prompts = choose_prompts(config)
+        if not any(record.metadata.get("split") == "train" for record in prompts):
+            raise UserError(f"gold.comparison_prompts={config.gold.comparison_prompts}: the world has too few training prompts "
+                            f"for a part in each of gold.rounds={config.gold.rounds}: lower it")  # fmt: skip
 
         # 1. Sample
         counts = [responses_wanted(config, record) + SPARE for record in prompts]

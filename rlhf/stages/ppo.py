@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
+from rlhf.errors import UserError
 from rlhf.interrupts import finish_step
 from rlhf.model.heads import RewardModel
 from rlhf.ops.advantages import compute_advantages
@@ -285,6 +286,9 @@ def restore(trainer: Trainer, folder: Path) -> int:
     state, notes = read_state(folder, *more)
     trainer.engine.restore(state, lambda: probe(trainer))
     if trainer.ema is not None:
+        if "averaged_steps" not in notes:
+            raise UserError(f"{folder}: was written by an earlier version, whose average started otherwise: run `rlhf ppo "
+                            "overwrite=true` again")  # fmt: skip
         trainer.ema.load_state_dict(state["ema"], notes["averaged_steps"])
     trainer.kl.load_state_dict(notes["kl"])
     trainer.tokens = notes["tokens"]

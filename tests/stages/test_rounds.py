@@ -2,18 +2,39 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
+from rlhf.checks import check_config
+from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
+from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
-from rlhf.runs import earlier_run, read_stage
-from rlhf.stages.label import choose_prompts
+from rlhf.files import write_json
+from rlhf.model.generate import sample
+from rlhf.runs import earlier_run, hash_of, read_stage, rounds_before
+from rlhf.stages.common import load_policy
+from rlhf.stages.label import SPARE, choose_prompts, responses_wanted
+from rlhf.tokenizer import decode_response, encode_prompts, load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 
 from .test_pipeline import pipe_in_process, states
 
-ROUNDS = ["gold.rounds=2", "gold.early_episodes=64", "ppo.episodes=128", "evaluate.prompts=20"]
+ROUNDS = ["gold.rounds=2", "gold.early_episodes=128", "ppo.episodes=192", "ppo.lr=3e-3", "evaluate.prompts=20"]
+
+
+def drawn(config: Config, folder: Path, record: PromptRecord) -> list[str]:
+    """What the label stage draws from a model for a prompt: distinct texts, K at most."""
+    policy, tokenizer = load_policy(folder), load_tokenizer(folder)
+    count = responses_wanted(config, record)
+    found = sample(
+        policy, encode_prompts(tokenizer, [record.prompt]) * (count + SPARE), seed=config.seed,
+        keys=[("label", record.id, i) for i in range(count + SPARE)], max_new_tokens=config.rollout.max_new_tokens,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    both = zip((decode_response(tokenizer, ids).strip() for ids in found.responses), found.ended.tolist(), strict=True)
+    return [text for text, _ in list(dict.fromkeys(both))[:count]]
 
 
 def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeypatch):
@@ -30,6 +51,13 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     assert {x.policy for r in first for x in r.responses} == {f"copy/sft@{sft}"}
     assert {x.policy for r in new for x in r.responses} == {f"copy-round-1/ppo@{ppo}"}
 
+    asked = {p.id: p for p in choose_prompts(run.config(*ROUNDS))}
+    some = [r for r in new if r.labeler == new[0].labeler][:6]
+    told = [[x.text for x in r.responses] for r in some]
+    records = [asked[r.id.removeprefix("r-").split("-labeler")[0]] for r in some]
+    assert told == [drawn(run.config(), early / "ppo" / "model", record) for record in records]
+    assert told != [drawn(run.config(), run.folder / "sft" / "model", record) for record in records], "PPO has learned"
+
     trained = [{r.id.split("-labeler")[0] for r in part if r.metadata["split"] == "train"} for part in (first, new)]
     assert 30 <= len(trained[0]) <= 40 and 30 <= len(trained[1]) <= 40 and not trained[0] & trained[1]
     assert {r.metadata["split"] for r in new} == {"train"}, "accuracies of both rounds are on the same held-out answers"
@@ -37,13 +65,26 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     parents = read_stage(run.folder / "label")["parents"]
     assert parents["copy-round-1/ppo"] == read_stage(early / "ppo")["hash"]
     updates = [row for row in read_jsonl(early / "ppo" / "metrics.jsonl") if "objective/kl" in row]
-    assert len(updates) == 1, "64 episodes"
+    assert len(updates) == 2, "128 episodes, of which 64 train the critic alone"
     assert not (early / "sft").exists()
     results = json.loads((run.folder / "evaluate" / "results.json").read_text())
     assert results["seconds"]["copy-round-1/ppo"] > 0 and results["seconds"]["ppo"] > 0
 
     assert pipe_in_process(monkeypatch, run, *ROUNDS) == []
     assert states(run)["copy-round-1/reward"] == "complete before"
+    assert rounds_before(run.folder) == [early] and rounds_before(early) == []
+
+    whole = read_stage(early / "label")
+    write_json(
+        early / "label" / "stage.json", whole | {"settings": whole["settings"] | {"gold.comparison_prompts": 80}}
+    )
+    with pytest.raises(UserError, match=r"round before had other settings \(gold.comparison_prompts 80 -> 40\)"):
+        run.stage("label", *ROUNDS, "overwrite=true")
+    changed = whole | {"data": {"x": "y"}}
+    write_json(early / "label" / "stage.json", changed | {"hash": hash_of(changed)})
+    with pytest.raises(UserError, match=r"copy-round-1/reward: built on another label than .*copy-round-1/label"):
+        run.stage("label", *ROUNDS, "overwrite=true")
+    assert (run.folder / "label" / "comparisons.jsonl").exists(), "nothing is lost"
     shutil.rmtree(early)
     with pytest.raises(UserError, match=r"copy-round-1/label: no finished label of the labelling round before"):
         run.stage("label", *ROUNDS, "overwrite=true")
@@ -63,3 +104,35 @@ def test_rounds_share_the_prompts_evenly(gold_run):
     whole = [p.id for p in choose_prompts(gold_run.config()) if p.metadata["split"] == "train"]
     assert chosen[2] + chosen[1] + chosen[0] == whole
     assert rounds[1].parents.sft == "gold" and rounds[1].parents.reward is None
+
+
+def test_a_run_is_not_its_own_earlier_round(gold_run):
+    for name, rounds in (("x-round-1", 2), ("x-round-1", 3), ("x-round-2", 3)):
+        config = gold_run.config(f"gold.rounds={rounds}")
+        config.run = name
+        with pytest.raises(UserError, match=f"run={name}: x has a labelling round of that name: choose another name"):
+            earlier_run(config)
+    config.run = "x-round-7"
+    assert earlier_run(config).run == "x-round-2"
+
+
+def test_the_rounds_before_the_last_are_no_longer_than_the_last(gold_run):
+    assert earlier_run(gold_run.config("gold.rounds=2", "gold.early_episodes=4096")).ppo.episodes == 192
+    assert earlier_run(gold_run.config("gold.rounds=2", "gold.early_episodes=null")).ppo.episodes == 192
+    assert earlier_run(gold_run.config("gold.rounds=2", "gold.early_episodes=128")).ppo.episodes == 128
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["gold.rounds=2", "gold.early_episodes=100"], "gold.early_episodes=100: want at least 128"),
+        (["gold.rounds=2", "gold.early_episodes=64"], "want at least 128, which is one update of the policy"),
+        (["gold.rounds=2", "gold.early_episodes=-5"], "want at least 128"),
+        (["gold.comparison_prompts=600"], "gold.comparison_prompts=600: want .* at most gold.train_prompts=200"),
+        (["gold.rounds=90"], "gold.comparison_prompts=80: want at least gold.rounds=90"),
+        (["ppo.critic_warmup_updates=3"], "leaves the policy none of the 3 updates"),
+    ],
+)
+def test_rounds_that_would_fail_late_or_do_nothing_are_refused_at_once(gold_run, settings, told):
+    with pytest.raises(UserError, match=told):
+        check_config(gold_run.config(*settings), "pipeline")
