@@ -227,17 +227,22 @@ def config_name(command: str) -> str:
 def compose_config(overrides: list[str], command: str = "") -> Any:
     """The `Config` (or the command's own schema) that these overrides give. Raises: UserError for what Hydra refuses."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     register_schema()
+    ours = GlobalHydra.instance()
+    running, ours.hydra = ours.hydra, None  # a study composes its cells' settings while Hydra runs its command
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
             composed = compose(config_name(command), overrides=overrides)
         return OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_first_line(error)) from None
+    finally:
+        ours.hydra = running
 
 
 def register_schema() -> None:

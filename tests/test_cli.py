@@ -12,7 +12,7 @@ import yaml
 import rlhf
 from rlhf import cli
 from rlhf.errors import UserError
-from rlhf.stages import report
+from rlhf.stages import pipeline, report
 
 
 @pytest.fixture
@@ -175,3 +175,18 @@ def test_schema_keys_are_dotted_and_hold_the_defaults():
     keys = cli.schema_keys()
     assert (keys["kl.coef"], keys["ppo.lam"], keys["run"]) == (0.02, 0.95, "default")
     assert "kl" in keys and "coef" not in keys
+
+
+def test_a_command_composes_other_settings_while_it_runs(call, monkeypatch):
+    """As a study does for its cells."""
+    seen: list = []
+
+    def run(config):
+        before = pipeline.forwarded_overrides()
+        other = cli.compose_config(["experiment=gold", "kl.coef=0.5"])
+        seen.append((config.kl.coef, other.kl.coef, before, pipeline.forwarded_overrides()))
+
+    monkeypatch.setattr(report, "run", run)
+    assert call("report", "experiment=gold", "kl.coef=0.25") == (0, "", "")
+    given = ["experiment=gold", "kl.coef=0.25"]
+    assert seen == [(0.25, 0.5, given, given)]
