@@ -1,8 +1,9 @@
 """PPO: what one update computes, that it learns, and what it refuses to train on."""
 
+import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf.config import PpoConfig
 from rlhf.errors import UserError
 from rlhf.ops.masked import whiten
 from rlhf.rewards import ModelReward
@@ -17,6 +19,7 @@ from rlhf.rollout import Rollout, response_logprobs
 from rlhf.runs import open_stage
 from rlhf.stages import ppo, ppo_update
 from rlhf.stages.common import load_policy, set_up
+from rlhf.stages.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE, check_first_minibatch
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker
 
@@ -287,3 +290,89 @@ def test_logprobs_of_the_wrong_token_are_refused(trainer, monkeypatch):
 
     monkeypatch.setattr(rollout, "sample", shifted)
     assert_refused(trainer, 2)
+
+
+@pytest.fixture
+def half(copy_until) -> Iterator[ppo.Trainer]:
+    """In bfloat16; training forwards see batches of another shape than those of the rollout."""
+    # 32 rows a forward of the rollout, 16 in training
+    settings = ["ppo.episodes_per_update=64", "ppo.episodes=64", "ppo.minibatches=2"]
+    with open_trainer(copy_until("ppo"), *AT_ONCE, *settings) as found:
+        # As precision=bfloat16 does, which accelerate allows only in a process that began with it
+        found.engine.bfloat16 = True
+        assert found.ratio_tolerance == HALF_RATIO_TOLERANCE
+        yield found
+
+
+def off_by(trainer: ppo.Trainer, gap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A reference whose log-probs are off by gap(mask), nats a token."""
+    right = trainer.reference
+    trainer.reference = lambda tokens, starts, mask: right(tokens, starts, mask) + gap(mask) * mask
+
+
+def test_a_right_first_update_in_bfloat16_passes(half):
+    found: list[tuple[float, float]] = []
+    check = ppo_update.check_first_minibatch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo_update, "check_first_minibatch", lambda *a: found.append(a[:2]) or check(*a))
+        metrics = update(half)
+    assert abs(metrics["objective/kl"]) < 1e-6, "policy and reference see the same batches"
+    assert RATIO_TOLERANCE < found[0][0] < HALF_RATIO_TOLERANCE, "float32's bound would refuse it"
+    assert found[0][1] == 0
+
+
+@pytest.mark.parametrize(
+    "gap",
+    [
+        lambda mask: torch.full(mask.shape, 0.1),
+        lambda mask: torch.full(mask.shape, 0.4),
+        lambda mask: 0.1 * (-1.0) ** torch.arange(mask.shape[1]).expand(mask.shape),  # whose KL is nearly 0
+        lambda mask: torch.full(mask.shape, -0.008),  # whose KL is not, by 16 tokens and more
+        lambda mask: 0.3 * (torch.arange(mask.numel()) == 0).view(mask.shape),
+    ],
+    ids=["0.1 a token", "0.4 a token", "either way", "a little on all", "much on one a batch"],
+)
+def test_a_reference_that_is_off_is_refused_in_bfloat16(half, gap):
+    off_by(half, gap)
+    assert_refused(half, 2)
+
+
+@pytest.mark.parametrize(("gap", "refused"), [(5e-5, False), (2e-4, True)])
+def test_in_float32_no_token_may_be_off(trainer, gap, refused):
+    off_by(trainer, lambda mask: torch.full(mask.shape, gap))
+    if refused:
+        assert_refused(trainer, 2)
+    else:
+        update(trainer)
+
+
+def test_what_is_refused_is_told(half):
+    off_by(half, lambda mask: torch.full(mask.shape, 0.1))
+    told = r"up to 1.00e-01 nats off .*1.00e-01 on average, .* KL of -\d.* nats a sequence; want at most 0.15 on a token, 0.01"
+    with pytest.raises(UserError, match=told):
+        update(half)
+
+
+def test_after_the_critics_own_updates_it_is_the_policy_that_was_not_trained(copy_until, gold_run):
+    settings = ["ppo.critic_warmup_updates=1", "ppo.episodes_per_update=32", "ppo.episodes=64"]
+    with open_trainer(copy_until("ppo"), *settings) as trainer:
+        update(trainer, 1)
+        policy = trainer.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.2)
+        trainer.config.gradient_checkpointing = True
+        before = weights(policy)
+        with pytest.raises(UserError, match=r"invariant 1 fails on the first update: .*: the policy was not trained"):
+            update(trainer, 2)
+        assert not changed(before, policy)
+
+
+def test_ratios_that_bfloat16_may_have_are_not_clipped():
+    """The bound on a token and the bound on clipping refuse the same thing."""
+    assert math.log(1 + PpoConfig().clip_range) > HALF_RATIO_TOLERANCE
+    inside = (0.1, -0.5)
+    check_first_minibatch(0.08, 0.0, inside, HALF_RATIO_TOLERANCE)
+    with pytest.raises(UserError, match=r"invariant 1 .* up to 3.00e-01 before any step, want at most 0.15"):
+        check_first_minibatch(0.3, 2.0, inside, HALF_RATIO_TOLERANCE)
+    with pytest.raises(UserError, match=r"invariant 1 .* 2 tokens are clipped .* up to 8.00e-02: ppo.clip_range"):
+        check_first_minibatch(0.08, 2.0, inside, HALF_RATIO_TOLERANCE)
+    with pytest.raises(UserError, match=r"want at most 0.0001: .*: the policy was not trained"):
+        check_first_minibatch(0.001, 0.0, inside)
