@@ -23,15 +23,15 @@ from rlhf.gold.judge import WEIGHTS, judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples, sample
-from rlhf.rewards import pay
+from rlhf.rewards import Episodes, Reward, pay
 from rlhf.rollout import response_logprobs
 from rlhf.runs import Stage, open_stage, read_stage, rounds_before, run_folder, stage_folder
-from rlhf.stages.best_of import best_index, best_of_n_kl, draw_candidates
+from rlhf.stages.best_of import best_index, best_of_n_kl, draw_candidates, estimate_kl
 from rlhf.stages.common import load_policy, open_tracker, set_up
 from rlhf.stages.ppo_setup import make_reward
 from rlhf.stages.reward_report import describe, evaluate_reward_model, score_distributions
 from rlhf.stages.scoring import score_rows
-from rlhf.stages.sources import fractions, hash_sources, need_source
+from rlhf.stages.sources import fractions, hash_sources, need_source, reward_sources
 from rlhf.stages.statistics import interval, win_rate
 from rlhf.tokenizer import decode_response, encode_texts, load_tokenizer
 from rlhf.tracking.progress import progress
@@ -64,7 +64,7 @@ def run(config: Config) -> None:
         # 3. What the policies are worth
         scores = score_answers(answers, records, reward_model, tokenizer.pad_token_id, device)
         results["reward_model"]["scores"] = score_distributions(config, reward_model, tokenizer, scores["sft"], device)
-        optimised = with_missing_eos(config, answers, scores)  # what PPO was paid for
+        optimised = paid_scores(config, answers, records, scores, tokenizer, device)
         results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
         results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
@@ -182,10 +182,35 @@ def score_answers(
     return scores
 
 
+def paid_scores(
+    config: Config, answers: dict[str, Answers], records: list[PromptRecord], scores: dict[str, list[list[float]]],
+    tokenizer: Any, device: torch.device,
+) -> dict[str, list[list[float]]]:  # fmt: skip
+    """What PPO's reward pays for the responses of SFT and PPO: its sources, its scale, its rules for what does not end.
+
+    scores: of the run's own calibrated reward model, which is what pays unless ppo.rewards, ppo.reward_weights or
+    ppo.calibrated say otherwise.
+    """
+    if reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
+        reward, _ = make_reward(config, tokenizer, device)
+        scores = {name: score_by(reward, answers[name], records) for name in scores}
+    return with_missing_eos(config, answers, scores)
+
+
+def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> list[list[float]]:
+    """A reward's scores of one policy's samples, a list a prompt."""
+    count = len(answers["ids"][0])
+    ids, texts, ended = ([x for row in answers[key] for x in row] for key in ("ids", "texts", "ended"))
+    asked = [record for record in records for _ in range(count)]
+    prompts = [prompt for prompt in answers["prompts"] for _ in range(count)]
+    flat = reward(Episodes(asked, prompts, ids, texts, torch.tensor(ended))).tolist()
+    return [flat[i : i + count] for i in range(0, len(flat), count)]
+
+
 def with_missing_eos(
     config: Config, answers: dict[str, Answers], scores: dict[str, list[list[float]]]
 ) -> dict[str, list[list[float]]]:
-    """The reward model's scores under PPO's rules for what is cut or does not end."""
+    """Scores under PPO's rules for what is cut or does not end."""
 
     def paid(row: list[float], ended: list[bool]) -> list[float]:
         return pay(config, torch.tensor(row), torch.tensor(ended)).tolist()
@@ -207,7 +232,11 @@ def evaluate_best_of(
         found = draw_candidates(config, policy, tokenizer, records, prompts, n, reward, bar)
     best = [best_index(scores) for scores in found["scores"]]
     picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in found.items()}
-    results: dict[str, Any] = {"n": n, "kl_bound_nats": round(best_of_n_kl(n), 4), "reward": mean_of(picked["scores"])}
+    estimates = [
+        [estimate_kl(*drawn, n)] for drawn in zip(found["ids"], found["logprobs"], found["scores"], strict=True)
+    ]
+    results: dict[str, Any] = {"n": n, "kl_bound_nats": round(best_of_n_kl(n), 4), "reward": mean_of(picked["scores"]),
+                               "kl_estimate_nats": mean_of(estimates)}  # fmt: skip
     if gold is not None:
         tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
         judged = [
@@ -330,3 +359,7 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
         gold = results["gold"]
         stage.say(f"gold win rate over SFT {gold['win_rate_vs_sft']['value']:.3f} {gold['win_rate_vs_sft']['ci95']}, greedy "
                   f"{gold['win_rate_greedy']['value']:.3f}; mean score {gold['mean_score']}")  # fmt: skip
+    if "best_of_n" in results:
+        best = results["best_of_n"]
+        stage.say(f"best of {best['n']} samples of SFT: reward {best['reward']}, KL about {best['kl_estimate_nats']:.2f} nats (at most "
+                  f"{best['kl_bound_nats']:.2f})" + (f", gold {best['gold']}" if "gold" in best else ""))  # fmt: skip

@@ -54,6 +54,7 @@ class Cell:
     parent: Path  # the run whose stages it builds on
     folder: Path  # runs_dir of the study
     overrides: tuple[str, ...]  # of its PPO run, all of them
+    stages: dict[str, Path]  # where each of PARENTS lies
 
     @property
     def run(self) -> str:
@@ -117,14 +118,29 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
         choices = {name: tuple(DETAILS[name]) for name in wanted}
     shared = [o for o in given if not o.startswith(NOT_FORWARDED)]
     threads = config.threads or (1 if settings.processes > 1 else 0)
+    found = [{stage: parent_stage(config, parent, stage) for stage in PARENTS} for parent in parents]
     return [
         Cell(name, seed, parent, folder, (
             *shared, *changed, "tracking=jsonl", f"runs_dir='{folder}'", f"run={name}-seed{seed}", f"seed={seed}",
-            f"threads={threads}", *(f"parents.{p}='{parent}'" for p in PARENTS),
-        ))
+            f"threads={threads}", *(f"parents.{stage}='{path}'" for stage, path in stages.items()),
+        ), stages)
         for name, changed in choices.items()
-        for seed, parent in zip(seeds, parents, strict=True)
+        for seed, parent, stages in zip(seeds, parents, found, strict=True)
     ]  # fmt: skip
+
+
+def parent_stage(config: Config, parent: Path, stage: str) -> Path:
+    """Where a stage of a parent lies: in the parent, or where the `parents.<stage>` of its reward model's record says.
+
+    A run's name there is one under runs_dir, and a relative path is from the working directory, as in `stage_folder`.
+    """
+    own = parent / stage
+    recorded = (read_stage(parent / "reward") or {}).get("config", {}).get("parents", {}).get(stage)
+    if recorded is not None and not (own / "stage.json").exists():
+        for candidate in (Path(config.runs_dir) / recorded / stage, Path(recorded) / stage, Path(recorded)):
+            if (candidate / "stage.json").exists():
+                return candidate.absolute()
+    return own
 
 
 def must_run(config: Config, cell: Cell) -> bool:

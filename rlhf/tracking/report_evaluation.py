@@ -168,13 +168,17 @@ def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[f
 
 
 def _paths(study: dict[str, Any], measure: str) -> Iterator[tuple[str, list[tuple[float, float, float, float]]]]:
-    """(choice, rows of KL, value and its interval); where there is no interval, the value itself."""
+    """(choice, rows of KL, value and its interval); where there is no interval, the value itself.
+
+    Best-of-n stands at the estimate of its KL where there is one, and at the upper bound elsewhere.
+    """
     curves = study.get("curves")
     found = {name: get(curve, "mean") for name, curve in (curves if isinstance(curves, dict) else {}).items()}
     for name, rows in [*found.items(), ("best of n", study.get("best_of_n"))]:
         path = []
         for row in rows if isinstance(rows, list) else []:
-            kl, (value, low, high) = interval(get(row, "kl"))[0], interval(get(row, measure))
+            kl, (value, low, high) = interval(get(row, "kl_estimate"))[0], interval(get(row, measure))
+            kl = interval(get(row, "kl"))[0] if kl is None else kl
             if kl is not None and value is not None:
                 path.append((kl, value, value if low is None else low, value if high is None else high))
         if path:
