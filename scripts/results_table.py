@@ -65,8 +65,8 @@ def rows(results: dict[str, Any], way: dict[str, float]) -> dict[str, str]:
             f"{mean[name]:.3f}" for name in ("base", "base_prompted", "sft", "ppo")
         ),
         "`correct`: SFT, PPO": f"{show(correct['sft'])} · {show(correct['ppo'])}",
-        f"best of {best['n']} by the reward model: gold score, win rate, KL at most": (
-            f"{best['gold']:.3f} · {show(best['win_rate_vs_sft'])} · {best['kl_bound_nats']:.2f}"
+        f"best of {best['n']} by the reward model: gold score, win rate, KL (its bound)": (
+            f"{best['gold']:.3f} · {show(best['win_rate_vs_sft'])} · {best['kl_estimate_nats']:.2f} ({best['kl_bound_nats']:.2f})"
         ),
         "on the way: largest KL; least gold less SFT's, held-out and of rollouts; last explained variance": (
             f"{way['kl_most']:.2f} · {way['gold_least']:+.3f}, {way['rollout_least']:+.3f} · {way['explained_variance']:.2f}"
@@ -108,7 +108,8 @@ def main(folders: list[str]) -> None:
             f"greedy {mean([r['gold']['win_rate_greedy']['value'] for r in every]):.3f}, "
             f"KL {mean([r['kl_to_sft_nats'] for r in every]):.2f} nats; "
             f"gold score of PPO {mean([r['gold']['mean_score']['ppo'] for r in every]):.4f}, "
-            f"of best of {every[0]['best_of_n']['n']} {mean([r['best_of_n']['gold'] for r in every]):.4f}."
+            f"of best of {every[0]['best_of_n']['n']} {mean([r['best_of_n']['gold'] for r in every]):.4f} "
+            f"at {mean([r['best_of_n']['kl_estimate_nats'] for r in every]):.2f} nats."
         )
 
 
