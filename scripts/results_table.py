@@ -65,7 +65,7 @@ def rows(results: dict[str, Any], way: dict[str, float]) -> dict[str, str]:
             f"{mean[name]:.3f}" for name in ("base", "base_prompted", "sft", "ppo")
         ),
         "`correct`: SFT, PPO": f"{show(correct['sft'])} · {show(correct['ppo'])}",
-        f"best of {best['n']} by the reward model: gold score, win rate, KL (its bound)": (
+        f"best of {best['n']} by the reward model: gold score, win rate, KL (and its bound)": (
             f"{best['gold']:.3f} · {show(best['win_rate_vs_sft'])} · {best['kl_estimate_nats']:.2f} ({best['kl_bound_nats']:.2f})"
         ),
         "on the way: largest KL; least gold less SFT's, held-out and of rollouts; last explained variance": (

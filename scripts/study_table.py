@@ -1,0 +1,70 @@
+"""Print a study's figures as the Markdown tables of docs/RESULTS.md: means over seeds, with 95% intervals.
+
+python scripts/study_table.py runs/studies/study/frontier.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DETAILS = {
+    "win_rate": "win rate", "win_rate_greedy": "greedy", "gold": "gold", "correct": "`correct`", "kl": "KL",
+    "score": "learned reward", "bpb": "bits per byte", "explained_var": "explained variance",
+}  # fmt: skip
+DIFFERENCES = {
+    "win_rate": "win rate", "gold": "gold", "kl": "KL", "score": "learned reward", "bpb": "bits per byte",
+}  # fmt: skip
+
+
+def show(value: dict[str, Any] | None, digits: int = 3, sign: str = "") -> str:
+    """A mean with its interval, or a dash."""
+    if value is None:
+        return "–"
+    text = f"{value['mean']:{sign}.{digits}f}"
+    low, high = value.get("ci95") or (None, None)
+    return text if low is None else f"{text} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
+
+
+def table(head: list[str], rows: list[list[str]]) -> None:
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def frontier(study: dict[str, Any]) -> None:
+    """Each coefficient's peak of the true reward and its end, then best-of-n."""
+    rows = []
+    for name, curve in study["curves"].items():
+        path, lost = curve["mean"], study["over_optimisation"][name]
+        peak, last = max(path, key=lambda row: row["gold"]["mean"]), path[-1]
+        rows.append([
+            name.removeprefix("kl_coef_"), str(peak["update"]),
+            *(f"{at['kl']['mean']:.2f} · {at['score']['mean']:.2f} · {at['gold']['mean']:.3f}" for at in (peak, last)),
+            show(lost["gold_lost"], sign="+"), show(lost["score_gained"], sign="+"),
+        ])  # fmt: skip
+    table(["`kl.coef`", "peak at update", "KL · learned · true reward there", "at the end", "true reward lost since the peak",
+           "learned reward gained"], rows)  # fmt: skip
+    table(["best of n", "KL", "learned reward", "true reward", "`correct`"], [
+        [f"{row['n']:.0f}", f"{max(0.0, row['kl_estimate']['mean']):.2f}", *(show(row[key]) for key in ("score", "gold", "correct"))]
+        for row in study["best_of_n"]
+    ])  # fmt: skip
+
+
+def details(study: dict[str, Any]) -> None:
+    """The figures of each choice, then their differences from the default, seed by seed."""
+    table(["choice", *DETAILS.values()], [
+        [name, *(f"{row[key]['mean']:.3f}" if key in row else "–" for key in DETAILS)] for name, row in study["rows"].items()
+    ])  # fmt: skip
+    table(["less the default", *DIFFERENCES.values()], [
+        [name, *(show(row["difference"].get(key), sign="+") for key in DIFFERENCES)]
+        for name, row in study["rows"].items() if "difference" in row
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python scripts/study_table.py STUDY.json")
+    found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    (frontier if found["study"] == "frontier" else details)(found)
