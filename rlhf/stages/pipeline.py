@@ -131,10 +131,7 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     kept = [o for o in overrides if o.partition("=")[0] not in given and not o.startswith("parents.")]
     overrides = kept + [f"{key}={value}" for key, value in given.items()]
     done = ensure_rounds(earlier, overrides)
-    print(
-        f"labelling round {earlier.gold.rounds} and its policy: {run_folder(earlier)}",
-        flush=True,
-    )
+    print(f"labelling round {earlier.gold.rounds} and its policy: {run_folder(earlier)}", flush=True)
     return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in ROUND_STAGES}
 
 

@@ -7,6 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlhf.cli import compose_config
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus
@@ -14,7 +16,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
-from rlhf.rewards import Episodes, pay
+from rlhf.rewards import pay
 from rlhf.runs import read_stage, settings_of
 from rlhf.stages import evaluate
 from rlhf.stages.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
@@ -273,12 +275,5 @@ def score_of(config: Config, tokenizer: Any, records: list[PromptRecord], answer
     """Mean calibrated score of the drawn responses, as PPO pays it."""
     plain = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, calibrated=True))
     reward, _ = make_reward(plain, tokenizer, device)
-    count = len(answers["ids"][0])
-    flat = {name: [x for row in answers[name] for x in row] for name in ("ids", "texts", "ended")}
-    asked = [record for record in records for _ in range(count)]
-    prompts = [prompt for prompt in answers["prompts"] for _ in range(count)]
-    import torch
-
-    ended = torch.tensor(flat["ended"])
-    scores = reward(Episodes(asked, prompts, flat["ids"], flat["texts"], ended))
-    return pay(plain, scores, ended.to(scores.device)).mean().item()
+    scores = torch.tensor(evaluate.score_by(reward, answers, records)).flatten()
+    return pay(plain, scores, torch.tensor(answers["ended"]).flatten()).mean().item()
