@@ -11,10 +11,10 @@ import sys
 import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhf.errors import UserError
-from rlhf.interrupts import terminate_as_interrupt
+from rlhf.interrupts import EXIT_CODE, leave, terminate_as_interrupt
 from rlhf.runs import is_main_process
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -74,13 +74,16 @@ def main(argv: list[str] | None = None) -> None:
     terminate_as_interrupt()
     try:
         _dispatch(arguments)
+        ranks = sys.modules.get("rlhf.stages.ranks")  # not imported for its own sake: it brings torch
+        if argv is None and ranks is not None and ranks.disconnect():
+            leave(0)
     except UserError as error:
         sys.exit(fail(str(error)))
     except KeyboardInterrupt:
         told = "\nrlhf: interrupted: run the same command again, it resumes from the last checkpoint"
         if is_main_process():
             print(told, file=sys.stderr)
-        sys.exit(130)
+        end(EXIT_CODE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
@@ -90,10 +93,16 @@ def fail(message: str) -> int:
     let_the_first_speak()
     of = "" if is_main_process() else f"process {os.environ['RANK']}: "
     print(f"rlhf: error: {of}{' '.join(message.split())}", file=sys.stderr, flush=True)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # at once: an orderly end would wait for the other processes
-        sys.stdout.flush()
-        os._exit(2)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        leave(2)
     return 2
+
+
+def end(code: int) -> NoReturn:
+    """End this process; of several, at once: an orderly end would wait for the others, or abort for their being gone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        leave(code)
+    sys.exit(code)
 
 
 def let_the_first_speak() -> None:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
+from rlhf.interrupts import leave
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.stages.common import set_up
 from rlhf.stages.engine import Engine, make_engine
-from rlhf.stages.ranks import process_count, rank, wait_for_all
+from rlhf.stages.ranks import disconnect, process_count, rank, wait_for_all
 
 SIZES = {
     "tiny": {"n_layer": 4, "n_head": 4, "width": 128, "vocab_size": 2048, "context_length": 128},
@@ -151,3 +152,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if disconnect():
+        leave(0)

@@ -43,6 +43,20 @@ def connect(device: torch.device) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
 
 
+def disconnect() -> bool:
+    """Close the connection, once every process is here; whether there was one.
+
+    A process that was connected had better `leave()` then: threads of the connection drop their last tensors when they get
+    to it, and where the interpreter is ending by then they abort the process, in some hundredths of all launches. What
+    started it takes the launch for failed, and ends the others, which may still be writing.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    wait_for_all()
+    dist.destroy_process_group()
+    return True
+
+
 def wait_for_all() -> None:
     """Until every process is here."""
     if process_count() > 1:

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from rlhf.cli import compose_config
+from rlhf.interrupts import leave
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.runs import is_main_process
 from rlhf.stages.common import decay_groups
 from rlhf.stages.engine import import_deepspeed
 from rlhf.stages.gather import is_partitioned
+from rlhf.stages.ranks import disconnect
 from rlhf.stages.zero import deepspeed_settings
 
 
@@ -78,7 +80,8 @@ def main() -> None:
         gc.collect()
     if is_main_process():
         Path(out).write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 main()
+if disconnect():
+    leave(0)

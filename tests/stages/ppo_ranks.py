@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.cli import compose_config
+from rlhf.interrupts import leave
 from rlhf.rollout import Rollout
 from rlhf.runs import open_stage
 from rlhf.stages import ppo, ppo_update
 from rlhf.stages.common import set_up
+from rlhf.stages.ranks import disconnect
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker
 
@@ -53,3 +55,5 @@ def main() -> None:
 
 
 main()
+if disconnect():
+    leave(0)

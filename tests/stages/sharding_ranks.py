@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rlhf.cli import compose_config
+from rlhf.interrupts import leave
 from rlhf.runs import is_main_process
 from rlhf.stages import common, pretrain, sft, trainer
+from rlhf.stages.ranks import disconnect
 
 
 class CutOff(Exception):
@@ -60,8 +61,8 @@ def main() -> None:
             import_module(f"rlhf.stages.{stage}").run(compose_config(overrides.split()))
     if is_main_process():
         Path(out).write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 main()
+if disconnect():
+    leave(0)

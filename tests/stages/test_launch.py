@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf.checkpoints import checkpoints
@@ -17,7 +18,7 @@ from rlhf.cli import LOST_PROCESS, compose_config, lost_another
 from rlhf.errors import UserError
 from rlhf.runs import is_complete
 from rlhf.stages.launch import environments, run_processes
-from rlhf.stages.ranks import on_first_rank, process_count, rank, share
+from rlhf.stages.ranks import disconnect, on_first_rank, process_count, rank, share
 
 from .conftest import Run
 
@@ -127,6 +128,13 @@ def test_a_lost_connection_is_told_from_a_mistake(monkeypatch):
 
 def test_one_process_agrees_with_itself():
     assert (process_count(), rank(), share(5), on_first_rank(lambda: 7)) == (1, 0, 5, 7)
+
+
+def test_a_process_closes_its_connection_before_it_ends():
+    assert not disconnect(), "there is none"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert disconnect()
+    assert not dist.is_initialized()
 
 
 def stage_command(run: Run, *more: str) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.cli import compose_config
+from rlhf.interrupts import leave
 from rlhf.model.generate import sample
 from rlhf.rollout import Rollout
 from rlhf.runs import is_main_process, open_stage
@@ -20,7 +21,7 @@ from rlhf.stages import ppo, ppo_update, reward
 from rlhf.stages.common import decay_groups, set_up
 from rlhf.stages.engine import Engine, ZeroEngine, make_engine, read_state, write_state
 from rlhf.stages.gather import gathered_state
-from rlhf.stages.ranks import wait_for_all
+from rlhf.stages.ranks import disconnect, wait_for_all
 from rlhf.stages.scoring import item_encoder, score_items
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
@@ -131,3 +132,5 @@ def main() -> None:
 
 
 main()
+if disconnect():
+    leave(0)
