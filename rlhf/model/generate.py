@@ -9,7 +9,7 @@ response token by token. Not here: chat templates, scores, rewards. Which token 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -22,16 +22,17 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTForCausalLM, rotary_factors
+from rlhf.model.packed import packed_weights
 
 Key = int | str | tuple
 Prompts = Sequence[Sequence[int]]
 
 MAX_BATCH = 256
+PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over them) pays
 PREFILL_ROWS = 32  # prompts that go through the model together on a CPU
 CDF_BLOCK = 64  # tokens that are summed together before the cumulative distribution is searched
-CPU_CACHE_BYTES = (
-    64 * 2**20
-)  # of keys and values a batch: a small machine's share, past which larger batches gain little
+# Keys and values of a batch on a CPU: a small machine's memory, and the least that it gives.
+MOST_CACHE_BYTES, LEAST_CACHE_BYTES = 2**30, 64 * 2**20
 
 
 class Samples(NamedTuple):
@@ -354,12 +355,16 @@ def sample(
     device = next(model.parameters()).device
     eos = _as_tensor(eos_token_id, device)
     uniforms = make_uniforms(seed, _as_keys(keys, len(prompts)), max_new_tokens).to(device)
-    decode: Any = _sample_native if isinstance(model, GPTForCausalLM) else _sample_transformers
+    native = isinstance(model, GPTForCausalLM)
+    decode: Any = _sample_native if native else _sample_transformers
     size = batch_size or _default_batch(model, max(map(len, prompts), default=1) + max_new_tokens)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours of a length share a batch
     tokens = torch.full((len(prompts), max_new_tokens), pad_token_id, dtype=torch.int64, device=device)
     logprobs = torch.zeros(tokens.shape, device=device)
-    with _evaluating(model), torch.inference_mode():
+    packed = (
+        packed_weights(model, min(size, len(prompts))) if native and max_new_tokens >= PACKED_STEPS else nullcontext()
+    )
+    with _evaluating(model), torch.inference_mode(), packed:
         for start in range(0, len(order), size):
             part = order[start : start + size]
             index = torch.tensor(part, device=device)
@@ -451,8 +456,9 @@ def _check_room(model: Any, prompts: Prompts, max_new_tokens: int) -> None:
 def _default_batch(model: Any, columns: int) -> int:
     """As many rows as keep their keys and values within bounds.
 
-    On a CPU 64 MiB, or twice the weights where that is more (each step reads all weights, whatever the
-    batch); on a GPU a quarter of its free memory.
+    On a CPU eight times the weights (each step reads all weights, whatever the batch, and the longest
+    responses are decoded by few rows at the end, once a batch), but 64 MiB at least, and 1 GiB or twice the
+    weights at most; on a GPU a quarter of its free memory.
     """
     if not isinstance(model, GPTForCausalLM):
         return MAX_BATCH
@@ -462,7 +468,8 @@ def _default_batch(model: Any, columns: int) -> int:
     if parameter.device.type == "cuda":
         room = torch.cuda.mem_get_info(parameter.device)[0] // 4
     else:
-        room = max(CPU_CACHE_BYTES, 2 * sum(p.numel() * p.element_size() for p in model.parameters()))
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        room = max(LEAST_CACHE_BYTES, 2 * weights, min(8 * weights, MOST_CACHE_BYTES))
     return max(1, min(MAX_BATCH, room // row))
 
 

@@ -16,6 +16,7 @@ import torch
 
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.generate import Choice, _sample_transformers, make_uniforms, sample
+from rlhf.model.packed import packed_product, packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.rollout import response_logprobs
@@ -68,6 +69,24 @@ def test_the_sampler_beats_generate(model):
         sample(model, prompts, max_new_tokens=24, eos_token_id=1, pad_token_id=0)
 
     assert speed_up(plain, fast, rounds=3) > 1.2
+
+
+@pytest.mark.skipif(packed_product() is None, reason="this torch has no packed product")
+def test_packed_weights_beat_plain_ones_where_rows_are_few():
+    torch.manual_seed(0)
+    wide = GPTForCausalLM(GPTConfig(n_layer=4, n_head=6, width=384, vocab_size=2048, context_length=64)).eval()
+    tokens = torch.randint(2, 2048, (16, 2))
+
+    @torch.inference_mode()
+    def steps() -> None:
+        for _ in range(8):
+            wide(tokens, use_cache=False, logits_to_keep=1)
+
+    def fast() -> None:
+        with packed_weights(wide, 32):
+            steps()
+
+    assert speed_up(steps, fast) > 1.15
 
 
 def test_response_positions_beat_full_logits(model):

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, generate
-from rlhf.model.generate import Choice, _cut, choose_tokens, make_uniforms, sample, stream
+from rlhf.model.generate import Choice, _cut, _default_batch, choose_tokens, make_uniforms, sample, stream
 
 VOCAB, NEW, PAD = 40, 12, 0
 KINDS = {
@@ -285,3 +285,22 @@ def test_prompt_that_fills_the_context_to_the_last_token():
     model, prompt = make("gpt2"), [1 + i for i in range(20)]
     out = sample(model, [prompt, prompt[:3]], **SETTINGS, greedy=True)  # 20 + 12 = 32 = the context
     assert out.responses[0] == greedy_by_forward(model, prompt, None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bytes_wanted"),
+    [
+        ({"n_layer": 4, "n_head": 4, "width": 128, "vocab_size": 2048}, 64 * 2**20),
+        ({"n_layer": 6, "n_head": 6, "width": 384, "vocab_size": 2048}, None),  # eight times its weights
+        ({"n_layer": 12, "n_head": 12, "width": 768, "vocab_size": 50257}, 2**30),
+        ({"n_layer": 24, "n_head": 16, "width": 2048, "vocab_size": 50257}, "twice"),
+    ],
+)
+def test_the_default_batch_fits_the_keys_and_values_to_the_weights(shape, bytes_wanted):
+    with torch.device("meta"):
+        model = GPTForCausalLM(GPTConfig(context_length=1024, **shape))
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    wanted = {None: 8 * weights, "twice": 2 * weights}.get(bytes_wanted, bytes_wanted)
+    row = 4 * 2 * shape["n_layer"] * shape["width"] * 1000
+    assert _default_batch(model, 1000) == min(256, wanted // row) > 1
+    assert _default_batch(model, 10) == 256

@@ -1,0 +1,109 @@
+"""Packed weights: the same answers as the plain layers, only where they serve, and no trace afterwards."""
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf.model import GPTConfig, GPTForCausalLM, packed
+from rlhf.model.generate import sample
+from rlhf.model.packed import packed_product, packed_weights
+
+needs_product = pytest.mark.skipif(packed_product() is None, reason="this torch has no packed product")
+PROMPTS = [[2 + i, 3, 5 + i % 7] * (1 + i % 3) for i in range(12)]
+
+
+def make_model(width: int = 256, **more: object) -> GPTForCausalLM:
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 4, "vocab_size": 600, "context_length": 64, "initializer_range": 0.06}
+    return GPTForCausalLM(GPTConfig(width=width, **shape | more)).eval()
+
+
+def forwards(model: nn.Module) -> list[str]:
+    """Names of the modules whose forward is not their class's."""
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def answers(model: GPTForCausalLM, new: int = 24):
+    return sample(model, PROMPTS, max_new_tokens=new, eos_token_id=1, pad_token_id=0, seed=3)
+
+
+def plain_answers(model: GPTForCausalLM, monkeypatch: pytest.MonkeyPatch, new: int = 24):
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "packed_product", lambda: None)
+        return answers(model, new)
+
+
+@needs_product
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": False}, {"tie_word_embeddings": False}],
+    ids=["gelu", "swiglu", "untied"],
+)
+def test_packed_answers_are_the_plain_ones(shape, monkeypatch):
+    model = make_model(**shape)
+    ours, plain = answers(model), plain_answers(model, monkeypatch)
+    assert ours.responses == plain.responses
+    assert torch.allclose(ours.logprobs, plain.logprobs, atol=1e-5, rtol=0.0)
+    with packed_weights(model, 8) as count:
+        assert count == 9 and len(forwards(model)) == 9 + 2 * (not shape.get("mlp")), "or nothing was tested"
+
+
+@needs_product
+def test_hidden_states_and_logits_agree_for_any_number_of_rows():
+    model = make_model()
+    for rows in (1, 3, 40):
+        tokens = torch.randint(2, 600, (rows, 9), generator=torch.Generator().manual_seed(rows))
+        with torch.no_grad():
+            plain = model(tokens).logits
+            with packed_weights(model, 8):
+                found = model(tokens).logits
+        assert torch.allclose(found, plain, atol=1e-5, rtol=1e-5)
+
+
+@needs_product
+def test_nothing_is_left_of_it_whatever_happens():
+    model = make_model()
+    with pytest.raises(RuntimeError, match="in between"), packed_weights(model, 8):
+        assert forwards(model)
+        raise RuntimeError("in between")
+    assert not forwards(model)
+    answers(model)
+    assert not forwards(model)
+    model.lm_head.weight.data.zero_()  # as after an update: the next answers see the new weights
+    assert answers(model).logprobs.max() == pytest.approx(-torch.log(torch.tensor(600.0)).item(), abs=1e-5)
+
+
+@needs_product
+def test_layers_that_it_does_not_serve_stay_plain(monkeypatch):
+    small = make_model(width=128)
+    with packed_weights(small, 8) as count:
+        assert count == 0 and not forwards(small)
+    ours, plain = answers(small), plain_answers(small, monkeypatch)
+    assert torch.equal(ours.logprobs, plain.logprobs), "bit for bit"
+    with packed_weights(make_model().bfloat16(), 8) as count:
+        assert count == 0
+    hooked = make_model()
+    seen = []
+    hooked.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    with packed_weights(hooked, 8) as count:
+        assert count == 8 and "lm_head" not in forwards(hooked)
+    answers(hooked)
+    assert seen, "a hook still sees each step"
+    monkeypatch.setattr(packed, "MOST_BYTES", 1000)
+    with packed_weights(make_model(), 8) as count:
+        assert count == 0, "copies would take too much"
+
+
+def test_short_answers_and_a_torch_without_the_product_do_without(monkeypatch):
+    model = make_model()
+    before = answers(model)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert packed_product() is None
+    assert answers(model).responses == before.responses
+    monkeypatch.undo()
+
+    def never(*_: object) -> None:
+        raise AssertionError("packed for a few tokens")
+
+    monkeypatch.setattr("rlhf.model.generate.packed_weights", never)
+    assert len(answers(model, new=4).responses) == len(PROMPTS)
