@@ -37,9 +37,8 @@ Spec = dict[str, Any]
 class Turns:
     """The contestant's side: `for _ in turns:` does one repeat a turn; `done` ends the turn's clock and tells figures."""
 
-    def __init__(self, device: str) -> None:
-        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # what libraries print goes to stderr, so that stdout carries answers only
+    def __init__(self, device: str, answers: int) -> None:
+        self._answers = os.fdopen(answers, "w", buffering=1)
         self.device = device
         self.base = memory("VmRSS")
         self._begun: tuple[float, float] | None = None
@@ -121,6 +120,8 @@ def versions() -> dict[str, str]:
 def serve(contestants: dict[str, Contestant]) -> None:
     """Be the contestant that the command line names: `--worker NAME SPEC`."""
     name, spec = sys.argv[2], json.loads(sys.argv[3])
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what libraries print goes to stderr, so that the parent reads answers only
     sys.path.insert(0, str(HERE.parents[1]))
     import torch
     import transformers
@@ -129,7 +130,7 @@ def serve(contestants: dict[str, Contestant]) -> None:
     torch.set_num_threads(spec["threads"])
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    contestants[name](spec, Turns(spec["device"]))
+    contestants[name](spec, Turns(spec["device"], answers))
 
 
 # ---------------------------------------------------------------------------------------------- in the parent's process

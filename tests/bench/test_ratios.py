@@ -79,7 +79,7 @@ def test_packed_weights_beat_plain_ones_where_rows_are_few():
 
     @torch.inference_mode()
     def steps() -> None:
-        for _ in range(8):
+        for _ in range(32):
             wide(tokens, use_cache=False, logits_to_keep=1)
 
     def fast() -> None:
