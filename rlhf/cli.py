@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         if argv is None and ranks is not None and ranks.disconnect():
             leave(0)
     except UserError as error:
-        sys.exit(fail(str(error)))
+        fail(str(error))
     except KeyboardInterrupt:
         told = "\nrlhf: interrupted: run the same command again, it resumes from the last checkpoint"
         if is_main_process():
@@ -89,13 +89,12 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(141)
 
 
-def fail(message: str) -> int:
+def fail(message: str) -> NoReturn:
+    """Say what is wrong in one line, and end with exit code 2."""
     let_the_first_speak()
     of = "" if is_main_process() else f"process {os.environ['RANK']}: "
     print(f"rlhf: error: {of}{' '.join(message.split())}", file=sys.stderr, flush=True)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        leave(2)
-    return 2
+    end(2)
 
 
 def end(code: int) -> NoReturn:
@@ -288,11 +287,11 @@ def _run_with_hydra(command: str, overrides: list[str]) -> None:
         try:
             task(composed)
         except UserError as error:
-            sys.exit(fail(str(error)))
+            fail(str(error))
         except Exception as error:
             if lost_another(error):
                 time.sleep(SECONDS_TO_SPEAK)  # for the launcher to say which, and to end this one
-                sys.exit(fail("another process of this launch has ended: its own message, or the launcher's, says why"))
+                fail("another process of this launch has ended: its own message, or the launcher's, says why")
             let_the_first_speak()
             raise
 

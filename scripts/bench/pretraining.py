@@ -3,9 +3,9 @@
     python scripts/bench/pretraining.py --out /tmp/pretraining.json
 
 Every contestant runs a bare loop: forward with loss, backward, gradient norm, fused AdamW. Ours takes a batch in two halves on
-a CPU, which halves the activations; `ours, whole` takes it in one. `gpt2` is transformers' model as it comes, `gpt2 fused` with the
-fused form of the same activation (`gelu_pytorch_tanh`). On a GPU both run in bf16 (autocast), at gpt2's size, undivided; MFU is
-printed there.
+a CPU, which halves the activations; `ours, whole` takes it in one. `gpt2` is transformers' model as it comes, `gpt2 fused`
+with the fused form of the same activation (`gelu_pytorch_tanh`). On a GPU both run in bf16 (autocast), at gpt2's size,
+undivided; MFU is printed there.
 """
 
 import contextlib
