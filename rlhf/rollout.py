@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.data.batching import by_length, right_pad
 from rlhf.data.records import PromptRecord
 from rlhf.model.generate import sample
-from rlhf.model.gpt import is_plain
+from rlhf.model.gpt import hidden_at, is_plain
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.rewards import Episodes, Reward
@@ -43,9 +43,11 @@ class Rollout(NamedTuple):
         return picked._replace(tokens=picked.tokens[:, :width], **cut)
 
 
-def response_positions(prompt_lengths: Tensor, width: int, columns: int) -> Tensor:
-    """(B, A) position of the token before each response token, kept within the row where there is none."""
-    return (prompt_lengths[:, None] - 1 + torch.arange(columns, device=prompt_lengths.device)).clamp(max=width - 1)
+def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
+    """(N,) where the token before each response token of mask (B, A) stands, as row * width + position."""
+    device = mask.device
+    position = prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=device)  # (B, A)
+    return (position + width * torch.arange(len(mask), device=device)[:, None])[mask]
 
 
 def response_logprobs(
@@ -53,36 +55,45 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
-    Only response positions go through the unembedding, a chunk of them at a time: logits are never (B, T, V).
+    Only response positions go through the last block's MLP and the unembedding: logits are never (B, T, V).
     """
-    hidden = policy.base_model(input_ids=tokens, use_cache=False).last_hidden_state  # (B, T, D)
-    return logprobs_of_hidden(policy, hidden, tokens, prompt_lengths, mask, with_entropy)
+    before = before_responses(prompt_lengths, tokens.shape[1], mask)
+    hidden = hidden_at(policy.base_model, tokens, before)  # (N, D)
+    return logprobs_of_hidden(policy, hidden, tokens.flatten()[before + 1], mask, with_entropy)
 
 
 def logprobs_of_hidden(
-    policy: Any, hidden: Tensor, tokens: Tensor, prompt_lengths: Tensor, mask: Tensor, with_entropy: bool,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As `response_logprobs`, from the trunk's hidden states (B, T, D). The entropy has a gradient only on request."""
-    before = response_positions(prompt_lengths, tokens.shape[1], mask.shape[1])  # (B, A)
-    rows = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(before)[mask]  # (N,)
-    at = before[mask]
-    head, chosen = policy.get_output_embeddings(), tokens[rows, at + 1]
+    policy: Any, hidden: Tensor, chosen: Tensor, mask: Tensor, with_entropy: bool, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """As `response_logprobs`, of the tokens `chosen` (N,) after hidden states (N, D), N the tokens in mask (B, A).
+
+    The entropy has a gradient only on request.
+    """
+    head = policy.get_output_embeddings()
     if is_plain(head) and not (with_entropy and entropy_gradient):
-        logp, spread = unembedded_logprobs(hidden[rows, at], head.weight, chosen, with_entropy)
+        logp, spread = unembedded_logprobs(hidden, head.weight, chosen, with_entropy)
     else:
-        logits = head(hidden[rows, at])  # (N, V)
+        logits = head(hidden)  # (N, V)
         logp = token_logprobs(logits, chosen)
         spread = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
-    empty = torch.zeros(mask.shape, device=tokens.device, dtype=torch.float32)
-    return empty.masked_scatter(mask, logp), None if spread is None else empty.masked_scatter(mask, spread)
+    return unpacked(logp, mask), None if spread is None else unpacked(spread, mask)
 
 
-def response_values(values: Tensor, prompt_lengths: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """From values after every token (B, T): V_t before response token t was chosen (B, A), 0 outside the mask; and V
-    after the last response token (B,)."""
-    before = response_positions(prompt_lengths, values.shape[1], mask.shape[1])
-    return torch.where(mask, values.gather(1, before), 0.0), values.gather(1, lengths[:, None] - 1)[:, 0]
+def unpacked(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, A) float32 from a value (N,) a token in mask (B, A), 0 outside it."""
+    return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
+
+
+def response_values(
+    values: Callable[..., Tensor], tokens: Tensor, prompt_lengths: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """V_t before response token t was chosen (B, A), 0 outside the mask; and V after the last response token (B,).
+
+    values(tokens, kept): values (N,) after the tokens that `kept` names.
+    """
+    after = torch.cat((torch.ones_like(mask[:, :1]), mask), 1)  # the prompt's last token, then the response's
+    found = unpacked(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), after)  # (B, A + 1)
+    return torch.where(mask, found[:, :-1], 0.0), found.gather(1, mask.sum(1, keepdim=True))[:, 0]
 
 
 @torch.no_grad()
@@ -110,8 +121,8 @@ def collect_rollout(
     policy: a context whose value is the model that samples, needed no longer afterwards.
     records, prompts: the prompts as they came and as tokens. keys: one a prompt; (seed, key) fixes a sample, however
     the batch is split. reference(tokens, prompt_lengths, mask): log-probs (B, A); recompute likewise, of the policy,
-    where the sampler's own are not those of a training forward (None: they are, in float32). values(tokens): values
-    after every token (B, T), or None without a critic: all 0 then. reward: see `rlhf.rewards`. clock: called with
+    where the sampler's own are not those of a training forward (None: they are, in float32). values(tokens, kept): values
+    (N,) after the tokens that `kept` names, or None without a critic: all 0 then. reward: see `rlhf.rewards`. clock: called with
     "rollout" and "score" when that phase is over.
     """
     with policy as sampler:
@@ -135,7 +146,7 @@ def collect_rollout(
         if recompute is not None:
             logp_old[group, :answer] = recompute(part, starts, mask)
         if values is not None:
-            old_values[group, :answer], last_values[group] = response_values(values(part), starts, lengths[group], mask)
+            old_values[group, :answer], last_values[group] = response_values(values, part, starts, mask)
     scores = reward(Episodes(list(records), prompts, samples.responses, texts(samples.responses), samples.ended))
     clock("score")
     return Rollout(

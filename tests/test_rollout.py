@@ -8,7 +8,7 @@ import torch
 from rlhf.data.records import PromptRecord
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardModel
 from rlhf.rewards import ModelReward
-from rlhf.rollout import Rollout, collect_rollout, response_logprobs, response_positions, response_values
+from rlhf.rollout import Rollout, before_responses, collect_rollout, response_logprobs, response_values
 
 VOCAB, EOS, PAD = 29, 5, 0
 PROMPTS = [[1, 7, 8, 9, 2], [1, 2], [1, 11, 12, 2], [1, 13, 14, 15, 16, 17, 18, 2], [1, 20, 2]]
@@ -56,7 +56,7 @@ def collect(
     return collect_rollout(
         [PromptRecord(id=str(i), prompt="any") for i in rows], [PROMPTS[i] for i in rows], [(key, i) for i in rows],
         policy=nullcontext(models["policy"]), recompute=logprobs("policy") if recompute else None, reference=logprobs("reference"),
-        values=models["critic"].token_values, reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
+        values=models["critic"].values_at, reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
         texts=lambda responses: [""] * len(responses), seed=4, max_new_tokens=12, eos=EOS, pad=PAD,
         decode_batch=decode_batch, forward_batch=forward_batch, clock=lambda phase: None,
     )  # fmt: skip
@@ -168,13 +168,14 @@ MASK = torch.tensor([[True, True, False], [True, True, True]])
 
 
 def test_positions_by_hand():
-    assert response_positions(STARTS, 6, 3).tolist() == [[2, 3, 4], [0, 1, 2]]
-    assert response_positions(torch.tensor([5]), 6, 3).tolist() == [[4, 5, 5]]  # kept within the row
+    assert before_responses(STARTS, 6, MASK).tolist() == [2, 3, 6 + 0, 6 + 1, 6 + 2]
 
 
 def test_value_of_a_token_is_read_one_token_earlier():
-    ruler = (torch.arange(6) + 0.5).expand(2, 6)  # after token t its position t + 0.5
-    values, last = response_values(ruler, STARTS, torch.tensor([5, 4]), MASK)
+    def ruler(tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        return kept % 6 + 0.5  # after token t its position t + 0.5
+
+    values, last = response_values(ruler, TOKENS, STARTS, MASK)
     assert values.tolist() == [[2.5, 3.5, 0.0], [0.5, 1.5, 2.5]]
     assert last.tolist() == [4.5, 3.5]
 
@@ -210,9 +211,8 @@ def test_pads_change_no_logprob_and_no_value(models):
     with torch.no_grad():
         one, _ = response_logprobs(models["policy"], TOKENS, STARTS, MASK)
         two, _ = response_logprobs(models["policy"], wide, STARTS, columns)
-        ends = STARTS + MASK.sum(1)
         v1, v2 = (
-            response_values(models["critic"].token_values(t), STARTS, ends, m)[0].sum(1)
+            response_values(models["critic"].values_at, t, STARTS, m)[0].sum(1)
             for t, m in ((TOKENS, MASK), (wide, columns))
         )
     assert torch.allclose(one, two[:, :3], atol=1e-6) and not two[:, 3:].any()

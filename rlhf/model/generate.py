@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTForCausalLM, rotary_factors
-from rlhf.model.packed import packed_weights
+from rlhf.model.packed import is_packed, packed_weights
 
 Key = int | str | tuple
 Prompts = Sequence[Sequence[int]]
@@ -143,7 +143,7 @@ class _Decoder:
 
     def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
         config, weight = model.config, model.model.embed_tokens.weight
-        self.model, self.trunk = model, model.model
+        self.model, self.trunk, self.packed = model, model.model, is_packed(model.lm_head)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=weight.device)
         self.column = max(map(len, prompts))
         padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
@@ -250,13 +250,25 @@ def _decode(decoder: _Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) ->
         tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
         ended = ended | torch.isin(tokens, eos)
         yield rows, tokens, logp, ended
-        dead = int(ended.sum())
-        if dead == len(ended) or step + 1 == uniforms.shape[1]:
+        live = len(ended) - int(ended.sum())
+        if live == 0 or step + 1 == uniforms.shape[1]:
             return
-        if dead > len(ended) // 10:  # fewer cost less to carry than to take out
-            kept = decoder.drop(ended)
+        if (carried := _rows_carried(live, len(ended), decoder.packed)) < len(ended):
+            # the first of the ended ones stay where more are carried than live
+            kept = decoder.drop(ended & (ended.cumsum(0) > carried - live))
             rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
         logits = decoder.step(tokens)
+
+
+def _rows_carried(live: int, rows: int, packed: bool) -> int:
+    """How many rows a batch goes on with: a few ended ones cost less to carry than to take out.
+
+    Packed products are compiled for each number of rows, and some megabytes each, so that they see few: of three bits.
+    """
+    if not packed:
+        return live if rows - live > rows // 10 else rows
+    step = 1 << max(0, live.bit_length() - 3)
+    return min(rows, -(-live // step) * step)
 
 
 def _sample_native(

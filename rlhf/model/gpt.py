@@ -188,7 +188,9 @@ class Attention(nn.Module):
         q, k = qk.split((self.n_head, self.n_kv_head), dim=-2)
         return q, k, v
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: Cache | None, kept: Tensor | None = None
+    ) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))  # (B, H or KV, T, D/H)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
@@ -201,7 +203,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.n_kv_head != self.n_head,
         )
-        return self.out(y.transpose(1, 2).flatten(2))  # (B, T, D)
+        return self.out(_select(y.transpose(1, 2).flatten(2), kept))  # (B, T, D) or (N, D)
 
 
 class MLP(nn.Module):
@@ -233,9 +235,16 @@ class Block(GradientCheckpointingLayer):
         rope: Rope | None = None,
         mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm_1(x), rope, mask, past_key_values))
+        attended = self.attention(self.norm_1(x), rope, mask, past_key_values, kept)
+        x = _select(x, kept) + self.dropout(attended)
         return x + self.dropout(self.mlp(self.norm_2(x)))
+
+
+def _select(x: Tensor, kept: Tensor | None) -> Tensor:
+    """The tokens (N, D) of x (B, T, D) that `kept` (N,) counts out, in the order of reading; all of x without it."""
+    return x if kept is None else x.flatten(0, 1).index_select(0, kept)
 
 
 class GPTPreTrainedModel(PreTrainedModel):
@@ -297,9 +306,13 @@ class GPTModel(GPTPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         seq_idx: Tensor | None = None,
+        kept: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Hidden states (B, T, D) of token ids (B, T).
+        """Hidden states (B, T, D) of token ids (B, T), or (N, D) of those tokens alone that `kept` names.
+
+        kept (N,) int64: row * T + position of each token whose last hidden state is wanted. The last block then
+        computes for the others what these attend to, their keys and values, and nothing else.
 
         attention_mask (B, past + T), 1 = real token, padding on either side; without position_ids, positions
         count the real tokens. Where position_ids restart within a row (0, or lower than before), or seq_idx
@@ -320,7 +333,8 @@ class GPTModel(GPTPreTrainedModel):
 
         hidden_states = [x] if output_hidden_states else None
         for layer in self.layers:
-            x = layer(x, rope, mask, past_key_values=past_key_values)
+            chosen = kept if layer is self.layers[-1] else None
+            x = layer(x, rope, mask, past_key_values=past_key_values, kept=chosen)
             if hidden_states is not None:
                 hidden_states.append(x)
         x = self.norm(x)
@@ -452,16 +466,23 @@ def _rows_at_a_time(weight: Tensor) -> int:
     return max(64, (2**20 if weight.device.type == "cpu" else 2**27) // len(weight))
 
 
-def _next_token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-    """The mean over labels (B, T) that are not -100 (or their sum over `count`), from hidden states (B, T, D)."""
-    after = labels[:, 1:].to(hidden.device)
+def _before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels (N,) of (B, T) that count, and where the token before each stands: row * T + position."""
+    after = labels[:, 1:]
     counted = after != -100
     index = counted.flatten().nonzero()[:, 0]
-    width = labels.shape[1]
-    index = index + index.div(width - 1, rounding_mode="floor")  # rows of (B, T - 1) in (B, T)
-    rows = hidden.flatten(0, 1).index_select(0, index)  # (N, D)
-    loss = _LinearCrossEntropy.apply(rows, weight, after[counted])
-    return loss / (index.numel() if count is None else count)
+    # rows of (B, T - 1) in (B, T)
+    return after[counted], index + index.div(labels.shape[1] - 1, rounding_mode="floor")
+
+
+def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
+    """Last hidden states (N, D) of the tokens that `kept` (N,) names by row * T + position, of any causal trunk.
+
+    tokens (B, T), padded on the right if at all, where causal attention hides padding from every real token.
+    """
+    if isinstance(trunk, GPTModel):
+        return trunk(input_ids=tokens, use_cache=False, kept=kept).last_hidden_state
+    return _select(trunk(input_ids=tokens, use_cache=False).last_hidden_state, kept)
 
 
 def is_plain(head: nn.Module) -> bool:
@@ -508,6 +529,12 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         without logits (B, T, V) anywhere; there are none in the output then. The other arguments are
         `GPTModel.forward`'s.
         """
+        loss_alone = skip_logits and labels is not None and is_plain(self.lm_head)
+        before = kept = None
+        if loss_alone:
+            targets, before = _before_labels(labels.to(self.lm_head.weight.device))  # type: ignore[union-attr]
+            few = len(before) <= labels.numel() * 7 // 8  # type: ignore[union-attr]
+            kept = before if few and not output_hidden_states else None  # choosing nearly all saves nothing
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -516,12 +543,16 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            kept=kept,
             **kwargs,
         )
         hidden = output.last_hidden_state
-        if skip_logits and labels is not None and is_plain(self.lm_head):
+        if loss_alone:
+            rows = hidden if kept is not None else _select(hidden, before)
+            loss = _LinearCrossEntropy.apply(rows, self.lm_head.weight, targets)
+            count = kwargs.get("num_items_in_batch")
             bare = CausalLMOutputWithPast(
-                loss=_next_token_loss(hidden, self.lm_head.weight, labels, kwargs.get("num_items_in_batch")),  # type: ignore[arg-type]
+                loss=loss / (targets.numel() if count is None else count),
                 past_key_values=output.past_key_values,
                 hidden_states=output.hidden_states,
             )

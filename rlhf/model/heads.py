@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from rlhf.model.gpt import hidden_at
+
 
 def without_dropout(config: Any) -> None:
     """Set every dropout of a configuration to 0."""
@@ -85,25 +87,25 @@ class RewardModel(PreTrainedModel):
         model.trunk.load_state_dict(trunk.state_dict())
         return model.eval()
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        # padding is on the right, where causal attention hides it from every real token: no mask is needed
-        return self.trunk(input_ids=tokens, use_cache=False).last_hidden_state  # (B, T, D)
-
     def _score(self, hidden: Tensor, calibrated: bool) -> Tensor:
         raw = self.head(hidden).squeeze(-1).float()
         return self.config.gain * (raw - self.config.shift) if calibrated else raw
 
     def forward(self, tokens: Tensor, lengths: Tensor, calibrated: bool = True) -> Tensor:
         """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,)."""
-        hidden = self._hidden(tokens)
-        return self._score(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1], calibrated)
+        last = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1] + lengths - 1
+        return self.values_at(tokens, last, calibrated)
 
     def token_values(self, tokens: Tensor, calibrated: bool = True) -> Tensor:
         """Values (B, T) float32 after each token of right-padded tokens (B, T).
 
         Entry [:, t] has seen tokens 0…t: the value before token t is chosen is entry t - 1.
         """
-        return self._score(self._hidden(tokens), calibrated)
+        return self._score(self.trunk(input_ids=tokens, use_cache=False).last_hidden_state, calibrated)
+
+    def values_at(self, tokens: Tensor, kept: Tensor, calibrated: bool = True) -> Tensor:
+        """The values (N,) of those tokens alone that `kept` (N,) names, by row * T + position."""
+        return self._score(hidden_at(self.trunk, tokens, kept), calibrated)
 
     @property
     def gain(self) -> float:

@@ -1,8 +1,9 @@
 """Linear layers with their weights in oneDNN's blocked layout: for decoding on a CPU, where weights stay and rows are few.
 
 A plain product lays its matrix of weights out anew at each call, which few rows do not pay for: with 32 rows and widths from
-256 the packed product takes half to two thirds of the time. Training and long forwards gain little and are left alone. Not
-here: which tokens are decoded (`rlhf.model.generate`).
+256 the packed product takes half to two thirds of the time. Training and long forwards gain little and are left alone: a
+packed product is compiled for each number of rows, about 2 MB each. Not here: which tokens are decoded
+(`rlhf.model.generate`).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rlhf.model.gpt import MLP, ResidualLinear
 
 LEAST_WIDTH = 256  # of inputs and of outputs: below, a call costs more than the layout saves
+MOST_ROWS = 256  # of a product: more go through the plain layer
 MOST_BYTES = 2**30  # of copies: a model that needs more keeps its weights as they are
 
 
@@ -51,7 +54,8 @@ def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
     differ from the plain layers' by rounding. Where packing does not serve (another device or precision, small layers, more
     than MOST_BYTES), nothing changes.
     """
-    product = packed_product()
+    # where autocast is on, a plain product would be in its precision
+    product = None if torch.is_autocast_enabled("cpu") else packed_product()
     layers: list[Any] = [layer for layer in model.modules() if is_packable(layer)] if product else []
     if sum(4 * layer.weight.numel() for layer in layers) > MOST_BYTES:
         layers = []
@@ -72,12 +76,20 @@ def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
             del module.forward
 
 
+def is_packed(layer: nn.Module) -> bool:
+    """Whether the layer multiplies by a packed copy at present."""
+    return "forward" in vars(layer)
+
+
 def _packed(layer: Any, rows: int, product: Any, activated: bool) -> Callable[[Tensor], Tensor]:
     """The layer's forward, or gelu of it, in the tanh form."""
     weight, bias = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows), layer.bias
     activation, form = ("gelu", "tanh") if activated else ("none", "")
 
     def forward(x: Tensor) -> Tensor:
+        if x.numel() > MOST_ROWS * x.shape[-1]:
+            y = F.linear(x, layer.weight, bias)
+            return F.gelu(y, approximate="tanh") if activated else y
         return product(x, weight, bias, activation, [], form)
 
     return forward

@@ -120,7 +120,7 @@ def sample_and_score(trainer: Trainer, prompts: list[tuple[PromptRecord, list[in
             [record for record, _ in prompts], [tokens for _, tokens in prompts], keys, policy=engine.whole(model.policy),
             recompute=functools.partial(engine, method="policy_logprobs") if engine.bfloat16 else None,
             reference=trainer.reference, reward=trainer.reward,
-            values=None if model.critic is None else functools.partial(engine, method="token_values"),
+            values=None if model.critic is None else functools.partial(engine, method="values_at"),
             texts=lambda responses: [decode_response(tokenizer, ids).strip() for ids in responses], seed=config.seed,
             max_new_tokens=config.rollout.max_new_tokens, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id,
             decode_batch=config.rollout.batch_size, forward_batch=2 * config.ppo.micro_batch_episodes, clock=trainer.clock,
@@ -241,11 +241,9 @@ def add_times(trainer: Trainer, sums: Sums, tokens: int, rollout: Rollout, with_
     sums.add("time/samples_per_s", trainer.config.ppo.episodes_per_update / seconds)
     model, settings = trainer.actor_critic, trainer.config.ppo
     whole, rows = trainer.ranks.sum(rollout.lengths.sum()), trainer.ranks.sum(len(rollout.lengths))
-    sources = trainer.reward.sources.values() if isinstance(trainer.reward, CombinedReward) else [trainer.reward]
-    frozen = [getattr(source, "model", None) for source in (trainer.reference, *sources)]
     passes = sums.state().get("optim/steps", [0.0])[0] / settings.minibatches
-    flops = update_flops(model.policy, model.critic, [one for one in frozen if isinstance(one, torch.nn.Module)], whole,
-                         whole / rows, passes=passes, with_policy=with_policy)  # fmt: skip
+    flops = update_flops(model.policy, model.critic, trainer.frozen_models(), whole, whole / rows,
+                         passes=passes, with_policy=with_policy)  # fmt: skip
     for name, value in usage_metrics(trainer.config, trainer.device, flops, seconds, trainer.ranks.count).items():
         sums.add(name, value)
 

@@ -18,10 +18,11 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
+from rlhf.model.gpt import hidden_at
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
-from rlhf.rollout import Rollout, logprobs_of_hidden, response_logprobs, response_values
+from rlhf.rollout import Rollout, before_responses, logprobs_of_hidden, response_logprobs, unpacked
 from rlhf.runs import Stage, stage_folder
 from rlhf.stages.common import check_tokenizer, load_policy
 from rlhf.stages.ema import Ema
@@ -60,24 +61,26 @@ class ActorCritic(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs, entropies and values, each (B, A), of the batch's responses; None for what is not asked for."""
         tokens, starts, mask = batch.tokens, batch.prompt_lengths, batch.response_mask
+        before = before_responses(starts, tokens.shape[1], mask)  # (N,)
         hidden: Any = None
         logp = entropies = None
         if with_policy or self.shared:
-            hidden = self.policy.base_model(input_ids=tokens, use_cache=False).last_hidden_state  # (B, T, D)
+            hidden = hidden_at(self.policy.base_model, tokens, before)  # (N, D)
         if with_policy:
-            logp, entropies = logprobs_of_hidden(self.policy, hidden, tokens, starts, mask, True, entropy_gradient)
+            chosen = tokens.flatten()[before + 1]
+            logp, entropies = logprobs_of_hidden(self.policy, hidden, chosen, mask, True, entropy_gradient)
         if self.critic is None:
             return logp, entropies, None
         if hidden is not None and not with_policy:
             hidden = hidden.detach()  # of a shared trunk the head learns alone: the trunk is the policy
-        after = self._values(hidden) if self.shared else self.token_values(tokens)  # (B, T)
-        return logp, entropies, response_values(after, starts, batch.lengths, mask)[0]
+        values = self._values(hidden) if self.shared else self.values_at(tokens, before)
+        return logp, entropies, unpacked(values, mask)
 
-    def token_values(self, tokens: Tensor) -> Tensor:
-        """Values (B, T) after each token."""
+    def values_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Values (N,) after the tokens of (B, T) that `kept` names, by row * T + position."""
         if isinstance(self.critic, RewardModel):
-            return self.critic.token_values(tokens)
-        return self._values(self.policy.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+            return self.critic.values_at(tokens, kept)
+        return self._values(hidden_at(self.policy.base_model, tokens, kept))
 
     def policy_logprobs(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
         """Log-probs (B, A) of the response tokens."""
@@ -125,6 +128,12 @@ class Trainer:
     @property
     def ranks(self) -> Ranks:
         return self.engine.ranks
+
+    def frozen_models(self) -> list[nn.Module]:
+        """The reference's model and those that pay."""
+        sources = self.reward.sources.values() if isinstance(self.reward, CombinedReward) else [self.reward]
+        models = [getattr(source, "model", None) for source in (self.reference, *sources)]
+        return [model for model in models if isinstance(model, nn.Module)]
 
     @property
     def actor_critic(self) -> ActorCritic:

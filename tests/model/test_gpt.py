@@ -16,6 +16,7 @@ from transformers import (
 
 from rlhf.model import NAMED_SIZES, GPTConfig, GPTForCausalLM, GPTModel
 from rlhf.model.convert import from_gpt2, from_llama
+from rlhf.model.gpt import hidden_at
 
 VOCAB = 61
 SMALL = {"vocab_size": VOCAB, "context_length": 48, "n_layer": 2, "n_head": 4, "width": 32}
@@ -337,3 +338,57 @@ def test_trl_sft_trainer(packing, tmp_path):
         assert close(hidden[:, starts[1] : [*starts, None][2]], alone)
     loss = trainer.train().training_loss
     assert 0 < loss < 6 and not torch.equal(before, model.lm_head.weight)
+
+
+# --- the tokens that are asked for ---------------------------------------------------------------------------------
+
+KEPT = torch.tensor([2, 3, 4, 12 + 7, 24 + 0, 24 + 11])  # of three rows of 12, by row * 12 + position
+
+
+def states_and_gradients(model: GPTForCausalLM, tokens: torch.Tensor, weights: torch.Tensor, whole: bool):
+    model.zero_grad()
+    if whole:
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)[KEPT]
+    else:
+        hidden = hidden_at(model.model, tokens, KEPT)
+    (hidden * weights).sum().backward()
+    return hidden.detach(), [p.grad.clone() for p in model.model.parameters()]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_of_some_tokens_are_those_of_a_whole_forward(kind, checkpointed):
+    model = make(kind).double().train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tokens = random_tokens(3, 12)
+    weights = torch.randn(len(KEPT), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    whole, expected = states_and_gradients(model, tokens, weights, whole=True)
+    some, found = states_and_gradients(model, tokens, weights, whole=False)
+    assert some.shape == (len(KEPT), 32)
+    torch.testing.assert_close(some, whole, atol=1e-12, rtol=0)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-10, rtol=0)
+
+
+def test_the_last_block_computes_only_the_tokens_that_are_asked_for():
+    model, rows = make("gpt2"), []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
+    hidden_at(model.model, random_tokens(3, 12), KEPT)
+    assert rows == [36, len(KEPT)]
+
+
+def test_hidden_states_of_some_tokens_of_another_trunk(pair):
+    theirs, ours = pair
+    tokens = random_tokens(3, 12)
+    with torch.no_grad():
+        found, expected = hidden_at(theirs.base_model, tokens, KEPT), hidden_at(ours.model, tokens, KEPT)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_no_token_asked_for_has_a_gradient_of_zero():
+    model = make("gpt2").train()
+    hidden = hidden_at(model.model, random_tokens(2, 5), torch.zeros(0, dtype=torch.int64))
+    hidden.sum().backward()
+    assert hidden.shape == (0, 32) and all(not p.grad.any() for p in model.model.parameters())
