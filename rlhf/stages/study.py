@@ -24,6 +24,7 @@ from rlhf.errors import UserError
 from rlhf.files import read_json, write_json
 from rlhf.runs import collect_parents, is_complete, read_stage, run_folder
 from rlhf.stages.pipeline import forwarded_overrides, misfit
+from rlhf.stages.sources import is_function, reward_folder, reward_sources
 
 PARENTS = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
@@ -116,7 +117,7 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
         if unknown:
             raise UserError(f"evaluate.cells: {unknown[0]!r}: want some of {', '.join(DETAILS)}")
         choices = {name: tuple(DETAILS[name]) for name in wanted}
-    shared = [o for o in given if not o.startswith(NOT_FORWARDED)]
+    shared = [o for o in given if not o.startswith((*NOT_FORWARDED, "ppo.rewards="))] + rewards_by_folder(config)
     threads = config.threads or (1 if settings.processes > 1 else 0)
     found = [{stage: parent_stage(config, parent, stage) for stage in PARENTS} for parent in parents]
     return [
@@ -127,6 +128,17 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
         for name, changed in choices.items()
         for seed, parent, stages in zip(seeds, parents, found, strict=True)
     ]  # fmt: skip
+
+
+def rewards_by_folder(config: Config) -> list[str]:
+    """The override ppo.rewards with folders in the place of runs' names, which a cell would look for in its own runs_dir."""
+    if config.ppo.rewards is None:
+        return []
+    sources = [
+        "null" if name is None else f"'{name if is_function(name) else reward_folder(config, name).absolute()}'"
+        for name in reward_sources(config)[0]
+    ]
+    return [f"ppo.rewards=[{','.join(sources)}]"]
 
 
 def parent_stage(config: Config, parent: Path, stage: str) -> Path:

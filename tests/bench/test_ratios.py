@@ -16,6 +16,7 @@ import torch
 
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.generate import Choice, _sample_transformers, make_uniforms, sample
+from rlhf.model.gpt import hidden_at
 from rlhf.model.packed import packed_product, packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.ops.logprobs import entropy, token_logprobs
@@ -102,6 +103,21 @@ def test_response_positions_beat_full_logits(model):
         response_logprobs(model, tokens, starts, mask, with_entropy=True)[0].sum().backward()
 
     assert speed_up(plain, fast) > 1.15
+
+
+def test_hidden_states_of_the_last_tokens_beat_those_of_all(model):
+    """What a reward model reads: the last block's MLP then works on one token a row."""
+    tokens = torch.randint(2, 2048, (16, 128), generator=torch.Generator().manual_seed(0))
+    last = torch.arange(16) * 128 + 127
+
+    def plain() -> None:
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden.flatten(0, 1).index_select(0, last).sum().backward()
+
+    def fast() -> None:
+        hidden_at(model.model, tokens, last).sum().backward()
+
+    assert speed_up(plain, fast) > 1.06
 
 
 def test_a_ragged_batch_beats_a_padded_one(model):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rlhf.model import GPTConfig, GPTForCausalLM, packed
-from rlhf.model.generate import sample
+from rlhf.model.generate import PREFILL_ROWS, sample
 from rlhf.model.packed import packed_product, packed_weights
 
 needs_product = pytest.mark.skipif(packed_product() is None, reason="this torch has no packed product")
@@ -107,3 +107,41 @@ def test_short_answers_and_a_torch_without_the_product_do_without(monkeypatch):
 
     monkeypatch.setattr("rlhf.model.generate.packed_weights", never)
     assert len(answers(model, new=4).responses) == len(PROMPTS)
+
+
+@needs_product
+def test_packed_products_are_of_few_numbers_of_rows(monkeypatch):
+    """Each number of rows is compiled, and kept."""
+    model, product, rows = make_model(), packed_product(), []
+
+    def watched(x: torch.Tensor, *more: object) -> torch.Tensor:
+        rows.append(x.shape[:-1].numel())
+        return product(x, *more)
+
+    def ended_by_many(count: int):
+        prompts = [[2 + i % 50, 3, 5 + i % 7] * (1 + i % 9) for i in range(count)]
+        return sample(
+            model, prompts, max_new_tokens=36, eos_token_id=range(100, 150), pad_token_id=0, seed=count, batch_size=100
+        )
+
+    expected = []
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "packed_product", lambda: None)
+        expected = [ended_by_many(count) for count in (90, 80)]
+    monkeypatch.setattr(packed, "packed_product", lambda: watched)
+    for plain, count in zip(expected, (90, 80), strict=True):
+        found = ended_by_many(count)
+        assert found.responses == plain.responses
+        assert torch.allclose(found.logprobs, plain.logprobs, atol=1e-5, rtol=0.0)
+    assert min(rows) < 10, "or few sequences ended"
+    given = {90, 80, 90 % PREFILL_ROWS}  # whole batches, and the last prompts' part of one
+    assert set(rows) <= given | {64, 56, 48, 40, 32, 28, 24, 20, 16, 14, 12, 10, *range(1, 9)}
+    with packed_weights(model, 8), torch.no_grad():
+        model(torch.full((8, 40), 3))
+    assert max(rows) <= packed.MOST_ROWS, "what is longer goes through the plain layers"
+
+
+def test_no_packed_product_under_autocast():
+    model = make_model()
+    with torch.autocast("cpu", torch.bfloat16), packed_weights(model, 8) as count:
+        assert count == 0 and not forwards(model)

@@ -47,6 +47,13 @@ def test_the_loss_without_logits(monkeypatch, tied, count, rows):
     assert_same(model, fast.loss, plain.loss)
 
 
+def test_the_loss_without_logits_leaves_hidden_states_whole():
+    model, (tokens, labels) = make(), make_batch()
+    out = model(input_ids=tokens, labels=labels, skip_logits=True, output_hidden_states=True)
+    assert {state.shape for state in out.hidden_states} == {(*tokens.shape, model.config.width)}
+    assert_same(model, out.loss, model(input_ids=tokens, labels=labels).loss)
+
+
 def test_without_labels_or_with_an_unembedding_of_another_kind_there_are_logits():
     model, (tokens, labels) = make(), make_batch()
     assert model(input_ids=tokens, skip_logits=True).logits.shape == (*tokens.shape, 41)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rlhf.cli import compose_config
 from rlhf.files import read_json, write_json
 from rlhf.runs import stage_folder
 from rlhf.stages import study_results
+from rlhf.stages.sources import reward_folder
 from rlhf.stages.study import PARENTS, Cell, make_cells, mean_interval
 
 NOISE = 0.0125  # sd of gold on a study's held-out prompts
@@ -154,6 +156,20 @@ def test_a_study_builds_on_what_its_parent_built_on(tmp_path):
     own = study_results.cell_config(cell)
     for stage in ("world", "sft", "pretrain", "label", "reward"):
         assert stage_folder(own, stage) == wanted[stage], "the cell's PPO finds it too"
+
+
+def test_cells_are_paid_by_the_runs_that_the_command_named(gold_run, copy_until):
+    run = copy_until("ppo")
+    other = run.folder.with_name("other ones")
+    shutil.copytree(run.folder, other)
+    name = f"{__name__}:pays_two"
+    given = ["study=frontier", "evaluate.seeds=[0]", f"ppo.rewards=['{other.name}',null,'{name}']"]
+    cell = make_cells(run.config(*given), [*run.overrides, *given])[0]
+    own = study_results.cell_config(cell)
+    assert own.ppo.rewards == [str((other / "reward").absolute()), None, name]
+    assert Path(own.runs_dir) != run.folder.parent
+    assert reward_folder(own, own.ppo.rewards[0]) == other / "reward"
+    assert make_cells(run.config(*given[:2]), [*run.overrides, *given[:2]])[0].overrides != cell.overrides
 
 
 # --- what PPO was paid ---------------------------------------------------------------------------------------------
