@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.errors import UserError
-from rlhf.model.gpt import GPTForCausalLM, rotary_factors
+from rlhf.model.gpt import GPTForCausalLM, in_autocast, is_plain, rotary_factors, unembed
 from rlhf.model.packed import is_packed, packed_weights
 
 Key = int | str | tuple
@@ -148,6 +148,9 @@ class _Decoder:
         self.column = max(map(len, prompts))
         padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
         self.tokens = torch.tensor(padded, device=weight.device)  # (B, P)
+        kind = torch.get_autocast_dtype(weight.device.type) if in_autocast(weight) else weight.dtype
+        # in half precision too the logits are what the training forward computes them as, of float32
+        self.half = model.lm_head.weight.to(kind) if kind.itemsize < 4 and is_plain(model.lm_head) else None
         columns, heads = self.column + max_new_tokens - 1, config.n_kv_head
         self.shape = (len(prompts), heads, columns, config.width // config.n_head)
         self.cache = [tuple(weight.new_empty(self.shape) for _ in "kv") for _ in self.trunk.layers]
@@ -168,7 +171,7 @@ class _Decoder:
         count = len(self.tokens)
         size = PREFILL_ROWS if self.tokens.device.type == "cpu" else count
         last = [self._prefill_rows(slice(start, start + size)) for start in range(0, count, size)]
-        return self.model.lm_head(self.trunk.norm(torch.cat(last)))
+        return self._logits(torch.cat(last))
 
     def _prefill_rows(self, part: slice) -> Tensor:
         """Hidden states (rows, D) after the prompts of some rows, cut to the longest of them; fills their cache."""
@@ -212,7 +215,14 @@ class _Decoder:
             x = x + layer.mlp(layer.norm_2(x))
         self.column += 1
         self.lengths += 1
-        return self.model.lm_head(trunk.norm(x))
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self.trunk.norm(x)
+        if self.half is None:
+            return self.model.lm_head(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return unembed(x.to(self.half.dtype), self.half)
 
     def drop(self, ended: Tensor) -> Tensor:
         """Take the ended rows (B,) bool out of the batch; returns the old row at each new one.

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, generate
 from rlhf.model.generate import Choice, _cut, _default_batch, choose_tokens, make_uniforms, sample, stream
+from rlhf.rollout import response_logprobs
 
 VOCAB, NEW, PAD = 40, 12, 0
 KINDS = {
@@ -304,3 +305,25 @@ def test_the_default_batch_fits_the_keys_and_values_to_the_weights(shape, bytes_
     row = 4 * 2 * shape["n_layer"] * shape["width"] * 1000
     assert _default_batch(model, 1000) == min(256, wanted // row) > 1
     assert _default_batch(model, 10) == 256
+
+
+def test_under_autocast_the_sampler_computes_logits_as_training_does():
+    """In bfloat16 logits near -80 would be off by up to 0.25 nats, and the tokens drawn from another distribution."""
+    torch.manual_seed(0)
+    model = GPTForCausalLM(
+        GPTConfig(n_layer=2, n_head=2, width=64, vocab_size=300, context_length=32, tie_word_embeddings=False)
+    ).eval()
+    model.model.norm.bias.data.fill_(1.0)
+    model.lm_head.weight.data.normal_(0.0, 0.3).sub_(80 / 64)
+    prompts = [[3 + i, 4, 5][: 1 + i % 3] for i in range(24)]
+    with torch.autocast("cpu", torch.bfloat16):
+        samples = sample(model, prompts, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+        mask = samples.mask
+        rows = [p + r for p, r in zip(prompts, samples.responses, strict=True)]
+        gaps = []
+        for i, row in enumerate(rows):
+            tokens, start = torch.tensor([row]), torch.tensor([len(prompts[i])])
+            with torch.no_grad():
+                gaps.append((response_logprobs(model, tokens, start, mask[i : i + 1])[0] - samples.logprobs[i]).abs())
+    assert model(torch.tensor(rows[:1])).logits.mean() < -70
+    assert torch.cat(gaps).mean() < 0.01 and torch.cat(gaps).max() < 0.1

@@ -100,3 +100,14 @@ def test_a_trainer_takes_the_same_steps(tmp_path, accumulation):
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=0)
     assert not torch.equal(weights[0], torch.cat([p.detach().flatten() for p in make().parameters()]))
+
+
+def test_the_loss_without_logits_does_not_round_bfloat16_logits():
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(40, 32, generator=generator), 0.3 * torch.randn(300, 32, generator=generator)
+    hidden[:, 0], weight[:, 0] = 8.0, -10.0  # logits near -80
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    labels = torch.randint(300, (40,), generator=generator)
+    expected = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().t(), labels, reduction="sum")
+    found = gpt._LinearCrossEntropy.apply(hidden, weight, labels)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)

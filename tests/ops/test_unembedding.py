@@ -66,3 +66,28 @@ def test_no_token_at_all():
 def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"hidden \(5, 4\), weight \(7, 3\)"):
         unembedded_logprobs(torch.zeros(5, 4), torch.zeros(7, 3), torch.arange(5))
+
+
+def half_precision_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states (40, 32) and weights (300, 32) in bfloat16 whose logits lie near -80, as GPT-2's may; tokens (40,)."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(40, 32, generator=generator), 0.3 * torch.randn(300, 32, generator=generator)
+    hidden[:, 0], weight[:, 0] = 8.0, -10.0
+    return hidden.bfloat16(), weight.bfloat16(), torch.randint(300, (40,), generator=generator)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_factors_have_float32_logits(autocast):
+    hidden, weight, tokens = half_precision_batch()
+    logits = hidden.double() @ weight.double().t()
+    assert (
+        logits.mean() < -75
+        and (token_logprobs((hidden @ weight.t()).float(), tokens) - token_logprobs(logits, tokens)).abs().max() > 0.1
+    )
+    factors = (
+        (hidden.float(), weight.float()) if autocast else (hidden, weight)
+    )  # autocast rounds them to what they are
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logp, spread = unembedded_logprobs(*factors, tokens, with_entropy=True)
+    torch.testing.assert_close(logp.double(), token_logprobs(logits, tokens).double(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(spread.double(), entropy(logits).double(), atol=1e-4, rtol=0)
