@@ -70,8 +70,10 @@ def logprobs_of_hidden(
     The entropy has a gradient only on request.
     """
     head = policy.get_output_embeddings()
-    if is_plain(head) and not (with_entropy and entropy_gradient):
-        logp, spread = unembedded_logprobs(hidden, head.weight, chosen, with_entropy)
+    if is_plain(head):
+        logp, spread = unembedded_logprobs(hidden, head.weight, chosen, with_entropy and not entropy_gradient)
+        if with_entropy and entropy_gradient:
+            spread = entropy(head(hidden))
     else:
         logits = head(hidden)  # (N, V)
         logp = token_logprobs(logits, chosen)
@@ -91,7 +93,7 @@ def response_values(
 
     values(tokens, kept): values (N,) after the tokens that `kept` names.
     """
-    after = torch.cat((torch.ones_like(mask[:, :1]), mask), 1)  # the prompt's last token, then the response's
+    after = torch.cat((mask.new_ones(len(mask), 1), mask), 1)  # the prompt's last token, then the response's
     found = unpacked(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), after)  # (B, A + 1)
     return torch.where(mask, found[:, :-1], 0.0), found.gather(1, mask.sum(1, keepdim=True))[:, 0]
 
@@ -121,9 +123,9 @@ def collect_rollout(
     policy: a context whose value is the model that samples, needed no longer afterwards.
     records, prompts: the prompts as they came and as tokens. keys: one a prompt; (seed, key) fixes a sample, however
     the batch is split. reference(tokens, prompt_lengths, mask): log-probs (B, A); recompute likewise, of the policy,
-    where the sampler's own are not those of a training forward (None: they are, in float32). values(tokens, kept): values
-    (N,) after the tokens that `kept` names, or None without a critic: all 0 then. reward: see `rlhf.rewards`. clock: called with
-    "rollout" and "score" when that phase is over.
+    where the sampler's own are not those of a training forward (None: they are, in float32). values(tokens, kept):
+    values (N,) after the tokens that `kept` names, or None without a critic: all 0 then. reward: see `rlhf.rewards`.
+    clock: called with "rollout" and "score" when that phase is over.
     """
     with policy as sampler:
         samples = sample(

@@ -8,7 +8,14 @@ import torch
 from rlhf.data.records import PromptRecord
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardModel
 from rlhf.rewards import ModelReward
-from rlhf.rollout import Rollout, before_responses, collect_rollout, response_logprobs, response_values
+from rlhf.rollout import (
+    Rollout,
+    before_responses,
+    collect_rollout,
+    logprobs_of_hidden,
+    response_logprobs,
+    response_values,
+)
 
 VOCAB, EOS, PAD = 29, 5, 0
 PROMPTS = [[1, 7, 8, 9, 2], [1, 2], [1, 11, 12, 2], [1, 13, 14, 15, 16, 17, 18, 2], [1, 20, 2]]
@@ -217,3 +224,18 @@ def test_pads_change_no_logprob_and_no_value(models):
         )
     assert torch.allclose(one, two[:, :3], atol=1e-6) and not two[:, 3:].any()
     assert torch.allclose(v1, v2, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_logprobs_in_bfloat16_do_not_depend_on_what_is_asked_of_the_entropy(models, with_entropy, entropy_gradient):
+    policy = models["policy"]
+    hidden = torch.randn(int(MASK.sum()), 32, generator=torch.Generator().manual_seed(1))
+    chosen = torch.arange(len(hidden))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        plain, _ = logprobs_of_hidden(policy, hidden, chosen, MASK, with_entropy=False)
+        found, spread = logprobs_of_hidden(policy, hidden, chosen, MASK, with_entropy, entropy_gradient)
+    assert torch.equal(found, plain)
+    assert (spread is None) == (not with_entropy)
+    if spread is not None:
+        assert (spread[MASK] > 0).all() and not spread[~MASK].any()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.errors import UserError
-from rlhf.model.gpt import GPTForCausalLM, in_autocast, is_plain, rotary_factors, unembed
+from rlhf.model.gpt import GPTForCausalLM, in_autocast, is_plain, rotary_factors, unembed, unembedding_factor
 from rlhf.model.packed import is_packed, packed_weights
 
 Key = int | str | tuple
@@ -143,14 +143,17 @@ class _Decoder:
 
     def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
         config, weight = model.config, model.model.embed_tokens.weight
-        self.model, self.trunk, self.packed = model, model.model, is_packed(model.lm_head)
+        self.model, self.trunk = model, model.model
+        self.packed = any(is_packed(module) for module in model.modules())
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=weight.device)
         self.column = max(map(len, prompts))
         padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
         self.tokens = torch.tensor(padded, device=weight.device)  # (B, P)
         kind = torch.get_autocast_dtype(weight.device.type) if in_autocast(weight) else weight.dtype
-        # in half precision too the logits are what the training forward computes them as, of float32
-        self.half = model.lm_head.weight.to(kind) if kind.itemsize < 4 and is_plain(model.lm_head) else None
+        # in half precision too the logits are float32, as where training computes log-probs of responses
+        own = kind.itemsize < 4 and is_plain(model.lm_head) and not getattr(model.lm_head, "stands_for_shards", False)
+        self.unembedding = unembedding_factor(model.lm_head.weight.to(kind)) if own else None
+        self.kind = kind
         columns, heads = self.column + max_new_tokens - 1, config.n_kv_head
         self.shape = (len(prompts), heads, columns, config.width // config.n_head)
         self.cache = [tuple(weight.new_empty(self.shape) for _ in "kv") for _ in self.trunk.layers]
@@ -219,10 +222,10 @@ class _Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.trunk.norm(x)
-        if self.half is None:
+        if self.unembedding is None:
             return self.model.lm_head(x)
         with torch.autocast(x.device.type, enabled=False):
-            return unembed(x.to(self.half.dtype), self.half)
+            return unembed(x.to(self.kind), self.unembedding)
 
     def drop(self, ended: Tensor) -> Tensor:
         """Take the ended rows (B,) bool out of the batch; returns the old row at each new one.

@@ -243,7 +243,7 @@ class Block(GradientCheckpointingLayer):
 
 
 def _select(x: Tensor, kept: Tensor | None) -> Tensor:
-    """The tokens (N, D) of x (B, T, D) that `kept` (N,) counts out, in the order of reading; all of x without it."""
+    """The tokens (N, D) of x (B, T, D) that `kept` (N,) names by row * T + position; all of x without it."""
     return x if kept is None else x.flatten(0, 1).index_select(0, kept)
 
 
@@ -408,17 +408,20 @@ def _segments(position_ids: Tensor | None, seq_idx: Tensor | None, can_look: boo
     return F.pad(starts.long().cumsum(-1), (1, 0))
 
 
+def unembedding_factor(weight: Tensor) -> Tensor:
+    """The weight as `unembed` takes it: of half precision on a GPU alone, where such a product can sum in float32."""
+    return weight if weight.dtype.itemsize >= 4 or weight.device.type == "cuda" else weight.float()
+
+
 def unembed(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits (N, V) float32 = hidden weight^T of hidden (N, D) and weight (V, D) of one type.
+    """Logits (N, V) float32 = hidden weight^T of hidden (N, D) and an `unembedding_factor` (V, D).
 
     Of bfloat16 factors too the sums are not rounded to bfloat16, in which a logit near 100 is off by up to 0.25 nats.
     No gradient.
     """
-    if hidden.dtype.itemsize >= 4:
-        return (hidden @ weight.t()).float()
-    if hidden.device.type == "cuda":
+    if weight.dtype.itemsize < 4:  # on a GPU: see `unembedding_factor`
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.t().float()
+    return (hidden.to(weight.dtype) @ weight.t()).float()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -434,14 +437,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, _ = ctx.needs_input_grad
         kind = torch.get_autocast_dtype(hidden.device.type) if in_autocast(hidden) else hidden.dtype
         h, w = hidden.to(kind), weight.to(kind)
-        rows = _rows_at_a_time(w)
+        factor, rows = unembedding_factor(w), _rows_at_a_time(w)
         loss = torch.zeros((), dtype=torch.float32, device=h.device)
         d_hidden = torch.empty_like(h) if needs_hidden else None
         d_weight = torch.zeros_like(weight) if needs_weight else None
         with torch.autocast(h.device.type, enabled=False):
             for start in range(0, len(h), rows):
                 part, own = h[start : start + rows], labels[start : start + rows, None]
-                logits = unembed(part, w)  # (rows, V)
+                logits = unembed(part, factor)  # (rows, V)
                 top = logits.amax(-1, keepdim=True)
                 chosen = logits.gather(-1, own)
                 gradient = torch.softmax(logits, -1)
@@ -539,8 +542,8 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
 
         loss = -sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, with N = num_items_in_batch where
         the Trainer passes it and the number of such labels otherwise. skip_logits: with labels, the same loss
-        without logits (B, T, V) anywhere; there are none in the output then. The other arguments are
-        `GPTModel.forward`'s.
+        without logits (B, T, V) anywhere; there are none in the output then (and in half precision the loss is
+        that of logits that are not rounded). The other arguments are `GPTModel.forward`'s.
         """
         loss_alone = skip_logits and labels is not None and is_plain(self.lm_head)
         before = kept = None

@@ -15,17 +15,20 @@ _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**27
 _KEPT = 2**26
 
 
+def unembedding_factor(weight: Tensor) -> Tensor:
+    """The weight as `unembed` takes it: of half precision on a GPU alone, where such a product can sum in float32."""
+    return weight if weight.dtype.itemsize >= 4 or weight.device.type == "cuda" else weight.float()
+
+
 def unembed(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits (N, V) float32 = hidden weight^T of hidden (N, D) and weight (V, D) of one type.
+    """Logits (N, V) float32 = hidden weight^T of hidden (N, D) and an `unembedding_factor` (V, D).
 
     Of bfloat16 factors too the sums are not rounded to bfloat16, in which a logit near 100 is off by up to 0.25 nats. No
     gradient. (Again in `rlhf/model/gpt.py`, a file that goes out by itself.)
     """
-    if hidden.dtype.itemsize >= 4:
-        return (hidden @ weight.t()).float()
-    if hidden.device.type == "cuda":
+    if weight.dtype.itemsize < 4:  # on a GPU: see `unembedding_factor`
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.t().float()
+    return (hidden.to(weight.dtype) @ weight.t()).float()
 
 
 def unembedded_logprobs(
@@ -59,6 +62,7 @@ class _Unembedding(torch.autograd.Function):
         device = hidden.device.type
         kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         h, w = hidden.to(kind), weight.to(kind)
+        factor = unembedding_factor(w)
         count = len(h)
         wanted = any(ctx.needs_input_grad) and count * len(w) <= _KEPT
         kept = h.new_empty(count, len(w)) if wanted else None
@@ -66,7 +70,7 @@ class _Unembedding(torch.autograd.Function):
         entropies = torch.zeros_like(logp)
         with torch.autocast(device, enabled=False):
             for rows in _chunks(count, w):
-                logits = unembed(h[rows], w)
+                logits = unembed(h[rows], factor)
                 logits -= logits.amax(-1, keepdim=True)  # the likeliest is 0
                 p = torch.softmax(logits, -1)
                 log_sum = -p.amax(-1).log()  # its probability is one over the sum, and never 0
@@ -87,11 +91,12 @@ class _Unembedding(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d = d_logp[:, None].to(h.dtype)
         scaled = h * d  # (N, D)
+        factor = unembedding_factor(w) if kept is None else w
         d_hidden = torch.empty_like(h) if needs_hidden else None
         d_weight = torch.zeros(w.shape, device=w.device, dtype=ctx.kinds[1]) if needs_weight else None
         with torch.autocast(h.device.type, enabled=False):
             for rows in [slice(0, len(h))] if kept is not None else _chunks(len(h), w):
-                p = kept if kept is not None else torch.softmax(unembed(h[rows], w), -1).to(h.dtype)
+                p = kept if kept is not None else torch.softmax(unembed(h[rows], factor), -1).to(h.dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = (w[tokens[rows]] - p @ w) * d[rows]
                 if d_weight is not None:

@@ -126,6 +126,8 @@ class ZeroEngine(Engine):
         self.stage, self.bfloat16 = zero_stage(config), wants_bfloat16(config, accelerator.device)
         # Under ZeRO-3 a rank holds slices only: a copy without weights stands by to take the whole ones for sampling.
         self.copy_of, self.empty_copy = sampled, hollow(sampled) if self.stage == 3 and sampled is not None else None
+        if self.empty_copy is not None:  # samples by the logits that the sharded unembedding gives
+            self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
         names = {id(p): name for name, p in module.named_parameters()}
         self.group_of = {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=max_grad_norm)

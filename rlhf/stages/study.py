@@ -132,13 +132,14 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
 
 def rewards_by_folder(config: Config) -> list[str]:
     """The override ppo.rewards with folders in the place of runs' names, which a cell would look for in its own runs_dir."""
-    if config.ppo.rewards is None:
+    given = config.ppo.rewards
+    if given is None:
         return []
     sources = [
         "null" if name is None else f"'{name if is_function(name) else reward_folder(config, name).absolute()}'"
         for name in reward_sources(config)[0]
     ]
-    return [f"ppo.rewards=[{','.join(sources)}]"]
+    return [f"ppo.rewards={sources[0] if isinstance(given, str) else '[' + ','.join(sources) + ']'}"]
 
 
 def parent_stage(config: Config, parent: Path, stage: str) -> Path:

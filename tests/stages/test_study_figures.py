@@ -169,6 +169,9 @@ def test_cells_are_paid_by_the_runs_that_the_command_named(gold_run, copy_until)
     assert own.ppo.rewards == [str((other / "reward").absolute()), None, name]
     assert Path(own.runs_dir) != run.folder.parent
     assert reward_folder(own, own.ppo.rewards[0]) == other / "reward"
+    alone = [*given[:2], f"ppo.rewards={other.name!r}"]
+    cell_alone = make_cells(run.config(*alone), [*run.overrides, *alone])[0]
+    assert study_results.cell_config(cell_alone).ppo.rewards == str((other / "reward").absolute())
     assert make_cells(run.config(*given[:2]), [*run.overrides, *given[:2]])[0].overrides != cell.overrides
 
 
