@@ -13,7 +13,7 @@ from rlhf.rollout import Rollout
 RATIO_TOLERANCE = 1e-4  # of |log rho| a token, and of a token's gap to the reference; nats, float32
 
 # The same in bf16, whose products depend on a batch's shape. Measured on two layers of width 64, 3000 tokens, batches of
-# 16, 5 and 1 against 32 rows, with logits rounded to bf16 (as under ZeRO-3; elsewhere they are float32 since): |log rho| is
+# 16, 5 and 1 against 32 rows, with logits rounded to bf16 (as under ZeRO-3; elsewhere they are float32): |log rho| is
 # 0.03 at most and 1.2e-4 on average, 2.5e-3 nats a sequence at most on average; 0.08 and 3e-4 with logits three times as
 # large. The gap to the reference is 0: both models see the same batches.
 HALF_RATIO_TOLERANCE = 0.15  # below log(1 + clip_range) = 0.18, so that what it lets pass is not clipped either
