@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf.commands.launch import SHARED_STAGES
 from rlhf.config import Config, ImportConfig, PlanConfig
 from rlhf.errors import UserError
-from rlhf.stages.launch import SHARED_STAGES
 
 CHOICES = {
     "model.positions": ("learned", "rotary"),

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from rlhf.errors import UserError
 from rlhf.interrupts import EXIT_CODE, leave, terminate_as_interrupt
-from rlhf.runs import is_main_process
+from rlhf.runs.folders import is_main_process
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "pipeline": ("rlhf.stages.pipeline", "all stages, from raw text to an aligned model and its report"),
+    "pipeline": ("rlhf.commands.pipeline", "all stages, from raw text to an aligned model and its report"),
     "tokenizer": ("rlhf.stages.tokenizer", "train the byte-level BPE on the pretraining text"),
     "pretrain": ("rlhf.stages.pretrain", "pretrain the GPT from random weights"),
     "sft": ("rlhf.stages.sft", "fine-tune on demonstrations"),
@@ -26,14 +26,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ppo": ("rlhf.stages.ppo", "optimise the policy against the reward model"),
     "rejection": ("rlhf.stages.rejection", "fine-tune on the best of n samples by the reward model"),
     "evaluate": ("rlhf.stages.evaluate", "measure the models on held-out prompts and comparisons"),
-    "report": ("rlhf.stages.report", "write the report of a run, or of several side by side, as one HTML page"),
-    "watch": ("rlhf.stages.watch", "follow a run from another terminal"),
-    "dashboard": ("rlhf.stages.dashboard", "create or update the W&B dashboard, or write its specification offline"),
-    "chat": ("rlhf.stages.chat", "talk to a model of a run in the terminal"),
-    "export": ("rlhf.stages.export", "write a model that plain transformers loads"),
-    "import": ("rlhf.stages.import_data", "turn labelling data of any known format into records in Arrow"),
-    "sample": ("rlhf.stages.sample", "draw K responses a prompt and write the tasks of a labelling round"),
-    "plan": ("rlhf.stages.plan", "memory a GPU and a stage, hours and compute-optimal sizes, before anyone pays"),
+    "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page"),
+    "watch": ("rlhf.commands.watch", "follow a run from another terminal"),
+    "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard, or write its specification offline"),
+    "chat": ("rlhf.commands.chat", "talk to a model of a run in the terminal"),
+    "export": ("rlhf.commands.export", "write a model that plain transformers loads"),
+    "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records in Arrow"),
+    "sample": ("rlhf.commands.sample", "draw K responses a prompt and write the tasks of a labelling round"),
+    "plan": ("rlhf.commands.plan", "memory a GPU and a stage, hours and compute-optimal sizes, before anyone pays"),
     "world": ("rlhf.stages.world", "write the gold world's corpus, demonstrations and prompts"),
     "label": ("rlhf.stages.label", "sample responses from the SFT model and have the gold world's labelers rank them"),
 }
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     terminate_as_interrupt()
     try:
         _dispatch(arguments)
-        ranks = sys.modules.get("rlhf.stages.ranks")  # not imported for its own sake: it brings torch
+        ranks = sys.modules.get("rlhf.training.processes")  # not imported for its own sake: it brings torch
         if argv is None and ranks is not None and ranks.disconnect():
             leave(0)
     except UserError as error:
@@ -126,7 +126,7 @@ def _dispatch(arguments: list[str]) -> None:
         return
     command, overrides = arguments[0], arguments[1:]
     if command == "report":
-        from rlhf.stages.report import rewrite_arguments
+        from rlhf.commands.report import rewrite_arguments
 
         overrides = rewrite_arguments(overrides)
     if command not in COMMANDS:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.cli import compose_config
-from rlhf.stages.common import load_policy, set_up
+from rlhf.runs.sources import need_source
 from rlhf.stages.evaluate import Answers, draw, judge_answers, kl_between, load_test_prompts, summarize_gold
-from rlhf.stages.sources import need_source
 from rlhf.tokenizer import load_tokenizer
+from rlhf.training.setup import load_policy, set_up
 
 
 def scores(folder: Path) -> dict[str, Any]:

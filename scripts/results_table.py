@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.runs import rounds_before
+from rlhf.runs.folders import rounds_before
 
 
 def show(value: dict[str, Any]) -> str:

@@ -21,9 +21,9 @@ from rlhf.config import Config
 from rlhf.interrupts import leave
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.stages.common import set_up
-from rlhf.stages.engine import Engine, make_engine
-from rlhf.stages.ranks import disconnect, process_count, rank, wait_for_all
+from rlhf.training.engine import Engine, make_engine
+from rlhf.training.processes import disconnect, process_count, rank, wait_for_all
+from rlhf.training.setup import set_up
 
 SIZES = {
     "tiny": {"n_layer": 4, "n_head": 4, "width": 128, "vocab_size": 2048, "context_length": 128},

@@ -52,12 +52,12 @@ def other_seconds() -> float:
 
 def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.cli import compose_config
-    from rlhf.runs import open_stage
-    from rlhf.stages.common import set_up
+    from rlhf.ppo.setup import make_trainer
+    from rlhf.runs.folders import open_stage
+    from rlhf.runs.sources import hash_sources
     from rlhf.stages.ppo import one_update
-    from rlhf.stages.ppo_setup import make_trainer
-    from rlhf.stages.sources import hash_sources
     from rlhf.tracking.writers import make_tracker
+    from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:
         for stage in PARENTS:

@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-from rlhf.allocator import keep_freed_memory
+from rlhf.training.allocator import keep_freed_memory
 
 PROBE = """
 import resource, sys
-from rlhf.allocator import keep_freed_memory
+from rlhf.training.allocator import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 import torch

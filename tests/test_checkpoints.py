@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoints import (
+from rlhf.config import CheckpointConfig
+from rlhf.errors import UserError
+from rlhf.runs.checkpoints import (
     MANIFEST,
     checkpoint_due,
     checkpoint_figure,
@@ -20,8 +22,6 @@ from rlhf.checkpoints import (
     save_checkpoint,
     seal,
 )
-from rlhf.config import CheckpointConfig
-from rlhf.errors import UserError
 
 from .test_files import fail_with
 

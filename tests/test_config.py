@@ -10,7 +10,7 @@ from rlhf import cli
 from rlhf.checks import check_config
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.stages.sources import STAGE_DATA
+from rlhf.runs.sources import STAGE_DATA
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (cli.conf_dir() / group).glob("*.yaml"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]

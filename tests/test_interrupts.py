@@ -111,12 +111,12 @@ def test_a_second_signal_ends_at_once() -> None:
 
 COMMAND = """
 import sys, time
-import rlhf.stages.watch
+import rlhf.commands.watch
 from rlhf.cli import main
 def run(config):
     print("begun", flush=True)
     time.sleep(60)
-rlhf.stages.watch.run = run
+rlhf.commands.watch.run = run
 main(["watch", "run=x"])
 """
 

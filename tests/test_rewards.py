@@ -5,7 +5,7 @@ import torch
 
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
-from rlhf.rewards import CombinedReward, Episodes, FunctionReward, combine_scores, load_function
+from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, combine_scores, load_function
 
 CPU = torch.device("cpu")
 # Two sources, three responses.

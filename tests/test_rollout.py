@@ -7,8 +7,8 @@ import torch
 
 from rlhf.data.records import PromptRecord
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardModel
-from rlhf.rewards import ModelReward
-from rlhf.rollout import (
+from rlhf.ppo.rewards import ModelReward
+from rlhf.ppo.rollout import (
     Rollout,
     before_responses,
     collect_rollout,

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf import runs
-from rlhf.checkpoints import checkpoints, latest_checkpoint
 from rlhf.cli import schema_keys
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import hash_files
-from rlhf.stages.sources import hash_sources
-from rlhf.tracking.lineage import git_state
+from rlhf.runs import folders as runs
+from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
+from rlhf.runs.lineage import git_state
+from rlhf.runs.sources import hash_sources
 
 from .test_checkpoints import checkpoint, sealed
 

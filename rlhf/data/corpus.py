@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf.data.readers import (
+from rlhf.data.reading.readers import (
     ROW_SUFFIXES,
     TEXT_SUFFIXES,
     Reject,

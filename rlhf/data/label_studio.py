@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.data.foreign import chat_turns, is_text
+from rlhf.data.conversion.foreign import chat_turns, is_text
+from rlhf.data.conversion.verdicts import TIE, read_phrase
 from rlhf.data.importers import BadRow, other_keys
 from rlhf.data.records import shown
-from rlhf.data.verdicts import TIE, read_phrase
 
 PROMPT_KEYS = (
     "prompt", "instruction", "question", "query", "input", "user_input", "request", "context", "messages", "dialogue",

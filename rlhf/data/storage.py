@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.data.json_rows import is_deep
-from rlhf.data.readers import MANIFEST, file_sha256, is_import
+from rlhf.data.reading.json_rows import is_deep
+from rlhf.data.reading.readers import MANIFEST, file_sha256, is_import
 from rlhf.data.records import KINDS, Message, Record
 from rlhf.data.splits import SPLITS, with_split
 from rlhf.errors import UserError

@@ -17,9 +17,9 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf.data.batching import by_length
 from rlhf.data.records import Message
 from rlhf.errors import UserError
+from rlhf.model.batching import by_length
 from rlhf.model.heads import RewardModel, without_dropout
 from rlhf.model.rendering import TextEncoder, TextRow
 

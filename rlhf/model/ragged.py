@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.data.batching import by_length
+from rlhf.model.batching import by_length
 from rlhf.model.gpt import GPTForCausalLM
 
 IGNORED = -100  # the label of a token that the loss leaves out

@@ -1,7 +1,7 @@
 """The plan of a configuration: bytes a GPU and a stage by part, whether they fit, hours, compute-optimal sizes.
 
 Adds up the closed forms of `shapes`, `memory`, `compute` and `scaling` as the stages use them. Not here: printing
-(`rlhf.stages.plan`) and running anything.
+(`rlhf.commands.plan`) and running anything.
 """
 
 import copy

@@ -12,30 +12,30 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
-from rlhf.data.batching import by_length, right_pad
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
+from rlhf.evaluation.best_of import best_index, best_of_n_kl, draw_candidates, estimate_kl
+from rlhf.evaluation.reward_report import describe, evaluate_reward_model, score_distributions
+from rlhf.evaluation.scoring import score_rows
+from rlhf.evaluation.statistics import interval, win_rate
 from rlhf.files import write_json
 from rlhf.gold.corpus import talk
 from rlhf.gold.judge import WEIGHTS, judge
 from rlhf.gold.world import task_from_metadata
+from rlhf.model.batching import by_length, right_pad
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples, sample
-from rlhf.rewards import Episodes, Reward, pay
-from rlhf.rollout import response_logprobs
-from rlhf.runs import Stage, open_stage, read_stage, rounds_before, run_folder, stage_folder
-from rlhf.stages.best_of import best_index, best_of_n_kl, draw_candidates, estimate_kl
-from rlhf.stages.common import load_policy, open_tracker, set_up
-from rlhf.stages.ppo_setup import make_reward
-from rlhf.stages.reward_report import describe, evaluate_reward_model, score_distributions
-from rlhf.stages.scoring import score_rows
-from rlhf.stages.sources import fractions, hash_sources, need_source, reward_sources
-from rlhf.stages.statistics import interval, win_rate
+from rlhf.ppo.rewards import Episodes, Reward, pay
+from rlhf.ppo.rollout import response_logprobs
+from rlhf.ppo.setup import make_reward
+from rlhf.runs.folders import Stage, open_stage, read_stage, rounds_before, run_folder, stage_folder
+from rlhf.runs.sources import fractions, hash_sources, need_source, reward_sources
 from rlhf.tokenizer import decode_response, encode_texts, load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.tracking.results import log_results
+from rlhf.training.setup import load_policy, open_tracker, set_up
 
 POLICIES = ("base", "base_prompted", "sft", "ppo")
 
@@ -43,7 +43,7 @@ POLICIES = ("base", "base_prompted", "sft", "ppo")
 def run(config: Config) -> None:
     """Write runs/<run>/evaluate: results.json and samples.jsonl."""
     if config.study is not None:
-        from rlhf.stages import study
+        from rlhf.commands import study
 
         study.run(config)
         return

@@ -9,7 +9,7 @@ import itertools
 import random
 
 from rlhf.config import Config
-from rlhf.data.agreement import pairwise_agreement
+from rlhf.data.agreement.job import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking
@@ -18,11 +18,11 @@ from rlhf.gold.corpus import write_jsonl
 from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers, rank_responses
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.generate import sample
-from rlhf.runs import earlier_run, open_stage, read_stage, run_folder, stage_folder
-from rlhf.stages.common import load_policy, set_up
-from rlhf.stages.sources import need_source
+from rlhf.runs.folders import earlier_run, open_stage, read_stage, run_folder, stage_folder
+from rlhf.runs.sources import need_source
 from rlhf.tokenizer import decode_response, encode_prompts, load_tokenizer
 from rlhf.tracking.progress import progress
+from rlhf.training.setup import load_policy, set_up
 
 SPARE = 3  # samples beyond K, to replace responses that say the same
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
@@ -24,24 +23,25 @@ from rlhf.ops.advantages import compute_advantages
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
-from rlhf.rewards import CombinedReward, pay
-from rlhf.rollout import Rollout, collect_rollout
-from rlhf.runs import open_stage
-from rlhf.stages.common import open_tracker, set_up
-from rlhf.stages.engine import on_cpu, read_state, write_state
-from rlhf.stages.gather import gathered_state, save_model_checked
-from rlhf.stages.invariants import check_first_rollout
-from rlhf.stages.loop import merged, refuse_nonfinite
-from rlhf.stages.ppo_eval import gold_parts, held_out_sums, sample_rows
-from rlhf.stages.ppo_setup import Trainer, make_trainer, merged_adapters
-from rlhf.stages.ppo_update import optimize
-from rlhf.stages.ranks import on_first_rank
-from rlhf.stages.sources import hash_sources
-from rlhf.stages.usage import update_flops, usage_metrics
+from rlhf.ppo.held_out import gold_parts, held_out_sums, sample_rows
+from rlhf.ppo.invariants import check_first_rollout
+from rlhf.ppo.rewards import CombinedReward, pay
+from rlhf.ppo.rollout import Rollout, collect_rollout
+from rlhf.ppo.setup import Trainer, make_trainer, merged_adapters
+from rlhf.ppo.update import optimize
+from rlhf.runs.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
+from rlhf.runs.folders import open_stage
+from rlhf.runs.sources import hash_sources
 from rlhf.tokenizer import decode_response
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.progress import progress
 from rlhf.tracking.writers import Tracker, read_jsonl
+from rlhf.training.engine import on_cpu, read_state, write_state
+from rlhf.training.gather import gathered_state, save_model_checked
+from rlhf.training.loop import merged, refuse_nonfinite
+from rlhf.training.processes import on_first_rank
+from rlhf.training.setup import open_tracker, set_up
+from rlhf.training.usage import update_flops, usage_metrics
 
 SAMPLES_SHOWN = 8  # rows of the samples table a look
 

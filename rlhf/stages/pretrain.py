@@ -14,8 +14,13 @@ from rlhf.data.corpus import PackedCorpus, iterate_documents, pack_corpus
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.runs import Stage, open_stage, stage_folder
-from rlhf.stages.common import (
+from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.sources import hash_sources, need_source
+from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
+from rlhf.tracking.progress import progress
+from rlhf.training.optim import MuonAdamW
+from rlhf.training.processes import on_first_rank
+from rlhf.training.setup import (
     StageCallback,
     cosine_schedule,
     decay_groups,
@@ -23,12 +28,7 @@ from rlhf.stages.common import (
     open_tracker,
     set_up,
 )
-from rlhf.stages.optimizer import MuonAdamW
-from rlhf.stages.ranks import on_first_rank
-from rlhf.stages.sources import hash_sources, need_source
-from rlhf.stages.trainer import StageTrainer, make_adamw, save_output, shared_arguments, train
-from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
-from rlhf.tracking.progress import progress
+from rlhf.training.trainer import StageTrainer, make_adamw, save_output, shared_arguments, train
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,15 +14,15 @@ from rlhf.config import Config
 from rlhf.data.demonstrations import encode_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
-from rlhf.runs import Stage, open_stage, stage_folder
-from rlhf.stages.best_of import best_index, draw_candidates
-from rlhf.stages.common import StageCallback, load_policy, newest_checkpoint, open_tracker, set_up
-from rlhf.stages.ppo_setup import load_ppo_prompts, make_reward
+from rlhf.evaluation.best_of import best_index, draw_candidates
+from rlhf.ppo.setup import load_ppo_prompts, make_reward
+from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.sources import hash_sources
 from rlhf.stages.sft import make_trainer
-from rlhf.stages.sources import hash_sources
-from rlhf.stages.trainer import save_output, train
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
+from rlhf.training.setup import StageCallback, load_policy, newest_checkpoint, open_tracker, set_up
+from rlhf.training.trainer import save_output, train
 
 
 def run(config: Config) -> None:

@@ -3,7 +3,7 @@
 loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l), with all K answers of a prompt in one
 batch element (Ouyang et al. 2022, equation 1). Then calibration: demonstrations average 0, SFT samples have standard
 deviation 1. The model is the SFT trunk with a scalar head, or any text classifier (`reward.model`). Not here: what the
-reward model is worth on held-out comparisons (`rlhf.stages.reward_report`).
+reward model is worth on held-out comparisons (`rlhf.evaluation.reward_report`).
 """
 
 import random
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
@@ -23,19 +22,7 @@ from rlhf.data.prompts import encode_prompt_within, prompts_of
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
-from rlhf.gold.labelers import make_held_out_labelers
-from rlhf.interrupts import finish_step
-from rlhf.model.classifier import TextRewardModel
-from rlhf.model.generate import sample
-from rlhf.model.heads import RewardModel
-from rlhf.ops.ranking import ranking_loss
-from rlhf.runs import Stage, open_stage, stage_folder
-from rlhf.stages.common import cosine_schedule, decay_groups, load_policy, open_tracker, set_up
-from rlhf.stages.engine import Engine, ZeroEngine, make_engine, put_weights, read_state, write_state
-from rlhf.stages.gather import gathered_state, save_model_checked
-from rlhf.stages.loop import Ranks, gradient_norm, merged, refuse_nonfinite
-from rlhf.stages.ranks import on_first_rank
-from rlhf.stages.scoring import (
+from rlhf.evaluation.scoring import (
     item_encoder,
     length_baseline,
     make_inputs,
@@ -45,11 +32,24 @@ from rlhf.stages.scoring import (
     score_items,
     score_rows,
 )  # fmt: skip
-from rlhf.stages.sources import fractions, hash_sources, need_source
-from rlhf.stages.usage import training_flops, usage_metrics
+from rlhf.gold.labelers import make_held_out_labelers
+from rlhf.interrupts import finish_step
+from rlhf.model.classifier import TextRewardModel
+from rlhf.model.generate import sample
+from rlhf.model.heads import RewardModel
+from rlhf.ops.ranking import ranking_loss
+from rlhf.runs.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
+from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.tokenizer import decode_response, load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.progress import progress
+from rlhf.training.engine import Engine, ZeroEngine, make_engine, put_weights, read_state, write_state
+from rlhf.training.gather import gathered_state, save_model_checked
+from rlhf.training.loop import Ranks, gradient_norm, merged, refuse_nonfinite
+from rlhf.training.processes import on_first_rank
+from rlhf.training.setup import cosine_schedule, decay_groups, load_policy, open_tracker, set_up
+from rlhf.training.usage import training_flops, usage_metrics
 
 EVALUATED_TOGETHER = 128  # responses a forward of the held-out figures
 

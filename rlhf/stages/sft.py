@@ -9,15 +9,18 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
-from rlhf.data.batching import by_length, right_pad
 from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
+from rlhf.model.batching import by_length, right_pad
 from rlhf.model.ragged import RaggedLoss
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.runs import Stage, open_stage, stage_folder
-from rlhf.stages.common import (
+from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.sources import fractions, hash_sources, need_source
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.progress import progress
+from rlhf.training.setup import (
     StageCallback,
     check_tokenizer,
     cosine_schedule,
@@ -27,10 +30,7 @@ from rlhf.stages.common import (
     open_tracker,
     set_up,
 )
-from rlhf.stages.sources import fractions, hash_sources, need_source
-from rlhf.stages.trainer import IGNORED, StageTrainer, make_adamw, save_output, shared_arguments, train
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.progress import progress
+from rlhf.training.trainer import IGNORED, StageTrainer, make_adamw, save_output, shared_arguments, train
 
 
 def run(config: Config) -> None:

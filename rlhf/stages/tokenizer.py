@@ -2,8 +2,8 @@
 
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
-from rlhf.runs import open_stage
-from rlhf.stages.sources import hash_sources, need_source
+from rlhf.runs.folders import open_stage
+from rlhf.runs.sources import hash_sources, need_source
 from rlhf.tokenizer import train_tokenizer
 
 

@@ -1,7 +1,7 @@
 """What a stage wrote as a W&B artifact, with its lineage: on request (tracking.artifacts), since models are large.
 
 Parents and data stand in an artifact's metadata by their hashes. Online they are inputs of the run too, so that W&B
-draws the graph; offline it allows no inputs. stage.json stays the record (`rlhf.runs`).
+draws the graph; offline it allows no inputs. stage.json stays the record (`rlhf.runs.folders`).
 """
 
 import hashlib
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf.runs.lineage import tracking_config
 from rlhf.tracking.background import Background, Rows
-from rlhf.tracking.lineage import tracking_config
 from rlhf.tracking.wandb_run import INIT_TIMEOUT, Environment, finish_run, open_run_id, seconds_allowed, start_run
 
 TYPES = {"world": "dataset", "label": "dataset", "tokenizer": "tokenizer", "evaluate": "results"}

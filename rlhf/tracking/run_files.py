@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf.tracking.charts import Points
-from rlhf.tracking.figures import is_number
+from rlhf.report.charts import Points
+from rlhf.report.figures import is_number
 from rlhf.tracking.jsonl import read_json, read_jsonl
 from rlhf.tracking.metrics import find
 from rlhf.tracking.progress import format_seconds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf.tracking.figures import is_number
+from rlhf.report.figures import is_number
 from rlhf.tracking.jsonl import parse_line, read_json
 from rlhf.tracking.progress import format_figure, format_seconds
 from rlhf.tracking.run_files import STAGES, get

@@ -66,8 +66,8 @@ def make_prompts(spec: Spec) -> list[list[int]]:
 
 
 def ours(spec: Spec, turns: Turns) -> None:
-    from rlhf.allocator import keep_freed_memory
     from rlhf.model.generate import sample
+    from rlhf.training.allocator import keep_freed_memory
 
     keep_freed_memory()
     model = harness.ours_like(make_model(spec)).to(spec["device"]).eval()

@@ -62,7 +62,7 @@ def gpt2(spec: Spec, seed: int) -> Any:
 def write_parents(config: Any, spec: Spec) -> None:
     """The stages that PPO builds on, as if they had been trained."""
     from rlhf.model.heads import RewardModel
-    from rlhf.runs import open_stage
+    from rlhf.runs.folders import open_stage
     from rlhf.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(spec["tokenizer"])
@@ -82,11 +82,11 @@ def write_parents(config: Any, spec: Spec) -> None:
 def ours(spec: Spec, turns: Turns) -> None:
     from rlhf.cli import compose_config
     from rlhf.data.records import PromptRecord
-    from rlhf.runs import open_stage
-    from rlhf.stages.common import set_up
+    from rlhf.ppo.setup import make_trainer
+    from rlhf.runs.folders import open_stage
     from rlhf.stages.ppo import one_update
-    from rlhf.stages.ppo_setup import make_trainer
     from rlhf.tracking.writers import make_tracker
+    from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:
         prompts = Path(home) / "prompts.jsonl"

@@ -76,9 +76,9 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.cli import compose_config
-    from rlhf.runs import open_stage
+    from rlhf.runs.folders import open_stage
     from rlhf.stages import sft
-    from rlhf.stages.common import StageCallback, be_quiet
+    from rlhf.training.setup import StageCallback, be_quiet
 
     class Silent(StageCallback):
         """The stage's callback, without its progress and metrics."""
@@ -102,7 +102,7 @@ def ours(spec: Spec, turns: Turns) -> None:
             f"runs_dir={home}", "run=bench", "tracking=off", f"device={spec['device']}", f"threads={spec['threads']}",
             f"sft.batch_size={spec['batch']}", "sft.lr=1e-4", "sft.dropout=0", f"sft.micro_batch_size={spec['batch']}",
         ])  # fmt: skip
-        from rlhf.allocator import keep_freed_memory
+        from rlhf.training.allocator import keep_freed_memory
 
         keep_freed_memory()
         tokenizer = make_tokenizer(spec["size"])
@@ -116,8 +116,8 @@ def ours(spec: Spec, turns: Turns) -> None:
 
 def ours_bare(spec: Spec, turns: Turns) -> None:
     """Our model and loss in a bare loop."""
-    from rlhf.allocator import keep_freed_memory
     from rlhf.model.ragged import ragged_loss
+    from rlhf.training.allocator import keep_freed_memory
 
     keep_freed_memory()
     bare_loop(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, ragged_loss)

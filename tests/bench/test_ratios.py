@@ -20,7 +20,7 @@ from rlhf.model.gpt import hidden_at
 from rlhf.model.packed import packed_product, packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.ops.logprobs import entropy, token_logprobs
-from rlhf.rollout import response_logprobs
+from rlhf.ppo.rollout import response_logprobs
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 

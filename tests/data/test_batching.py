@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from rlhf.data.batching import by_length, right_pad
+from rlhf.model.batching import by_length, right_pad
 
 
 def test_rows_are_padded_on_the_right():

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, KIND_NUMBERS, Cleaner, fact_of, find_pii, luhn
+from rlhf.data.importing.cleaning import DUPLICATE, FILTERED, KEPT, KIND_NUMBERS, Cleaner, fact_of, find_pii, luhn
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
 
 RANKING = {

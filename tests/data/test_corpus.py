@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data import corpus as corpus_module
-from rlhf.data import readers
 from rlhf.data.corpus import PackedCorpus, cut_text, iterate_documents, pack_corpus
+from rlhf.data.reading import readers
 from rlhf.errors import UserError
 from rlhf.tokenizer import encode_text, token_byte_lengths, tokenizer_hash
 

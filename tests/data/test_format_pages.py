@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.cli import compose_config
+from rlhf.commands import import_data
 from rlhf.data.importers import formats
 from rlhf.errors import UserError
-from rlhf.stages import import_data
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "data" / "README.md").read_text(encoding="utf-8")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.batches import Held, Place
-from rlhf.data.joining import join_held
-from rlhf.data.readers import Reject
+from rlhf.data.importing.batches import Held, Place
+from rlhf.data.importing.joining import join_held
+from rlhf.data.reading.readers import Reject
 from rlhf.data.records import Ranking
 
 

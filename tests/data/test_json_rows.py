@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data import json_rows, readers
-from rlhf.data.json_rows import line_blocks, parse_block, read_json_lines, read_json_values
-from rlhf.data.readers import Reject, Row
+from rlhf.data.reading import json_rows, readers
+from rlhf.data.reading.json_rows import line_blocks, parse_block, read_json_lines, read_json_values
+from rlhf.data.reading.readers import Reject, Row
 
 
 def lines(raw: bytes) -> list[Row | Reject]:
@@ -185,9 +185,9 @@ def mutate(line: bytes, random_: random.Random) -> bytes:
 
 def test_mutated_lines_are_records_or_rejects_and_the_counts_add_up(tmp_path):
     from rlhf.config import ImportConfig
-    from rlhf.data.assignments import Assignments
-    from rlhf.data.importing import Importer
-    from rlhf.data.readers import resolve_sources
+    from rlhf.data.importing.assignments import Assignments
+    from rlhf.data.importing.job import Importer
+    from rlhf.data.reading.readers import resolve_sources
     from rlhf.data.storage import read_records
 
     seeds = [

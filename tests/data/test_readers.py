@@ -9,8 +9,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data import readers
-from rlhf.data.readers import Reject, Row, Source, read_rows, read_text, resolve_sources
+from rlhf.data.reading import readers
+from rlhf.data.reading.readers import Reject, Row, Source, read_rows, read_text, resolve_sources
 from rlhf.errors import UserError
 
 BOTH = (*readers.TEXT_SUFFIXES, *readers.ROW_SUFFIXES)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rlhf.commands import import_data
 from rlhf.config import ImportConfig
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.corpus import iterate_documents
@@ -19,7 +20,6 @@ from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.importers import load_all
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
-from rlhf.stages import import_data
 
 
 class Expected(NamedTuple):

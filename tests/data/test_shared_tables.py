@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from rlhf.cli import compose_config
-from rlhf.data.assignments import Assignments
-from rlhf.data.importing import Importer
-from rlhf.data.readers import ROW_SUFFIXES, resolve_sources
+from rlhf.data.importing.assignments import Assignments
+from rlhf.data.importing.job import Importer
+from rlhf.data.reading.readers import ROW_SUFFIXES, resolve_sources
+from rlhf.data.reading.tables import TABLE_SUFFIXES, read_table
 from rlhf.data.storage import read_records
-from rlhf.data.tables import TABLE_SUFFIXES, read_table
 
 OPEN_INSTRUCT = [
     "columns.prompt=prompt", "columns.responses=[completion_a,completion_b]", "columns.winner=preference",

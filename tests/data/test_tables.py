@@ -12,9 +12,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data import spreadsheets, tables
-from rlhf.data.readers import Reject, Row
-from rlhf.data.tables import describe_table, read_table
+from rlhf.data.reading import spreadsheets, tables
+from rlhf.data.reading.readers import Reject, Row
+from rlhf.data.reading.tables import describe_table, read_table
 from rlhf.errors import UserError
 from tests.data.sheets import ods_cell, row, text, write_ods, write_xlsx
 

@@ -183,8 +183,8 @@ def test_csv_that_was_filled_in_comes_back_by_the_command_that_is_told(tmp_path,
     import shlex
 
     from rlhf.cli import compose_config
+    from rlhf.commands.import_data import run
     from rlhf.data.importers import load_kind
-    from rlhf.stages.import_data import run
 
     tasks = [make_task("p-1", texts=["x" * 9, HTML, "=1+1, and\na line", ""]), make_task("p-2", texts=["yes", "no"])]
     turns = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user", "Who?")]

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, generate
 from rlhf.model.generate import Choice, _cut, _default_batch, choose_tokens, make_uniforms, sample, stream
-from rlhf.rollout import response_logprobs
+from rlhf.ppo.rollout import response_logprobs
 
 VOCAB, NEW, PAD = 40, 12, 0
 KINDS = {

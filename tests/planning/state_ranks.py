@@ -17,12 +17,12 @@ import torch.distributed as dist
 from rlhf.cli import compose_config
 from rlhf.interrupts import leave
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-from rlhf.runs import is_main_process
-from rlhf.stages.common import decay_groups
-from rlhf.stages.engine import import_deepspeed
-from rlhf.stages.gather import is_partitioned
-from rlhf.stages.ranks import disconnect
-from rlhf.stages.zero import deepspeed_settings
+from rlhf.runs.folders import is_main_process
+from rlhf.training.engine import import_deepspeed
+from rlhf.training.gather import is_partitioned
+from rlhf.training.processes import disconnect
+from rlhf.training.setup import decay_groups
+from rlhf.training.zero import deepspeed_settings
 
 
 def tensors() -> list[torch.Tensor]:

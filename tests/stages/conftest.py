@@ -27,7 +27,9 @@ GOLD_STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo"
 
 def run_stage(name: str, config: Any) -> None:
     """One stage in this process."""
-    import_module(f"rlhf.stages.{name}").run(config)
+    from rlhf.cli import COMMANDS
+
+    import_module(COMMANDS[name][0]).run(config)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from rlhf.cli import compose_config
 from rlhf.interrupts import leave
-from rlhf.rollout import Rollout
-from rlhf.runs import open_stage
-from rlhf.stages import ppo, ppo_update
-from rlhf.stages.common import set_up
-from rlhf.stages.ranks import disconnect
+from rlhf.ppo import update as ppo_update
+from rlhf.ppo.rollout import Rollout
+from rlhf.runs.folders import open_stage
+from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker
+from rlhf.training.processes import disconnect
+from rlhf.training.setup import set_up
 
 
 def main() -> None:

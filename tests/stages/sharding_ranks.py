@@ -15,9 +15,11 @@ import torch
 
 from rlhf.cli import compose_config
 from rlhf.interrupts import leave
-from rlhf.runs import is_main_process
-from rlhf.stages import common, pretrain, sft, trainer
-from rlhf.stages.ranks import disconnect
+from rlhf.runs.folders import is_main_process
+from rlhf.stages import pretrain, sft
+from rlhf.training import setup as common
+from rlhf.training import trainer
+from rlhf.training.processes import disconnect
 
 
 class CutOff(Exception):

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from rlhf.commands.study import DETAILS, make_cells, mean_interval
 from rlhf.errors import UserError
-from rlhf.files import read_json
-from rlhf.runs import read_stage
-from rlhf.stages.best_of import (
+from rlhf.evaluation.best_of import (
     SHARES,
     best_index,
     best_of_n_kl,
@@ -23,8 +22,9 @@ from rlhf.stages.best_of import (
     expected_best,
     kl_excess,
 )
-from rlhf.stages.common import load_policy
-from rlhf.stages.study import DETAILS, make_cells, mean_interval
+from rlhf.files import read_json
+from rlhf.runs.folders import read_stage
+from rlhf.training.setup import load_policy
 
 
 def test_kl_of_best_of_n_by_hand():
@@ -175,7 +175,7 @@ SMALL_STUDY = ["ppo.critic_warmup_updates=0", "kl.target=null", "evaluate.seeds=
 def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_path, capfd, monkeypatch):
     run = gold_run.copy(tmp_path, None, "gold")
     overrides = [*run.overrides, *SMALL_STUDY, "study=details", "evaluate.cells=[default,epochs_1]", "ppo.episodes=64"]
-    monkeypatch.setattr("rlhf.stages.study.forwarded_overrides", lambda: overrides)
+    monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: overrides)
     run.stage("evaluate", *SMALL_STUDY, "study=details", "evaluate.cells=[default,epochs_1]", "ppo.episodes=64")
     said = capfd.readouterr().out
     assert "4 runs of PPO with 64 episodes, 0 done; about" in said and "minutes" in said
@@ -193,7 +193,7 @@ def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_pat
         UserError, match=r"ppo was run with other settings \(ppo.episodes 64 -> 128\): add overwrite=true"
     ):
         make = [o.replace("ppo.episodes=64", "ppo.episodes=128") for o in overrides]
-        monkeypatch.setattr("rlhf.stages.study.forwarded_overrides", lambda: make)
+        monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: make)
         run.stage("evaluate", *make[len(run.overrides) :])
 
 
@@ -207,7 +207,7 @@ def test_frontier_has_a_curve_a_coefficient_and_best_of_n(gold_run, tmp_path, mo
         "ppo.episodes_per_update=32",
         "evaluate.seeds=[0]",
     ]
-    monkeypatch.setattr("rlhf.stages.study.forwarded_overrides", lambda: [*run.overrides, *settings])
+    monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: [*run.overrides, *settings])
     run.stage("evaluate", *settings)
     study = read_json(run.folder / "study" / "frontier.json")
     assert set(study["curves"]) == {"kl_coef_0.0", "kl_coef_0.03", "kl_coef_0.1", "kl_coef_0.3"}

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-from rlhf.stages import gather
+from rlhf.training import gather
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.gold.judge import WEIGHTS
-from rlhf.runs import is_complete, read_stage
-from rlhf.stages.common import load_policy
-from rlhf.stages.sources import fractions
+from rlhf.runs.folders import is_complete, read_stage
+from rlhf.runs.sources import fractions
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
+from rlhf.training.setup import load_policy
 
 from .conftest import GOLD_STAGES, Run
 
@@ -215,7 +215,7 @@ def test_calibration_is_carried_by_the_checkpoint_and_holds(gold_run):
 
 
 def test_chat_answers_one_message(gold_run, capsys):
-    from rlhf.stages.chat import run
+    from rlhf.commands.chat import run
 
     run(gold_run.config("chat.message='What is the capital of France?'", "chat.greedy=true"))
     first = capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_chat_answers_one_message(gold_run, capsys):
 def test_chat_keeps_to_the_context_however_long_the_dialogue(gold_run, monkeypatch):
     import io
 
-    from rlhf.stages import chat
+    from rlhf.commands import chat
 
     answers, answer = [], chat.answer
     monkeypatch.setattr(chat, "answer", lambda *given: answers.append(answer(*given)) or answers[-1])
@@ -241,7 +241,7 @@ def test_export_loads_with_plain_transformers_and_answers_alike(gold_run, tmp_pa
     import subprocess
     import sys
 
-    from rlhf.stages.export import run
+    from rlhf.commands.export import run
 
     run(gold_run.config(f"export.out='{tmp_path / 'out'}'"))
     tokens = torch.arange(6, 40)[None]
@@ -258,7 +258,7 @@ def test_export_loads_with_plain_transformers_and_answers_alike(gold_run, tmp_pa
 
 
 def test_report_is_one_page_with_the_run_in_it(gold_run, capsys):
-    from rlhf.stages.report import run
+    from rlhf.commands.report import run
 
     run(gold_run.config())
     page = (gold_run.folder / "report.html").read_text()

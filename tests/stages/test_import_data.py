@@ -21,7 +21,7 @@ from rlhf.data.importers import load_all
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
-from rlhf.stages.sources import hash_sources
+from rlhf.runs.sources import hash_sources
 
 DEMONSTRATION = {"kind": "demonstration", "id": "d", "prompt": "Name a town.", "response": "Bern"}
 RANKING = {
@@ -221,7 +221,7 @@ def make_files(folder: Path) -> Path:
 
 
 def test_importing_twice_is_byte_identical_whatever_the_processes(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rlhf.data.json_rows.BLOCK_BYTES", 5_000)
+    monkeypatch.setattr("rlhf.data.reading.json_rows.BLOCK_BYTES", 5_000)
     path = make_files(tmp_path / "in")
     settings = [f"path={path}", "max_rejects=9999", "max_prompts_per_user=15"]
     run(capsys, *settings, f"out={tmp_path / 'one'}")
@@ -295,7 +295,7 @@ def test_one_bad_file_does_not_lose_the_others(tmp_path, capsys):
 
 
 def test_what_came_before_a_damage_is_kept(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rlhf.data.json_rows.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("rlhf.data.reading.json_rows.BLOCK_BYTES", 10_000)
     lines = b"".join(json.dumps(PROMPT | {"prompt": f"{i} {os.urandom(30).hex()}", "user": None}).encode() + b"\n"
                      for i in range(2000))  # fmt: skip
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])

@@ -16,14 +16,17 @@ import pytest
 import zstandard
 
 from rlhf.cli import main
+from rlhf.commands import pipeline, sample
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.importers import load_all
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
-from rlhf.stages import evaluate, label, pipeline, ppo_setup, reward, reward_report, sample
-from rlhf.stages.sources import hash_sources
+from rlhf.evaluation import reward_report
+from rlhf.ppo import setup as ppo_setup
+from rlhf.runs.sources import hash_sources
+from rlhf.stages import evaluate, label, reward
 
 PROMPT = {"kind": "prompt", "prompt": "Why is the sky blue?"}
 DEMONSTRATION = {"kind": "demonstration", "prompt": "Name a town.", "response": "Bern"}
@@ -147,7 +150,7 @@ def test_a_replaced_partial_import_that_was_killed_is_restored(tmp_path, capsys)
 
 
 def test_importing_again_later_is_byte_identical_in_every_container(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rlhf.data.json_rows.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("rlhf.data.reading.json_rows.BLOCK_BYTES", 3000)
     folder = tmp_path / "in"
     folder.mkdir()
     rows = [
@@ -327,7 +330,7 @@ def test_what_others_own_is_never_replaced(tmp_path, capsys):
 
 def test_a_folder_that_moved_away_since_it_was_opened_is_not_ours(tmp_path):
     """Between opening and locking it, another import may have put its folder in place, and a third begun."""
-    from rlhf.stages.import_data import _lock
+    from rlhf.commands.import_data import _lock
 
     folder = tmp_path / ".out.importing"
     folder.mkdir()

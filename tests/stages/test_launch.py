@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf.checkpoints import checkpoints
 from rlhf.checks import check_config
 from rlhf.cli import LOST_PROCESS, compose_config, lost_another
+from rlhf.commands.launch import environments, run_processes
 from rlhf.errors import UserError
-from rlhf.runs import is_complete
-from rlhf.stages.launch import environments, run_processes
-from rlhf.stages.ranks import disconnect, on_first_rank, process_count, rank, share
+from rlhf.runs.checkpoints import checkpoints
+from rlhf.runs.folders import is_complete
+from rlhf.training.processes import disconnect, on_first_rank, process_count, rank, share
 
 from .conftest import Run
 
@@ -55,7 +55,7 @@ def test_a_killed_process_is_named(capfd):
 
 def test_the_processes_die_with_what_started_them(tmp_path):
     command = f"echo $$ > {tmp_path}/$RANK; exec sleep 60"
-    code = f"from rlhf.stages.launch import run_processes; run_processes(['sh', '-c', {command!r}], 2)"
+    code = f"from rlhf.commands.launch import run_processes; run_processes(['sh', '-c', {command!r}], 2)"
     parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
     files = [tmp_path / "0", tmp_path / "1"]
     deadline = time.monotonic() + 30
@@ -88,7 +88,7 @@ def test_a_signal_reaches_all(tmp_path):
         f"trap 'touch {tmp_path}/done-$RANK; exit 130' TERM; touch {tmp_path}/ready-$RANK; while :; do sleep 0.1; done"
     )
     code = ("from rlhf.interrupts import terminate_as_interrupt; terminate_as_interrupt()\n"
-            f"from rlhf.stages.launch import run_processes; run_processes(['sh', '-c', {ready!r}], 2)")  # fmt: skip
+            f"from rlhf.commands.launch import run_processes; run_processes(['sh', '-c', {ready!r}], 2)")  # fmt: skip
     parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
     deadline = time.monotonic() + 30
     while not all((tmp_path / f"ready-{i}").exists() for i in range(2)):

@@ -4,10 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoints import checkpoints
 from rlhf.errors import UserError
-from rlhf.runs import is_complete
-from rlhf.stages import ppo, ppo_setup, pretrain, reward, sft
+from rlhf.ppo import setup as ppo_setup
+from rlhf.runs.checkpoints import checkpoints
+from rlhf.runs.folders import is_complete
+from rlhf.stages import ppo, pretrain, reward, sft
 
 EVERY_STEP = "checkpoints.every_seconds=0"
 

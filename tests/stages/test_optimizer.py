@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.stages.optimizer import MuonAdamW
+from rlhf.training.optim import MuonAdamW
 
 SETTINGS = {"muon_lr": 0.02, "lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 TOKENS = torch.randint(0, 17, (4, 8), generator=torch.Generator().manual_seed(0))

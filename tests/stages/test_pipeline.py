@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from rlhf.commands import pipeline
 from rlhf.errors import UserError
-from rlhf.runs import is_complete, read_stage
-from rlhf.stages import pipeline
+from rlhf.runs.folders import is_complete, read_stage
 from rlhf.tracking.writers import read_jsonl
 
 from .conftest import GOLD_STAGES, Run

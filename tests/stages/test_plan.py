@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf import cli
+from rlhf.commands import plan as stage
 from rlhf.errors import UserError
-from rlhf.stages import plan as stage
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,14 +14,15 @@ from torch import nn
 from rlhf.config import PpoConfig
 from rlhf.errors import UserError
 from rlhf.ops.masked import whiten
-from rlhf.rewards import ModelReward
-from rlhf.rollout import Rollout, response_logprobs
-from rlhf.runs import open_stage
-from rlhf.stages import ppo, ppo_update
-from rlhf.stages.common import load_policy, set_up
-from rlhf.stages.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE, check_first_minibatch
+from rlhf.ppo import update as ppo_update
+from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE, check_first_minibatch
+from rlhf.ppo.rewards import ModelReward
+from rlhf.ppo.rollout import Rollout, response_logprobs
+from rlhf.runs.folders import open_stage
+from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker
+from rlhf.training.setup import load_policy, set_up
 
 from .conftest import Run
 
@@ -259,7 +260,7 @@ def test_a_reference_that_is_not_the_sft_model_is_refused(trainer, gold_run):
 
 
 def test_sampling_at_another_temperature_is_refused(trainer, monkeypatch):
-    from rlhf import rollout
+    from rlhf.ppo import rollout
 
     sample = rollout.sample
     monkeypatch.setattr(rollout, "sample", lambda *a, **k: sample(*a, **k, temperature=0.7))
@@ -280,7 +281,7 @@ def test_a_score_beside_the_last_token_is_refused(trainer, monkeypatch, slots):
 
 
 def test_logprobs_of_the_wrong_token_are_refused(trainer, monkeypatch):
-    from rlhf import rollout
+    from rlhf.ppo import rollout
 
     sample = rollout.sample
 

@@ -17,14 +17,16 @@ from torch import nn
 from rlhf.errors import UserError
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
-from rlhf.rewards import CombinedReward
-from rlhf.rollout import Rollout
-from rlhf.runs import open_stage
-from rlhf.stages import invariants, ppo, ppo_update
-from rlhf.stages.common import set_up
-from rlhf.stages.ppo_setup import Trainer
+from rlhf.ppo import invariants
+from rlhf.ppo import update as ppo_update
+from rlhf.ppo.rewards import CombinedReward
+from rlhf.ppo.rollout import Rollout
+from rlhf.ppo.setup import Trainer
+from rlhf.runs.folders import open_stage
+from rlhf.stages import ppo
 from rlhf.tokenizer import decode_response
 from rlhf.tracking.metrics import DERIVED, METRICS
+from rlhf.training.setup import set_up
 from tests import oracles
 
 EPISODES, HELD_OUT = 24, 7

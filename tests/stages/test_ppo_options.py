@@ -10,13 +10,14 @@ from torch import nn
 
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
-from rlhf.rewards import CombinedReward, pay
-from rlhf.rollout import Rollout, response_logprobs
-from rlhf.runs import open_stage
-from rlhf.stages import ppo, ppo_update
-from rlhf.stages.common import load_policy, set_up
-from rlhf.stages.ema import Ema
+from rlhf.ppo import update as ppo_update
+from rlhf.ppo.rewards import CombinedReward, pay
+from rlhf.ppo.rollout import Rollout, response_logprobs
+from rlhf.runs.folders import open_stage
+from rlhf.stages import ppo
 from rlhf.tracking.writers import make_tracker
+from rlhf.training.ema import Ema
+from rlhf.training.setup import load_policy, set_up
 
 from .conftest import Run
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.ops.masked import whiten
-from rlhf.runs import open_stage
+from rlhf.runs.folders import open_stage
 from rlhf.stages import ppo
-from rlhf.stages.common import set_up
+from rlhf.training.setup import set_up
 
 # Updates that begin with the same policy but for rounding draw the same responses, unless a random number falls between
 # the two roundings of a token's bound: with seed 0 one of 26 responses does so in the third update.

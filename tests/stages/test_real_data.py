@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.runs import read_stage
-from rlhf.stages import pipeline
+from rlhf.commands import pipeline
+from rlhf.runs.folders import read_stage
 from rlhf.tracking.writers import read_jsonl
 
 from .conftest import SMALL_MODEL, Run
@@ -94,7 +94,7 @@ def test_prompts_come_from_demonstrations_and_comparisons(run):
     """And those of the test split, which are evaluated, were never rolled out, imitated or ranked."""
     from rlhf.data.prompts import load_prompts
     from rlhf.data.splits import record_split
-    from rlhf.stages.sources import fractions, need_source
+    from rlhf.runs.sources import fractions, need_source
 
     config = run.config()
     prompts, _ = load_prompts(need_source(config, "prompts"))

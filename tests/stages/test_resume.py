@@ -5,11 +5,12 @@ from collections.abc import Callable
 import pytest
 from safetensors.torch import load_file
 
-from rlhf.checkpoints import checkpoints
 from rlhf.errors import UserError
-from rlhf.runs import read_stage
-from rlhf.stages import common, ppo, reward
+from rlhf.runs.checkpoints import checkpoints
+from rlhf.runs.folders import read_stage
+from rlhf.stages import ppo, reward
 from rlhf.tracking.writers import read_jsonl
+from rlhf.training import setup as common
 
 from .conftest import Run
 

@@ -14,12 +14,13 @@ from rlhf.config import Config
 from rlhf.data.items import Item, join_rankings, make_items, token_encoder
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
+from rlhf.evaluation import scoring
 from rlhf.model.heads import RewardModel
-from rlhf.runs import open_stage, read_stage
-from rlhf.stages import reward, scoring
-from rlhf.stages.engine import make_engine
+from rlhf.runs.folders import open_stage, read_stage
+from rlhf.stages import reward
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
+from rlhf.training.engine import make_engine
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.runs import open_stage, read_stage
+from rlhf.runs.folders import open_stage, read_stage
 from rlhf.stages import ppo
-from rlhf.stages.common import set_up
 from rlhf.tokenizer import decode_response
 from rlhf.tracking.writers import make_tracker, read_jsonl
+from rlhf.training.setup import set_up
 
 from ..model.classifiers import ARCHITECTURES, save_classifier
 
@@ -79,7 +79,7 @@ def test_calibration_holds_for_a_classifier_too(copy_until, comparisons):
     """Demonstrations of the training split average 0 in what the saved model says."""
     from rlhf.data.demonstrations import load_demonstrations
     from rlhf.data.splits import record_split
-    from rlhf.stages.sources import fractions
+    from rlhf.runs.sources import fractions
 
     run = copy_until("reward")
     folder = train(run, comparisons, "distilbert")
@@ -104,7 +104,7 @@ def test_evaluation_with_a_classifier(copy_until):
 
 
 def test_a_changed_classifier_is_noticed(copy_until, comparisons):
-    from rlhf.stages.sources import hash_sources
+    from rlhf.runs.sources import hash_sources
 
     run = copy_until("reward")
     folder = train(run, comparisons, "albert")

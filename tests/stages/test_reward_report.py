@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from rlhf.data.items import Item, Judgement
 from rlhf.errors import UserError
+from rlhf.evaluation import reward_report as report
+from rlhf.evaluation.reward_gold import gold_regression, standardised_regression
+from rlhf.evaluation.scoring import accuracy, share
 from rlhf.gold.judge import WEIGHTS
 from rlhf.gold.labelers import make_labelers
 from rlhf.model.classifier import load_reward_model
-from rlhf.stages import reward_report as report
-from rlhf.stages.reward_gold import gold_regression, standardised_regression
-from rlhf.stages.scoring import accuracy, share
 from rlhf.tokenizer import load_tokenizer
 
 from .test_reward import make_ranking
@@ -174,7 +174,7 @@ def gold_items(gold_run) -> list[Item]:
 
 
 def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
-    from rlhf.stages.reward_gold import true_utilities
+    from rlhf.evaluation.reward_gold import true_utilities
 
     items = gold_items(gold_run)
     config = gold_run.config()
@@ -189,7 +189,7 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
 
 
 def test_a_reward_that_is_politeness_is_seen_through(gold_run):
-    from rlhf.stages.reward_gold import judged_parts
+    from rlhf.evaluation.reward_gold import judged_parts
 
     items = gold_items(gold_run)
     scores = [[parts["polite"] for parts in judged_parts(one)] for one in items]

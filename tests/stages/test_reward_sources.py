@@ -7,7 +7,7 @@ import pytest
 
 from rlhf.errors import UserError
 from rlhf.files import sha256_file, write_json
-from rlhf.runs import hash_of, read_stage
+from rlhf.runs.folders import hash_of, read_stage
 from rlhf.tracking.writers import read_jsonl
 
 from .conftest import Run

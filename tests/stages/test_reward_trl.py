@@ -13,7 +13,7 @@ from rlhf.config import Config
 from rlhf.data.items import Item, Judgement
 from rlhf.model.heads import RewardModel
 from rlhf.stages import reward
-from rlhf.stages.engine import make_engine
+from rlhf.training.engine import make_engine
 
 from ..model.classifiers import make_tokenizer
 from .test_reward import Recorder

@@ -13,11 +13,11 @@ from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.model.generate import sample
-from rlhf.runs import earlier_run, hash_of, read_stage, rounds_before
-from rlhf.stages.common import load_policy
+from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.stages.label import SPARE, choose_prompts, responses_wanted
 from rlhf.tokenizer import decode_response, encode_prompts, load_tokenizer
 from rlhf.tracking.writers import read_jsonl
+from rlhf.training.setup import load_policy
 
 from .test_pipeline import pipe_in_process, states
 

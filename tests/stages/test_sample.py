@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from rlhf.commands.sample import run
 from rlhf.data.importers import load_kind
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
-from rlhf.runs import read_stage
-from rlhf.stages.sample import run
+from rlhf.runs.folders import read_stage
 
 
 def sampled(gold_run: Any, out: Path, *more: str) -> list[Ranking]:

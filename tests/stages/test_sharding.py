@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.errors import UserError
-from rlhf.runs import read_stage
-from rlhf.stages.common import load_policy
-from rlhf.stages.trainer import ThenSpares, WithSpares, split_batch
+from rlhf.runs.folders import read_stage
 from rlhf.tracking.writers import read_jsonl
+from rlhf.training.setup import load_policy
+from rlhf.training.trainer import ThenSpares, WithSpares, split_batch
 
 from .conftest import Run
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rlhf.stages.statistics import interval, ratio_interval, win_rate
+from rlhf.evaluation.statistics import interval, ratio_interval, win_rate
 
 
 def test_interval_by_hand():

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rlhf.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
-from rlhf.runs import read_stage
-from rlhf.stages import common, ppo, reward
+from rlhf.runs.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
+from rlhf.runs.folders import read_stage
+from rlhf.stages import ppo, reward
 from rlhf.tracking.writers import read_jsonl
+from rlhf.training import setup as common
 from tests.stages.conftest import Run
 from tests.stages.test_resume import SHORT, assert_same_weights, values_by_step
 
@@ -151,13 +152,13 @@ def test_a_full_disk_under_the_trainer_is_one_line(copy_until: Callable[..., Run
     script = (
         "import resource, signal, sys\n"
         "from rlhf.cli import main\n"
-        "import rlhf.stages.sft, rlhf.stages.common, trl\n"
-        "real = rlhf.stages.common.StageCallback.on_step_end\n"
+        "import rlhf.stages.sft, rlhf.training.setup, trl\n"
+        "real = rlhf.training.setup.StageCallback.on_step_end\n"
         "def limited(self, args, state, control, **kwargs):\n"
         "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "    if state.global_step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
         "    real(self, args, state, control, **kwargs)\n"
-        "rlhf.stages.common.StageCallback.on_step_end = limited\n"
+        "rlhf.training.setup.StageCallback.on_step_end = limited\n"
         "main(sys.argv[1:])"
     )
     overrides = [

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rlhf.cli import compose_config
+from rlhf.commands import study_results
+from rlhf.commands.study import PARENTS, Cell, make_cells, mean_interval
 from rlhf.files import read_json, write_json
-from rlhf.runs import stage_folder
-from rlhf.stages import study_results
-from rlhf.stages.sources import reward_folder
-from rlhf.stages.study import PARENTS, Cell, make_cells, mean_interval
+from rlhf.runs.folders import stage_folder
+from rlhf.runs.sources import reward_folder
 
 NOISE = 0.0125  # sd of gold on a study's held-out prompts
 

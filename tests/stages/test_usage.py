@@ -9,7 +9,7 @@ from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
 from rlhf.planning import compute
 from rlhf.planning.shapes import make_shape
-from rlhf.stages.usage import forward_flops, known_peak, training_flops, update_flops, usage_metrics
+from rlhf.training.usage import forward_flops, known_peak, training_flops, update_flops, usage_metrics
 
 CPU = torch.device("cpu")
 SHAPE = {"n_layer": 2, "n_head": 2, "width": 32, "context_length": 16}

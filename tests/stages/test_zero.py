@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.rollout import Rollout
-from rlhf.runs import open_stage
-from rlhf.stages import ppo, ppo_update
-from rlhf.stages.common import set_up
-from rlhf.stages.engine import read_state
+from rlhf.ppo import update as ppo_update
+from rlhf.ppo.rollout import Rollout
+from rlhf.runs.folders import open_stage
+from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
+from rlhf.training.engine import read_state
+from rlhf.training.setup import set_up
 from tests.stages.test_ppo_ranks import SETTINGS, recorded  # noqa: F401 (a fixture)
 
 WAYS = ("zero1", "zero2", "zero3")

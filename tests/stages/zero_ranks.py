@@ -13,18 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.cli import compose_config
+from rlhf.evaluation.scoring import item_encoder, score_items
 from rlhf.interrupts import leave
 from rlhf.model.generate import sample
-from rlhf.rollout import Rollout
-from rlhf.runs import is_main_process, open_stage
-from rlhf.stages import ppo, ppo_update, reward
-from rlhf.stages.common import decay_groups, set_up
-from rlhf.stages.engine import Engine, ZeroEngine, make_engine, read_state, write_state
-from rlhf.stages.gather import gathered_state
-from rlhf.stages.ranks import disconnect, wait_for_all
-from rlhf.stages.scoring import item_encoder, score_items
+from rlhf.ppo import update as ppo_update
+from rlhf.ppo.rollout import Rollout
+from rlhf.runs.folders import is_main_process, open_stage
+from rlhf.stages import ppo, reward
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
+from rlhf.training.engine import Engine, ZeroEngine, make_engine, read_state, write_state
+from rlhf.training.gather import gathered_state
+from rlhf.training.processes import disconnect, wait_for_all
+from rlhf.training.setup import decay_groups, set_up
 
 STEPS, SAVED_AT = 5, 3
 WARM = {"policy": 1.0, "critic": 1.0}

@@ -104,7 +104,7 @@ def test_a_known_address_is_kept(tmp_path: Path, no_account: None) -> None:
 def test_a_server_that_refuses_is_one_line(
     tmp_path: Path, no_account: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("rlhf.stages.dashboard.TIMEOUT", 2.0)
+    monkeypatch.setattr("rlhf.commands.dashboard.TIMEOUT", 2.0)
     with serve("hang") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.tracking.charts import Chart, expand, make_choices, make_figure, make_frontier, make_stage_figures, make_study
-from rlhf.tracking.figures import (
+from rlhf.report.charts import Chart, expand, make_choices, make_figure, make_frontier, make_stage_figures, make_study
+from rlhf.report.figures import (
     Curve,
     Mark,
     Series,
@@ -19,7 +19,7 @@ from rlhf.tracking.figures import (
     save,
     thin,
 )
-from rlhf.tracking.inline_svg import MAX_HOVERS, draw, nearest
+from rlhf.report.inline_svg import MAX_HOVERS, draw, nearest
 
 
 @pytest.mark.parametrize(

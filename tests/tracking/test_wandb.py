@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.tracking.lineage import git_state, tracking_config
+from rlhf.runs.lineage import git_state, tracking_config
 from rlhf.tracking.wandb_file import BLOCK_BYTES, read_chunks, read_history, read_records, run_files
 from rlhf.tracking.wandb_run import choose_mode, columns_of, flatten
 from rlhf.tracking.writers import make_tracker, read_jsonl

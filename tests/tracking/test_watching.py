@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from rlhf.commands.watch import follow_live, follow_plain
 from rlhf.errors import UserError
-from rlhf.stages.watch import follow_live, follow_plain
 from rlhf.tracking.watching import Tail, Watch, is_locked, line, screen, sparkline
 
 CONFIG = {"ppo": {"episodes": 640, "episodes_per_update": 64}}

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.data.readers import (
+from rlhf.data.reading.readers import (
     ROW_SUFFIXES,
     Reject,
     Row,

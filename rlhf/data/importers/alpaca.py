@@ -7,7 +7,7 @@ instruction and the input are stripped where they are joined, a blank line apart
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import Turns, chat_text, id_and_rest, with_system
+from rlhf.data.conversion.foreign import Turns, chat_text, id_and_rest, with_system
 from rlhf.data.importers import BadRow, Format, argilla, require_text
 from rlhf.data.records import shown
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import Turns, chat_turns, last_answer, ranking_of
+from rlhf.data.conversion.foreign import Turns, chat_turns, last_answer, ranking_of
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
 

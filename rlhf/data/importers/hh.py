@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import number, ranking_of
+from rlhf.data.conversion.foreign import number, ranking_of
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
 from rlhf.data.records import shown
 

@@ -7,7 +7,7 @@ thumb has no middle. The label itself stays under `metadata`.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import chat_turns, last_answer, one_answer, response_of, with_system
+from rlhf.data.conversion.foreign import chat_turns, last_answer, one_answer, response_of, with_system
 from rlhf.data.importers import BadRow, Format, alpaca, hh, other_keys, require_text
 from rlhf.data.records import shown
 

@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import ranking_of
+from rlhf.data.conversion.foreign import ranking_of
+from rlhf.data.conversion.verdicts import as_number
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.label_studio import (
     FLAT_VALUES,
@@ -23,7 +24,6 @@ from rlhf.data.label_studio import (
     usable_number,
 )  # fmt: skip
 from rlhf.data.records import shown
-from rlhf.data.verdicts import as_number
 
 MIN_KEYS = ("annotation_id", "annotator", "lead_time")  # what a flat export (JSON-MIN, CSV) states of an annotation
 OWN_KEYS = ("item", "prompt", "dialogue", "about", "metadata", "responses", "left", "right", "left_id", "right_id")

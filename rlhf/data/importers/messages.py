@@ -6,7 +6,7 @@ A turn's other keys are kept; its `loss_weight` (or `weight`) decides which answ
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import chat_turns, dialogue_record, id_and_rest
+from rlhf.data.conversion.foreign import chat_turns, dialogue_record, id_and_rest
 from rlhf.data.importers import Format
 
 _OTHERS = ("kind", "chosen", "rejected", "completion", "label", "kto_tag", "fields")

@@ -6,7 +6,7 @@ A prompt in the form "Human: … Assistant:" becomes turns; another one is a use
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import letters, number, ranking_of
+from rlhf.data.conversion.foreign import letters, number, ranking_of
 from rlhf.data.importers import BadRow, Format, hh, other_keys, require_text
 from rlhf.data.records import shown
 

@@ -9,7 +9,7 @@ Message ids become the ids of responses; what else is known of a message is kept
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import ROLES, chat_turns, number, ranking_of
+from rlhf.data.conversion.foreign import ROLES, chat_turns, number, ranking_of
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
 

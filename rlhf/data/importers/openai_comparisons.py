@@ -8,7 +8,7 @@ Source: Stiennon et al. 2020, "Learning to summarize from human feedback", appen
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import is_text, letters
+from rlhf.data.conversion.foreign import is_text, letters
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
 

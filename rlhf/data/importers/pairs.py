@@ -9,7 +9,7 @@ and response_k. Texts stay as they are, a maker's special tokens included. Rows 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import id_and_rest, is_text, with_system
+from rlhf.data.conversion.foreign import id_and_rest, is_text, with_system
 from rlhf.data.importers import BadRow, Format, hh, require_text
 
 _PROMPTS = ("prompt", "question", "instruction")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import id_and_rest, is_text
+from rlhf.data.conversion.foreign import id_and_rest, is_text
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
 from rlhf.data.records import shown
 

@@ -6,7 +6,7 @@ Turns of {role, content} under the same key are read as well. Text stays as it i
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import chat_turns, dialogue_record, id_and_rest, one_answer, response_of, with_system
+from rlhf.data.conversion.foreign import chat_turns, dialogue_record, id_and_rest, one_answer, response_of, with_system
 from rlhf.data.importers import Format
 
 _JUDGED = ("chosen", "rejected")

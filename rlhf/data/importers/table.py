@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from rlhf.config import ColumnsConfig, WordsConfig
+from rlhf.data.conversion.mapped import Mapped, cells_of, value_at
+from rlhf.data.conversion.paths import MISSING, lookup
+from rlhf.data.conversion.verdicts import TIE, Vocabulary, as_number, normal, read_thumb
 from rlhf.data.importers import BadRow, Format
-from rlhf.data.mapped import Mapped, cells_of, value_at
-from rlhf.data.paths import MISSING, lookup
 from rlhf.data.records import shown
-from rlhf.data.verdicts import TIE, Vocabulary, as_number, normal, read_thumb
 from rlhf.errors import UserError
 
 _WANTS = "any rows, with their columns named by columns.*"

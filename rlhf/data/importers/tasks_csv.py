@@ -7,11 +7,11 @@ turns of the prompt. Any other table goes through `format=table`. Not here: writ
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import ranking_of
+from rlhf.data.conversion.foreign import ranking_of
+from rlhf.data.conversion.paths import as_json
+from rlhf.data.conversion.verdicts import TIE, as_number, is_empty, read_phrase
 from rlhf.data.importers import BadRow, Format, other_keys
-from rlhf.data.paths import as_json
 from rlhf.data.records import shown
-from rlhf.data.verdicts import TIE, as_number, is_empty, read_phrase
 
 COMMON = ("item", "prompt", "labeler", "ids", "about")
 SIDES = ("left", "right")

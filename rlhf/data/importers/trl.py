@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
-from rlhf.data.foreign import Turns, chat_turns, id_and_rest, response_of
+from rlhf.data.conversion.foreign import Turns, chat_turns, id_and_rest, response_of
 from rlhf.data.importers import BadRow, Format, argilla, hh, other_keys
 from rlhf.data.records import shown
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.foreign import letters, ranking_of
+from rlhf.data.conversion.foreign import letters, ranking_of
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
 from rlhf.data.records import shown
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf.data.importers import SourceInfo, import_source, load_all
-from rlhf.data.readers import Reject, Source
+from rlhf.data.reading.readers import Reject, Source
 from rlhf.data.records import Record
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rlhf.data.importers import BadRow, formats
 from rlhf.data.importers.label_studio import FORMAT
-from rlhf.data.readers import Row, read_rows, resolve_sources
+from rlhf.data.reading.readers import Row, read_rows, resolve_sources
+from rlhf.data.reading.tables import read_table
 from rlhf.data.records import Ranking
-from rlhf.data.tables import read_table
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "label_studio"
 EXPORTS = ("export.json", "export-min.json", "export.csv")
@@ -36,8 +36,8 @@ def convert(row: dict[str, Any]) -> list[Ranking]:
 def imported(path: Path, tmp_path: Path) -> list[Ranking]:
     """Through `rlhf import` as a whole, which joins the pairs of an item."""
     from rlhf.cli import compose_config
+    from rlhf.commands.import_data import run
     from rlhf.data.importers import load_kind
-    from rlhf.stages.import_data import run
 
     out = tmp_path / "out"
     run(compose_config([f"path='{path}'", f"out='{out}'", "format=auto"], "import"))

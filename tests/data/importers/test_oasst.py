@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from rlhf.data.importers import SourceInfo, import_source
-from rlhf.data.readers import Reject, Source
+from rlhf.data.reading.readers import Reject, Source
 from tests.data.importers.samples import OASST
 
 

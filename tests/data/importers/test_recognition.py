@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rlhf.data.importers import BadRow, convert_row, formats, load_all, make_records
-from rlhf.data.readers import Row
+from rlhf.data.reading.readers import Row
 from rlhf.errors import UserError
 from tests.data.importers.samples import SAMPLES, USER
 

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from rlhf.cli import compose_config
 from rlhf.config import ColumnsConfig, WordsConfig
-from rlhf.data.assignments import Assignments
 from rlhf.data.importers import BadRow, convert_row, formats, make_records
 from rlhf.data.importers.table import make_format
-from rlhf.data.importing import Importer
-from rlhf.data.readers import Row, Source, read_rows
+from rlhf.data.importing.assignments import Assignments
+from rlhf.data.importing.job import Importer
+from rlhf.data.reading.readers import Row, Source, read_rows
 from rlhf.data.storage import read_records
 from rlhf.errors import UserError
 

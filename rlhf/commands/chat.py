@@ -1,0 +1,67 @@
+"""`rlhf chat`: talk to a model of a run in the terminal, with its chat template, token by token."""
+
+import sys
+from typing import Any
+
+from rlhf.config import Config
+from rlhf.runs.folders import check_output, stage_folder
+
+
+def run(config: Config) -> None:
+    """Read messages from the terminal (or `chat.message`) and stream the answers until the input ends."""
+    folder = stage_folder(config, config.chat.stage)
+    check_output(folder)
+
+    from rlhf.tokenizer import load_tokenizer
+    from rlhf.training.setup import load_policy, set_up
+
+    device = set_up(config)
+    policy, tokenizer = load_policy(folder / "model").to(device), load_tokenizer(folder / "model")
+    if config.chat.message is not None:
+        answer(config, policy, tokenizer, [{"role": "user", "content": config.chat.message}], 0)
+        return
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
+    dialogue: list[dict[str, str]] = []
+    turn = 0
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            return
+        if not line:
+            dialogue.clear()
+            continue
+        dialogue.append({"role": "user", "content": line})
+        dialogue.append({"role": "assistant", "content": answer(config, policy, tokenizer, dialogue, turn)})
+        turn += 1
+
+
+def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str, str]], turn: int) -> str:
+    """Stream one answer to the screen and return it. Old turns go where the context is too short for all."""
+    from rlhf.data.prompts import encode_prompt_within
+    from rlhf.data.records import Message
+    from rlhf.errors import UserError
+    from rlhf.model.generate import stream
+    from rlhf.tokenizer import decode_response
+
+    length = min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)
+    fitted = encode_prompt_within(
+        tokenizer, [Message.model_validate(message) for message in dialogue], tokenizer.model_max_length - length
+    )
+    if fitted is None:
+        raise UserError("the message does not fit the model's context: write a shorter one")
+    ids: list[int] = []
+    shown = ""
+    for token in stream(
+        policy, fitted[0], max_new_tokens=length, eos_token_id=tokenizer.eos_token_id,
+        temperature=config.rollout.temperature, greedy=config.chat.greedy,
+        seed=config.seed, key=("chat", turn),
+    ):  # fmt: skip
+        ids.append(token)
+        text = decode_response(tokenizer, ids).rstrip("�")  # half a character waits for its other half
+        print(text[len(shown) :], end="", flush=True)
+        shown = text
+    print()
+    return shown.strip()

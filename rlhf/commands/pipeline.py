@@ -1,0 +1,188 @@
+"""All stages in order, each in processes of its own: what is complete is skipped, what is half done is resumed.
+
+This module imports neither torch nor transformers, so that a complete run is recognised in a second.
+"""
+
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from rlhf.commands.launch import SHARED_STAGES, run_processes
+from rlhf.commands.report import write
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.files import read_json, write_json
+from rlhf.interrupts import EXIT_CODE
+from rlhf.runs.folders import (
+    OPTIONAL_STAGES,
+    STAGE_PARENTS,
+    check_output,
+    collect_parents,
+    differences,
+    earlier_run,
+    is_complete,
+    is_needed,
+    read_stage,
+    run_folder,
+    settings_of,
+    stage_folder,
+)
+from rlhf.runs.sources import data_source, hash_sources
+
+ROUND_STAGES = ("label", "reward", "ppo")  # of a labelling round before the last
+LEAST_FREE_BYTES = 200 * 2**20  # a run that starts with less would only fail later
+
+
+def run(config: Config) -> None:
+    """Run what is missing, then write the report and print a table of all stages."""
+    overrides = forwarded_overrides()
+    folder = run_folder(config)
+    check_before(config)
+    started = time.monotonic()
+    done: dict[str, str] = {}
+    for stage in STAGE_PARENTS:
+        if stage not in OPTIONAL_STAGES and is_needed(config, stage) and getattr(config.parents, stage, None) is None:
+            if stage == "label":
+                done |= ensure_rounds(config, overrides)
+            done[stage] = ensure_stage(config, stage, overrides)
+    report = folder / "report.html"
+    if any(state != "complete before" for state in done.values()) or not report.exists():
+        write(folder)
+    table = summarize(config, done)
+    write_json(folder / "pipeline.json", table)
+    show(config, table, time.monotonic() - started)
+
+
+def forwarded_overrides() -> list[str]:
+    """The overrides of this command, for the stages; `overwrite` is decided stage by stage."""
+    from hydra.core.hydra_config import HydraConfig
+
+    given = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    return [o for o in given if not o.startswith("overwrite=")]
+
+
+def check_before(config: Config) -> None:
+    """Find what would only fail after minutes: data that is missing, a disk that is full. Raises: UserError."""
+    missing = [kind for kind in ("corpus", "demonstrations", "comparisons") if data_source(config, kind) is None]
+    if missing:
+        raise UserError(f"{' and '.join('data.' + kind for kind in missing)} not set: give a file, a folder or a hub id, "
+                        "or run the embedded world with experiment=gold")  # fmt: skip
+    for stage in STAGE_PARENTS:
+        hash_sources(config, stage)  # a missing file is found here
+    folder = run_folder(config)
+    if not is_complete(folder / "reward"):
+        read_labels(config)
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < LEAST_FREE_BYTES:
+        raise UserError(f"{existing}: {free / 1e6:.0f} MB free, want at least {LEAST_FREE_BYTES / 1e6:.0f}: free space, or "
+                        "choose another disk with runs_dir=…")  # fmt: skip
+
+
+def read_labels(config: Config) -> None:
+    """Read the data files that the user named, so that a bad line is told now and not after pretraining."""
+    from rlhf.data.comparisons import load_comparisons
+    from rlhf.data.demonstrations import load_demonstrations
+    from rlhf.data.items import check_labelers, names_of
+    from rlhf.data.prompts import load_prompts
+
+    data = config.data
+    if data.demonstrations is not None:
+        load_demonstrations(data.demonstrations, data.format, data.allow_partial)
+    if data.comparisons is not None:
+        records, _ = load_comparisons(data.comparisons, data.format, data.allow_partial)
+        check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), records)
+    if data.prompts is not None:
+        load_prompts(data.prompts, data.format, data.allow_partial)
+
+
+def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
+    """Run a stage unless it is complete and fits; returns what was done. Raises: UserError where it does not fit."""
+    folder = stage_folder(config, stage)
+    recorded = read_stage(folder)
+    parents = collect_parents(config, stage)
+    anew = False
+    if recorded is not None:
+        reason = misfit(config, stage, recorded, parents)
+        if reason is None and recorded["status"] == "complete":
+            check_output(folder)
+            print(f"{stage}: complete, skipped", flush=True)
+            return "complete before"
+        if reason is not None and not config.overwrite:
+            raise UserError(f"{folder}: {reason}: choose another run=…, or add overwrite=true to redo this stage and those "
+                            "that build on it")  # fmt: skip
+        anew = reason is not None
+    run_stage(config, stage, [*overrides, *(["overwrite=true"] if anew else [])])
+    return "redone" if anew else "resumed" if recorded is not None else "done"
+
+
+def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
+    """The labelling rounds before this run's own: label, reward model and PPO, in runs of their own beside this one."""
+    earlier = earlier_run(config)
+    if earlier is None:
+        return {}
+    given = {
+        "run": earlier.run, "gold.rounds": earlier.gold.rounds, "gold.comparison_prompts": earlier.gold.comparison_prompts,
+        "ppo.episodes": earlier.ppo.episodes,
+        **{f"parents.{stage}": f"'{parent}'" for stage, parent in asdict(earlier.parents).items() if parent is not None},
+    }  # fmt: skip
+    kept = [o for o in overrides if o.partition("=")[0] not in given and not o.startswith("parents.")]
+    overrides = kept + [f"{key}={value}" for key, value in given.items()]
+    done = ensure_rounds(earlier, overrides)
+    print(f"labelling round {earlier.gold.rounds} and its policy: {run_folder(earlier)}", flush=True)
+    return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in ROUND_STAGES}
+
+
+def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) -> str | None:
+    """Why a recorded stage is not the one that is asked for, or None."""
+    wanted = settings_of(config, stage)
+    if recorded.get("settings") != wanted:
+        return f"{stage} was run with other settings ({differences(recorded.get('settings', {}), wanted)})"
+    changed = [p for p in parents if recorded.get("parents", {}).get(p) != parents[p]]
+    if changed:
+        return f"{stage} was built on another {' and '.join(changed)} than is there now"
+    if recorded.get("data") != hash_sources(config, stage):
+        return f"{stage} was run on other data than is there now"
+    return None
+
+
+def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
+    """The stage as processes that end with this one. Exits with the code of the one that fails."""
+    processes = config.launcher.processes if stage in SHARED_STAGES else 1
+    code = run_processes([sys.executable, "-m", "rlhf", stage, *overrides], processes, config.threads)
+    if code == EXIT_CODE:
+        sys.exit(code)
+    if code:
+        print(f"rlhf: error: pipeline: stopped in {stage}: mend what it says above and run the same command again",
+              file=sys.stderr)  # fmt: skip
+        sys.exit(code)
+
+
+def summarize(config: Config, done: dict[str, str]) -> dict:
+    """pipeline.json: what each stage took and did."""
+    stages = {}
+    for stage, state in done.items():
+        folder = Path(config.runs_dir) / stage if "/" in stage else stage_folder(config, stage)
+        record = read_stage(folder) or {}
+        stages[stage] = {k: record.get(k) for k in ("seconds", "peak_rss_mb", "hash", "summary")} | {"state": state}
+    return {"run": config.run, "seed": config.seed, "stages": stages, "report": str(run_folder(config) / "report.html")}
+
+
+def show(config: Config, table: dict, seconds: float) -> None:
+    width = max(map(len, table["stages"])) + 2
+    print(f"\n{'stage':<{width}}{'seconds':>9}{'peak MB':>9}  {'state':<16}result")
+    for name, row in table["stages"].items():
+        figures = ", ".join(
+            f"{key.split('/')[-1]} {value:,.4g}" for key, value in list((row["summary"] or {}).items())[:3]
+        )
+        print(f"{name:<{width}}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
+    total = sum(row["seconds"] or 0 for row in table["stages"].values())
+    print(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
+    results = read_json(run_folder(config) / "evaluate" / "results.json") or {}
+    if "gold" in results:
+        win, greedy = results["gold"]["win_rate_vs_sft"], results["gold"]["win_rate_greedy"]
+        print(f"\ngold win rate of PPO over SFT {win['value']:.3f} [{win['ci95'][0]:.3f}, {win['ci95'][1]:.3f}] at temperature "
+              f"1, {greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats")  # fmt: skip
+    print(f"report: {table['report']}")

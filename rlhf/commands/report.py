@@ -1,0 +1,70 @@
+"""`rlhf report run=a[,b,c]`: a run, or several over each other, as one self-contained HTML page."""
+
+from pathlib import Path
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.files import disk_error
+from rlhf.runs.folders import NAME
+
+
+def rewrite_arguments(arguments: list[str]) -> list[str]:
+    """`run=a,b,c` quoted, which Hydra would take for a sweep, and `--figures DIR` as report.figures=DIR."""
+    rewritten: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name == "--figures":
+            value = value if equals else next(rest, "figures")
+            rewritten.append(f"report.figures='{value}'")
+        elif name == "run" and "," in value and not value.startswith(("'", '"')):
+            rewritten.append(f"run='{value}'")
+        else:
+            rewritten.append(argument)
+    return rewritten
+
+
+def run(config: Config) -> None:
+    """Write the page, and the figures where report.figures names a folder. Raises: UserError for an unknown run."""
+    folders = run_folders(config)
+    print(f"report: {write(*folders, out=config.report.out)}")
+    if config.report.figures is not None:
+        from rlhf.report.page import write_figures
+
+        target = Path(config.report.figures)
+        try:
+            paths = write_figures(folders, target, config.report.form)
+        except OSError as error:
+            raise disk_error(error, target) from error
+        print(f"report: {len(paths)} figures -> {target}")
+
+
+def run_folders(config: Config) -> list[Path]:
+    """The folders of run=a,b,c. Raises: UserError where one is no run, or is named twice."""
+    names = [name.strip() for name in config.run.split(",") if name.strip()]
+    folders = []
+    for name in names:
+        folder = Path(config.runs_dir) / name
+        if not NAME.fullmatch(name):
+            raise UserError(f"run={name!r}: want letters, digits, '.', '_' and '-', at most 100: choose another name")
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
+        if folder in folders:
+            raise UserError(f"run={config.run}: {name} is named twice: name each run once")
+        folders.append(folder)
+    if not folders:
+        raise UserError("run=: want the name of a run, or several with commas between")
+    return folders
+
+
+def write(*folders: Path, out: str | None = None) -> Path:
+    """The page of one run, or of several side by side."""
+    from rlhf.report.page import write_report
+
+    names = "+".join(folder.name for folder in folders)
+    default = folders[0] / "report.html" if len(folders) == 1 else folders[0].parent / f"report-{names[:120]}.html"
+    path = default if out is None else Path(out)
+    try:
+        return write_report(*folders, path=path)
+    except OSError as error:
+        raise disk_error(error, path) from error

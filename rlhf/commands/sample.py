@@ -1,0 +1,238 @@
+"""`rlhf sample`: draw K responses a prompt from a model of the run, and write the tasks of a labelling round.
+
+What the labelers' tool exports comes back with `rlhf import`. Not here: the files of each tool (`data/tasks.py`), and the
+gold world's own labelers (`stages/label.py`).
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.config import Config
+from rlhf.data.comparisons import load_comparisons
+from rlhf.data.prompts import encode_prompt_within, load_prompts
+from rlhf.data.records import PromptRecord, RankedResponse, Ranking
+from rlhf.data.splits import prompt_key, record_split
+from rlhf.data.tasks import FORMULA_SIGNS, csv_rows, next_step, shuffle_responses, write_tasks
+from rlhf.errors import UserError
+from rlhf.files import disk_error, read_json, sha256_file, write_json
+from rlhf.runs.folders import check_output, run_folder, stage_folder
+from rlhf.runs.sources import data_source, fractions, need_source
+from rlhf.tracking.progress import progress
+
+RECORD = "sample.json"
+SPARE = 3  # draws beyond K, to replace responses that say the same
+MOST_RESPONSES = 26  # K: response ids are the letters
+CHUNK = 32  # prompts drawn between two moves of the progress bar
+
+
+def run(config: Config) -> None:
+    """Write the tasks, and a record of what drew them, to runs/<run>/sample or `sample.out`.
+
+    Raises: UserError where the output exists, the model is missing, or no prompt is left to label.
+    """
+    settings = config.sample
+    if not 2 <= settings.responses <= MOST_RESPONSES:
+        raise UserError(
+            f"sample.responses={settings.responses}: want 2 to {MOST_RESPONSES}, since one response cannot be ranked"
+        )
+    out = Path(settings.out) if settings.out else run_folder(config) / "sample"
+    check_free(out, config.overwrite)
+    folder = stage_folder(config, settings.stage)
+    made = check_output(folder)
+    policy_id = f"{made['run']}/{settings.stage}@{made['hash'][:8]}"
+    prompts, labelled = choose_prompts(config)
+
+    # 1. Sample
+    tasks, alike, too_long = draw_tasks(config, folder, prompts, policy_id)
+    if not tasks:
+        raise UserError(
+            f"sample: {alike} prompts gave fewer than 2 distinct responses and {too_long} do not fit the context, which "
+            "leaves no task: raise sample.temperature or sample.prompts"
+        )
+
+    # 2. Write
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    most = max(len(task.responses) for task in tasks)
+    try:
+        temporary.mkdir(parents=True)
+        files, count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
+        step = next_step(out, settings.tool, settings.interface, most)
+        (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
+        write_json(temporary / RECORD, {
+            "policy": policy_id, "seed": config.seed, "temperature": settings.temperature,
+            "max_new_tokens": config.rollout.max_new_tokens, "split": settings.split, "responses": settings.responses,
+            "tool": settings.tool, "interface": settings.interface if settings.tool != "native" else None,
+            "counts": {"prompts": len(prompts), "items": len(tasks), "tasks": count, "alike": alike,
+                       "too_long": too_long, "already_labelled": labelled},
+            "files": {name: sha256_file(temporary / name) for name in files},
+        })  # fmt: skip
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
+    except OSError as error:
+        raise disk_error(error, out) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    report(config, tasks, count, out, alike=alike, too_long=too_long, labelled=labelled)
+    print(f"sample: next: {step}", flush=True)
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Whether `out` may be written: with overwrite, an earlier round may go, but never what people have filled in.
+
+    Raises: UserError otherwise.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    record = read_json(out / RECORD) if out.is_dir() else None
+    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
+        raise UserError(f"{out}: exists and was not written by `rlhf sample`: choose another sample.out=…")
+    if not overwrite:
+        raise UserError(
+            f"{out}: holds the tasks of an earlier round: choose another sample.out=…, or add overwrite=true"
+        )
+    own = record["files"]
+    changed = [
+        path.name
+        for path in sorted(out.iterdir())
+        if path.name not in (RECORD, "README.md") and not (path.is_file() and sha256_file(path) == own.get(path.name))
+    ]
+    if changed:
+        raise UserError(
+            f"{out}: {', '.join(changed[:3])} came there or changed after `rlhf sample` (labels?): move what is of worth "
+            "and remove the folder, or choose another sample.out=…"
+        )
+
+
+def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
+    """Up to `sample.prompts` prompts of the split in the order of the data, and how many were passed over as labelled.
+
+    A prompt is labelled where the run's comparisons rank responses to it.
+
+    Raises: UserError where none is left.
+    """
+    records, _ = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
+    split = config.sample.split
+    of_split = [
+        record for record in records if record_split(record, config.data.split_seed, fractions(config)) == split
+    ]
+    if not of_split:
+        raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
+    known = labelled_prompts(config)
+    fresh = [record for record in of_split if prompt_key(record.prompt) not in known]
+    if not fresh:
+        raise UserError(
+            f"sample.split={split}: all {len(of_split)} prompts of it are labelled already: give new ones with data.prompts=…"
+        )
+    return fresh[: config.sample.prompts], len(of_split) - len(fresh)
+
+
+def labelled_prompts(config: Config) -> set[str]:
+    """Keys of the prompts that the comparisons of the run rank responses to; empty where there are none yet."""
+    source = data_source(config, "comparisons")
+    if source is None or (config.data.comparisons is None and not Path(source).is_file()):
+        return set()
+    rankings, _ = load_comparisons(source, config.data.format, config.data.allow_partial)
+    return {prompt_key(r.prompt) for r in rankings if r.ranking is not None or r.pairs is not None}
+
+
+def draw_tasks(
+    config: Config, folder: Path, prompts: list[PromptRecord], policy_id: str
+) -> tuple[list[Ranking], int, int]:
+    """Tasks of K distinct responses (at least 2); how many prompts had fewer, and how many do not fit the context."""
+    from rlhf.tokenizer import load_tokenizer
+    from rlhf.training.setup import load_policy, set_up
+
+    device = set_up(config)
+    policy, tokenizer = load_policy(folder / "model").to(device), load_tokenizer(folder / "model")
+    length = min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)
+    fitted = [encode_prompt_within(tokenizer, r.prompt, tokenizer.model_max_length - length) for r in prompts]
+    # A labeler would judge the answer to a prompt of which the model had seen only a part.
+    whole = [(record, found[0]) for record, found in zip(prompts, fitted, strict=True) if found and not found[1]]
+    tasks: list[Ranking] = []
+    ids = unique_ids([f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" for record, _ in whole])
+    with progress(len(whole), "sample", unit="prompt") as bar:
+        for start in range(0, len(whole), CHUNK):
+            part = whole[start : start + CHUNK]
+            for (record, _), drawn in zip(part, draw(config, policy, tokenizer, part, length), strict=True):
+                task_id = next(ids)
+                first_of = {text: (text, ended) for text, ended in reversed(drawn)}  # a labeler sees the text alone
+                distinct = [first_of[text] for text in dict.fromkeys(text for text, _ in drawn)][
+                    : config.sample.responses
+                ]
+                if len(distinct) >= 2:
+                    tasks.append(make_task(task_id, record, distinct, policy_id, config.seed))
+            bar.update(len(part))
+    return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
+
+
+def draw(
+    config: Config, policy: Any, tokenizer: Any, part: list[tuple[PromptRecord, list[int]]], length: int
+) -> list[list[tuple[str, bool]]]:
+    """K + SPARE responses (text, ended) a prompt; which ones depends on (seed, prompt id) and the model alone."""
+    from rlhf.model.generate import sample
+    from rlhf.tokenizer import decode_response
+
+    count = config.sample.responses + SPARE
+    samples = sample(
+        policy, [ids for _, ids in part for _ in range(count)], seed=config.seed,
+        keys=[("sample", record.id, j) for record, _ in part for j in range(count)], max_new_tokens=length,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        temperature=config.sample.temperature, batch_size=config.rollout.batch_size,
+    )  # fmt: skip
+    texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
+    both = list(zip(texts, samples.ended.tolist(), strict=True))
+    return [both[start : start + count] for start in range(0, len(both), count)]
+
+
+def make_task(
+    task_id: str, record: PromptRecord, responses: list[tuple[str, bool]], policy_id: str, seed: int
+) -> Ranking:
+    """A ranking that is still to be made, its responses in random order."""
+    metadata = dict(record.metadata) | {"prompt_id": record.id}
+    if record.user is not None:
+        metadata["user"] = record.user
+    task = Ranking(
+        id=task_id,
+        prompt=record.prompt,
+        responses=[
+            RankedResponse(id=chr(ord("a") + i), text=text, policy=policy_id, metadata={"ended": ended})
+            for i, (text, ended) in enumerate(responses)
+        ],
+        metadata=metadata,
+    )
+    return shuffle_responses(task, seed)
+
+
+def unique_ids(ids: list[str]) -> Iterator[str]:
+    """The ids, those that come again with a number: two items of one id would be joined into one."""
+    seen: dict[str, int] = {}
+    for name in ids:
+        seen[name] = seen.get(name, 0) + 1
+        yield name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def report(
+    config: Config, tasks: list[Ranking], count: int, out: Path, *, alike: int, too_long: int, labelled: int
+) -> None:
+    """The round in a line or three on the screen."""
+    responses = sum(len(task.responses) for task in tasks)
+    notes = [f"{alike} left out: fewer than 2 distinct responses"] if alike else []
+    notes += [f"{too_long} left out: longer than the context"] if too_long else []
+    notes += [f"{labelled:,} passed over: labelled already"] if labelled else []
+    print(
+        f"sample: {len(tasks):,} prompts with {responses:,} responses, {count:,} {config.sample.tool} tasks -> {out}"
+        + (f" ({'; '.join(notes)})" if notes else ""),
+        flush=True,
+    )
+    if config.sample.tool == "csv":
+        rows = csv_rows(tasks, config.sample.interface, config.seed)
+        cells = sum(cell.startswith(FORMULA_SIGNS) for row in rows for cell in row.values())
+        if cells:
+            print(
+                f"sample: {cells} cells begin with one of {' '.join(FORMULA_SIGNS)}: "
+                "open the file with all columns as text, or a spreadsheet takes them for formulas"
+            )

@@ -1,0 +1,230 @@
+"""`rlhf evaluate study=…`: what PPO's choices buy, measured on the gold world over several seeds.
+
+    frontier    learned and true reward against sqrt(KL) for a sweep of kl.coef, beside best-of-n (Gao et al. 2022)
+    details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, averaging, baselines
+
+A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; what is complete is not
+run again. The result is runs/<run>/study/<name>.json. Not here: PPO itself, and the pictures (`rlhf.tracking`).
+"""
+
+import hashlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.commands.pipeline import forwarded_overrides, misfit
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.files import read_json, write_json
+from rlhf.runs.folders import collect_parents, is_complete, read_stage, run_folder
+from rlhf.runs.sources import is_function, reward_folder, reward_sources
+
+PARENTS = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
+FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
+EVAL_PROMPTS = 256
+# What each cell of `details` changes.
+DETAILS: dict[str, list[str]] = {
+    "default": [],
+    "critic_sft": ["ppo.critic=sft"],
+    "critic_random": ["ppo.critic=random"],
+    "no_whitening": ["ppo.whiten_advantages=false"],
+    "epochs_1": ["ppo.epochs=1"],
+    "epochs_4": ["ppo.epochs=4"],
+    "ptx": ["ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25"],
+    "adaptive_kl": ["kl.target=1.5", "kl.horizon=512"],
+    "no_calibration": ["ppo.calibrated=false"],
+    "no_average": ["ppo.ema_decay=null"],
+    "rloo": ["ppo.advantages=rloo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0"],
+    "grpo": ["ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "kl.penalty=loss"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One PPO run of a study."""
+
+    name: str
+    seed: int
+    parent: Path  # the run whose stages it builds on
+    folder: Path  # runs_dir of the study
+    overrides: tuple[str, ...]  # of its PPO run, all of them
+    stages: dict[str, Path]  # where each of PARENTS lies
+
+    @property
+    def run(self) -> str:
+        return f"{self.name}-seed{self.seed}"
+
+    @property
+    def ppo(self) -> Path:
+        return self.folder / self.run / "ppo"
+
+
+def run(config: Config) -> None:
+    """Run the cells that are missing, evaluate them, and write the study's JSON."""
+    if not config.gold.enabled:
+        raise UserError(
+            f"study={config.study}: compares with the truth, which only the gold world has: add experiment=gold"
+        )
+    cells = make_cells(config, forwarded_overrides())
+    missing = [cell for cell in cells if must_run(config, cell)]
+    tell_cost(config, cells, missing)
+    with ThreadPoolExecutor(max_workers=config.evaluate.processes) as pool:
+        for code, cell in zip(pool.map(run_cell, missing), missing, strict=True):
+            if code:
+                raise UserError(f"{cell.ppo}: the cell failed with exit code {code}: see {cell.folder / cell.run}.log, "
+                                "then run the same command again: finished cells are kept")  # fmt: skip
+    from rlhf.commands.study_results import details_results, frontier_results
+
+    results = frontier_results(config, cells) if config.study == "frontier" else details_results(config, cells)
+    path = run_folder(config) / "study" / f"{config.study}.json"
+    write_json(path, results)
+    print(f"study: {path}", flush=True)
+
+
+# Overrides of the command that a cell does not take over: it has a run, a seed and parents of its own.
+NOT_FORWARDED = ("study=", "evaluate.", "run=", "runs_dir=", "seed=", "overwrite=", "threads=", "tracking", "parents.")
+
+
+def make_cells(config: Config, given: list[str]) -> list[Cell]:
+    """Every cell of the study: choices x seeds. Raises: UserError for parents that do not fit, an unknown choice."""
+    settings = config.evaluate
+    seeds = [0, 1, 2] if settings.seeds is None else [int(seed) for seed in settings.seeds]
+    names = [config.run] * len(seeds) if settings.parents is None else list(settings.parents)
+    if len(names) != len(seeds):
+        raise UserError(f"evaluate.parents={names}: want one run for each of evaluate.seeds={seeds}")
+    parents = [Path(config.runs_dir).absolute() / name for name in names]
+    for parent in parents:
+        if not is_complete(parent / "reward"):
+            raise UserError(f"{parent}: has no finished reward model to build a study on: run `rlhf pipeline` first")
+    folder = (run_folder(config) / "study" / str(config.study)).absolute()
+    if config.study == "frontier":
+        updates = settings.updates * config.ppo.episodes_per_update
+        fixed = (f"ppo.episodes={updates}", f"ppo.eval_prompts={EVAL_PROMPTS}", "ppo.eval_every=2", "kl.target=null",
+                 "ppo.ema_decay=null")  # fmt: skip
+        choices: dict[str, tuple[str, ...]] = {
+            f"kl_coef_{coef}": (f"kl.coef={coef}", *fixed) for coef in FRONTIER_COEFFICIENTS
+        }
+    else:
+        wanted = list(DETAILS) if settings.cells is None else list(settings.cells)
+        unknown = [name for name in wanted if name not in DETAILS]
+        if unknown:
+            raise UserError(f"evaluate.cells: {unknown[0]!r}: want some of {', '.join(DETAILS)}")
+        choices = {name: tuple(DETAILS[name]) for name in wanted}
+    shared = [o for o in given if not o.startswith((*NOT_FORWARDED, "ppo.rewards="))] + rewards_by_folder(config)
+    threads = config.threads or (1 if settings.processes > 1 else 0)
+    found = [{stage: parent_stage(config, parent, stage) for stage in PARENTS} for parent in parents]
+    return [
+        Cell(name, seed, parent, folder, (
+            *shared, *changed, "tracking=jsonl", f"runs_dir='{folder}'", f"run={name}-seed{seed}", f"seed={seed}",
+            f"threads={threads}", *(f"parents.{stage}='{path}'" for stage, path in stages.items()),
+        ), stages)
+        for name, changed in choices.items()
+        for seed, parent, stages in zip(seeds, parents, found, strict=True)
+    ]  # fmt: skip
+
+
+def rewards_by_folder(config: Config) -> list[str]:
+    """The override ppo.rewards with folders in the place of runs' names, which a cell would look for in its own runs_dir."""
+    given = config.ppo.rewards
+    if given is None:
+        return []
+    sources = [
+        "null" if name is None else f"'{name if is_function(name) else reward_folder(config, name).absolute()}'"
+        for name in reward_sources(config)[0]
+    ]
+    return [f"ppo.rewards={sources[0] if isinstance(given, str) else '[' + ','.join(sources) + ']'}"]
+
+
+def parent_stage(config: Config, parent: Path, stage: str) -> Path:
+    """Where a stage of a parent lies: in the parent, or where the `parents.<stage>` of its reward model's record says.
+
+    A run's name there is one under runs_dir, and a relative path is from the working directory, as in `stage_folder`.
+    """
+    own = parent / stage
+    recorded = (read_stage(parent / "reward") or {}).get("config", {}).get("parents", {}).get(stage)
+    if recorded is not None and not (own / "stage.json").exists():
+        for candidate in (Path(config.runs_dir) / recorded / stage, Path(recorded) / stage, Path(recorded)):
+            if (candidate / "stage.json").exists():
+                return candidate.absolute()
+    return own
+
+
+def must_run(config: Config, cell: Cell) -> bool:
+    """Whether a cell is missing or half done. Raises: UserError for one of other settings, parents or data."""
+    from rlhf.cli import compose_config
+
+    recorded = read_stage(cell.ppo)
+    if recorded is None:
+        return True
+    reason = misfit(compose_config(list(cell.overrides)), "ppo", recorded, collect_parents_of(cell))
+    if reason is None:
+        return recorded["status"] != "complete"
+    if not config.overwrite:
+        raise UserError(f"{cell.ppo}: {reason}: add overwrite=true to run such cells again, or choose another run=…")
+    shutil.rmtree(cell.ppo)
+    return True
+
+
+def collect_parents_of(cell: Cell) -> dict[str, str]:
+    from rlhf.cli import compose_config
+
+    return collect_parents(compose_config(list(cell.overrides)), "ppo")
+
+
+def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
+    """Say how long the missing cells will take, by what PPO took on the parent."""
+    episodes = (
+        config.ppo.episodes if config.study == "details" else config.evaluate.updates * config.ppo.episodes_per_update
+    )
+    record = read_stage(cells[0].parent / "ppo") or {}
+    cost = "; how long is not known, since the parent has no finished PPO" if missing else ""
+    if record.get("seconds") and missing:
+        per_episode = record["seconds"] / record["settings"]["ppo.episodes"]
+        minutes = len(missing) * per_episode * episodes / 60 / config.evaluate.processes
+        cost = f"; about {minutes:.0f} minutes of PPO, {config.evaluate.processes} at a time, and the evaluations"
+    print(
+        f"study: {len(cells)} runs of PPO with {episodes:,} episodes, {len(cells) - len(missing)} done{cost}",
+        flush=True,
+    )
+
+
+def run_cell(cell: Cell) -> int:
+    """PPO in a process of its own, its output in a log beside its folder; returns the exit code."""
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "rlhf", "ppo", *cell.overrides]
+    started = time.monotonic()
+    with (cell.folder / f"{cell.run}.log").open("a") as log:
+        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+    print(f"study: {cell.run}: {'done' if not code else 'failed'} in {time.monotonic() - started:.0f} s", flush=True)
+    return code
+
+
+def mean_interval(values: list[float]) -> dict[str, Any]:
+    """{"mean", "ci95", "n"} over seeds, by Student's t; the interval is None for one seed."""
+    from scipy import stats
+
+    n, mean = len(values), sum(values) / len(values)
+    if n < 2:
+        return {"mean": mean, "ci95": None, "n": n}
+    error = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    half = float(stats.t.ppf(0.975, n - 1)) * error
+    return {"mean": mean, "ci95": [mean - half, mean + half], "n": n}
+
+
+def cached(folder: Path, name: str, basis: Any, make: Any) -> Any:
+    """What `make()` returns, kept in a JSON file for as long as `basis` stays the same: a study that is cut off goes on."""
+    path = folder / f"{name}.json"
+    digest = hashlib.sha256(json.dumps(basis, sort_keys=True, default=str).encode()).hexdigest()
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("basis") != digest:
+        found = {"basis": digest, "value": make()}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    return found["value"]

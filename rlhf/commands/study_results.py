@@ -1,0 +1,279 @@
+"""From a study's finished cells to its figures: held-out scores and KL, win rates, bits per byte, best-of-n.
+
+All on prompts of the dev split, since studies are there to choose by.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf.cli import compose_config
+from rlhf.commands.study import EVAL_PROMPTS, Cell, cached, mean_interval
+from rlhf.config import Config
+from rlhf.data.corpus import PackedCorpus
+from rlhf.data.prompts import load_prompts
+from rlhf.data.records import PromptRecord
+from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
+from rlhf.evaluation.statistics import win_rate
+from rlhf.gold.judge import judge
+from rlhf.gold.world import task_from_metadata
+from rlhf.ppo.held_out import held_out_prompts
+from rlhf.ppo.rewards import pay
+from rlhf.ppo.setup import make_reward
+from rlhf.runs.folders import read_stage, settings_of
+from rlhf.runs.sources import fractions
+from rlhf.stages import evaluate
+from rlhf.stages.pretrain import held_out_loss
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.writers import read_jsonl
+from rlhf.training.setup import load_policy, set_up
+
+BEST_OF = (1, 2, 4, 8, 16, 32, 64)
+CURVES = ("kl", "score", "gold", "correct")
+
+
+def cell_config(cell: Cell) -> Config:
+    """The configuration of the cell's PPO run."""
+    return compose_config(list(cell.overrides))
+
+
+def dev_prompts(config: Config, world: Path, tokenizer: Any) -> tuple[list[PromptRecord], list[list[int]]]:
+    """The study's held-out prompts of a world stage, and their tokens."""
+    records, _ = load_prompts(str(world / "prompts.jsonl"))
+    settings = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, eval_prompts=EVAL_PROMPTS))
+    asked = held_out_prompts(settings, records, tokenizer, fractions(config))
+    return [record for record, _ in asked], [ids for _, ids in asked]
+
+
+def hashes(stages: dict[str, Path]) -> dict[str, Any]:
+    return {stage: (read_stage(folder) or {}).get("hash") for stage, folder in stages.items()}
+
+
+# --- frontier ------------------------------------------------------------------------------------------------------
+
+
+def frontier_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
+    """Curves of held-out proxy and gold reward along each cell's training, and best-of-n's on the same prompts."""
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        rows = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "eval/dev/kl" in row]
+        path = [
+            {"update": row["progress/step"], "kl": max(0.0, row["eval/dev/kl"]), "score": row["eval/dev/scores"],
+             "gold": row["eval/dev/gold/total"], "correct": row["eval/dev/gold/correct"]}
+            for row in rows
+        ]  # fmt: skip
+        curves.setdefault(cell.name, []).append({"seed": cell.seed, "path": path})
+    by_seed = {cell.seed: cell for cell in cells}
+    chosen = [
+        cached(
+            cell.folder, f"best-of-n-seed{seed}",
+            [EVAL_PROMPTS, BEST_OF, seed, hashes(cell.stages), settings_of(cell_config(cell), "evaluate")],
+            lambda c=cell: best_of_curve(c),
+        )
+        for seed, cell in sorted(by_seed.items())
+    ]  # fmt: skip
+    return {
+        "study": "frontier", "title": "Over-optimisation: learned and true reward against KL", "prompts": EVAL_PROMPTS,
+        "seeds": sorted(by_seed), "parents": len({cell.parent for cell in cells}),
+        "curves": {name: {"seeds": found, "mean": mean_path(found)} for name, found in curves.items()},
+        "over_optimisation": {name: over_optimisation(found) for name, found in curves.items()},
+        "best_of_n": [mean_best(rows) for rows in zip(*chosen, strict=True)],
+        "points": [
+            {"kl": found["path"][-1]["kl"], "score": found["path"][-1]["score"], "gold": found["path"][-1]["gold"]}
+            for runs in curves.values() for found in runs
+        ],
+    }  # fmt: skip
+
+
+def mean_path(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The mean over seeds at each update that all of them reached, with intervals."""
+    return [
+        {"update": rows[0]["update"]} | {name: mean_interval([row[name] for row in rows]) for name in CURVES}
+        for rows in zip(*shared_paths(runs), strict=True)
+    ]
+
+
+def shared_paths(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Each seed's rows at the updates that all of them reached, in order."""
+    by_update = [{row["update"]: row for row in found["path"]} for found in runs]
+    shared = sorted(set.intersection(*(set(rows) for rows in by_update)))
+    return [[rows[update] for update in shared] for rows in by_update]
+
+
+def over_optimisation(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Where the true reward peaks, what is lost of it by the end, and what the learned one gains meanwhile.
+
+    The highest point of a noisy curve is above its last one even where the truth never falls, so no seed chooses the
+    update that it is measured at. For seed i
+
+        peak_i         = argmax_t of the mean over the other seeds of gold_t, at the updates that all seeds reached
+        gold_lost_i    = gold_i[peak_i] - gold_i[last]           negative where the true reward still rises
+        score_gained_i = score_i[last] - score_i[peak_i]
+
+    The seeds' noise being independent, E gold_lost_i is the true fall from peak_i, which is at most that from the true
+    peak. The interval treats the seeds' values as independent, although their peaks are found on common curves.
+
+    One seed has no others: its loss is the mean of the middle third of its curve less that of the last third, without
+    an interval; None for a curve of fewer than 3 points. Its peak is its own. `rule` says which of the two was used.
+    """
+    paths = shared_paths(runs)
+    if len(paths) == 1:
+        return one_seed_loss(paths[0])
+    found: dict[str, list[float]] = {"peak_update": [], "peak_kl": [], "gold_lost": [], "score_gained": []}
+    for i, path in enumerate(paths):
+        others = [sum(row["gold"] for row in rows) for rows in zip(*paths[:i], *paths[i + 1 :], strict=True)]
+        peak, last = path[others.index(max(others))], path[-1]
+        found["peak_update"].append(peak["update"])
+        found["peak_kl"].append(peak["kl"])
+        found["gold_lost"].append(peak["gold"] - last["gold"])
+        found["score_gained"].append(last["score"] - peak["score"])
+    return {name: mean_interval(values) for name, values in found.items()} | {"rule": "peak of the other seeds"}
+
+
+def one_seed_loss(path: list[dict[str, Any]]) -> dict[str, Any]:
+    """`over_optimisation` of a single seed: middle third of the curve against the last."""
+    third = len(path) // 3
+    middle, end = path[third : len(path) - third], path[len(path) - third :]
+
+    def fall(name: str) -> float | None:
+        if not third:
+            return None
+        before, after = (sum(row[name] for row in rows) / len(rows) for rows in (middle, end))
+        return before - after
+
+    peak, gained = max(path, key=lambda row: row["gold"]), fall("score")
+    found = {"peak_update": peak["update"], "peak_kl": peak["kl"], "gold_lost": fall("gold"),
+             "score_gained": None if gained is None else -gained}  # fmt: skip
+    told: dict[str, Any] = {name: {"mean": value, "ci95": None, "n": 1} for name, value in found.items()}
+    return told | {"rule": "middle third less last third"}
+
+
+def mean_best(rows: tuple[dict[str, float], ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {"n": rows[0]["n"], "kl": rows[0]["kl"]}
+    return found | {name: mean_interval([row[name] for row in rows]) for name in (*CURVES[1:], "kl_estimate")}
+
+
+def best_of_curve(cell: Cell) -> list[dict[str, float]]:
+    """Proxy and gold reward of the best of n SFT samples by what pays the cell's PPO, on the same prompts."""
+    config = cell_config(cell)
+    device = set_up(config)
+    tokenizer = load_tokenizer(cell.stages["sft"] / "model")
+    policy = load_policy(cell.stages["sft"] / "model").to(device)
+    reward, _ = make_reward(config, tokenizer, device)
+    records, prompts = dev_prompts(config, cell.stages["world"], tokenizer)
+    found = draw_candidates(config, policy, tokenizer, records, prompts, max(BEST_OF), reward)
+    tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
+    judged = [
+        [judge(task, t, ended=e) for t, e in zip(texts, ended, strict=True)]
+        for task, texts, ended in zip(tasks, found["texts"], found["ended"], strict=True)
+    ]
+    drawn = list(zip(found["ids"], found["logprobs"], found["scores"], strict=True))
+    rows = []
+    for size in BEST_OF:
+        estimates = [estimate_kl(*draws, size) for draws in drawn]
+        row = {"n": float(size), "kl": best_of_n_kl(size), "score": 0.0, "gold": 0.0, "correct": 0.0,
+               "kl_estimate": sum(estimates) / len(records)}  # fmt: skip
+        for scores, parts in zip(found["scores"], judged, strict=True):
+            row["score"] += expected_best(scores, scores, size) / len(records)
+            row["gold"] += expected_best(scores, [p["total"] for p in parts], size) / len(records)
+            row["correct"] += expected_best(scores, [p["correct"] for p in parts], size) / len(records)
+        rows.append(row)
+    return rows
+
+
+# --- details -------------------------------------------------------------------------------------------------------
+
+
+def details_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
+    """One row a choice: its figures, mean and interval over seeds; and its difference from the default, seed by seed."""
+    table: dict[str, dict[int, dict[str, float]]] = {}
+    for cell in cells:
+        basis = [EVAL_PROMPTS, config.evaluate.samples, hashes(cell.stages), hashes({"ppo": cell.ppo})]
+        figures = cached(cell.folder, cell.run, basis, lambda c=cell: evaluate_cell(config, c))
+        table.setdefault(cell.name, {})[cell.seed] = figures
+    rows = {}
+    for name, by_seed in table.items():
+        keys = sorted(set.intersection(*(set(found) for found in by_seed.values())))
+        rows[name] = {key: mean_interval([found[key] for found in by_seed.values()]) for key in keys}
+        base = table.get("default")
+        if base is not None and name != "default":
+            rows[name]["difference"] = {
+                key: mean_interval([found[key] - base[seed][key] for seed, found in by_seed.items()])
+                for key in keys if all(key in base[seed] for seed in by_seed)
+            }  # fmt: skip
+    return {
+        "study": "details", "title": "What each choice buys", "prompts": EVAL_PROMPTS,
+        "seeds": sorted({c.seed for c in cells}), "parents": len({cell.parent for cell in cells}), "rows": rows,
+    }  # fmt: skip
+
+
+def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
+    """The figures of one finished cell; SFT's responses are drawn once for all cells of a parent."""
+    own = cell_config(cell)
+    own.evaluate = config.evaluate
+    device = set_up(own)
+    sft, ppo = cell.stages["sft"] / "model", cell.ppo / "model"
+    tokenizer = load_tokenizer(sft)
+    records, prompts = dev_prompts(own, cell.stages["world"], tokenizer)
+    tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
+
+    def answers_of(folder: Path, name: str) -> dict[str, Any]:
+        drawn = evaluate.draw(own, load_policy(folder).to(device), prompts, tokenizer.eos_token_id, tokenizer, name)
+        return drawn | {
+            kind: [
+                [judge(task, t, ended=e) for t, e in zip(texts, ended, strict=True)]
+                for task, texts, ended in zip(tasks, drawn[f"{prefix}texts"], drawn[f"{prefix}ended"], strict=True)
+            ]
+            for kind, prefix in (("judged", ""), ("judged_greedy", "greedy_"))
+        }
+
+    base = cached(
+        cell.folder, f"sft-{cell.parent.name}-seed{cell.seed}", sft_basis(own, cell),
+        lambda: {k: v for k, v in answers_of(sft, "sft").items() if k.startswith("judged")},
+    )  # fmt: skip
+    ours = answers_of(ppo, "ppo")
+
+    def totals(found: dict[str, Any], kind: str, part: str = "total") -> list[list[float]]:
+        return [[parts[part] for parts in row] for row in found[kind]]
+
+    def mean(rows: list[list[float]]) -> float:
+        return sum(map(sum, rows)) / sum(map(len, rows))
+
+    def wins(kind: str) -> float:
+        return float(win_rate(totals(ours, kind), totals(base, kind))["value"])  # type: ignore[arg-type]
+
+    answers = evaluate.Answers(prompts=prompts, **{k: v for k, v in ours.items() if not k.startswith("judged")})
+    last = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "objective/kl" in row][-1]
+    corpus = PackedCorpus.load(cell.stages["pretrain"] / "corpus")
+    figures = {
+        "win_rate": wins("judged"),
+        "win_rate_greedy": wins("judged_greedy"),
+        "gold": mean(totals(ours, "judged")),
+        "correct": mean(totals(ours, "judged", "correct")),
+        "kl": evaluate.kl_between(answers, ppo, sft, tokenizer.pad_token_id, device),
+        "kl_coef": float(last["objective/kl_coef"]),
+        "score": score_of(own, tokenizer, records, answers, device),
+        "bpb": held_out_loss(own, load_policy(ppo).to(device), corpus, tokenizer)["bpb"],
+        "seconds": float((read_stage(cell.ppo) or {})["seconds"]),
+    }
+    if "val/explained_var" in last:
+        figures["explained_var"] = float(last["val/explained_var"])
+    return figures
+
+
+def sft_basis(config: Config, cell: Cell) -> list[Any]:
+    """What the judge's view of SFT's responses depends on: not on what pays PPO (ppo.…), which differs from cell to cell."""
+    settings = settings_of(config, "evaluate")
+    drawn = {key: value for key, value in settings.items() if not key.startswith("ppo.")}
+    parents = hashes({name: cell.stages[name] for name in ("world", "sft")})
+    return [EVAL_PROMPTS, config.evaluate.samples, parents, drawn]
+
+
+def score_of(config: Config, tokenizer: Any, records: list[PromptRecord], answers: Any, device: Any) -> float:
+    """Mean calibrated score of the drawn responses, as PPO pays it."""
+    plain = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, calibrated=True))
+    reward, _ = make_reward(plain, tokenizer, device)
+    scores = torch.tensor(evaluate.score_by(reward, answers, records)).flatten()
+    return pay(plain, scores, torch.tensor(answers["ended"]).flatten()).mean().item()

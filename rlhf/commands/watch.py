@@ -1,0 +1,87 @@
+"""`rlhf watch run=x`: follows a run from another terminal until it ends. It reads the run's files and touches nothing."""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.runs.folders import run_folder
+from rlhf.tracking.watching import Watch, line, screen
+
+# Seconds between two plain lines of a stage, and the silence after which a run that holds no lock has ended: a pipeline
+# takes some seconds from one stage to the next.
+PLAIN_INTERVAL, PATIENCE = 10.0, 30.0
+
+
+def run(config: Config) -> None:
+    """Show where the run stands until it ends. Raises: UserError where there is no such run, or where it stopped."""
+    folder = run_folder(config)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
+    every = max(0.05, config.watch.every_seconds)
+    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    try:
+        (follow_live if live else follow_plain)(folder, every, config.watch.wait, sys.stdout)
+    except KeyboardInterrupt:
+        print(file=sys.stdout)
+
+
+def follow_plain(folder: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
+    """A line when a stage begins or ends and every PLAIN_INTERVAL seconds."""
+    watch = Watch(folder)
+    told: dict[str, tuple[str, str]] = {}
+    told_at = 0.0
+    silent_since = time.monotonic()
+    while True:
+        changed = watch.look()
+        now = time.monotonic()
+        silent_since = now if changed or watch.running else silent_since
+        for stage in watch.begun:
+            text, before = line(stage), told.get(stage.title, ("", ""))
+            moved = stage.status != before[0] or (text != before[1] and now - told_at >= PLAIN_INTERVAL)
+            if moved:
+                print(text, file=out, flush=True)
+                told[stage.title] = (stage.status, text)
+                told_at = now
+        if not wait or watch.ended or now - silent_since >= patience:
+            conclude(watch, wait)
+            return
+        time.sleep(every)
+
+
+def follow_live(folder: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
+    """A small screen that is drawn over itself."""
+    watch = Watch(folder)
+    height = 0
+    silent_since = time.monotonic()
+    out.write("\x1b[?25l")  # no cursor
+    try:
+        while True:
+            changed = watch.look()
+            now = time.monotonic()
+            silent_since = now if changed or watch.running else silent_since
+            lines = screen(watch, max(20, shutil.get_terminal_size().columns))
+            out.write((f"\x1b[{height}A" if height else "") + "".join(f"\x1b[2K{text}\n" for text in lines) + "\x1b[0J")
+            out.flush()
+            height = len(lines)
+            if not wait or watch.ended or now - silent_since >= patience:
+                break
+            time.sleep(every)
+    finally:
+        out.write("\x1b[?25h")
+        out.flush()
+    conclude(watch, wait)
+
+
+def conclude(watch: Watch, wait: bool) -> None:
+    """Raises: UserError where the run was left half done and nobody works on it."""
+    stopped = [stage for stage in watch.begun if stage.status == "stopped"]
+    if wait and stopped:
+        stage = stopped[-1]
+        at = f" at step {stage.step:,}" if stage.step else ""
+        raise UserError(f"{stage.folder}: {stage.title} stopped{at} and no process works on it: run the same command again, "
+                        "it resumes")  # fmt: skip

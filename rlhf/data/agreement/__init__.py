@@ -1,0 +1,1 @@
+"""How often labelers agree with each other."""

@@ -1,0 +1,132 @@
+"""Judgements as bytes, one judgement a few of them, and back to arrays.
+
+Only what the figures of agreement need is kept: neither texts nor ids. Responses stand in the order of their texts.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import combinations
+
+import numpy as np
+
+from rlhf.data.agreement.figures import MISSING
+from rlhf.data.records import Ranking
+
+MAX_RESPONSES = 250  # an item of more responses is left out: a rank is kept in one byte
+RANKS, PAIRS, RATINGS = 1, 2, 4  # what the bytes of a judgement hold
+_UNRANKED = 255
+_BATCH_CELLS = 500_000  # verdicts looked at together when the report is made
+
+
+def pack(ranking: Ranking) -> tuple[bytes, int, int, bytes]:
+    """The item's hash, its number K of different texts, the form, and the bytes of one judgement.
+
+    They are K ranks or K (K - 1) / 2 verdicts, then K ratings, whichever were given.
+    """
+    texts = sorted({response.text for response in ranking.responses})
+    position = {text: i for i, text in enumerate(texts)}
+    place = [position[response.text] for response in ranking.responses]
+    form, data = 0, b""
+    if ranking.ranking is not None:
+        form, data = RANKS, _ranks(ranking, place, len(texts))
+    elif ranking.pairs is not None:
+        form, data = PAIRS, _verdicts(ranking, place, len(texts))
+    if ranking.ratings:
+        form, data = form | RATINGS, data + _ratings(ranking, place, len(texts))
+    return _digest(ranking, texts), len(texts), form, data
+
+
+def _digest(ranking: Ranking, texts: list[str]) -> bytes:
+    """16 bytes that name the item: its prompt and its different response texts."""
+    parts = [part for message in ranking.prompt for part in (message.role, message.content)] + texts
+    lengths = ",".join(str(len(part)) for part in parts)  # so that no two lists of parts read alike
+    text = f"{len(ranking.prompt)}:{lengths}:{''.join(parts)}"
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _ranks(ranking: Ranking, place: list[int], size: int) -> bytes:
+    """The rank of each text in one byte; a text that stands twice and got two ranks has none."""
+    ranks: list[int | None] = [None] * size
+    for i, rank in zip(place, ranking.ranks(), strict=True):
+        rank = _UNRANKED if rank < 0 else rank
+        ranks[i] = rank if ranks[i] in (None, rank) else _UNRANKED
+    return bytes(_UNRANKED if rank is None else rank for rank in ranks)
+
+
+def _verdicts(ranking: Ranking, place: list[int], size: int) -> bytes:
+    """The verdict on each pair i < j of texts in one byte; ties stand under `metadata.ties` where given."""
+    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for better, worse in ranking.pair_list():
+        i, j = place[better], place[worse]
+        found[min(i, j), max(i, j)].add(1 if i < j else -1)
+    index = {response.id: i for response, i in zip(ranking.responses, place, strict=True)}
+    ties = ranking.metadata.get("ties")
+    for tie in ties if isinstance(ties, list) else ():
+        if isinstance(tie, list) and len(tie) == 2 and all(isinstance(name, str) and name in index for name in tie):
+            i, j = sorted(index[name] for name in tie)
+            found[i, j].add(0)
+    said = (found.get(pair, set()) for pair in combinations(range(size), 2))
+    return np.array([next(iter(v)) if len(v) == 1 else MISSING for v in said], dtype=np.int8).tobytes()
+
+
+def _ratings(ranking: Ranking, place: list[int], size: int) -> bytes:
+    """The rating of each text in quarters, in one byte; 0: none, or a text that stands twice and got two."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for response, i in zip(ranking.responses, place, strict=True):
+        if response.id in ranking.ratings:
+            found[i].add(round(4 * ranking.ratings[response.id]))
+    return bytes(found[i].pop() if len(found[i]) == 1 else 0 for i in range(size))
+
+
+def cut(starts: np.ndarray, sizes: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Batches of whole items with the same K, as ranges of items; `sizes` is K of each row, ascending."""
+    k = sizes[starts]
+    for size in np.unique(k).tolist():
+        first, end = np.searchsorted(k, [size, size + 1]).tolist()
+        limit = max(1, _BATCH_CELLS // max(size, size * (size - 1) // 2))
+        while first < end:
+            last = int(np.searchsorted(starts, starts[first] + limit, "right")) - 1
+            last = min(end, max(first + 1, last))
+            yield first, last
+            first = last
+
+
+def read(
+    data: np.ndarray, offsets: np.ndarray, forms: np.ndarray, orders: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Verdicts (R, P) int8, ranks (R, K) and ratings (R, K) float32 of the judgements at `offsets`.
+
+    `orders` (R,) is how many bytes of each hold its ranks or verdicts; its ratings follow them.
+    """
+    i, j = np.triu_indices(size, k=1)
+    byte = np.full((len(offsets), size), _UNRANKED, np.uint8)
+    rows = np.flatnonzero(forms & RANKS)
+    byte[rows] = data[offsets[rows, None] + np.arange(size)]
+    ranks = np.where(byte == _UNRANKED, np.nan, byte).astype(np.float32)
+    order = ranks[:, j] - ranks[:, i]  # above 0 where i is better
+    verdicts = np.where(np.isnan(order), MISSING, np.sign(order)).astype(np.int8)
+    rows = np.flatnonzero(forms & PAIRS)
+    verdicts[rows] = data[offsets[rows, None] + np.arange(len(i))].view(np.int8)
+    ratings = np.full(ranks.shape, np.nan, np.float32)
+    rows = np.flatnonzero(forms & RATINGS)
+    quarters = data[(offsets + orders)[rows, None] + np.arange(size)]
+    ratings[rows] = np.where(quarters == 0, np.nan, quarters / 4)
+    return verdicts, ranks, ratings
+
+
+def merge(batch: tuple[np.ndarray, np.ndarray, np.ndarray], starts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """One row from the rows of one person on one item, which begin at `starts`."""
+    verdicts, ranks, ratings = batch
+    if len(starts) == len(verdicts):
+        return batch
+    given = verdicts != MISSING
+    verdict = np.sign(np.add.reduceat(np.where(given, verdicts, 0), starts, 0, np.int64))
+    verdict[~np.logical_or.reduceat(given, starts, 0)] = MISSING
+    means = []
+    for values in (ranks, ratings):
+        there = ~np.isnan(values)
+        count = np.add.reduceat(there, starts, 0, np.int64)
+        total = np.add.reduceat(np.where(there, values, 0), starts, 0)
+        means.append(np.where(count > 0, total / np.maximum(count, 1), np.nan).astype(np.float32))
+    return verdict.astype(np.int8), *means

@@ -1,0 +1,1 @@
+"""What the importers share: chat turns, column mappings, verdict words."""

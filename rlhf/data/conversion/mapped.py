@@ -1,0 +1,300 @@
+"""A row of a table as records, once it is known which columns hold what. The settings are read in `importers/table.py`.
+
+How words are read is in `verdicts.py`, how nested columns are found in `paths.py`. Nothing here knows of files.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from rlhf.data.conversion.foreign import ROLES, Turns, chat_turns, letters, one_answer, ranking_of, response_of
+from rlhf.data.conversion.paths import MISSING, as_json, lookup, without
+from rlhf.data.conversion.verdicts import TIE, Verdict, Vocabulary, as_number, is_empty, read_thumb
+from rlhf.data.importers import BadRow
+from rlhf.data.importers.kto import RATINGS
+from rlhf.data.records import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The columns by what they hold, each a list of paths; and how judgements are read."""
+
+    columns: Mapping[str, tuple[str, ...]]
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    thumbs: bool = False  # whether the rating is a verdict, not a number from 1 to 7
+
+    def of(self, name: str) -> tuple[str, ...]:
+        return self.columns.get(name, ())
+
+    def one(self, row: Mapping[str, Any], name: str) -> str | None:
+        """The text of a column that a row may leave empty."""
+        [path] = self.of(name) or ("",)
+        value = lookup(row, path) if path else None
+        return None if value is MISSING or is_empty(value) else _text(value, path)
+
+    def recognise(self, row: Mapping[str, Any]) -> str:
+        """How the file is read; every row is taken."""
+        if not self.of("winner"):
+            return "columns as named"
+        return f"columns as named; {', '.join(self.of('winner'))}: {self.vocabulary.described()}"
+
+    def convert(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The records of one row: several where several labelers judged it.
+
+        Raises: BadRow where a cell cannot be what its column is said to be, or nobody judged.
+        """
+        rankings = list(self._rankings(row))  # first, since a row without a judgement is worth no other complaint
+        rest: Mapping[str, Any] = row
+        for name, paths in self.columns.items():
+            for path in paths if name not in ("winner", "rating") else self._read_judgements(row, name):
+                rest = without(rest, path) or {}
+        common: dict[str, Any] = {"prompt": self._prompt(row), "id": self.one(row, "id")}
+        extra = {
+            name: value for name in ("user", "created", "labeler") if (value := self._about(row, name)) is not None
+        }
+        if not rankings:
+            kind = "demonstration" if self.of("response") else "prompt"
+            own = {"demonstration": ("labeler",), "prompt": ("user",)}[kind]
+            made = {"kind": kind} | common | {name: extra.pop(name) for name in own if name in extra}
+            if kind == "demonstration":
+                made["response"] = _response("", lookup(row, self.of("response")[0]), self.of("response")[0])["text"]
+            yield made | {"metadata": _merged(rest, extra)}
+            return
+        for ranking in rankings:
+            own_extra = {"user": extra["user"]} if "user" in extra else {}
+            made = (
+                {"kind": "ranking"} | common | {name: extra[name] for name in ("created", "labeler") if name in extra}
+            )
+            if "labeler" in ranking and common["id"] is not None:
+                made["id"] = f"{common['id']}:{ranking['labeler']}"
+            yield made | ranking | {"metadata": _merged(rest, own_extra | ranking["metadata"])}
+
+    def _read_judgements(self, row: Mapping[str, Any], name: str) -> list[str]:
+        """The judgement columns that the record says in full: an empty one, or a thumb, stays in the metadata."""
+        if name == "rating":
+            return [] if self.thumbs else list(self.of(name))
+        return [path for path in self.of(name) if not is_empty(value_at(row, path))]
+
+    def _about(self, row: Mapping[str, Any], name: str) -> str | None:
+        value = self.one(row, name)
+        if value is None or name != "created" or as_number(value) is None:
+            return value
+        seconds = float(value) / (1000 if abs(float(value)) > 1e11 else 1)  # since 1970; milliseconds are that large
+        try:
+            return datetime.fromtimestamp(seconds, UTC).isoformat()
+        except (ValueError, OverflowError, OSError):
+            return value
+
+    # --- the prompt
+
+    def _prompt(self, row: Mapping[str, Any]) -> Turns:
+        turns: Turns = []
+        texts: list[str] = []
+        paths = self.of("prompt")
+
+        def end_turn() -> None:
+            if texts:
+                turns.append({"role": "user", "content": "\n\n".join(texts)})
+                texts.clear()
+
+        for path in paths:
+            value = lookup(row, path)
+            if value is MISSING or value is None:
+                continue
+            chat = _chat(value)
+            if chat is not None:
+                end_turn()
+                turns += chat_turns(chat, path)
+            elif text := (_text(value, path) if len(paths) == 1 else _text(value, path).strip()):
+                texts.append(text)
+        end_turn()
+        if not turns:
+            raise BadRow(paths[0], f"got nothing, want the prompt{_whole_row(row)}: remove the row or fill it in")
+        system = self.one(row, "system")
+        return turns if system is None else [{"role": "system", "content": system}, *turns]
+
+    # --- judgements
+
+    def _rankings(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        if self.of("rating"):
+            yield self._rated(row)
+        elif self.of("ranked"):
+            values = [value for value in cells_of(row, self.of("ranked")) if not is_empty(value[1])]
+            if len(values) < 2:
+                raise BadRow(self.of("ranked")[0], f"got {len(values)} responses, want two or more{_whole_row(row)}")
+            made = _responses(values)
+            yield {"responses": made, "ranking": [[one["id"]] for one in made], "metadata": {}}
+        elif self.of("scores"):
+            yield self._scored(row)
+        elif self.of("winner"):
+            yield from self._judged(row)
+        elif self.of("responses"):
+            cells = [cell for cell in cells_of(row, self.of("responses")) if not is_empty(cell[1])]
+            if not cells:
+                raise BadRow(self.of("responses")[0], f"got nothing, want responses{_whole_row(row)}")
+            yield {"responses": _responses(cells), "ranking": None, "metadata": {}}
+
+    def _judged(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        judgements = [(path, value) for path in self.of("winner") if not is_empty(value := value_at(row, path))]
+        if not judgements:
+            raise BadRow(self.of("winner")[0], _unjudged("a verdict", row))
+        cells = cells_of(row, self.of("responses"))
+        if all(is_empty(value) for _, value in cells):
+            raise BadRow(self.of("responses")[0], "got no text in any response, want what was judged")
+        responses = _responses(cells)
+        names = [path for path, _ in cells]
+        texts = [one["text"] for one in responses]
+        for path, value in judgements:
+            try:
+                verdict = self.vocabulary.read(value, names, texts)
+            except ValueError as error:
+                raise BadRow(path, str(error)) from error
+            extra: dict[str, Any] = {}
+            if self.vocabulary.scale or verdict.strength is not None:
+                extra = {"preference_scale": value} | (
+                    {} if verdict.strength is None else {"strength": verdict.strength}
+                )
+            labeler = {"labeler": path} if len(self.of("winner")) > 1 else {}
+            yield {
+                "responses": responses,
+                **_order(verdict, [one["id"] for one in responses]),
+                "metadata": extra,
+            } | labeler
+
+    def _scored(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        cells, given = cells_of(row, self.of("responses")), cells_of(row, self.of("scores"), needed=False)
+        if len(cells) != len(given):
+            raise BadRow(self.of("scores")[0], f"got {len(given)} scores, want {len(cells)}: one a response")
+        both = [(cell, score) for cell, score in zip(cells, given, strict=True)
+                if not (is_empty(cell[1]) and is_empty(score[1]))]  # fmt: skip
+        responses = _responses([cell for cell, _ in both])
+        names = [one["id"] for one in responses]
+        scores = {name: _number(*score) for name, (_, score) in zip(names, both, strict=True) if not is_empty(score[1])}
+        if not scores:
+            raise BadRow(self.of("scores")[0], _unjudged("a number for each response", row))
+        order = ranking_of(scores, best="highest")
+        return {"responses": responses, "ranking": order, "metadata": {"scores": scores}}
+
+    def _rated(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        [path], [answer] = self.of("rating"), self.of("response")
+        value = value_at(row, path)
+        if is_empty(value):
+            raise BadRow(path, _unjudged("a number from 1 to 7 or a verdict", row))
+        number = as_number(value)
+        thumb = read_thumb(value) if self.thumbs or number is None else None
+        if thumb is not None:
+            rating: float = RATINGS[thumb]
+        elif number is not None and not self.thumbs and 1 <= number <= 7:
+            rating = int(number) if number.is_integer() else number
+        else:
+            wanted = (
+                "good or bad (yes, no, true, false, 1, 0, …)" if self.thumbs else "a number from 1 to 7, or good or bad"
+            )
+            raise BadRow(path, f"got {shown(value)}, want {wanted}")
+        extra = {} if self.thumbs or thumb is None else {"rating": value}
+        responses = [_response("a", lookup(row, answer), answer)]
+        return {"responses": responses, "ratings": {"a": rating}, "metadata": extra}
+
+
+def _merged(rest: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of a record; where a column has the name of one of ours, ours gives way."""
+    return {(f"table.{key}" if key in rest else key): value for key, value in own.items()} | dict(rest)
+
+
+def _whole_row(row: Mapping[str, Any]) -> str:
+    return " (the whole row is empty)" if all(is_empty(value) for value in row.values()) else ""
+
+
+def _unjudged(wanted: str, row: Mapping[str, Any]) -> str:
+    return f"got nothing, want {wanted}{_whole_row(row)}: nobody judged this row, remove it or fill it in"
+
+
+def value_at(row: Mapping[str, Any], path: str) -> Any:
+    """What a column holds; None where the row lacks it."""
+    value = lookup(row, path)
+    return None if value is MISSING else value
+
+
+def _text(value: Any, path: str) -> str:
+    """A cell as text; a number as its digits.
+
+    Raises: BadRow where it is a list or an object.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value)  # "True": what turns an answer into a truth value, a spreadsheet or pandas, reads that word
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return value[0]
+    inside = f"{path}.0" if isinstance(value, list) else f"{path}.{next(iter(value), '…')}" if value else path
+    raise BadRow(path, f"got {shown(value)}, want text: name what is inside, as {inside}")
+
+
+def _chat(value: Any) -> list[Any] | None:
+    """The turns that a cell holds, a list or one, also as JSON text; None where it holds none."""
+    value = as_json(value)
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+        return None
+    return value if all("role" in turn or "from" in turn for turn in value) else None
+
+
+def _response(name: str, value: Any, path: str) -> dict[str, Any]:
+    """One response: text, or an assistant's turn, alone or in a list of one. An empty cell is an empty answer."""
+    if value is MISSING:
+        raise BadRow(path, "missing: want the response")
+    chat = _chat(value)
+    if chat is None:
+        return {"id": name, "text": "" if value is None else _text(value, path)}
+    if len(chat) != 1:
+        roles = ", ".join(ROLES.get(str(turn.get("role", turn.get("from"))), "?") for turn in chat)
+        raise BadRow(path, f"got turns {roles}, want one turn of the assistant: name it, as {path}.-1.content")
+    return response_of(name, one_answer(chat[0], path))
+
+
+def _responses(cells: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    return [_response(name, value, path) for name, (path, value) in zip(letters(len(cells)), cells, strict=True)]
+
+
+def cells_of(row: Mapping[str, Any], paths: Sequence[str], *, needed: bool = True) -> list[tuple[str, Any]]:
+    """(path, value) of several columns, or of the items of the list that a single one holds.
+
+    Raises: BadRow where a needed column is missing, or the single one holds no list.
+    """
+    found = [(path, lookup(row, path)) for path in paths]
+    for path, value in found:
+        if value is MISSING and needed:
+            raise BadRow(path, f"missing{_whole_row(row)}: want a response")
+    if len(found) > 1:
+        return [(path, None if value is MISSING else value) for path, value in found]
+    path, value = found[0]
+    items = as_json(value)
+    if value is MISSING or is_empty(value):
+        return []
+    if not isinstance(items, list):
+        raise BadRow(path, f"got {shown(value)}, want a list: or name a column for each")
+    return [(f"{path}.{i}", item) for i, item in enumerate(items)]
+
+
+def _number(path: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise BadRow(path, f"got {shown(value)}, want a number") from None
+    if not math.isfinite(number):
+        raise BadRow(path, f"got {shown(value)}, want a finite number")
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+def _order(verdict: Verdict, names: Sequence[str]) -> dict[str, Any]:
+    """A verdict as `ranking`; as `pairs` where it names the best of more than two and leaves the others unordered."""
+    if verdict.winner == TIE:
+        return {"ranking": [list(names)]}
+    others = [name for name in names if name != names[verdict.winner]]
+    if len(others) > 1:
+        return {"ranking": None, "pairs": [[names[verdict.winner], other] for other in others]}
+    return {"ranking": [[names[verdict.winner]], *([other] for other in others)]}

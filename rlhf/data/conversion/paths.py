@@ -1,0 +1,83 @@
+"""Dotted paths into a row: `answers.0.text`, `answers.*.text` for every item of a list, and keys that hold dots.
+
+A key that is spelt as the whole path wins over the path; of keys with dots the longest wins. Text that is itself
+JSON, as tables keep lists in a cell, is looked into as well. What the values mean is the caller's business.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.data.reading.json_rows import is_deep
+
+MISSING = object()  # no such path; a null that is there is None
+
+
+def as_json(value: Any) -> Any:
+    """The list or object that a text spells as JSON; every other value as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return value if is_deep(found) else found
+
+
+def lookup(value: Any, path: str) -> Any:
+    """What stands at a path, or `MISSING`."""
+    value = as_json(value)
+    if isinstance(value, Mapping):
+        for key, rest in _splits(path):
+            if key in value:
+                found = value[key] if rest is None else lookup(value[key], rest)
+                if found is not MISSING:
+                    return found
+        return MISSING
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return MISSING
+    step, _, rest_of_path = path.partition(".")
+    if step == "*":
+        items = [lookup(one, rest_of_path) for one in value] if rest_of_path else list(value)
+        found_any = not items or any(one is not MISSING for one in items)
+        return [None if one is MISSING else one for one in items] if found_any else MISSING
+    index = _index(step, len(value))
+    if index is None:
+        return MISSING
+    return lookup(value[index], rest_of_path) if rest_of_path else value[index]
+
+
+def without(value: Any, path: str) -> Any:
+    """A copy of a row without what stands at the path; objects and lists that this leaves empty go too, as None."""
+    if isinstance(value, Mapping):
+        for key, rest in _splits(path):
+            if key in value and (rest is None or lookup(value[key], rest) is not MISSING):
+                left = None if rest is None else without(value[key], rest)
+                kept = {k: left if k == key else v for k, v in value.items()}
+                if left is None:
+                    del kept[key]
+                return kept or None
+    elif isinstance(value, list):
+        step, _, rest_of_path = path.partition(".")
+        index = _index(step, len(value))
+        chosen = range(len(value)) if step == "*" else [] if index is None else [index]
+        items = [
+            (without(one, rest_of_path) if rest_of_path else None) if i in chosen else one
+            for i, one in enumerate(value)
+        ]
+        return items if any(one is not None for one in items) else None
+    return value
+
+
+def _splits(path: str) -> list[tuple[str, str | None]]:
+    """The ways to read a path as a key and the rest, longest key first."""
+    parts = path.split(".")
+    return [(path, None), *((".".join(parts[:i]), ".".join(parts[i:])) for i in range(len(parts) - 1, 0, -1))]
+
+
+def _index(step: str, length: int) -> int | None:
+    """A list's index; from the end where negative; None where it is no number or there is no such item."""
+    if not step.removeprefix("-").isdecimal() or not step.isascii() or len(step) > 9:
+        return None
+    index = int(step)
+    return index % length if -length <= index < length else None

@@ -1,0 +1,1 @@
+"""The import job: rows to cleaned, split records in Arrow, every row accounted for."""

@@ -1,0 +1,232 @@
+"""Rows made into checked records in Arrow, a batch at a time: the part of an import that several processes can share.
+
+What is done here looks at one row by itself. Duplicates, splits and files are in `importing.py`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from pydantic import ValidationError
+
+from rlhf.config import ColumnsConfig, WordsConfig
+from rlhf.data.agreement.job import Judgement, judgement_of
+from rlhf.data.importers import BadRow, Format, convert_row, formats, make_records, row_bytes
+from rlhf.data.importing.cleaning import FACT, KIND_NUMBERS, PII_KINDS, fact_of
+from rlhf.data.reading.json_rows import Block, parse_block
+from rlhf.data.reading.readers import KEPT_BYTES, Reject, Row
+from rlhf.data.records import Ranking, Record, first_problem, shown
+from rlhf.data.splits import SPLITS, given_split
+from rlhf.data.storage import json_text, to_batch, to_row
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that turning the rows of one file depends on."""
+
+    name: str  # of the file, for messages
+    stem: str  # for the ids of records that have none
+    format: str | None  # none: there is no row that could be read
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    words: WordsConfig = field(default_factory=WordsConfig)
+    pii: str = "flag"
+    prefix_characters: int = 200
+    seed: int = 0
+    prepared: Format | None = None  # after a look at the file's first rows, where the format wants one
+
+
+class Place(NamedTuple):
+    """Where a row stands, and as what."""
+
+    row: int  # index in the batch
+    line: int
+    number: int
+    offset: int | None
+    raw: bytes | None
+
+
+class Held(NamedTuple):
+    """A record that waits for the other judgements of its item."""
+
+    place: Place
+    record: Ranking
+    own_id: bool
+
+
+class Look(NamedTuple):
+    """What is counted of a record."""
+
+    fact: tuple[Any, ...]
+    lengths: list[tuple[int, int]]
+    judgement: Judgement | None
+
+
+@dataclass(slots=True)
+class Batch:
+    """What became of some rows."""
+
+    rows: int = 0
+    rejects: list[tuple[int, Reject]] = field(default_factory=list)  # index of the row
+    tables: "dict[str, pa.RecordBatch]" = field(default_factory=dict)  # by kind
+    facts: np.ndarray = field(default_factory=lambda: np.zeros(0, FACT))  # of all records, in their order
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))  # of all responses, in their order
+    judgements: list[Judgement | None] = field(default_factory=list)  # of rankings, in their order
+    held: list[Held] = field(default_factory=list)
+    unknown_splits: Counter[str] = field(default_factory=Counter)
+
+
+def format_of(plan: Plan) -> Format:
+    """The format of a plan. Raises: UserError for columns that make no sense."""
+    assert plan.format is not None
+    if plan.prepared is not None:
+        return plan.prepared
+    if plan.format == "table":
+        return table_format(plan.columns, plan.words)
+    return formats()[plan.format]
+
+
+_tables: list[tuple[ColumnsConfig, WordsConfig, Format]] = []  # the last one made
+
+
+def table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
+    from rlhf.data.importers.table import make_format
+
+    if not _tables or _tables[0][:2] != (columns, words):
+        _tables[:] = [(columns, words, make_format(columns, words))]
+    return _tables[0][2]
+
+
+class BatchMaker:
+    """Collects records, and makes the batch of them."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.batch = Batch()
+        self._facts: list[tuple[Any, ...]] = []
+        self._lengths: list[tuple[int, int]] = []
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+
+    def look_at(self, record: Record, own_id: bool) -> "Look":
+        """What is counted of a record; nothing is taken yet, since a row is not taken in half."""
+        fact, lengths = fact_of(record, own_id, self.plan.prefix_characters, self.plan.seed)
+        return Look(fact, lengths, judgement_of(record) if isinstance(record, Ranking) else None)
+
+    def add(self, record: Record, line: dict[str, Any], row: int, look: "Look") -> None:
+        """Take a record, which `line` is in Arrow, of the row with that index."""
+        fact = look.fact
+        pii = fact[FACT.names.index("pii")]  # type: ignore[union-attr]
+        if pii and self.plan.pii == "flag" and "pii" not in record.metadata:
+            found = [name for i, name in enumerate(PII_KINDS) if pii >> i & 1]
+            line["metadata"] = json_text(record.metadata | {"pii": found})
+        rows = self._rows.setdefault(record.kind, [])
+        self._facts.append((fact[0], len(rows), row, *fact[3:]))
+        rows.append(line)
+        self._lengths += look.lengths
+        if isinstance(record, Ranking):
+            self.batch.judgements.append(look.judgement)
+
+    def finish(self) -> Batch:
+        batch = self.batch
+        batch.tables = {kind: to_batch(kind, self._rows[kind]) for kind in KIND_NUMBERS if self._rows.get(kind)}
+        batch.facts = np.array(self._facts, FACT)
+        batch.lengths = np.array(self._lengths, np.int64).reshape(-1, 2)
+        return batch
+
+
+def process(plan: Plan, unit: Block | list[Row | Reject]) -> Batch:
+    """The batch of some rows of a file; the same whichever process makes it."""
+    items: Iterable[Row | Reject] = parse_block(unit, plan.name) if isinstance(unit, Block) else unit
+    chosen = None if plan.format is None else format_of(plan)
+    maker = BatchMaker(plan)
+    batch = maker.batch
+    for index, item in enumerate(items):
+        batch.rows += 1
+        if isinstance(item, Reject):
+            batch.rejects.append((index, item))
+            continue
+        assert chosen is not None
+        try:
+            _add_row(maker, chosen, item, index)
+        except BadRow as error:
+            batch.rejects.append((index, reject_row(plan.name, item, error.field, error.message)))
+        except ValidationError as error:
+            batch.rejects.append((index, reject_row(plan.name, item, *first_problem(error))))
+        except RecursionError:
+            batch.rejects.append((index, reject_row(plan.name, item, "", "nested too deeply")))
+    return maker.finish()
+
+
+def _add_row(maker: BatchMaker, chosen: Format, row: Row, index: int) -> None:
+    """Raises: BadRow, ValidationError where the row as a whole gives no record."""
+    plan, batch = maker.plan, maker.batch
+    values, parts = convert_row(row, chosen)
+    if not values and not parts:
+        raise BadRow("", f"got a row that gives no record, want {chosen.wants}")
+    made = make_records(values, plan.stem, row.number)
+    try:
+        records = [_check_split(record, chosen, batch) for record in made]
+        lines = [to_row(record) for record in records]
+        own_ids = [fields.get("id") is not None for fields in values]
+        looks = [maker.look_at(record, own_id) for record, own_id in zip(records, own_ids, strict=True)]
+    except ValueError as error:
+        raise BadRow("metadata", str(error)) from error
+    for part in parts:
+        batch.rejects.append((index, reject_row(plan.name, row, part.field, part.message)))
+    for record, line, own_id, look in zip(records, lines, own_ids, looks, strict=True):
+        if chosen.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
+            place = Place(index, row.line, row.number, row.offset, row_bytes(row))
+            batch.held.append(Held(place, record, own_id))
+        else:
+            maker.add(record, line, index, look)
+
+
+def _check_split(record: Record, chosen: Format, batch: Batch) -> Record:
+    """A split of another name that a foreign file states is kept as `metadata.source_split`; in our own it is wrong.
+
+    Raises: BadRow.
+    """
+    given = given_split(record)
+    if given is None or given in SPLITS:
+        return record
+    if chosen.name == "native" or record.metadata.get("split") is None or "source_split" in record.metadata:
+        raise BadRow("split", f"got {shown(given)}, want one of {', '.join(SPLITS)}, or null")
+    batch.unknown_splits[shown(given)] += 1
+    metadata = {key: value for key, value in record.metadata.items() if key != "split"}
+    return record.model_copy(update={"metadata": metadata | {"source_split": given}})
+
+
+def reject_row(name: str, row: Row | Place, field: str, message: str) -> Reject:
+    raw = row_bytes(row) if isinstance(row, Row) else row.raw
+    return make_reject(name, row.line, row.number, row.offset, raw, field, message)
+
+
+def make_reject(
+    name: str, line: int, number: int, offset: int | None, raw: bytes | None, field: str, message: str
+) -> Reject:
+    """A reject whose original is kept, or hashed where it is long."""
+    digest = None
+    if raw is not None and len(raw) > KEPT_BYTES:
+        digest = hash_of(raw)
+        raw = None
+    return Reject(name, line, field, message, number, offset, raw, digest)
+
+
+def hash_of(raw: bytes) -> tuple[str, int]:
+    import hashlib
+
+    return hashlib.sha256(raw).hexdigest(), len(raw)
+
+
+@cache
+def warm_up() -> None:
+    """Import what every batch needs; called once in a new process."""
+    import pyarrow as pa
+
+    pa.set_cpu_count(1)
+    formats()

@@ -1,0 +1,89 @@
+"""A file in parts that become batches. Their bounds depend on the file alone, so that what is written does too."""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
+
+from rlhf.data.importers import LOOK_AHEAD, row_bytes
+from rlhf.data.reading.json_rows import Block, line_blocks, parse_block
+from rlhf.data.reading.readers import (
+    Meter,
+    Reject,
+    Row,
+    Source,
+    TableOptions,
+    file_sha256,
+    has_suffix,
+    open_bytes,
+    read_rows,
+)
+from rlhf.errors import UserError
+
+BATCH_ROWS = 1000
+BATCH_BYTES = 4 << 20
+Unit = Block | list[Row | Reject]
+
+
+def file_units(source: Source, options: TableOptions, meter: Meter) -> Iterator[Unit]:
+    """A file in parts that become batches; their bounds depend on the file alone."""
+    if source.path is not None and has_suffix(source.path, (".jsonl",)):
+        with open_bytes(source.path, meter) as file:
+            yield from line_blocks(file)
+        return
+    part: list[Row | Reject] = []
+    size = 0
+    for row in read_rows(source, options, meter):
+        part.append(row)
+        size += len(row.raw or b"") if isinstance(row, Reject) else len(row_bytes(row))
+        if len(part) == BATCH_ROWS or size >= BATCH_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def table_note(source: Source, options: TableOptions) -> str:
+    """How a table is read: its delimiter, or which of its sheets."""
+    from rlhf.data.reading.tables import TABLE_SUFFIXES, describe_table
+
+    if source.path is None or not has_suffix(source.path, TABLE_SUFFIXES):
+        return ""
+    return describe_table(source.path, source.name, encoding=options.encoding, sheet=options.sheet) + "; "
+
+
+def first_rows(unit: Unit, name: str, count: int = LOOK_AHEAD) -> list[Row]:
+    """The rows by which a format is recognised; none where the unit has only rejects and blank lines."""
+    items = parse_block(unit, name) if isinstance(unit, Block) else iter(unit)
+    return list(islice((item for item in items if isinstance(item, Row)), count))
+
+
+def last_line(unit: Unit) -> int:
+    """Of the file, where the unit ends."""
+    if isinstance(unit, Block):
+        return unit.line + max(1, unit.data.count(b"\n")) - 1
+    return unit[-1].line if unit else 0
+
+
+class Digest:
+    """The sha256 of a source: of the file as it lies on disk, or of the rows of a data set of the hub."""
+
+    def __init__(self, source: Source):
+        self._path = source.path
+        self._rows = hashlib.sha256()
+
+    def watch(self, units: Iterator[Unit]) -> Iterator[Unit]:
+        for unit in units:
+            if self._path is None and isinstance(unit, list):
+                for row in unit:
+                    if isinstance(row, Row):
+                        self._rows.update(row_bytes(row))
+            yield unit
+
+    def hexdigest(self) -> str:
+        """Raises: UserError where the file went away meanwhile."""
+        if self._path is None:
+            return self._rows.hexdigest()
+        try:
+            return file_sha256(self._path)
+        except OSError as error:
+            raise UserError(f"{self._path}: cannot be read ({error.strerror or error})") from error

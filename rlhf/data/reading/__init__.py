@@ -1,0 +1,1 @@
+"""Bytes to rows: text lines, JSON, tables, spreadsheets."""

@@ -1,0 +1,382 @@
+"""Tables as rows: CSV and TSV (plain, .gz, .zst), spreadsheets, Parquet and Arrow, each row under its header's names.
+
+Cells become strings, numbers, true and false, lists and objects; an empty one is None; dates become ISO text. What
+the columns mean is said in `importers/table.py`; JSON is read in `readers.py`, spreadsheets in `spreadsheets.py`.
+"""
+
+import codecs
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import IO, Any
+
+from rlhf.data.reading.readers import MAX_RECORD_BYTES, Reject, Row, open_bytes
+from rlhf.data.reading.spreadsheets import SPREADSHEET_SUFFIXES, open_sheet
+from rlhf.errors import UserError
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".xls", ".ods", ".parquet", ".arrow")
+_DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
+_HEAD = 1 << 20  # characters of a CSV file in which the header must end
+_BATCH = 256  # rows of Parquet turned at a time
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how Python keeps a byte that it cannot decode
+_RESTARTS = 100  # after a quote that never closes, reading begins again this often a file
+
+
+def read_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str | None = None) -> Iterator[Row | Reject]:
+    """The rows of a table; a row that cannot be read is a Reject. `line` counts as the table's program shows it.
+
+    Raises: UserError where the file as a whole cannot be read, or its header is no header.
+    """
+    suffix = _suffix(path)
+    if suffix in (".csv", ".tsv"):
+        yield from _read_delimited(path, name, encoding, _delimiter(path, name, encoding))
+    elif suffix in SPREADSHEET_SUFFIXES:
+        yield from _read_spreadsheet(path, name, sheet)
+    else:
+        yield from _read_arrow(path, name, suffix)
+
+
+def describe_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str | None = None) -> str:
+    """How a table is read, in a few words for the report: its delimiter, or which of its sheets.
+
+    Raises: UserError as `read_table`.
+    """
+    suffix = _suffix(path)
+    if suffix in (".csv", ".tsv"):
+        return f"columns divided by {_DELIMITERS[_delimiter(path, name, encoding)]}"
+    if suffix in SPREADSHEET_SUFFIXES:
+        with open_sheet(path, name, sheet) as opened:
+            return f'sheet "{opened.name}" of {len(opened.names)}'
+    return suffix[1:].capitalize()
+
+
+def _suffix(path: Path) -> str:
+    """The suffix that says the kind; that of packing is not one."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in (".gz", ".zst") else suffixes[-1]
+
+
+def check_header(cells: Sequence[Any], name: str, line: int) -> list[str]:
+    """The names of the columns, without white space around them.
+
+    Raises: UserError where one is empty, stands twice or is no text.
+    """
+    names = ["" if cell is None else str(cell).strip() for cell in cells]
+    empty = [i for i, one in enumerate(names, start=1) if not one]
+    if empty:
+        where = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
+        came = f"columns {where} have" if len(empty) > 1 else f"column {where} has"
+        raise UserError(f"{name}:{line}: {came} no name in the header: want a name for each column")
+    twice = next((one for i, one in enumerate(names) if one in names[:i]), None)
+    if twice is not None:
+        raise UserError(f'{name}:{line}: the header names "{twice}" twice: rename one of these columns')
+    if any("\0" in one for one in names):
+        raise UserError(f"{name}:{line}: the header holds NUL bytes: if the file is UTF-16, set encoding=utf-16")
+    return names
+
+
+# --- CSV and TSV -----------------------------------------------------------------------------------------------------
+
+
+class _TooLong(Exception):
+    """A record that does not end within the allowed length."""
+
+
+class _Lines:
+    """The physical lines of a text, with those of the record being read. Bytes that are no text are lone surrogates."""
+
+    def __init__(self, file: IO[bytes], encoding: str):
+        self._text = _decoded(file, encoding)
+        self._pushed: list[str] = []
+        # Where a line feed is one byte, and no mark of the byte order is written, text and bytes are the same thing.
+        self._encoding = encoding if "\n".encode(encoding) == b"\n" else None
+        self.number = 0  # of the last line read
+        self._offset = 0  # bytes before the record
+        self.record: list[str] = []  # the record's lines so far
+        self._size = 0
+        self._bytes: tuple[list[str], int, tuple[str, bytes]] | None = None
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._pushed.pop() if self._pushed else self._text.readline(MAX_RECORD_BYTES)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        self.record.append(line)
+        self._size += len(line)
+        if self._size >= MAX_RECORD_BYTES:
+            raise _TooLong
+        return line.removeprefix("\ufeff") if self.number == 1 else line
+
+    def begin_record(self) -> None:
+        """Forget the record that ended."""
+        self._offset += len(self.text_and_bytes()[1])
+        self.record, self._size = [], 0
+
+    def text_and_bytes(self) -> tuple[str, bytes]:
+        """The record as it stands in the file; its bytes are UTF-8 where the file is in UTF-16 or the like."""
+        if self._bytes is None or self._bytes[0] is not self.record or self._bytes[1] != len(self.record):
+            text = "".join(self.record)
+            whole = text, text.encode(self._encoding or "utf-8", "surrogateescape")
+            self._bytes = self.record, len(self.record), whole
+        return self._bytes[2]
+
+    @property
+    def offset(self) -> int | None:
+        """Where the record begins."""
+        return self._offset if self._encoding else None
+
+    def keep_first_line(self) -> None:
+        """Give back all lines of the record but its first."""
+        first, *rest = self.record
+        self._pushed += reversed(rest)
+        self.number -= len(rest)
+        self.record, self._size = [first], len(first)
+
+    def skip_line(self) -> None:
+        """Read on to the end of a line that is too long."""
+        line = self.record[-1]
+        while line and not line.endswith(("\n", "\r")):
+            line = self._text.readline(MAX_RECORD_BYTES)
+            self._offset += len(line.encode(self._encoding or "utf-8", "surrogateescape"))
+
+
+def _decoded(file: IO[bytes], encoding: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(file, encoding, errors="surrogateescape", newline="")  # type: ignore[arg-type]
+
+
+def _check_encoding(encoding: str) -> str:
+    """The encoding, with UTF-8's byte order mark left to `_Lines`."""
+    try:
+        codec = codecs.lookup(encoding)
+        "\n".encode(encoding)  # refuses what is no text encoding, such as base64
+    except (LookupError, UnicodeError) as error:
+        raise UserError(
+            f"encoding={encoding}: no such text encoding: want utf-8, cp1252, latin-1, utf-16, …"
+        ) from error
+    return "utf-8" if codec.name == "utf-8-sig" else encoding
+
+
+def _delimiter(path: Path, name: str, encoding: str) -> str:
+    """What divides the header into most columns: a tab for .tsv; else a comma, a semicolon or a tab.
+
+    Raises: UserError where there is no header.
+    """
+    with open_bytes(path) as file:
+        try:
+            head = _decoded(file, _check_encoding(encoding)).read(_HEAD).lstrip("\ufeff\r\n")
+        except UnicodeError as error:
+            raise _not_encoded(name, encoding, error) from error
+    if _suffix(path) == ".tsv":
+        return "\t"
+    if (asked := _excel_hint(head)) is not None:
+        return asked
+
+    def columns(delimiter: str) -> int:
+        try:
+            return len(next(csv.reader(io.StringIO(head, newline=""), delimiter=delimiter), []))
+        except csv.Error:
+            return 0
+
+    return max(_DELIMITERS, key=columns)  # the first of equals, which is the comma
+
+
+def _excel_hint(line: str) -> str | None:
+    """Excel's first line that says the delimiter, as "sep=;"."""
+    return line[4] if line[:4].lower() == "sep=" and line[5:6] in ("\r", "\n") and line[4] in _DELIMITERS else None
+
+
+def _not_encoded(name: str, encoding: str, error: UnicodeError) -> UserError:
+    return UserError(
+        f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, … or convert the file"
+    )
+
+
+def _read_delimited(path: Path, name: str, encoding: str, delimiter: str) -> Iterator[Row | Reject]:
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    with open_bytes(path) as file:
+        lines = _Lines(file, _check_encoding(encoding))
+        try:
+            yield from _records(lines, name, encoding, delimiter)
+        except UnicodeError as error:
+            raise _not_encoded(name, encoding, error) from error
+
+
+def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterator[Row | Reject]:
+    """The rows after the header. Each record is read on its own, so that a bad one ends with its own lines."""
+    header: list[str] | None = None
+    number = restarts = 0
+    while True:
+        lines.begin_record()
+        line = lines.number + 1
+        try:
+            cells = next(csv.reader(lines, delimiter=delimiter, strict=True), None)
+            problem = None
+        except _TooLong:
+            cells = []
+            problem = f"got a record above {MAX_RECORD_BYTES >> 20} MB, want a shorter one: is a quote never closed?"
+            lines.skip_line()
+        except csv.Error as error:
+            cells, problem = [], f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
+            if "unexpected end" in str(error):
+                problem = "a quote opens a cell and never closes: close it, or double it where it belongs to the text"
+                if restarts < _RESTARTS:
+                    lines.keep_first_line()
+                    restarts += 1
+        if cells is None:
+            return
+        if not cells and problem is None:
+            continue  # an empty line is no row
+        if header is None:
+            if problem is not None:
+                raise UserError(f"{name}:{line}: header: {problem}")
+            text, _ = lines.text_and_bytes()
+            if (found := _undecodable(text)) is not None:
+                raise UserError(f"{name}:{line}: {_wrong_byte(found, encoding)}")
+            if _excel_hint(text.lstrip("\ufeff")) is None:
+                header = check_header(cells, name, line)
+            continue
+        number += 1
+        text, raw = lines.text_and_bytes()
+        problem = problem or _problem(cells, text, header, encoding)
+        if problem:
+            yield Reject(name, line, "", problem, number, lines.offset, raw)
+        else:
+            values = {key: cell if cell != "" else None for key, cell in zip(header, cells, strict=True)}
+            yield Row(line, values, number, lines.offset, raw)
+
+
+def _undecodable(text: str) -> int | None:
+    """The first byte that is not in the encoding."""
+    found = None if text.isascii() else _ESCAPED_BYTE.search(text)
+    return ord(found[0]) - 0xDC00 if found else None
+
+
+def _wrong_byte(byte: int, encoding: str) -> str:
+    if byte in (0xFE, 0xFF):  # the mark of UTF-16, which no text in UTF-8 can hold
+        return f"byte 0x{byte:02x} is not {encoding} text: set encoding=utf-16, cp1252, … or mend the file"
+    return f"byte 0x{byte:02x} is not {encoding} text: set encoding=cp1252, latin-1, … or mend the file"
+
+
+def _problem(cells: list[str], text: str, header: list[str], encoding: str) -> str | None:
+    if (found := _undecodable(text)) is not None:
+        return _wrong_byte(found, encoding)
+    if any("\0" in cell for cell in cells):
+        return "got a NUL byte, want text: remove it"
+    if len(cells) != len(header):
+        return f"got {len(cells)} cells, want {len(header)} as in the header: quote cells that hold the delimiter"
+    return None
+
+
+# --- spreadsheets ----------------------------------------------------------------------------------------------------
+
+
+def _read_spreadsheet(path: Path, name: str, sheet: str | None) -> Iterator[Row | Reject]:
+    """Rows under the first row that is not empty; later empty rows are rows, with None in every cell."""
+    header: list[str] | None = None
+    first_row = 0
+    with open_sheet(path, name, sheet) as opened:
+        for line, cells in opened.rows():
+            if header is None:
+                if any(cell is not None for cell in cells):
+                    header, first_row = check_header(opened.used(cells), f'{name}, sheet "{opened.name}"', line), line
+                continue
+            values = {key: plain(cell) for key, cell in zip(header, cells, strict=False)}
+            yield Row(line, values, line - first_row)
+
+
+# --- Parquet and Arrow -----------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A cell as JSON would hold it; not-a-number, which stands for an empty cell, is None.
+
+    Raises: ValueError for what JSON cannot hold.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            if math.isinf(value):
+                raise ValueError("got an infinite number, want a finite one")
+            return None if math.isnan(value) else value
+        case datetime() | date() | time():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case Decimal():
+            return plain(int(value) if value == value.to_integral_value() else float(value))
+        case bytes():
+            try:
+                return value.decode("utf-8")
+            except UnicodeDecodeError:
+                raise ValueError("got bytes that are no UTF-8 text: leave this column out") from None
+        case dict():
+            return {str(key): plain(one) for key, one in value.items()}
+        case list() | tuple():
+            return [plain(one) for one in value]
+    raise ValueError(f"got a {type(value).__name__}, want text, a number, a list or an object")
+
+
+def _batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
+    """Record batches of at most `_BATCH` rows, after a check of the header."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    if suffix == ".parquet":
+        with parquet.ParquetFile(path) as file:
+            check_header(file.schema_arrow.names, name, 1)
+            yield from file.iter_batches(batch_size=_BATCH)
+        return
+    with pyarrow.memory_map(str(path)) as mapped:
+        try:
+            opened = ipc.open_stream(mapped)
+            stream = iter(opened)
+        except pyarrow.ArrowInvalid:  # not the form for streams: the one for files
+            mapped.seek(0)
+            opened = ipc.open_file(mapped)
+            stream = (opened.get_batch(i) for i in range(opened.num_record_batches))
+        check_header(opened.schema.names, name, 1)
+        for batch in stream:
+            batch.validate(full=True)  # Arrow trusts the offsets that a file states, and would read outside of it
+            for start in range(0, batch.num_rows, _BATCH):
+                yield batch.slice(start, _BATCH)
+
+
+def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """The rows of a batch, or for one that cannot be read what is wrong with it."""
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):  # text that is no UTF-8, a date before the year 1: find the row
+        rows = [batch.slice(i, 1) for i in range(batch.num_rows)]
+    for row in rows:
+        try:
+            yield plain(row if isinstance(row, dict) else row.to_pylist()[0])
+        except (ValueError, OverflowError, RecursionError) as error:
+            yield _one_line(error)
+
+
+def _read_arrow(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in _batches(path, name, suffix):
+            for value in _values(batch):
+                number += 1
+                line = number + 1  # the header counts as line 1
+                yield Reject(name, line, "", value, number) if isinstance(value, str) else Row(line, value, number)
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError, NotImplementedError) as error:
+        reason = _one_line(error)[:200]
+        raise UserError(f"{name}: damaged {suffix} file ({reason}): copy or download it again") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,116 @@
+"""The reward model against the truth of the gold world: its ceiling, the judge's order, and what it pays for.
+
+Nothing here is seen in training. Not here: what can be known with any labels (`rlhf.evaluation.reward_report`).
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rlhf.config import Config
+from rlhf.data.items import Item
+from rlhf.evaluation.scoring import Scores, accuracy
+from rlhf.gold.judge import WEIGHTS, judge
+from rlhf.gold.labelers import make_labelers, mean_utility
+from rlhf.gold.world import task_from_metadata
+
+Figures = dict[str, Any]
+
+
+def judged_parts(item: Item) -> list[dict[str, float]]:
+    """The judge's parts of an item's answers."""
+    assert item.record is not None
+    task = task_from_metadata(item.record.metadata["gold"])
+    return [judge(task, text, ended=ended) for text, ended in item.answers]
+
+
+def true_utilities(config: Config, item: Item) -> list[float]:
+    """The training labelers' noiseless mean utility of an item's answers."""
+    assert item.record is not None
+    labelers, task = make_labelers(config.gold.labeler_noise), task_from_metadata(item.record.metadata["gold"])
+    return [mean_utility(labelers, task, text, ended=ended) for text, ended in item.answers]
+
+
+def compare_with_truth(config: Config, items: list[Item], scores: Scores) -> Figures:
+    """The ceiling (the labelers' noiseless mean utility on the same pairs) and the accuracy on the judge's own order."""
+    right, count = 0.0, 0
+    for item, s in zip(items, scores, strict=True):
+        totals = [parts["total"] for parts in judged_parts(item)]
+        for i in range(len(totals)):
+            for j in range(i):
+                if abs(totals[i] - totals[j]) > 1e-9:
+                    better, worse = (i, j) if totals[i] > totals[j] else (j, i)
+                    right += 1.0 if s[better] > s[worse] else 0.5 if s[better] == s[worse] else 0.0
+                    count += 1
+    utilities = [true_utilities(config, item) for item in items]
+    return {
+        "noise_ceiling": accuracy(items, utilities)["value"],
+        "gold_order_accuracy": round(right / count, 4) if count else None,
+    }
+
+
+def gold_regression(config: Config, items: list[Item], scores: Scores) -> Figures:
+    """What the reward pays for: least squares of the score on the judge's parts, over held-out responses.
+
+    weight: of the score on a part, both in standard deviations; true: the same for the labelers' noiseless mean utility,
+    which is what a perfect reward model would have learned; labelers: their mean weight of the part, as they state it,
+    in utility a unit; coefficient: the score's, in calibrated score a unit. A part that never varies has no weight.
+    """
+    parts = [judged_parts(item) for item in items]
+    x = np.array([[p[name] for name in WEIGHTS] for judged in parts for p in judged])
+    prompts = np.repeat(np.arange(len(items)), [len(judged) for judged in parts])
+    y = np.array([score for row in scores for score in row])
+    utilities = np.array([u for item in items for u in true_utilities(config, item)])
+    learned, true = standardised_regression(x, y, prompts), standardised_regression(x, utilities, prompts)
+    labelers = make_labelers(config.gold.labeler_noise)
+    spread = x.std(0)
+    rows: dict[str, Figures] = {}
+    for k, name in enumerate(WEIGHTS):
+        if math.isnan(learned["weights"][k]):
+            rows[name] = {"weight": None, "ci95": None, "true": None, "coefficient": None}
+        else:
+            low, high = (learned["weights"][k] + sign * 1.96 * learned["errors"][k] for sign in (-1, 1))
+            rows[name] = {
+                "weight": round(float(learned["weights"][k]), 4),
+                "ci95": [round(float(low), 4), round(float(high), 4)],
+                "true": round(float(true["weights"][k]), 4),
+                "coefficient": round(float(learned["weights"][k] * y.std() / spread[k]), 4),
+            }
+        rows[name]["labelers"] = round(sum(one.weights[name] for one in labelers) / len(labelers), 4)
+    weights = {name: row["weight"] for name, row in rows.items() if row["weight"] is not None}
+    return {
+        "parts": rows,
+        "smallest": min(weights, key=lambda name: weights[name]) if weights else None,
+        "r2": round(float(learned["r2"]), 4),
+        "true_r2": round(float(true["r2"]), 4),
+        "responses": len(y),
+        "prompts": len(items),
+    }
+
+
+def standardised_regression(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str, Any]:
+    """Least squares of y (n,) on x (n, p), all in standard deviations, with an intercept.
+
+    Returns {"weights": (p,), "errors": (p,) standard errors robust to correlation within clusters (n,), "r2"}; NaN for
+    a column that never varies. Means and deviations are taken as given.
+
+    Source: Liang and Zeger 1986 (the sandwich), with the factor G / (G - 1) of G clusters.
+    """
+    p = x.shape[1]
+    varies = x.std(0) > 1e-9
+    weights, errors = np.full(p, np.nan), np.full(p, np.nan)
+    if not varies.any() or y.std() < 1e-9:
+        return {"weights": weights, "errors": errors, "r2": 0.0}
+    z = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0)
+    target = (y - y.mean()) / y.std()
+    inverse = np.linalg.pinv(z.T @ z)
+    found = inverse @ z.T @ target
+    residuals = target - z @ found
+    groups = np.unique(clusters, return_inverse=True)[1]
+    sums = np.zeros((groups.max() + 1, z.shape[1]))
+    np.add.at(sums, groups, z * residuals[:, None])
+    G = len(sums)
+    covariance = inverse @ (sums.T @ sums) @ inverse * (G / max(1, G - 1))
+    weights[varies], errors[varies] = found, np.sqrt(np.diag(covariance).clip(0))
+    return {"weights": weights, "errors": errors, "r2": 1 - (residuals**2).mean()}

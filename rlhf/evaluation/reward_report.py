@@ -1,0 +1,251 @@
+"""What the reward model is worth on held-out comparisons, and what it pays for. Not here: training, and the policies.
+
+Accuracy stands between what bounds it: the labelers' own agreement above, the length of responses below. In the gold
+world the noiseless mean of the labelers is known too, and the parts that the score is made of.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf.config import Config
+from rlhf.data.agreement.job import pairwise_agreement
+from rlhf.data.comparisons import load_comparisons
+from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.items import Item, join_rankings
+from rlhf.data.records import Ranking
+from rlhf.data.splits import record_split
+from rlhf.errors import UserError
+from rlhf.evaluation.reward_gold import compare_with_truth, gold_regression
+from rlhf.evaluation.scoring import (
+    Scores,
+    accuracy,
+    count_right,
+    item_encoder,
+    length_scores,
+    score_demonstrations,
+    score_each,
+    share,
+)
+from rlhf.evaluation.statistics import ratio_interval
+from rlhf.runs.folders import read_stage, stage_folder
+from rlhf.runs.sources import fractions, need_source
+from rlhf.stages.reward import held_out_labelers
+
+CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
+HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; what lies beyond is in the last bin
+
+Figures = dict[str, Any]
+
+
+def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: torch.device) -> Figures:
+    """Every figure of the reward model on comparisons, as it stands in results.json under reward_model.
+
+    accuracy is on prompts of the test split and on the labelers who also judged for training; held_out_labelers has it
+    for the others, on the same prompts, and on all prompts that they judged. `tokenizer` is the policy's.
+
+    Raises: UserError where there is nothing to measure it on, or it was trained with other held-out labelers.
+    """
+    records, _ = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
+    strangers = check_held_out(config, records)
+    shares = fractions(config)
+    test = [r for r in records if record_split(r, config.data.split_seed, shares) == "test"]
+    encode = item_encoder(config, model, tokenizer)
+    joined, _ = join_rankings(test, encode)
+    scores = score_each(model, joined, tokenizer.pad_token_id, device)
+    known = {record.labeler for record in records} - strangers
+    items, own = of_labelers(joined, scores, known)
+    if not items:
+        raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
+    length, longer = length_scores(items)
+    agreement = agreements(records, strangers)
+    results: Figures = {
+        "accuracy": accuracy(items, own),
+        "length_baseline": accuracy(items, length)["value"],
+        "length_prefers": "longer" if longer else "shorter",
+        "above_length": difference(items, own, length),
+        "labeler_agreement": agreement["training"]["value"],
+        "agreement": agreement,
+        "by_labeler": by_labeler(joined, scores, strangers),
+        "by_rank_gap": by_rank_gap(items, own),
+        "calibration": calibration_curve(items, own, model.gain),
+    }
+    results["calibration_error"] = calibration_error(results["calibration"])
+    if strangers:
+        everywhere, _ = join_rankings([r for r in records if r.labeler in strangers], encode)
+        scored = score_each(model, everywhere, tokenizer.pad_token_id, device)
+        theirs, their_scores = of_labelers(joined, scores, strangers)
+        results["held_out_labelers"] = {
+            "labelers": sorted(name for name in strangers if name is not None),
+            "accuracy": accuracy(theirs, their_scores) if theirs else None,
+            "accuracy_all_prompts": accuracy(everywhere, scored) if everywhere else None,
+            "calibration": calibration_curve(theirs, their_scores, model.gain),
+        }
+    if config.gold.enabled:
+        results |= compare_with_truth(config, items, own)
+        results["gold_regression"] = gold_regression(config, joined, scores)
+    return results
+
+
+def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None]:
+    """Whose rankings trained nothing. Raises: UserError where the reward model was trained with others held out."""
+    folder = stage_folder(config, "reward")
+    trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
+
+    def names(given: Any) -> list[str]:
+        return sorted([given] if isinstance(given, str) else [str(name) for name in given or []])
+
+    if names(trained) != names(config.data.held_out_labelers):
+        raise UserError(f"data.held_out_labelers={config.data.held_out_labelers}: the reward model in {folder} was trained "
+                        f"with {trained}: give the same, or train it anew")  # fmt: skip
+    return {name for name in held_out_labelers(config, records) if any(r.labeler == name for r in records)}
+
+
+def of_labelers(items: list[Item], scores: Scores, labelers: set[str | None]) -> tuple[list[Item], Scores]:
+    """The items that these labelers judged, with their judgements only, and the scores of these items."""
+    kept = [(item.of_labelers(labelers), s) for item, s in zip(items, scores, strict=True)]
+    kept = [(item, s) for item, s in kept if item.judgements]
+    return [item for item, _ in kept], [s for _, s in kept]
+
+
+def difference(items: list[Item], scores: Scores, baseline: Scores) -> Figures:
+    """The accuracy less another one's on the same pairs."""
+    (ours, count), (theirs, _) = count_right(items, scores), count_right(items, baseline)
+    return ratio_interval([a - b for a, b in zip(ours, theirs, strict=True)], count)
+
+
+def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
+    """How often labelers agree with each other, on whatever two of them judged: within the training and the held-out
+    ones, and between one of each ({"value", "ci95", "n": items, "pairs"}; value None where none was judged twice)."""
+    sides = {True: "held-out", False: "training"}
+    mixed = [r.model_copy(update={"labeler": sides[r.labeler in strangers]}) for r in records]
+    groups = {
+        "training": [r for r in records if r.labeler not in strangers],
+        "held_out": [r for r in records if r.labeler in strangers],
+        "between": mixed if strangers else [],  # two of one side now count as one person
+    }
+    return {name: rounded(pairwise_agreement(group)) for name, group in groups.items()}
+
+
+def rounded(figures: Figures) -> Figures:
+    def shorten(value: Any) -> Any:
+        return [round(v, 4) for v in value] if isinstance(value, list) else round(value, 4)
+
+    return {name: None if value is None else shorten(value) for name, value in figures.items()}
+
+
+def by_labeler(items: list[Item], scores: Scores, strangers: set[str | None]) -> dict[str, Figures]:
+    """{name: accuracy on this labeler's judgements, and whether they were held out}."""
+    names = sorted({j.labeler for item in items for j in item.judgements if j.labeler is not None})
+    return {
+        name: accuracy(*of_labelers(items, scores, {name})) | {"held_out": name in strangers} for name in names
+    }  # fmt: skip
+
+
+def by_rank_gap(items: list[Item], scores: Scores) -> list[Figures]:
+    """Accuracy on pairs that their labeler put 1, 2, … ranks apart; judgements without ranks are left out."""
+    gaps = sorted({gap for item in items for j in item.judgements for gap in j.gaps or []})
+    rows = []
+    for gap in gaps:
+        parts = [
+            Item(item.key, item.rows, item.lengths, judgements=[
+                type(j)(j.labeler, [pair for pair, g in zip(j.pairs, j.gaps or [], strict=False) if g == gap], None)
+                for j in item.judgements
+            ])
+            for item in items
+        ]  # fmt: skip
+        kept = [(item, s) for item, s in zip(parts, scores, strict=True) if item.pairs()]
+        rows.append({"gap": gap} | accuracy([item for item, _ in kept], [s for _, s in kept]))
+    return rows
+
+
+def calibration_curve(items: list[Item], scores: Scores, gain: float) -> list[Figures]:
+    """P(win | score gap): predicted sigmoid(raw gap) beside how often the labelers preferred the higher score."""
+    bins: list[list[tuple[int, float, float]]] = [[] for _ in range(len(CALIBRATION_BINS) + 1)]  # (item, gap, won)
+    for n, (item, s) in enumerate(zip(items, scores, strict=True)):
+        for better, worse in item.pairs():
+            gap = s[better] - s[worse]
+            place = sum(abs(gap) > edge for edge in CALIBRATION_BINS)
+            bins[place].append((n, abs(gap), 1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
+    curve = []
+    for rows in filter(None, bins):
+        won, count = dict.fromkeys((n for n, _, _ in rows), 0.0), dict.fromkeys((n for n, _, _ in rows), 0.0)
+        for n, _, win in rows:
+            won[n] += win
+            count[n] += 1
+        gaps = torch.tensor([gap for _, gap, _ in rows])
+        observed = share(list(won.values()), list(count.values()))
+        curve.append(
+            {
+                "gap": round(gaps.mean().item(), 4),
+                "predicted": round(torch.sigmoid(gaps / gain).mean().item(), 4),
+                "observed": observed["value"],
+                "ci95": observed["ci95"],
+                "n": len(rows),
+            }
+        )
+    return curve
+
+
+def calibration_error(curve: list[Figures]) -> float:
+    """Mean over pairs of |predicted - observed| of their bin."""
+    return round(sum(row["n"] * abs(row["predicted"] - row["observed"]) for row in curve)
+                 / sum(row["n"] for row in curve), 4)  # fmt: skip
+
+
+def score_distributions(
+    config: Config, model: Any, tokenizer: Any, samples: Sequence[Sequence[float]], device: torch.device
+) -> Figures:
+    """Histograms of calibrated scores: of SFT samples (`samples`, a list a prompt) and of demonstrations that the
+    reward model was not calibrated on, or of all where none was kept out."""
+    records, _ = load_demonstrations(
+        need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
+    )
+    shares = fractions(config)
+    unseen = [r for r in records if record_split(r, config.data.split_seed, shares) != "train"]
+    written = score_demonstrations(model, unseen or records, tokenizer, device).tolist()
+    drawn = [score for row in samples for score in row]
+    lowest, highest = min(*written, *drawn), max(*written, *drawn)
+    first = max(-HISTOGRAM_END, math.floor(lowest / HISTOGRAM_STEP) * HISTOGRAM_STEP)
+    last = max(first + HISTOGRAM_STEP, min(HISTOGRAM_END, math.ceil(highest / HISTOGRAM_STEP) * HISTOGRAM_STEP))
+    edges = np.arange(first, last + HISTOGRAM_STEP / 2, HISTOGRAM_STEP)
+
+    def summary(scores: list[float]) -> Figures:
+        inside = np.clip(scores, edges[0], edges[-1])
+        counts = np.histogram(inside, edges)[0].tolist()
+        return {"counts": counts, "mean": round(float(np.mean(scores)), 4), "std": round(float(np.std(scores)), 4),
+                "n": len(scores)}  # fmt: skip
+
+    return {
+        "edges": [round(float(edge), 4) for edge in edges],
+        "sft_samples": summary(drawn),
+        "demonstrations": summary(written) | {"split": "held out" if unseen else "train"},
+    }
+
+
+# --- in words ------------------------------------------------------------------------------------------------------
+
+
+def describe(results: Figures) -> list[str]:
+    """The figures on a few lines."""
+
+    def told(figure: Figures | None) -> str:
+        if figure is None or figure["value"] is None:
+            return "none"
+        return f"{figure['value']:.3f}" + (f" {figure['ci95']}" if figure["ci95"] else "")
+
+    agreement = results["agreement"]
+    lines = [f"reward model accuracy {told(results['accuracy'])} on training labelers, who agree among themselves on "
+             f"{told(agreement['training'])}; length alone {results['length_baseline']:.3f}"]  # fmt: skip
+    if "held_out_labelers" in results:
+        lines.append(f"on held-out labelers {told(results['held_out_labelers']['accuracy'])}, who agree on "
+                     f"{told(agreement['held_out'])}, and with training labelers on {told(agreement['between'])}")  # fmt: skip
+    if "gold_regression" in results:
+        parts = results["gold_regression"]["parts"].items()
+        lines.append("it pays for (in brackets: what labelers want) " + ", ".join(
+            f"{name} {row['weight']:.2f} ({row['true']:.2f})" for name, row in parts if row["weight"] is not None
+        ))  # fmt: skip
+    return lines

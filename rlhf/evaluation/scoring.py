@@ -1,0 +1,134 @@
+"""Scores of answers by either kind of reward model, and the accuracy of scores. Not here: training and reports."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.config import Config
+from rlhf.data.demonstrations import encode_demonstrations
+from rlhf.data.items import Answer, Encode, Item, token_encoder
+from rlhf.data.records import Demonstration, Message
+from rlhf.evaluation.statistics import ratio_interval
+from rlhf.model.batching import by_length, right_pad
+from rlhf.model.classifier import TextRewardModel
+
+Scores = list[list[float]]  # a list an item
+
+SCORED_TOGETHER = 128  # rows a forward
+
+
+def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
+    """How prompts and answers become this model's inputs; `tokenizer` is the policy's."""
+    if not isinstance(model, TextRewardModel):
+        context = tokenizer.model_max_length
+        return token_encoder(tokenizer, context, min(config.rollout.max_new_tokens, context // 2))
+
+    def encode(prompt: Sequence[Message], answers: Sequence[Answer]) -> tuple[list[Any], list[int]]:
+        rows = [model.encode(prompt, text, ended) for text, ended in answers]
+        return rows, [model.encoder.count(text) for text, _ in answers]
+
+    return encode
+
+
+def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
+    """Whole prompts, of similar length, with at most `size` responses together (but at least one prompt)."""
+    part: list[Item] = []
+    for item in sorted(batch, key=lambda item: max(map(len, item.rows))):
+        if part and sum(len(i.rows) for i in part) + len(item.rows) > size:
+            yield part
+            part = []
+        part.append(item)
+    yield part
+
+
+def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
+    """What the model's forward takes, of rows of items; `pad` is the policy tokenizer's."""
+    own = getattr(model, "module", model)  # what an engine holds
+    if isinstance(own, TextRewardModel):
+        return own.collate(rows)
+    return dict(zip(("tokens", "lengths"), right_pad(list(rows), pad), strict=True))
+
+
+def score_items(model: Any, items: list[Item], pad: int, device: torch.device, calibrated: bool = False) -> Tensor:
+    """Scores (N, K) of items with up to K answers, 0 where an item has fewer: one forward a response."""
+    inputs = make_inputs(model, [row for item in items for row in item.rows], pad)
+    flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=calibrated)
+    most = max(len(item.rows) for item in items)
+    where = torch.tensor([i * most + j for i, item in enumerate(items) for j in range(len(item.rows))], device=device)
+    return flat.new_zeros(len(items) * most).index_put((where,), flat).view(len(items), most)
+
+
+def pad_weights(items: list[Item], device: torch.device) -> Tensor:
+    """(N, K, K) pair weights of items, 0 where there is no answer."""
+    most = max(len(item.rows) for item in items)
+    weights = torch.zeros(len(items), most, most)
+    for i, item in enumerate(items):
+        k = len(item.rows)
+        weights[i, :k, :k] = torch.tensor(item.weights())
+    return weights.to(device)
+
+
+@torch.no_grad()
+def score_rows(model: Any, rows: Sequence[Any], pad: int, device: torch.device, calibrated: bool = True) -> Tensor:
+    """Scores (B,) float32 on the CPU of an item's rows (token lists, or a classifier's), in groups of similar length."""
+    model.eval()
+    scores = torch.zeros(len(rows))
+    for group in by_length([len(row) for row in rows], SCORED_TOGETHER):
+        inputs = make_inputs(model, [rows[i] for i in group], pad)
+        scores[group] = model(**{k: x.to(device) for k, x in inputs.items()}, calibrated=calibrated).float().cpu()
+    return scores
+
+
+def score_each(model: Any, items: list[Item], pad: int, device: torch.device) -> Scores:
+    """Calibrated scores, a list an item."""
+    flat = iter(score_rows(model, [row for item in items for row in item.rows], pad, device).tolist())
+    return [[next(flat) for _ in item.rows] for item in items]
+
+
+def score_demonstrations(
+    model: Any, records: Sequence[Demonstration], tokenizer: Any, device: torch.device, calibrated: bool = True
+) -> Tensor:
+    """Scores (B,) of what people wrote; `tokenizer` is the policy's."""
+    own = getattr(model, "module", model)
+    if isinstance(own, TextRewardModel):
+        return own.score_rows([own.encode(record.prompt, record.response) for record in records], calibrated)
+    encoded = encode_demonstrations(records, tokenizer, tokenizer.model_max_length)
+    return score_rows(model, [e["prompt"] + e["response"] for e in encoded], tokenizer.pad_token_id, device, calibrated)
+
+
+def count_right(items: list[Item], scores: Scores) -> tuple[list[float], list[float]]:
+    """Of each item's labelers' ordered pairs, how many the scores order alike (equal ones half), and how many there are."""
+    right, count = [], []
+    for item, s in zip(items, scores, strict=True):
+        points = [1.0 if s[i] > s[j] else 0.5 if s[i] == s[j] else 0.0 for i, j in item.pairs()]
+        right.append(sum(points))
+        count.append(float(len(points)))
+    return right, count
+
+
+def accuracy(items: list[Item], scores: Scores) -> dict[str, Any]:
+    """Share of the labelers' ordered pairs that the scores order alike, ties half; a prompt is the interval's unit."""
+    return share(*count_right(items, scores))
+
+
+def share(right: Sequence[float], count: Sequence[float]) -> dict[str, Any]:
+    """`ratio_interval` of a share, its interval within [0, 1]."""
+    found: dict[str, Any] = ratio_interval(right, count)
+    return found | {"ci95": [min(1.0, max(0.0, end)) for end in found["ci95"]]}
+
+
+def length_scores(items: list[Item]) -> tuple[Scores, bool]:
+    """Scores that know a response's length only, and whether longer is better: as is right more often on these items."""
+    longer = [[float(n) for n in item.lengths] for item in items]
+    right, count = count_right(items, longer)
+    if 2 * sum(right) >= sum(count):
+        return longer, True
+    return [[-n for n in row] for row in longer], False
+
+
+def length_baseline(items: list[Item]) -> float:
+    """The accuracy of length alone."""
+    right, count = count_right(items, length_scores(items)[0])
+    return sum(right) / sum(count)

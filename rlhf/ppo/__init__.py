@@ -1,0 +1,1 @@
+"""PPO: rollouts, rewards, the update, and the checks of its first update."""

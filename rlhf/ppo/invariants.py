@@ -1,0 +1,92 @@
+"""The recipe's invariants, checked on PPO's first update: training is refused when one fails.
+
+2 and 3 are checked on the first rollout, before anything is trained; 1 and 7 on the first minibatch of the policy, which
+comes after the critic's own updates where ppo.critic_warmup_updates asks for some.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import UserError
+from rlhf.ppo.rollout import Rollout
+
+RATIO_TOLERANCE = 1e-4  # of |log rho| a token, and of a token's gap to the reference; nats, float32
+
+# The same in bf16, whose products depend on a batch's shape. Measured on two layers of width 64, 3000 tokens, batches of
+# 16, 5 and 1 against 32 rows, with logits rounded to bf16 (as under ZeRO-3; elsewhere they are float32): |log rho| is
+# 0.03 at most and 1.2e-4 on average, 2.5e-3 nats a sequence at most on average; 0.08 and 3e-4 with logits three times as
+# large. The gap to the reference is 0: both models see the same batches.
+HALF_RATIO_TOLERANCE = 0.15  # below log(1 + clip_range) = 0.18, so that what it lets pass is not clipped either
+HALF_MEAN_GAP = 0.01  # nats a token, mean of absolute values: 30 times the largest mean above
+HALF_SEQUENCE_KL = 0.05  # nats a sequence, mean over sequences: 20 times the largest above
+
+ENTROPY_TOLERANCE = 1e-4  # nats
+
+
+def refuse(number: int, what: str, trained: str = "nothing was trained") -> None:
+    raise UserError(f"ppo: invariant {number} fails on the first update: {what}: {trained}")
+
+
+def check_first_rollout(
+    rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, tolerance: float = RATIO_TOLERANCE
+) -> None:
+    """Before the first step the policy is the reference, and the score sits on the last response token.
+
+    tolerance: of a token, nats. A looser one than float32's says that the log-probs are bf16's, whose means have bounds
+    too: a token may be off, but not all of them.
+
+    Raises: UserError naming the invariant.
+    """
+    check_reference(rollout, tolerance)
+    mask = rollout.response_mask
+    counts = mask.sum(1)
+    if not (counts > 0).all():
+        refuse(3, f"{int((counts == 0).sum())} responses have no token")
+    last = counts[:, None] - 1
+    if not mask.gather(1, last).all():
+        refuse(3, "the last response token is masked out")
+    penalty = kl_coef * (rollout.logp_old - rollout.logp_ref)
+    on_last = (rewards + penalty).gather(1, last)[:, 0]
+    rest = torch.where(mask, rewards + penalty, 0.0).scatter(1, last, 0.0)
+    if not torch.allclose(on_last, scores, atol=1e-4) or rest.abs().max() > 1e-4:
+        refuse(3, "the score is not on the last response token, or not there alone")
+
+
+def check_reference(rollout: Rollout, tolerance: float) -> None:
+    """Invariant 2: log-probs of policy and reference are the same. Raises: UserError."""
+    mask = rollout.response_mask
+    gap = torch.where(mask, rollout.logp_old - rollout.logp_ref, 0.0)  # (B, A)
+    most, mean = gap.abs().max().item(), (gap.abs().sum() / mask.sum().clamp(min=1)).item()
+    kl = gap.sum(1).mean().item()  # nats a sequence
+    limits = [most <= tolerance]
+    wanted = f"want at most {tolerance:.2g} on a token"
+    if tolerance > RATIO_TOLERANCE:
+        limits += [mean <= HALF_MEAN_GAP, abs(kl) <= HALF_SEQUENCE_KL]
+        wanted += f", {HALF_MEAN_GAP} on average, and a KL within {HALF_SEQUENCE_KL}"
+    if not all(limits):
+        refuse(2, f"log-probs are up to {most:.2e} nats off the reference's, {mean:.2e} on average, which is a KL of "
+                  f"{kl:.2e} nats a sequence; {wanted}: the reference is not the model that the policy started from, or "
+                  "the sampler's log-probs are not the forward's")  # fmt: skip
+
+
+def check_first_minibatch(
+    largest_log_ratio: float, clipped_tokens: float, entropies: tuple[float, float], tolerance: float = RATIO_TOLERANCE
+) -> None:
+    """rho = 1 and nothing is clipped before the policy's first step, and entropies lie within 0 and log V.
+
+    entropies: the least entropy of a token, and by how much the largest passes log V. tolerance: of |log rho|, nats.
+
+    Raises: UserError naming the invariant.
+    """
+    untouched = "the policy was not trained"  # the critic may have been
+    if largest_log_ratio > tolerance:
+        refuse(1, f"|log rho| is up to {largest_log_ratio:.2e} before any step, want at most {tolerance:.2g}: the sampler's "
+                  "log-probs differ from the training forward's (dropout, dtype, or temperature?)", untouched)  # fmt: skip
+    if clipped_tokens > 0:
+        refuse(1, f"{clipped_tokens:.0f} tokens are clipped before any step, want none, with |log rho| up to "
+                  f"{largest_log_ratio:.2e}: ppo.clip_range is narrower than the rounding of log-probs, raise it or set "
+                  "precision=float32", untouched)  # fmt: skip
+    least, above = entropies
+    if least < -ENTROPY_TOLERANCE or above > ENTROPY_TOLERANCE:
+        refuse(7, f"the entropy of a token is as low as {least:.4f} or {above:.4f} above log V, want 0 to log V nats",
+               untouched)  # fmt: skip

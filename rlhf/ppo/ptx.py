@@ -1,0 +1,56 @@
+"""PPO-ptx: pretraining blocks that are mixed into PPO's updates (Ouyang et al. 2022, equation 2, last term)."""
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.config import Config
+from rlhf.data.corpus import PackedCorpus
+from rlhf.errors import UserError
+from rlhf.ops.logprobs import token_logprobs
+from rlhf.runs.folders import read_stage, stage_folder
+from rlhf.tokenizer import tokenizer_hash
+
+
+class PretrainingBlocks:
+    """Blocks of the corpus that the base was pretrained on, drawn by (seed, update, epoch, minibatch)."""
+
+    def __init__(self, blocks: Any, isolate: bool, seed: int):
+        from rlhf.stages.pretrain import make_collator
+
+        self.blocks, self.seed = blocks, seed
+        self.collate = make_collator(blocks.separator, isolate)
+
+    @classmethod
+    def load(cls, config: Config, tokenizer: Any) -> "PretrainingBlocks":
+        """Raises: UserError where the pretraining stage has no packed corpus any more, or one of another tokenizer."""
+        folder = stage_folder(config, "pretrain")
+        try:
+            corpus = PackedCorpus.load(folder / "corpus")
+        except UserError as error:
+            raise UserError(f"ppo.ptx_coef: needs the packed corpus of {folder}: {error}") from None
+        if corpus.tokenizer_hash != tokenizer_hash(tokenizer):
+            raise UserError(f"ppo.ptx_coef: the corpus of {folder} was packed with another tokenizer: "
+                            "point parents.pretrain at the run that the SFT model comes from")  # fmt: skip
+        settings = (read_stage(folder) or {}).get("settings", {})
+        context = settings.get("model.context_length", config.model.context_length)
+        isolate = settings.get("pretrain.isolate_documents", config.pretrain.isolate_documents)
+        return cls(corpus.blocks("train", context), isolate, config.seed)
+
+    def draw(self, key: tuple, count: int) -> list[int]:
+        """Indices of `count` blocks, which depend on (seed, key) only."""
+        chooser = random.Random(f"ptx-{self.seed}-{key}")
+        return [chooser.randrange(len(self.blocks)) for _ in range(count)]
+
+    def batch(self, index: list[int], device: torch.device) -> dict[str, Tensor]:
+        """input_ids and labels (B, T) of blocks, with positions where documents are kept apart."""
+        return {name: value.to(device) for name, value in self.collate([self.blocks[i] for i in index]).items()}
+
+
+def pretraining_loss(policy: Any, batch: dict[str, Tensor], denominator: int) -> Tensor:
+    """- sum log P(u_i | u_<i) / denominator over the batch's next tokens, nats."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = policy(**inputs, use_cache=False).logits[:, :-1]  # (B, T - 1, V)
+    return -token_logprobs(logits, batch["labels"][:, 1:]).sum() / denominator

@@ -1,0 +1,150 @@
+"""What pays a response in PPO: reward models, text classifiers and Python functions, alone or combined.
+
+A source is called with `Episodes` and returns scores (B,) float32. Not here: the KL penalty and the rule for responses
+without an end token (`rlhf.ops.ppo`), and training (`rlhf.stages.reward`).
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.config import Config
+from rlhf.data.records import PromptRecord
+from rlhf.errors import UserError
+from rlhf.model.batching import by_length, right_pad
+from rlhf.ops.ppo import apply_missing_eos
+
+
+class Episodes(NamedTuple):
+    """B prompts with one response each, as tokens and as text."""
+
+    records: list[PromptRecord]
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    texts: list[str]  # responses without their end token
+    ended: Tensor  # (B,) bool
+
+
+Reward = Callable[[Episodes], Tensor]
+
+
+class ModelReward:
+    """A reward model with the policy's own tokenizer: the score at the last token.
+
+    model(tokens, lengths) gives scores (B,) of right-padded rows.
+    """
+
+    def __init__(self, model: Any, pad: int, batch: int, device: torch.device):
+        self.model, self.pad, self.batch, self.device = model, pad, batch, device
+
+    @torch.no_grad()
+    def __call__(self, episodes: Episodes) -> Tensor:
+        rows = [p + r for p, r in zip(episodes.prompts, episodes.responses, strict=True)]
+        scores = torch.zeros(len(rows), device=self.device)
+        for group in by_length([len(row) for row in rows], self.batch):
+            tokens, lengths = right_pad([rows[i] for i in group], self.pad)
+            scores[group] = self.model(tokens.to(self.device), lengths.to(self.device)).float()
+        return scores
+
+
+class TextReward:
+    """A reward model with a tokenizer of its own: prompt and response go to it as text."""
+
+    def __init__(self, model: Any, device: torch.device):
+        self.model, self.device = model, device
+
+    @torch.no_grad()
+    def __call__(self, episodes: Episodes) -> Tensor:
+        prompts = [record.prompt for record in episodes.records]
+        return self.model.score_texts(prompts, episodes.texts, episodes.ended.tolist()).float().to(self.device)
+
+
+class FunctionReward:
+    """A Python function `module:name`, called as f(prompts, responses, metadata) -> one number a response.
+
+    prompts: lists of {"role", "content"}; responses: strings; metadata: what the prompt's record carries.
+    """
+
+    def __init__(self, name: str, device: torch.device):
+        self.name, self.device, self.function = name, device, load_function(name)
+
+    def __call__(self, episodes: Episodes) -> Tensor:
+        prompts = [[{"role": m.role, "content": m.content} for m in record.prompt] for record in episodes.records]
+        returned = self.function(prompts, episodes.texts, [record.metadata for record in episodes.records])
+        found = list(returned) if isinstance(returned, Iterable) else []
+        if len(found) != len(prompts):
+            raise UserError(f"reward function {self.name}: returned {len(found)} numbers for {len(prompts)} responses: "
+                            "return one a response, in order")  # fmt: skip
+        try:
+            return torch.tensor([float(value) for value in found], dtype=torch.float32, device=self.device)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"reward function {self.name}: {error}: return one number a response") from None
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that `module:name` names; modules of the working directory are found too. Raises: UserError."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UserError(f"reward function {name!r}: want module:name")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"reward function {name}: cannot be imported ({error}): check module and name") from error
+    if not callable(function):
+        raise UserError(f"reward function {name}: is no function but a {type(function).__name__}")
+    return function
+
+
+class CombinedReward:
+    """Several sources as one: their weighted sum or mean, the least of them, or mean less standard deviation.
+
+    The last two make an ensemble conservative: a response earns what the most doubtful member grants, or pays for the
+    members' disagreement. `parts` holds each source's scores of the last call, before weights.
+    Source: Coste et al. 2023 (worst-case and uncertainty-weighted optimisation, with coefficient 1).
+    """
+
+    def __init__(self, sources: dict[str, Reward], weights: Sequence[float], combine: str = "sum"):
+        self.sources, self.weights, self.combine = sources, list(weights), combine
+        self.parts: dict[str, Tensor] = {}
+
+    def __call__(self, episodes: Episodes) -> Tensor:
+        self.parts = {name: source(episodes) for name, source in self.sources.items()}
+        return combine_scores(torch.stack(list(self.parts.values())), self.weights, self.combine)
+
+
+def combine_scores(scores: Tensor, weights: Sequence[float], combine: str) -> Tensor:
+    """(B,) from scores (sources, B) and a weight a source.
+
+    sum: sum_s w_s x_s; mean: that over sum_s w_s; min: min_s w_s x_s; uncertainty: mean less the (biased) standard
+    deviation of w_s x_s over sources.
+
+    Raises: ValueError for an unknown rule, or weights that do not fit.
+    """
+    w = torch.tensor(weights, dtype=scores.dtype, device=scores.device)
+    if w.shape != scores.shape[:1]:
+        raise ValueError(f"combine_scores: {len(w)} weights for {scores.shape[0]} sources: give one each")
+    weighted = scores * w[:, None]
+    if combine == "sum":
+        return weighted.sum(0)
+    if combine == "mean":
+        return weighted.sum(0) / w.sum()
+    if combine == "min":
+        return weighted.min(0).values
+    if combine == "uncertainty":
+        return weighted.mean(0) - weighted.std(0, correction=0)
+    raise ValueError(f"combine_scores: {combine!r} is no rule: give sum, mean, min or uncertainty")
+
+
+def pay(config: Config, scores: Tensor, ended: Tensor) -> Tensor:
+    """What responses earn before the KL penalty (B,): the score, cut, and lowered where there is no end token."""
+    settings = config.ppo
+    if settings.score_clip is not None:
+        scores = scores.clamp(-settings.score_clip, settings.score_clip)
+    return apply_missing_eos(scores, ended, settings.missing_eos_score, settings.missing_eos_rule)

@@ -1,0 +1,157 @@
+"""Rollouts: prompts -> responses, log-probs, values, scores. What PPO learns from, as one type with a shape a field.
+
+Prompt and response stand together in right-padded rows; everything that belongs to response tokens is left-aligned in
+(B, A), so that column t is response token t whatever the prompt's length. The logits that chose response token t, and
+the value before it was chosen, stand one token earlier: at position prompt_length + t - 1.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.data.records import PromptRecord
+from rlhf.model.batching import by_length, right_pad
+from rlhf.model.generate import sample
+from rlhf.model.gpt import hidden_at, is_plain
+from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.ops.unembedding import unembedded_logprobs
+from rlhf.ppo.rewards import Episodes, Reward
+
+
+class Rollout(NamedTuple):
+    """B episodes with up to T tokens, of which up to A are response tokens."""
+
+    tokens: Tensor  # (B, T) int64, prompt + response, right-padded
+    prompt_lengths: Tensor  # (B,) int64
+    lengths: Tensor  # (B,) int64, prompt + response
+    response_mask: Tensor  # (B, A) bool
+    ended: Tensor  # (B,) bool, the response has its end token
+    logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled; 0 outside the mask
+    logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
+    values: Tensor  # (B, A) float32, before each response token was chosen
+    last_values: Tensor  # (B,) float32, after the last response token: of what would come if it went on
+    scores: Tensor  # (B,) float32, as the reward pays them
+
+    def rows(self, index: Tensor | list[int]) -> "Rollout":
+        """The episodes of `index`, cut to their own longest row and response."""
+        picked = Rollout(*(field[index] for field in self))
+        width, answer = int(picked.lengths.max()), int(picked.response_mask.sum(1).max())
+        cut = {name: getattr(picked, name)[:, :answer] for name in ("response_mask", "logp_old", "logp_ref", "values")}
+        return picked._replace(tokens=picked.tokens[:, :width], **cut)
+
+
+def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
+    """(N,) where the token before each response token of mask (B, A) stands, as row * width + position."""
+    device = mask.device
+    position = prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=device)  # (B, A)
+    return (position + width * torch.arange(len(mask), device=device)[:, None])[mask]
+
+
+def response_logprobs(
+    policy: Any, tokens: Tensor, prompt_lengths: Tensor, mask: Tensor, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
+
+    Only response positions go through the last block's MLP and the unembedding: logits are never (B, T, V).
+    """
+    before = before_responses(prompt_lengths, tokens.shape[1], mask)
+    hidden = hidden_at(policy.base_model, tokens, before)  # (N, D)
+    return logprobs_of_hidden(policy, hidden, tokens.flatten()[before + 1], mask, with_entropy)
+
+
+def logprobs_of_hidden(
+    policy: Any, hidden: Tensor, chosen: Tensor, mask: Tensor, with_entropy: bool, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """As `response_logprobs`, of the tokens `chosen` (N,) after hidden states (N, D), N the tokens in mask (B, A).
+
+    The entropy has a gradient only on request.
+    """
+    head = policy.get_output_embeddings()
+    if is_plain(head):
+        logp, spread = unembedded_logprobs(hidden, head.weight, chosen, with_entropy and not entropy_gradient)
+        if with_entropy and entropy_gradient:
+            spread = entropy(head(hidden))
+    else:
+        logits = head(hidden)  # (N, V)
+        logp = token_logprobs(logits, chosen)
+        spread = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
+    return unpacked(logp, mask), None if spread is None else unpacked(spread, mask)
+
+
+def unpacked(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, A) float32 from a value (N,) a token in mask (B, A), 0 outside it."""
+    return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
+
+
+def response_values(
+    values: Callable[..., Tensor], tokens: Tensor, prompt_lengths: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """V_t before response token t was chosen (B, A), 0 outside the mask; and V after the last response token (B,).
+
+    values(tokens, kept): values (N,) after the tokens that `kept` names.
+    """
+    after = torch.cat((mask.new_ones(len(mask), 1), mask), 1)  # the prompt's last token, then the response's
+    found = unpacked(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), after)  # (B, A + 1)
+    return torch.where(mask, found[:, :-1], 0.0), found.gather(1, mask.sum(1, keepdim=True))[:, 0]
+
+
+@torch.no_grad()
+def collect_rollout(
+    records: Sequence[PromptRecord],
+    prompts: list[list[int]],
+    keys: Sequence[tuple],
+    *,
+    policy: AbstractContextManager[Any],
+    recompute: Callable[..., Tensor] | None,
+    reference: Callable[..., Tensor],
+    values: Callable[..., Tensor] | None,
+    reward: Reward,
+    texts: Callable[[list[list[int]]], list[str]],
+    seed: int,
+    max_new_tokens: int,
+    eos: int,
+    pad: int,
+    decode_batch: int,
+    forward_batch: int,
+    clock: Any,
+) -> Rollout:
+    """Sample one response a prompt at temperature 1, then compute reference log-probs, values and scores.
+
+    policy: a context whose value is the model that samples, needed no longer afterwards.
+    records, prompts: the prompts as they came and as tokens. keys: one a prompt; (seed, key) fixes a sample, however
+    the batch is split. reference(tokens, prompt_lengths, mask): log-probs (B, A); recompute likewise, of the policy,
+    where the sampler's own are not those of a training forward (None: they are, in float32). values(tokens, kept):
+    values (N,) after the tokens that `kept` names, or None without a critic: all 0 then. reward: see `rlhf.ppo.rewards`.
+    clock: called with "rollout" and "score" when that phase is over.
+    """
+    with policy as sampler:
+        samples = sample(
+            sampler, prompts, max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, seed=seed, keys=keys,
+            batch_size=decode_batch,
+        )  # fmt: skip
+    clock("rollout")
+    device = samples.mask.device
+    tokens, lengths = right_pad([p + r for p, r in zip(prompts, samples.responses, strict=True)], pad)
+    tokens, lengths = tokens.to(device), lengths.to(device)
+    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)
+    logp_old = samples.logprobs.clone()
+    logp_ref, old_values = torch.zeros_like(logp_old), torch.zeros_like(logp_old)
+    last_values = torch.zeros(len(prompts), device=device)
+    for group in by_length(lengths.tolist(), forward_batch):
+        width = int(lengths[group].max())
+        answer = int(samples.mask[group].sum(1).max())
+        part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
+        logp_ref[group, :answer] = reference(part, starts, mask)
+        if recompute is not None:
+            logp_old[group, :answer] = recompute(part, starts, mask)
+        if values is not None:
+            old_values[group, :answer], last_values[group] = response_values(values, part, starts, mask)
+    scores = reward(Episodes(list(records), prompts, samples.responses, texts(samples.responses), samples.ended))
+    clock("score")
+    return Rollout(
+        tokens, prompt_lengths, lengths, samples.mask.clone(), samples.ended.clone(), logp_old, logp_ref, old_values,
+        last_values, scores,
+    )  # fmt: skip

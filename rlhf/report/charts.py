@@ -1,0 +1,352 @@
+"""Which pictures the report shows of each stage, and what stands in each. `figures.py` draws them.
+
+Of one run the colours tell its curves apart; of several they tell the runs apart, and dashes the curves.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rlhf.report.figures import (
+    BOTTOM,
+    DASHES,
+    HEIGHT,
+    SERIES_COLOURS,
+    WIDTH,
+    Curve,
+    Mark,
+    Series,
+    for_log,
+    format_value,
+    thin,
+)
+from rlhf.report.inline_svg import draw, interval_text
+from rlhf.tracking.metrics import find
+
+Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
+Runs = Sequence[tuple[str, Points]]  # (run's name, what it measured)
+
+
+class Chart(NamedTuple):
+    """What one picture shows. A name may hold `*`, end in `=label`, or begin with `-`: not that one."""
+
+    title: str
+    names: tuple[str, ...]
+    half: bool = False  # half the width of the page instead of a third
+
+
+_COST = (
+    Chart("Throughput", ("time/tokens_per_s",)),
+    Chart("Share of the device's peak (MFU)", ("time/mfu",)),
+    Chart("Peak memory, MB", ("memory/peak_rss_mb=process", "memory/peak_gpu_mb=GPU")),
+)
+CHARTS: dict[str, tuple[Chart, ...]] = {
+    "pretrain": (
+        Chart("Loss", ("pretrain/loss=training", "eval/*/loss")),
+        Chart("Bits per byte", ("pretrain/bpb=training", "eval/*/bpb")),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *_COST,
+    ),
+    "sft": (
+        Chart("Loss", ("sft/loss=training", "eval/*/loss")),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *_COST,
+    ),
+    "reward": (
+        Chart("Loss", ("reward/loss=training", "eval/*/loss")),
+        Chart("Pair accuracy", ("reward/accuracy=training", "eval/*/accuracy")),
+        Chart("Margin between winner and loser", ("reward/margin=training", "eval/*/margin")),
+        Chart("Scores", ("reward/mean=mean", "reward/std=standard deviation")),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *_COST,
+    ),
+    "ppo": (
+        Chart("Reward", ("objective/scores=score", "objective/rlhf_reward=score less KL", "eval/*/scores", "objective/scores/*"),
+              half=True),
+        Chart("KL to the SFT model", ("objective/kl=KL", "objective/kl_k3=k3 estimate", "eval/*/kl"),
+              half=True),
+        Chart("Gold score", ("gold/total=rollouts", "eval/*/gold/total")),
+        Chart("Gold score by part", ("gold/*", "-gold/total")),
+        Chart("KL coefficient", ("objective/kl_coef",)),
+        Chart("Entropy of responses", ("objective/entropy",)),
+        Chart("Entropy per token", ("policy/entropy_avg",)),
+        Chart("Clipped tokens", ("policy/clipfrac_avg=policy", "val/clipfrac_avg=value")),
+        Chart("Approximate KL of the update", ("policy/approxkl_avg",)),
+        Chart("Largest policy ratio", ("policy/ratio_max",)),
+        Chart("Explained variance of the critic", ("val/explained_var",)),
+        Chart("Response length", ("rollout/response_len=rollouts", "eval/*/response_len")),
+        Chart("Responses that ended", ("rollout/eos_fraction=rollouts", "eval/*/eos_fraction")),
+        Chart("Policy loss", ("loss/policy_avg",)),
+        Chart("Value loss", ("loss/value_avg",)),
+        Chart("Learning rates", ("optim/lr=policy", "optim/critic_lr=critic")),
+        Chart("Gradient norms", ("optim/grad_norm=both", "optim/policy_grad_norm=policy",
+                                 "optim/critic_grad_norm=critic", "optim/rl_grad_norm=policy without pretraining",
+                                 "optim/ptx_grad_norm=pretraining term")),
+        Chart("Seconds an update", ("time/rollout_s=sampling", "time/score_s=scoring",
+                                    "time/update_s=update")),
+        *_COST,
+    ),
+}  # fmt: skip
+# Told elsewhere on the page.
+NOT_DRAWN = ("time/elapsed_s",)
+# A curve of at most this many points, such as an evaluation now and then, gets a dot a point.
+DOTS_UP_TO = 25
+HALF_WIDTH, HALF_HEIGHT = 580.0, 230.0
+TABLE_POINTS = 12
+
+
+def expand(pattern: str, points: Points) -> list[tuple[str, str]]:
+    """The (metric, label) pairs that a name of a Chart stands for among the metrics at hand.
+
+    A label is what follows `=`, else the split of an eval/ metric, else the last word of the name.
+    """
+    name, _, label = pattern.partition("=")
+    head, star, tail = name.partition("*")
+    found = []
+    for metric in points:
+        if metric == name or (
+            star
+            and metric.startswith(head)
+            and metric.endswith(tail)
+            and len(metric) >= len(head) + len(tail)
+            and metric.count("/") == name.count("/")
+        ):
+            words = metric.split("/")
+            own = words[1].replace("heldout", "held-out") if words[0] == "eval" else words[-1]
+            found.append((metric, label or own.replace("_", " ")))
+    return found
+
+
+@dataclass(slots=True)
+class Picture:
+    """A curve with the words around it; the template's `picture` macro shows it, and `--figures` saves it."""
+
+    title: str
+    curve: Curve
+    stage: str = ""
+    unit: str = ""
+    meaning: str = ""
+    note: str = ""
+    half: bool = False
+    rest: bool = False  # of a metric that no Chart names
+    legend: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """A file name."""
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.stage} {self.title}".lower()).strip("-")
+
+    def _size(self) -> tuple[float, float]:
+        width, height = (HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)
+        return width, height + self.curve.bottom - BOTTOM
+
+    @property
+    def svg(self) -> str:
+        return draw(self.curve, *self._size())
+
+    @property
+    def log_svg(self) -> str:
+        """The same over a logarithmic axis; empty where that shows nothing."""
+        curve = for_log(self.curve)
+        return draw(curve, *self._size(), log=True) if curve is not None else ""
+
+    @property
+    def table(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """(curve, its points) in words, for who reads by keyboard: few points that keep the peaks."""
+        return [
+            (one.label, [
+                (self.curve.names[int(x)] if self.curve.names else format_value(x), format_value(y) + interval_text(one, x, y))
+                for x, y in zip(*thin(one.xs, one.ys, max(TABLE_POINTS, len(self.curve.names))), strict=True)
+            ])
+            for one in self.curve.series
+        ]  # fmt: skip
+
+
+def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") -> Picture | None:
+    """One picture; None where none of its metrics has a point in any run."""
+    found = [pair for pattern in chart.names for _, points in runs for pair in expand(pattern, points)]
+    metrics = [pair for pair in dict.fromkeys(found) if f"-{pair[0]}" not in chart.names]
+    if not metrics:
+        return None
+    several = len(runs) > 1
+    series = []
+    for number, (metric, label) in enumerate(metrics):
+        for place, (run, points) in enumerate(runs):
+            if metric in points:
+                told = (f"{run} {label}" if len(metrics) > 1 else run) if several else label
+                colour, dash = (place, number % len(DASHES)) if several else (number, 0)
+                xs, ys = points[metric]
+                series.append(Series(told, xs, ys, colour, dots=len(xs) <= DOTS_UP_TO, dash=dash))
+    first = find(metrics[0][0])
+    unit = first.unit if first and first.unit.lower() not in chart.title.lower() else ""
+    return Picture(
+        chart.title,
+        Curve(series, marks, label=f"{chart.title}: {', '.join(one.label for one in series)}", y_name=first.unit if first else ""),
+        stage,
+        unit,
+        "; ".join(f"{name}: {row.meaning}" for name, _ in metrics if (row := find(name))),
+        half=chart.half,
+        legend=make_legend(series, named=several or len(metrics) > 1),
+    )  # fmt: skip
+
+
+def make_legend(series: list[Series], named: bool, last: bool = True) -> list[dict[str, Any]]:
+    return [
+        {
+            "label": one.label if named else "",
+            "colour": one.colour % SERIES_COLOURS,
+            "dash": one.dash,
+            "last": format_value(one.ys[-1]) if last else "",
+        }
+        for one in series
+    ]
+
+
+def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> Iterator[Picture]:
+    """The pictures of a stage in the order of CHARTS, then one for every metric that no Chart names.
+
+    marks: levels to draw, by the title of the Chart.
+    """
+    shown: set[str] = set()
+    for chart in CHARTS.get(stage, ()):
+        shown |= {metric for pattern in chart.names for _, points in runs for metric, _ in expand(pattern, points)}
+        for part in split_chart(chart, runs):
+            figure = make_figure(part, runs, marks.get(chart.title, []), stage)
+            if figure is not None and max(len(one.xs) for one in figure.curve.series) > 1:  # one point is no curve
+                yield figure
+        if chart.title.startswith("KL to"):
+            yield from make_frontier(runs)
+    for metric in dict.fromkeys(name for _, points in runs for name in points):
+        if metric not in shown and metric not in NOT_DRAWN:
+            figure = make_figure(Chart(metric, (metric,)), runs, [], stage)
+            if figure is not None and max(len(one.xs) for one in figure.curve.series) > 1:
+                figure.rest = True
+                yield figure
+
+
+def split_chart(chart: Chart, runs: Runs) -> list[Chart]:
+    """The chart, or one for each of its curves where several runs would need more kinds of dashes than there are."""
+    pairs = [pair for pattern in chart.names for _, points in runs for pair in expand(pattern, points)]
+    metrics = {metric: label for metric, label in pairs if f"-{metric}" not in chart.names}
+    if len(runs) == 1 or len(metrics) <= len(DASHES):
+        return [chart]
+    return [Chart(f"{chart.title}: {label}", (metric,)) for metric, label in metrics.items()]
+
+
+def make_frontier(runs: Runs) -> Iterator[Picture]:
+    """Scores against sqrt(KL), the picture of over-optimisation: the true score falls while the learned one rises.
+
+    Held-out measurements where there are some, the rollouts' own otherwise. Source: Gao et al. 2022, figure 1.
+    """
+    splits = sorted({metric.split("/")[1] for _, points in runs for metric, _ in expand("eval/*/kl", points)})
+    sources = [(f"eval/{s}/kl", f"eval/{s}/scores", f"eval/{s}/gold/total", s) for s in splits]
+    sources.append(("objective/kl", "objective/scores", "gold/total", "rollouts"))
+    for kl, scores, gold, source in sources:
+        pictures = []
+        for title, metric in (("Reward against the root of KL", scores), ("Gold score against the root of KL", gold)):
+            series = []
+            for place, (run, points) in enumerate(runs):
+                pairs = [(math.sqrt(max(x, 0.0)), y) for x, y in _join(points, kl, metric)]  # in the order of training
+                if len(pairs) >= 2:
+                    xs, ys = [list(column) for column in zip(*pairs, strict=True)]
+                    series.append(Series(run, xs, ys, colour=place, dots=True))
+            if series:
+                curve = Curve(series, x_name="√KL", label=title)
+                pictures.append(Picture(title, curve, "ppo", f"{source}, over √nats",
+                                        f"{metric} against sqrt({kl}); each dot is one update",
+                                        legend=make_legend(series, len(runs) > 1)))  # fmt: skip
+        if pictures:
+            yield from pictures
+            return
+
+
+def _join(points: Points, x_metric: str, y_metric: str) -> list[tuple[float, float]]:
+    xs = dict(zip(*points.get(x_metric, ([], [])), strict=True))
+    return [(xs[step], y) for step, y in zip(*points.get(y_metric, ([], [])), strict=True) if step in xs]
+
+
+def make_calibration(runs: Sequence[tuple[str, list[tuple[float, float, float, float]]]]) -> Picture | None:
+    """P(win | score gap), predicted and as labelers chose; for each run rows of (gap, predicted, observed, n)."""
+    series, several = [], sum(bool(rows) for _, rows in runs) > 1
+    for place, (run, rows) in enumerate(runs):
+        if rows:
+            gaps = [row[0] for row in rows]
+            names = (f"{run} predicted", f"{run} observed") if several else ("predicted", "observed")
+            colours = (place, place) if several else (3, 0)
+            series.append(Series(names[0], gaps, [row[1] for row in rows], colours[0], dash=1))
+            series.append(Series(names[1], gaps, [row[2] for row in rows], colours[1], dots=True))
+    if not series:
+        return None
+    label = "Calibration of the reward model: share of wins against score gap"
+    curve = Curve(series, [Mark("chance", 0.5)], x_name="score gap", label=label, y_name="share of wins")
+    return Picture("Calibration of the reward model", curve, "reward", note="Share of pairs that the higher score wins, "
+                   "against the gap between the scores.", half=True, legend=make_legend(series, True, last=False))  # fmt: skip
+
+
+def make_histogram(runs: Sequence[tuple[str, dict[str, list[tuple[float, float]]]]]) -> Picture | None:
+    """Reward-model scores of SFT and PPO; for each run {model: (middle of a bin, share of responses)}."""
+    series, several = [], sum(bool(found) for _, found in runs) > 1
+    for place, (run, found) in enumerate(runs):
+        for number, (model, rows) in enumerate(found.items()):
+            if rows:
+                first = int(number == 0)  # SFT: the other colour of one run, dashes of several
+                colour, dash = (place, first) if several else (first, 0)
+                label = f"{run} {model}" if several else model
+                series.append(Series(label, [x for x, _ in rows], [y for _, y in rows], colour, dash=dash))
+    if not series:
+        return None
+    curve = Curve(series, x_name="score", label="Scores of SFT and PPO", y_name="share of responses", bars=True)
+    return Picture("Scores of SFT and PPO", curve, "reward", note="Share of responses to held-out prompts by the reward "
+                   "model's score.", half=True, legend=make_legend(series, True, last=False))  # fmt: skip
+
+
+def make_study(title: str, points: list[dict[str, float]], measure: str, unit: str) -> Picture | None:
+    """A study's frontier: each dot is one trained policy, the line joins those that no other one beats."""
+    rows = sorted((point["kl"], point[measure]) for point in points if "kl" in point and measure in point)
+    if len(rows) < 2:
+        return None
+    best, front = -math.inf, []
+    for kl, value in rows:
+        if value > best:
+            front.append((kl, value))
+            best = value
+    dots = Series("policies", [x for x, _ in rows], [y for _, y in rows], colour=0, dots=True, line=False)
+    line = Series("frontier", [x for x, _ in front], [y for _, y in front], colour=1)
+    curve = Curve([line, dots], x_name="KL", label=title, y_name=unit)
+    return Picture(title, curve, "study", f"{unit}; across: KL to SFT, nats", half=True,
+                   legend=make_legend([line, dots], True, last=False))  # fmt: skip
+
+
+def make_paths(title: str, paths: dict[str, list[tuple[float, float, float, float]]], unit: str) -> Picture | None:
+    """A study's paths, {name: (KL, value, low, high) over training}, against the root of KL; "best of n" is dashed.
+
+    Source: Gao et al. 2022, figure 1.
+    """
+    series = [
+        Series(name, [math.sqrt(max(row[0], 0.0)) for row in path], [row[1] for row in path], colour, dots=True,
+               dash=int(name == "best of n"), lows=[row[2] for row in path], highs=[row[3] for row in path])
+        for colour, (name, path) in enumerate(paths.items())
+        if len(path) > 1
+    ]  # fmt: skip
+    if not series:
+        return None
+    curve = Curve(series, x_name="√KL", label=title, y_name=unit)
+    return Picture(
+        title, curve, "study", f"over √nats; {unit}", half=True, legend=make_legend(series, True, last=False)
+    )
+
+
+def make_choices(title: str, rows: dict[str, tuple[float, float, float]], unit: str) -> Picture | None:
+    """A dot with its interval for each choice, {name: (value, low, high)}; the level is that of "default"."""
+    if len(rows) < 2:
+        return None
+    values, lows, highs = [list(column) for column in zip(*rows.values(), strict=True)]
+    dots = Series(unit, [float(i) for i in range(len(rows))], values, dots=True, line=False, lows=lows, highs=highs)
+    marks = [Mark("default", rows["default"][0])] if "default" in rows else []
+    curve = Curve([dots], marks, x_name="choice", label=f"{title}: {', '.join(rows)}", y_name=unit, names=list(rows))
+    return Picture(title, curve, "study", note="A dot a choice, with its 95% interval over seeds.", half=True)

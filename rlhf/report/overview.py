@@ -1,0 +1,274 @@
+"""The report's first screens: one sentence, the numbers that matter, and the pipeline as a picture with its lineage."""
+
+import html
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rlhf.report.figures import is_number
+from rlhf.tracking.run_files import RunFiles, StageFiles, decimal, duration, get, memory, number, percent, visible
+
+
+class Bar(NamedTuple):
+    """A number on a scale, with its interval and the levels to compare with."""
+
+    low: float
+    high: float
+    value: float
+    ci_low: float | None
+    ci_high: float | None
+    ticks: list[tuple[float, str]]
+
+    def place(self, value: float) -> str:
+        """Where `value` stands on the scale, as a CSS length."""
+        return f"{100 * min(max((value - self.low) / (self.high - self.low), 0.0), 1.0):.2f}%"
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the ticks' labels would run into each other on one line."""
+        levels = sorted(level for level, _ in self.ticks)
+        return any(b - a < 0.42 * (self.high - self.low) for a, b in itertools.pairwise(levels))
+
+
+class Tile(NamedTuple):
+    """One headline number."""
+
+    title: str
+    value: str
+    unit: str
+    note: str
+    bar: Bar | None = None
+
+
+def make_overview(run: RunFiles) -> dict[str, Any]:
+    """One sentence, the numbers that matter with their intervals, and what the run cost."""
+    stages, results = run.stages, run.results
+    records = [stage.record for stage in stages.values()]
+    seconds = [s for record in records if (s := number(record, "seconds")) is not None]
+    peaks = [mb for record in records if (mb := number(record, "peak_rss_mb")) is not None]
+    complete = sum(stage.status == "complete" for stage in stages.values())
+    seeds = {record["seed"] for record in records if isinstance(record.get("seed"), int)}
+    facts = [f"{complete} of {len(stages)} stages complete"]
+    facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
+    rounds = _rounds(results)
+    facts += [f"after {visible(name, 100)}, a labelling round of {duration(s)}" for name, s in rounds.items()]
+    seconds += rounds.values()
+    tiles = [*_win_tiles(results), *_reward_tiles(stages, results), *_kl_tiles(stages, results)]
+    bpb, note = number(results, "pretrain_bits_per_byte"), "held-out text"
+    if bpb is None:
+        bpb, note = _latest(stages, "pretrain", "bpb")
+    if bpb is not None:
+        tiles.append(Tile("Pretraining", decimal(bpb), "bits per byte", note))
+    if seconds:
+        tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(max(peaks, default=None))}"))
+    return {"name": run.name, "facts": facts, "sentence": _sentence(stages, results), "tiles": tiles}
+
+
+def _rounds(results: dict[str, Any]) -> dict[str, float]:
+    """{run: seconds} of the labelling rounds before the last, which are runs of their own."""
+    found: dict[str, float] = {}
+    costs = get(results, "seconds")
+    for name, seconds in (costs if isinstance(costs, dict) else {}).items():
+        run, of_round, _ = str(name).rpartition("/")
+        if of_round and is_number(seconds):
+            found[run] = found.get(run, 0.0) + seconds
+    return found
+
+
+def compare(overviews: list[dict[str, Any]]) -> list[tuple[str, list[Tile | None]]]:
+    """The tiles of several runs as rows: (title, one tile a run or None)."""
+    by_run = [{tile.title: tile for tile in overview["tiles"]} for overview in overviews]
+    titles = dict.fromkeys(title for tiles in by_run for title in tiles)
+    return [(title, [tiles.get(title) for tiles in by_run]) for title in titles]
+
+
+def _sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
+    win = get(results, "gold", "win_rate_vs_sft")
+    value, low, high = interval(win)
+    if value is None:
+        waiting = [name for name, stage in stages.items() if stage.status != "complete"]
+        if not waiting:
+            return "Every stage is complete."
+        return f"This run is not finished; next is {waiting[0]}."
+    verdict = "is preferred to"
+    if low is not None and high is not None:
+        verdict = "is preferred to" if low > 0.5 else "is worse than" if high < 0.5 else "cannot be told from"
+    prompts = f"{n:,.0f} held-out prompts" if (n := number(win, "n")) is not None else "held-out prompts"
+    span = f" (95% interval {percent(low)} to {percent(high)})" if low is not None else ""
+    return f"PPO {verdict} SFT: by the gold judge it wins {percent(value)} of {prompts}{span}."
+
+
+def interval(tree: Any) -> tuple[float | None, float | None, float | None]:
+    """(value, low, high) of {"value" or "mean", "ci95": [low, high]}; a bare number has no interval."""
+    ci = get(tree, "ci95")
+    low, high = ci if isinstance(ci, list) and len(ci) == 2 and all(map(is_number, ci)) else (None, None)
+    if not isinstance(tree, dict):
+        return number(tree), low, high
+    value = number(tree, "value")
+    return number(tree, "mean") if value is None else value, low, high
+
+
+def _span_note(tree: Any, what: str) -> str:
+    _, low, high = interval(tree)
+    n = number(tree, "n")
+    parts = [f"95% interval {percent(low)} to {percent(high)}"] if low is not None else []
+    return ", ".join(parts + ([f"{n:,.0f} {what}"] if n is not None else []))
+
+
+def _win_tiles(results: dict[str, Any]) -> Iterator[Tile]:
+    for key, title in (
+        ("win_rate_vs_sft", "PPO against SFT, sampled"),
+        ("win_rate_greedy", "PPO against SFT, greedy"),
+    ):
+        tree = get(results, "gold", key)
+        value, low, high = interval(tree)
+        if value is not None:
+            bar = Bar(0.0, 1.0, value, low, high, [(0.5, "even")])
+            yield Tile(title, percent(value), "won", _span_note(tree, "prompts"), bar)
+
+
+def _reward_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
+    tree = get(results, "reward_model", "accuracy")
+    value, low, high = interval(tree)
+    note = _span_note(tree, "pairs")
+    if value is None:
+        value, note = _latest(stages, "reward", "accuracy")
+    if value is not None:
+        ticks = [
+            (level, label)
+            for key, label in (("length_baseline", "length only"), ("noise_ceiling", "ceiling"))
+            if (level := number(results, "reward_model", key)) is not None
+        ]
+        ticks = ticks or [(0.5, "chance")]
+        least = min([0.5, value, *(level for level, _ in ticks)])
+        bar = Bar(min(0.4, least - 0.05), 1.0, value, low, high, ticks)
+        yield Tile("Reward model", percent(value), "of pairs", note, bar)
+
+
+def _kl_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
+    kl, note = number(results, "kl_to_sft_nats"), "held-out prompts"
+    if kl is None:
+        kl, note = _latest(stages, "ppo", "kl")
+    if kl is not None:
+        yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
+    scores = get(results, "gold", "mean_score") or get(results, "reward")
+    before, after = number(scores, "sft"), number(scores, "ppo")
+    if before is not None and after is not None:
+        judge = "gold judge" if get(results, "gold", "mean_score") else "reward model"
+        yield Tile("Mean score", decimal(after), "", f"{judge}; SFT {decimal(before)}")
+
+
+def _latest(stages: dict[str, StageFiles], stage: str, metric: str) -> tuple[float | None, str]:
+    """The newest value of a stage's metric, held-out if there is one, and where it comes from."""
+    points = stages[stage].points
+    names = [n for n in points if n.startswith("eval/") and n.endswith(f"/{metric}")]
+    names += [n for n in (f"{stage}/{metric}", f"objective/{metric}") if n in points]
+    if not names:
+        return None, ""
+    xs, ys = points[names[0]]
+    return ys[-1], f"{names[0]} at step {xs[-1]:,.0f}"
+
+
+# --- the pipeline -------------------------------------------------------------------------------------------
+
+
+def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
+    """A box a stage: state, cost, and whether the parents it was built on are the ones that lie here now."""
+    stages = run.stages
+    slowest = max((number(stage.record, "seconds") or 0.0 for stage in stages.values()), default=0.0)
+    boxes = []
+    for name, stage in stages.items():
+        seconds = number(stage.record, "seconds")
+        steps = [xs[-1] for xs, _ in stage.points.values()]
+        parents = []
+        declared = get(stage.record, "parents")
+        for parent, digest in (declared if isinstance(declared, dict) else {}).items():
+            here = get(stages[parent].record, "hash") if parent in stages else None
+            state = "elsewhere" if here is None else "same" if here == digest else "changed"
+            parents.append({"name": visible(parent, 100), "hash": visible(str(digest)[:8]), "state": state})
+        boxes.append({
+            "name": name,
+            "status": stage.status,
+            "seconds": seconds,
+            "memory": number(stage.record, "peak_rss_mb"),
+            "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0,
+            "step": max(steps, default=0) or None,  # an evaluation has no steps
+            "hash": visible(str(get(stage.record, "hash") or "")[:8]),
+            "parents": parents,
+        })  # fmt: skip
+    return boxes
+
+
+# Pixels of the picture: a box, the gap between two, and how much higher an arrow over one more stage goes.
+BOX_WIDTH, BOX_HEIGHT, GAP, LIFT = 116, 104, 26, 13
+STATE_WORDS = {"same": "", "changed": ", which has changed since", "elsewhere": " of another run"}
+
+
+def draw_pipeline(boxes: list[dict[str, Any]], run: str) -> str:
+    """The stages in a row as an SVG picture, with an arrow from each parent; what does not fit by hash is marked."""
+    index = {box["name"]: i for i, box in enumerate(boxes)}
+    links = [
+        (index[p["name"]], i, p)
+        for i, box in enumerate(boxes)
+        for p in box["parents"]
+        if p["name"] in index and index[p["name"]] < i
+    ]
+    top = 8 + LIFT * max((b - a for a, b, _ in links), default=0)
+    width = len(boxes) * (BOX_WIDTH + GAP) - GAP
+    height = top + BOX_HEIGHT + 8
+    told = html.escape(f"The pipeline of {run}: " + "; ".join(_words(box) for box in boxes), quote=True)
+    parts = [
+        f'<svg class="flow" viewBox="-4 -4 {width + 8} {height + 8}" style="--w:{width + 8}px" role="img" aria-label="{told}">'
+    ]
+    arrivals = {i: sorted((a for a, b, _ in links if b == i and b - a > 1)) for i in range(len(boxes))}
+    departures = {i: sorted((b for a, b, _ in links if a == i and b - a > 1)) for i in range(len(boxes))}
+    for a, b, parent in links:
+        parts.append(_arrow(a, b, parent, boxes[b]["name"], top, arrivals[b], departures[a]))
+    parts += [_box(box, i * (BOX_WIDTH + GAP), top) for i, box in enumerate(boxes)]
+    return "".join(parts) + "</svg>"
+
+
+def _words(box: dict[str, Any]) -> str:
+    parents = ", ".join(p["name"] + STATE_WORDS[p["state"]] for p in box["parents"])
+    return f"{box['name']} {box['status']}" + (f", built on {parents}" if parents else "")
+
+
+def _arrow(a: int, b: int, parent: dict[str, Any], child: str, top: int, into: list[int], out: list[int]) -> str:
+    if b - a == 1:
+        y = top + BOX_HEIGHT / 2
+        start, end = a * (BOX_WIDTH + GAP) + BOX_WIDTH, b * (BOX_WIDTH + GAP)
+        path = f"M{start} {y:g}H{end - 2}M{end - 7} {y - 4:g}L{end - 2} {y:g}L{end - 7} {y + 4:g}"
+    else:
+        # Arrows leave and arrive side by side: the nearest stage innermost.
+        x1 = a * (BOX_WIDTH + GAP) + BOX_WIDTH * (0.62 + 0.3 * (len(out) - out.index(b)) / (len(out) + 1))
+        x2 = b * (BOX_WIDTH + GAP) + BOX_WIDTH * (0.08 + 0.5 * (len(into) - into.index(a)) / (len(into) + 1))
+        peak = top - 6 - LIFT * (b - a - 1)
+        path = (f"M{x1:.1f} {top}V{peak + 6:g}Q{x1:.1f} {peak:g} {x1 + 6:.1f} {peak:g}H{x2 - 6:.1f}Q{x2:.1f} {peak:g} "
+                f"{x2:.1f} {peak + 6:g}V{top - 2}M{x2 - 3:.1f} {top - 6}L{x2:.1f} {top - 1}L{x2 + 3:.1f} {top - 6}")  # fmt: skip
+    words = html.escape(f"{child} was built on {parent['name']} {parent['hash']}{STATE_WORDS[parent['state']]}")
+    return f'<g class="link {parent["state"]}"><path d="{path}"/><path class="grip" d="{path}"><title>{words}</title></path></g>'
+
+
+def _box(box: dict[str, Any], x: int, top: int) -> str:
+    status = box["status"].replace(" ", "-")
+    lines = []
+    if box["status"] != "not started":
+        lines = [
+            duration(box["seconds"]) if box["seconds"] is not None else "",
+            memory(box["memory"]) if box["memory"] is not None else "",
+            f"step {box['step']:,.0f}" if box["step"] is not None else "",
+        ]
+    wrong = [p for p in box["parents"] if p["state"] != "same"]
+    if wrong and lines:
+        changed = wrong[0]["state"] == "changed"
+        lines[2] = f"{wrong[0]['name']} changed" if changed else f"another {wrong[0]['name']}"
+    texts = "".join(
+        f'<text x="{x + 11}" y="{top + 55 + 15 * i}">{html.escape(text)}</text>' for i, text in enumerate(lines) if text
+    )
+    share = f'<rect class="share" x="{x}" y="{top + BOX_HEIGHT - 3}" width="{BOX_WIDTH * box["share"] / 100:.1f}" height="3"/>'
+    return (
+        f'<g class="stage {status}"><rect x="{x}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7"/>'
+        f'<text class="name" x="{x + 11}" y="{top + 21}">{html.escape(box["name"])}</text>'
+        f'<circle cx="{x + 14.5}" cy="{top + 34}" r="3.5"/><text x="{x + 23}" y="{top + 38}">{html.escape(box["status"])}</text>'
+        f"{texts}{share if box['share'] else ''}</g>"
+    )

@@ -1,0 +1,110 @@
+"""report.html: what a run did and how well, or several runs over each other, as one page that opens anywhere.
+
+It reads the runs' files only (stage.json, metrics.jsonl, samples.jsonl, config.yaml, evaluate/, study/), never a
+model, and leaves out what is not there yet: a half-done run has a report too. Model output is untrusted text:
+the template escapes everything, and the page's content policy allows neither scripts nor requests.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.report import evaluation as report_evaluation
+from rlhf.report import overview as report_overview
+from rlhf.report import samples as report_samples
+from rlhf.report import settings as report_setup
+from rlhf.report.charts import Picture, make_stage_figures
+from rlhf.report.figures import SERIES_COLOURS, Mark, save
+from rlhf.tracking.run_files import STAGES, RunFiles, decimal, duration, memory, number, percent, read_run
+
+
+def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
+    """The stages that have curves in any run, each with its pictures."""
+    levels = []
+    if len(runs) == 1:
+        levels = [
+            Mark(label, level)
+            for key, label in (("noise_ceiling", "noise ceiling"), ("length_baseline", "length only"))
+            if (level := number(runs[0].results, "reward_model", key)) is not None
+        ]
+    for name in STAGES:
+        points = [(run.name, run.stages[name].points if name in run.stages else {}) for run in runs]
+        figures = list(make_stage_figures(name, points, {"Pair accuracy": levels}))
+        if figures:
+            yield {
+                "stage": name,
+                "figures": [figure for figure in figures if not figure.rest],
+                "rest": [figure for figure in figures if figure.rest],
+            }
+
+
+def make_page(runs: Sequence[RunFiles]) -> str:
+    """The page as HTML. The same files give the same text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("rlhf.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "decimal": decimal, "memory": memory, "duration": duration}
+    listed = list(runs)
+    overviews = [report_overview.make_overview(run) for run in listed]
+    pipelines = [report_overview.make_pipeline(run) for run in listed]
+    rollouts = report_samples.make_rollouts(listed)
+    return environment.get_template("template.html").render(
+        title=", ".join(run.name for run in listed),
+        runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
+        overviews=overviews,
+        comparison=report_overview.compare(overviews) if len(listed) > 1 else [],
+        pipelines=[
+            {"run": run.name, "boxes": boxes, "svg": report_overview.draw_pipeline(boxes, run.name)}
+            for run, boxes in zip(listed, pipelines, strict=True)
+        ],
+        curves=list(make_curves(listed)),
+        evaluations=[report_evaluation.make_evaluation(run) for run in listed],
+        pictures=report_evaluation.make_pictures(listed),
+        samples=report_samples.make_samples(listed),
+        shown_samples=report_samples.SHOWN_SAMPLES,
+        rollouts=rollouts,
+        shaded=report_samples.has_shades(rollouts),
+        differences=report_setup.make_differences(listed),
+        skipped=[(run.name, report_setup.make_skipped(run)) for run in listed],
+        totals=[report_setup.total_seconds(run) for run in listed],
+        provenances=[report_setup.make_provenance(run) for run in listed],
+    )
+
+
+def write_report(*folders: Path, path: Path | None = None) -> Path:
+    """Writes the page of these runs to `path`, the first run's report.html by default, and returns the path.
+
+    Works on a run that is complete, half done or empty. The same files give the same bytes.
+    Raises: FileNotFoundError where a folder is none; OSError where the page cannot be written.
+    """
+    page = make_page([read_run(folder) for folder in folders])
+    path = folders[0] / "report.html" if path is None else path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    temporary.write_text(page, encoding="utf-8", errors="replace")
+    os.replace(temporary, path)
+    return path
+
+
+def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path]:
+    """Every figure of the page as a file of its own in `target`, as "svg" or "png"; returns the paths.
+
+    Raises: FileNotFoundError where a run's folder is none; OSError where a file cannot be written.
+    """
+    runs = [read_run(folder) for folder in folders]
+    pictures: list[Picture] = [figure for stage in make_curves(runs) for figure in [*stage["figures"], *stage["rest"]]]
+    pictures += report_evaluation.make_pictures(runs)
+    target.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    for picture in pictures:
+        path = target / f"{picture.name}.{form}"
+        stage = f"{picture.stage}: " if picture.stage else ""
+        written.append(save(picture.curve, path, stage + picture.title))
+    return written

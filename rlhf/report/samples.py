@@ -1,0 +1,121 @@
+"""The report's samples: the models' answers side by side, and the same prompts over PPO, shaded by what each token costs.
+
+All of it is untrusted text: it goes to the template as text and is escaped there.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rlhf.report.evaluation import MODELS
+from rlhf.report.figures import is_number
+from rlhf.tracking.run_files import RunFiles, number, prompt_text, visible
+
+SHOWN_SAMPLES, MORE_SAMPLES = 4, 20
+ROLLOUT_PROMPTS, ROLLOUT_STEPS = 6, 6
+MAX_TOKENS = 400
+# Nats of a token from which each of the five shades on.
+SHADES = (0.05, 0.2, 0.5, 1.0, 2.0)
+
+
+def make_samples(runs: list[RunFiles]) -> list[dict[str, Any]]:
+    """Responses of the models to the same prompts, side by side; of several runs each run's own PPO model."""
+    if not runs:
+        return []
+    others = [{str(row.get("id")): row for row in run.samples} for run in runs[1:]]
+    samples = []
+    for row in runs[0].samples:
+        if not isinstance(row.get("responses"), dict):
+            continue
+        shown = [_answer(row, model, model, model) for model in MODELS if model in row["responses"]]
+        if len(runs) > 1:
+            shown = [_answer(row, "sft", "sft", "sft")] if "sft" in row["responses"] else []
+            for run, at in zip(runs, [{str(row.get("id")): row}, *others], strict=True):
+                there = at.get(str(row.get("id")))
+                if there is not None and isinstance(there.get("responses"), dict) and "ppo" in there["responses"]:
+                    shown.append(_answer(there, "ppo", f"ppo of {run.name}", "ppo"))
+        samples.append(
+            {"id": visible(row.get("id", ""), 100), "prompt": prompt_text(row.get("prompt", "")), "responses": shown}
+        )
+        if len(samples) == SHOWN_SAMPLES + MORE_SAMPLES:
+            break
+    return samples
+
+
+def _answer(row: dict[str, Any], model: str, title: str, look: str) -> dict[str, Any]:
+    return {
+        "title": title,
+        "look": look,
+        "text": visible(row["responses"][model]),
+        "gold": _total(row["gold"].get(model) if isinstance(row.get("gold"), dict) else None),
+        "score": number(row, "scores", model),
+    }
+
+
+def _total(gold: Any) -> float | None:
+    return number(gold, "total") if isinstance(gold, dict) else number(gold)
+
+
+def make_rollouts(runs: list[RunFiles]) -> list[dict[str, Any]]:
+    """How the answers to the first few fixed prompts changed over PPO, each at a few steps; of several runs first and last."""
+    prompts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for run in runs:
+        stage = run.stages.get("ppo")
+        for row in stage.samples if stage is not None else []:
+            if is_number(row.get("step")):
+                prompts.setdefault(str(row.get("id")), []).append((run.name, row))
+    # Prompts that were asked again and again come first: those of rollouts are seldom asked twice.
+    often = sorted(prompts.items(), key=lambda item: -len(item[1]))[:ROLLOUT_PROMPTS]
+    return [
+        {
+            "id": visible(key, 100),
+            "prompt": prompt_text(rows[0][1].get("prompt", "")),
+            "answers": [
+                _rollout(run if len(runs) > 1 else "", row) for run in dict.fromkeys(name for name, _ in rows)
+                for row in pick([row for name, row in rows if name == run], ROLLOUT_STEPS if len(runs) == 1 else 2)
+            ],
+        }
+        for key, rows in often
+    ]  # fmt: skip
+
+
+def pick(rows: list[Any], count: int) -> list[Any]:
+    """At most `count` of the rows, evenly spread, first and last among them."""
+    last = len(rows) - 1
+    return [rows[i] for i in sorted({round(i * last / (count - 1)) for i in range(count)})]
+
+
+def _rollout(run: str, row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "run": run,
+        "step": row["step"],
+        "text": visible(row.get("response", "")),
+        "tokens": shade(row.get("tokens"), row.get("kl_tokens")),
+        "score": number(row, "score"),
+        "kl": number(row, "kl"),
+        "gold": _total(row.get("gold")),
+    }
+
+
+def shade(tokens: Any, kl_tokens: Any) -> list[tuple[str, str, str]]:
+    """(text, class, nats) of each token: "u1"…"u5" where the policy likes it more than SFT does, "d1"…"d5" less.
+
+    Empty where the row has no such lists.
+    """
+    if not isinstance(tokens, list) or not isinstance(kl_tokens, list) or len(tokens) != len(kl_tokens):
+        return []
+    shaded = [
+        (visible(token, 60), level(kl), f"{kl:+.2f} nats" if is_number(kl) else "")
+        for token, kl in zip(tokens[:MAX_TOKENS], kl_tokens, strict=False)
+    ]
+    return shaded + ([(f" … {len(tokens) - MAX_TOKENS:,} more tokens", "", "")] if len(tokens) > MAX_TOKENS else [])
+
+
+def level(kl: Any) -> str:
+    if not is_number(kl):
+        return ""
+    deep = sum(abs(kl) >= least for least in SHADES)
+    return "" if deep == 0 else f"{'u' if kl > 0 else 'd'}{deep}"
+
+
+def has_shades(rollouts: Iterable[dict[str, Any]]) -> bool:
+    return any(answer["tokens"] for prompt in rollouts for answer in prompt["answers"])

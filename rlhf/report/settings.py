@@ -1,0 +1,147 @@
+"""The report's last part: what differs in configuration, what each stage took, what is missing, and what it was made of."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rlhf.report.figures import MAX_POINTS, format_value, is_number
+from rlhf.report.samples import MORE_SAMPLES, SHOWN_SAMPLES
+from rlhf.tracking.run_files import OPTIONAL_STAGES, STAGES, RunFiles, get, number, visible
+
+# What changes no result: where things lie, and how they are shown.
+NOT_SETTINGS = ("run", "runs_dir", "overwrite", "device", "threads")
+NOT_GROUPS = ("report", "watch", "chat", "export", "tracking", "sample", "checkpoints")
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"ppo.lr": …} of nested settings."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items() if isinstance(tree, dict) else []:
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def settings_of(run: RunFiles) -> dict[str, Any]:
+    """Every setting of a run. Where stages were run with different ones, a stage's own identity counts."""
+    found: dict[str, Any] = {}
+    for stage in run.stages.values():
+        found |= flatten(stage.record.get("config"))
+    for stage in run.stages.values():
+        own = stage.record.get("settings")
+        found |= {key: value for key, value in flatten(own).items() if key.partition(".")[0] == stage.name}
+    return only_settings(found)
+
+
+def only_settings(flat: dict[str, Any]) -> dict[str, Any]:
+    return {key: v for key, v in flat.items() if key not in NOT_SETTINGS and key.partition(".")[0] not in NOT_GROUPS}
+
+
+def make_differences(runs: list[RunFiles]) -> list[tuple[str, list[str]]]:
+    """(setting, its value in each column): of several runs what differs among them, of one what differs from the schema."""
+    columns = [settings_of(run) for run in runs]
+    if len(runs) == 1:
+        from rlhf.config import Config
+
+        # A setting that is newer than the run says nothing of it.
+        ours = {key: value for key, value in only_settings(flatten(asdict(Config()))).items() if key in columns[0]}
+        columns = [ours, *columns]
+    keys = sorted({key for column in columns for key in column})
+    rows = []
+    for key in keys:
+        values = [column.get(key, "–") for column in columns]
+        if any(value != values[0] for value in values[1:]):
+            rows.append((visible(key, 100), [told(value) for value in values]))
+    return rows
+
+
+def told(value: Any) -> str:
+    if isinstance(value, float) and is_number(value):
+        return format_value(value)
+    return value if value == "–" else visible(value, 120)
+
+
+def make_skipped(run: RunFiles) -> list[str]:
+    """What this page does not show, and why."""
+    notes = []
+    missing = [name for name in STAGES if name not in run.stages and name in OPTIONAL_STAGES]
+    if missing:
+        notes.append(f"{' and '.join(missing)}: not in this run, which reads its data from files.")
+    for name, stage in run.stages.items():
+        if stage.status == "not started":
+            notes.append(f"{name}: not started.")
+        elif stage.status == "unfinished":
+            steps = [xs[-1] for xs, _ in stage.points.values()]
+            notes.append(f"{name}: unfinished" + (f", at step {max(steps):,.0f}." if steps else "."))
+        if stage.gaps:
+            notes.append(f"{name}: {stage.gaps:,} values that were not finite are gaps in its curves.")
+    if not run.results:
+        notes.append("No evaluation: win rates, calibration, histograms and rank agreement are missing.")
+    elif get(run.results, "gold") is None:
+        notes.append(
+            "No gold judge: what it would say of win rate and parts is missing; the reward model's own view is shown."
+        )
+    if not run.studies:
+        notes.append("No study in study/: the frontier over several policies is missing.")
+    before = [
+        name
+        for name, row in _items(run.pipeline, "stages")
+        if isinstance(row, dict) and row.get("state") == "complete before"
+    ]
+    if before:
+        notes.append(
+            f"The last call of the pipeline skipped what was complete: {', '.join(visible(n, 60) for n in before)}."
+        )
+    if len(run.samples) > SHOWN_SAMPLES + MORE_SAMPLES:
+        notes.append(f"{SHOWN_SAMPLES + MORE_SAMPLES} of {len(run.samples):,} held-out prompts are shown.")
+    longest = max((len(xs) for stage in run.stages.values() for xs, _ in stage.points.values()), default=0)
+    if longest > MAX_POINTS:
+        notes.append(f"Curves of more than {MAX_POINTS} points are thinned; every peak is kept.")
+    return notes
+
+
+def make_provenance(run: RunFiles) -> dict[str, Any]:
+    """What would be needed to do it again: settings, versions, data, code."""
+    versions: dict[str, dict[str, list[str]]] = {}
+    data: dict[tuple[str, str], list[str]] = {}
+    configs: dict[str, list[str]] = {}
+    for name, stage in run.stages.items():
+        for package, version in rows_of(stage.record, "versions"):
+            versions.setdefault(package, {}).setdefault(version, []).append(name)
+        git = stage.record.get("git")
+        if isinstance(git, dict) and isinstance(git.get("commit"), str):
+            commit = visible(git["commit"][:12]) + (" and changes that are not committed" if git.get("dirty") else "")
+            versions.setdefault("code (git)", {}).setdefault(commit, []).append(name)
+        for file, digest in rows_of(stage.record, "data"):
+            data.setdefault((file, digest), []).append(name)
+        if stage.config:
+            configs.setdefault(stage.config, []).append(name)
+    return {
+        "run": run.name,
+        "versions": sorted(versions.items()),
+        "data": sorted(data.items()),
+        "configs": [(", ".join(names), visible(text, 50_000)) for text, names in configs.items()],
+        "stages": [
+            (name, rows_of(stage.record, "settings"), rows_of(stage.record, "summary"))
+            for name, stage in run.stages.items()
+            if rows_of(stage.record, "settings") or rows_of(stage.record, "summary")
+        ],
+    }
+
+
+def _items(record: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    tree = record.get(key)
+    return list(tree.items()) if isinstance(tree, dict) else []
+
+
+def rows_of(record: dict[str, Any], key: str) -> list[tuple[str, str]]:
+    """The entries of record[key] as text."""
+    return [
+        (visible(name), format_value(value) if isinstance(value, float) and is_number(value) else visible(value, 300))
+        for name, value in _items(record, key)
+    ]
+
+
+def total_seconds(run: RunFiles) -> float:
+    return sum(number(stage.record, "seconds") or 0.0 for stage in run.stages.values())

@@ -1,0 +1,1 @@
+"""Run folders: what each stage wrote, its lineage, checkpoints and data sources."""

@@ -1,0 +1,438 @@
+"""Run folders: what a stage wrote, what it built on, and whether it may be resumed. Imports neither torch nor hydra.
+
+    runs/<run>/<stage>/  stage.json    written as "running" when the stage begins and as "complete" when it ends
+                         checkpoints/  step-N folders, each trusted only with its manifest, which is written last
+                         model/ …      the stage's output, hashed into stage.json
+
+A stage's hash covers its settings, its parents' hashes and its output files, so that a parent that was changed or
+replaced after the fact is noticed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf.config import Config, ParentsConfig
+from rlhf.errors import UserError
+from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
+from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
+from rlhf.runs.lineage import git_state
+
+# What several stages read: whence prompts come and how they are divided; what pays a response.
+PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", "data.format", "data.dev", "data.test",
+           "data.split_seed")  # fmt: skip
+REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_combine", "ppo.calibrated")
+# The settings that a stage's result depends on. A stage that is complete under other ones is refused, not reused.
+STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "world": ("seed", "gold.documents", "gold.demonstrations", "gold.train_prompts", "gold.dev_prompts", "gold.test_prompts"),
+    "tokenizer": ("tokenizer", "data.corpus", "data.encoding", "model.context_length"),
+    "pretrain": ("seed", "model", "pretrain", "data.corpus", "data.encoding", "data.held_out"),
+    "sft": ("seed", "sft", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed"),
+    "label": ("seed", "gold", "rollout.max_new_tokens"),
+    "reward": ("seed", "reward", "data.comparisons", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed",
+               "data.held_out_labelers", "rollout.max_new_tokens"),
+    "ppo": ("seed", "ppo", "kl", "lora", "rollout", *PROMPTS),
+    "rejection": ("seed", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", *REWARD_SOURCES, *PROMPTS),
+    "evaluate": ("seed", "evaluate", "rollout.max_new_tokens", "ppo.missing_eos_rule", "ppo.missing_eos_score",
+                 "ppo.score_clip", *REWARD_SOURCES, *PROMPTS, "data.held_out_labelers", "gold.labeler_noise"),
+}  # fmt: skip
+# Settings that change how fast a stage runs but not what it computes, and one that its parents were made with.
+NOT_IDENTITY = {
+    "samples_every", "eval_every", "eval_prompts", "micro_batch_sequences", "micro_batch_size",
+    "micro_batch_responses", "micro_batch_episodes", "seeds", "parents", "updates", "cells", "processes", "early_episodes",
+}  # fmt: skip
+STAGE_PARENTS: dict[str, tuple[str, ...]] = {
+    "world": (),
+    "tokenizer": ("world",),
+    "pretrain": ("world", "tokenizer"),
+    "sft": ("world", "pretrain"),
+    "label": ("world", "sft"),
+    "reward": ("world", "sft", "label"),
+    "ppo": ("world", "sft", "reward"),
+    "rejection": ("world", "sft", "reward"),
+    "evaluate": ("world", "pretrain", "sft", "label", "reward", "ppo"),
+}
+GOLD_STAGES = ("world", "label")
+OPTIONAL_STAGES = ("rejection",)  # run when asked for, not by the pipeline
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ROUND = re.compile(r"-round-\d+$")  # what a labelling round before the last adds to the run's name
+
+
+def settings_of(config: Config, stage: str) -> dict[str, Any]:
+    """The settings a stage's result depends on, flat: {"sft.lr": 5e-4, …}."""
+    flat: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if key not in NOT_IDENTITY:
+                    add(f"{prefix}.{key}", inner)
+        else:
+            flat[prefix] = value
+
+    tree = asdict(config)
+    for key in STAGE_SETTINGS[stage]:
+        value: Any = tree
+        for part in key.split("."):
+            value = value[part]
+        add(key, value)
+    return json.loads(json.dumps(flat, default=str))
+
+
+def run_folder(config: Config) -> Path:
+    """runs_dir/run. Raises: UserError for a run name that is no plain folder name."""
+    if not NAME.fullmatch(config.run):
+        raise UserError(f"run={config.run!r}: want letters, digits, '.', '_' and '-', at most 100: choose another name")
+    return Path(config.runs_dir) / config.run
+
+
+def stage_folder(config: Config, stage: str) -> Path:
+    """Where a stage of this run lies, or where parents.<stage> says: another run's name, a run or stage folder."""
+    given = getattr(config.parents, stage, None)
+    if given is None:
+        return run_folder(config) / stage
+    if NAME.fullmatch(given) and (Path(config.runs_dir) / given).is_dir():
+        return Path(config.runs_dir) / given / stage
+    for candidate in (Path(given) / stage, Path(given)):
+        if (candidate / "stage.json").exists():
+            return candidate
+    raise UserError(
+        f"parents.{stage}={given}: neither a run under {config.runs_dir}/ nor a stage folder: check the name"
+    )
+
+
+def earlier_run(config: Config) -> Config | None:
+    """The run of the labelling round before this one, which has label, reward and ppo of its own; None in the first round.
+
+    Raises: UserError for a run that has the name of one of its own rounds.
+    """
+    gold = config.gold
+    if not gold.enabled or gold.rounds < 2:
+        return None
+    base = ROUND.sub("", config.run)
+    if base != config.run and int(config.run.rpartition("-")[2]) < gold.rounds:
+        raise UserError(f"run={config.run}: {base} has a labelling round of that name: choose another name, or label once, "
+                        "with gold.rounds=1")  # fmt: skip
+    found = deepcopy(config)
+    found.run = f"{base}-round-{gold.rounds - 1}"
+    found.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
+    found.gold.rounds = gold.rounds - 1
+    if gold.early_episodes is not None:
+        found.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
+    shared = {
+        stage: getattr(config.parents, stage) or config.run for stage in ("world", "tokenizer", "pretrain", "sft")
+    }
+    found.parents = ParentsConfig(**shared)
+    return found
+
+
+def rounds_before(run: Path) -> list[Path]:
+    """The runs of the labelling rounds that a run's own was built on, the latest first."""
+    names = {
+        parent.partition("/")[0] for parent in (read_stage(run / "label") or {}).get("parents", {}) if "/" in parent
+    }
+    found = [run.parent / name for name in names]
+    return found + [earlier for folder in found for earlier in rounds_before(folder)]
+
+
+def is_needed(config: Config, stage: str) -> bool:
+    return config.gold.enabled or stage not in GOLD_STAGES
+
+
+def hash_of(record: dict) -> str:
+    """The hash that children store: settings, parents and output files of a complete stage."""
+    basis = {key: record[key] for key in ("stage", "settings", "parents", "data", "files")}
+    return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()
+
+
+def read_stage(folder: Path) -> dict | None:
+    record = read_json(folder / "stage.json")
+    return record if isinstance(record, dict) else None
+
+
+def is_complete(folder: Path) -> bool:
+    record = read_stage(folder)
+    return record is not None and record.get("status") == "complete"
+
+
+def check_output(folder: Path, stage: str | None = None) -> dict:
+    """The record of a complete stage whose files are what it says. Raises: UserError otherwise."""
+    record = read_stage(folder)
+    stage = stage or folder.name
+    if record is not None and record.get("stage") != stage:
+        raise UserError(f"{folder}: was written by {record.get('stage')}, want a {stage}: point parents.{stage} at one")
+    if record is None:
+        raise UserError(
+            f"{folder}: no finished {stage} there: run `rlhf {stage}` first, or name one with parents.{stage}=…"
+        )
+    if record.get("status") != "complete":
+        raise UserError(f"{folder}: {stage} is not finished: run `rlhf {stage}` again, it resumes")
+    for name, digest in record["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing, {stage} wrote it: run `rlhf {stage} overwrite=true` again")
+        if sha256_file(path) != digest:
+            raise UserError(
+                f"{path}: cut short or changed since {stage} wrote it (its sha256 differs from stage.json's): "
+                f"restore it, or run `rlhf {stage} overwrite=true` again"
+            )
+    return record
+
+
+def collect_parents(config: Config, stage: str) -> dict[str, str]:
+    """{parent: hash}. Raises: UserError where a parent is missing, damaged, or was built on other grandparents."""
+    records = {}
+    for parent in STAGE_PARENTS[stage]:
+        if is_needed(config, parent) and not (stage == "ppo" and parent == "reward" and config.ppo.rewards is not None):
+            folder = stage_folder(config, parent)
+            records[parent] = check_output(folder, parent) | {"folder": folder}
+    earlier = earlier_run(config) if stage == "label" else None
+    if earlier is not None:
+        records |= {f"{earlier.run}/{record['stage']}": record for record in check_round(earlier)}
+    for parent, record in records.items():
+        for grandparent, digest in record["parents"].items():
+            if grandparent in records and records[grandparent]["hash"] != digest:
+                raise UserError(
+                    f"{record['folder']}: built on another {grandparent} ({digest[:8]}) than "
+                    f"{records[grandparent]['folder']} ({records[grandparent]['hash'][:8]}): run "
+                    f"`rlhf {parent} overwrite=true` again, or point parents.{grandparent} at the one it was built on"
+                )
+    return {parent: record["hash"] for parent, record in records.items()}
+
+
+def check_round(earlier: Config) -> list[dict]:
+    """The records of the label and PPO stages of the labelling round before. Raises: UserError where they do not fit."""
+    records: dict[str, dict] = {}
+    for name in ("label", "reward", "ppo"):
+        folder = run_folder(earlier) / name
+        if not is_complete(folder):
+            raise UserError(f"{folder}: no finished {name} of the labelling round before: `rlhf pipeline` makes it; or "
+                            "label once, with gold.rounds=1")  # fmt: skip
+        records[name] = check_output(folder, name) | {"folder": folder}
+        for parent, digest in records[name]["parents"].items():
+            if parent in records and records[parent]["hash"] != digest:
+                raise UserError(f"{folder}: built on another {parent} than {records[parent]['folder']}: `rlhf pipeline "
+                                "overwrite=true` makes the labelling round again")  # fmt: skip
+    wanted, recorded = settings_of(earlier, "label"), records["label"]["settings"]
+    if recorded != wanted:
+        raise UserError(f"{records['label']['folder']}: the labelling round before had other settings "
+                        f"({differences(recorded, wanted)}): restore them, or choose another run=…")  # fmt: skip
+    return [records["label"], records["ppo"]]
+
+
+def differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
+    keys = [k for k in sorted(recorded.keys() | wanted.keys()) if recorded.get(k) != wanted.get(k)]
+    shown = ", ".join(f"{k} {recorded.get(k)!r} -> {wanted.get(k)!r}" for k in keys[:4])
+    return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that writes: rank 0 of a launch (torchrun, accelerate), or one that runs alone."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def peak_rss_mb() -> float:
+    """Peak resident memory of this process so far, in MB (10^6 bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak * (1 if platform.system() == "Darwin" else 1024) / 1e6, 1)
+
+
+def versions() -> dict[str, str]:
+    names = ("rlhf", "torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy")
+    found = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@dataclass(slots=True)
+class Stage:
+    """A stage under way: its folder, and what its record will say."""
+
+    config: Config
+    name: str
+    folder: Path
+    parents: dict[str, str]
+    data: dict[str, str]
+    resumed: bool = False
+    seconds_before: float = 0.0  # spent by earlier, interrupted tries
+    started: float = field(default_factory=time.monotonic)
+    steps: int | None = None  # how many it will take in all, once that is known
+    writes: bool = True  # false on every rank but the first, which speaks and writes for all
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    def say(self, text: str) -> None:
+        if not self.writes:
+            return
+        print(f"{self.name}: {text}", flush=True)
+
+    def elapsed(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def record(self, status: str) -> dict[str, Any]:
+        return {
+            "stage": self.name, "status": status, "seed": self.config.seed, "run": self.config.run,
+            "settings": settings_of(self.config, self.name), "parents": self.parents, "data": self.data,
+            "versions": versions(), "git": git_state(), "seconds": round(self.elapsed(), 2), "peak_rss_mb": peak_rss_mb(),
+            "steps": self.steps, "config": asdict(self.config),
+        }  # fmt: skip
+
+    def plan(self, steps: int) -> None:
+        """Say in stage.json how many optimizer steps (in PPO updates) the stage will take, for who watches it."""
+        self.steps = steps
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """Store the seconds spent so far, so that a resumed stage reports its whole cost."""
+        if not self.writes:
+            return
+        write_json(self.folder / "stage.json", self.record("running"))
+
+    def finish(self, summary: dict[str, float] | None = None) -> None:
+        """Hash the output, write the record as complete, and drop the checkpoints that nobody needs any more."""
+        if not self.writes:
+            return
+        skip = ("checkpoints", "stage.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "wandb", "tensorboard",
+                ".lock")  # fmt: skip
+        record = self.record("complete") | {"summary": summary or {}, "files": hash_files(self.folder, skip)}
+        record["hash"] = hash_of(record)
+        write_json(self.folder / "stage.json", record)
+        if self.config.tracking.artifacts and self.config.tracking.kind == "wandb":
+            from rlhf.tracking.artifacts import publish
+
+            publish(self.folder, record, self.config.tracking.project)
+        self._drop_checkpoints()
+        took = f"{record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB"
+        self.say(f"complete in {took} -> {self.folder}")
+
+    def _drop_checkpoints(self) -> None:
+        """Of a complete stage only what checkpoints.keep_best and keep_every ask for stays."""
+        settings = self.config.checkpoints
+        found = checkpoints(self.checkpoints)
+        if found and (settings.keep_best or settings.keep_every):
+            prune_checkpoints(self.checkpoints, checkpoint_step(found[-1]), replace(settings, keep=0))
+            if checkpoints(self.checkpoints):
+                return
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
+    """Begin or resume a stage: check parents, refuse what would be overwritten, hold a lock while it runs.
+
+    Raises: UserError when the stage is complete (and overwrite is false), was begun with other settings, is being
+    run by another process, when files of someone else's lie there, when the disk is full, or when a parent does not
+    fit.
+    """
+    folder = run_folder(config) / name
+    parents = collect_parents(config, name)
+    if not is_main_process():
+        yield Stage(config, name, folder, parents, data or {}, writes=False)
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise disk_error(error, folder) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{folder}: another process is working on it: wait for it, or choose another run=…"
+            ) from None
+        stage = Stage(config, name, folder, parents, data or {})
+        recorded = read_stage(folder)
+        if recorded is not None and not config.overwrite:
+            _check_same(stage, recorded)
+            _sweep(folder)
+            stage.resumed = True
+            stage.seconds_before = float(recorded.get("seconds", 0.0))
+        else:
+            _empty(stage, config.overwrite)
+        folders = {p: stage_folder(config, p) if p in STAGE_PARENTS else Path(config.runs_dir) / p for p in parents}
+        built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
+        stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
+        stage.note_progress()
+        try:
+            _write_config(config, folder)
+            yield stage
+        except OSError as error:
+            if error.errno in DISK_ERRORS:
+                raise disk_error(error, Path(error.filename or folder)) from error
+            raise
+        except Exception as error:  # a library's own word for a full disk, which is no OSError
+            told = checkpoint_error(error, folder)
+            if told is error:
+                raise
+            raise told from error
+
+
+def _sweep(folder: Path) -> None:
+    """Remove files that were being written when an earlier try was killed: they are no output."""
+    for path in [*folder.glob(".*.tmp"), *folder.glob("*.jsonl.kept")]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _empty(stage: Stage, overwrite: bool) -> None:
+    """Remove what lies in a stage's folder; the record goes last, so that an interrupted removal is noticed."""
+    found = [path for path in stage.folder.iterdir() if path.name != ".lock"]
+    strangers = sorted(path.name for path in found if not path.name.startswith("."))
+    if strangers and not overwrite:
+        raise UserError(
+            f"{stage.folder}: has no readable stage.json but other files ({', '.join(strangers[:3])}): choose another "
+            f"run=…, or run `rlhf {stage.name} overwrite=true` to replace them"
+        )
+    try:
+        for path in sorted(found, key=lambda p: p.name == "stage.json"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise disk_error(error, stage.folder) from error
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    """config.yaml, the whole configuration, in a form that a later `rlhf` reads back."""
+    import yaml
+
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+
+
+def _check_same(stage: Stage, recorded: dict) -> None:
+    wanted = settings_of(stage.config, stage.name)
+    if recorded.get("status") == "complete":
+        raise UserError(
+            f"{stage.folder}: run {stage.config.run!r} already has a complete {stage.name}: "
+            "choose another run=…, or add overwrite=true to replace it"
+        )
+    if recorded.get("settings") != wanted:
+        raise UserError(
+            f"{stage.folder}: was begun with other settings ({differences(recorded.get('settings', {}), wanted)}): "
+            "restore them to resume, choose another run=…, or add overwrite=true to start anew"
+        )
+    if recorded.get("parents") != stage.parents or recorded.get("data") != stage.data:
+        raise UserError(
+            f"{stage.folder}: was begun on other parents or data than are there now: "
+            "choose another run=…, or add overwrite=true to start anew"
+        )

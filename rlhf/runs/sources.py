@@ -1,0 +1,133 @@
+"""Where a stage's data comes from, and the hashes that tie a stage to it. Imports neither torch nor transformers."""
+
+from pathlib import Path
+from typing import Any
+
+from rlhf.config import Config
+from rlhf.data.reading.readers import ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
+from rlhf.data.storage import check_whole, manifest_sha256, verify
+from rlhf.errors import UserError
+from rlhf.files import sha256_file
+from rlhf.runs.folders import check_output, is_complete, stage_folder
+
+# The kinds of data that each stage reads.
+STAGE_DATA = {
+    "tokenizer": ("corpus",),
+    "pretrain": ("corpus",),
+    "sft": ("demonstrations",),
+    "reward": ("comparisons", "demonstrations"),
+    "ppo": ("prompts", "demonstrations", "comparisons"),
+    "evaluate": ("prompts", "demonstrations", "comparisons"),
+}
+
+
+def fractions(config: Config) -> dict[str, float]:
+    """Shares of train, dev and test, for `record_split`."""
+    dev, test = config.data.dev, config.data.test
+    return {"train": 1.0 - dev - test, "dev": dev, "test": test}
+
+
+GOLD_FILES = {
+    "corpus": ("world", "corpus.jsonl"),
+    "demonstrations": ("world", "demonstrations.jsonl"),
+    "prompts": ("world", "prompts.jsonl"),
+    "comparisons": ("label", "comparisons.jsonl"),
+}
+
+
+def data_source(config: Config, kind: str) -> Any:
+    """The sources of one kind of data, or None where none are given and the gold world writes none.
+
+    For prompts without a source, those of the demonstrations and comparisons serve.
+    """
+    given = getattr(config.data, kind)
+    if given is not None:
+        return given
+    if config.gold.enabled:
+        stage, name = GOLD_FILES[kind]
+        return str(stage_folder(config, stage) / name)
+    if kind == "prompts":
+        found: list[Any] = []
+        for part in (config.data.demonstrations, config.data.comparisons):
+            found += part if isinstance(part, list) else [] if part is None else [part]
+        return found or None
+    return None
+
+
+def need_source(config: Config, kind: str) -> Any:
+    """As `data_source`. Raises: UserError where there is none."""
+    found = data_source(config, kind)
+    if found is None:
+        raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold")
+    return found
+
+
+def is_function(name: str) -> bool:
+    """Whether a reward source is a Python function `module:name` rather than a run or folder."""
+    return ":" in name and not Path(name).exists()
+
+
+def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
+    """ppo.rewards as a list, in which None is the run's own reward model, and a weight each."""
+    given, weights = config.ppo.rewards, config.ppo.reward_weights
+    names: list[str | None] = [given] if given is None or isinstance(given, str) else list(given)
+    if weights is None:
+        return names, [1.0] * len(names)
+    return names, [float(w) for w in (weights if isinstance(weights, list) else [weights])]
+
+
+def reward_folder(config: Config, name: str | None) -> Path:
+    """The reward stage of this run, or of the run or folder that is named. Raises: UserError."""
+    if name is None:
+        return stage_folder(config, "reward")
+    for candidate in (Path(config.runs_dir) / name / "reward", Path(name) / "reward", Path(name)):
+        if (candidate / "stage.json").exists():
+            check_output(candidate, "reward")
+            return candidate
+    raise UserError(f"ppo.rewards: {name}: neither a run under {config.runs_dir}/ with a reward model, nor a reward "
+                    "stage's folder, nor a function module:name: check the name")  # fmt: skip
+
+
+def hash_other_stages(config: Config) -> dict[str, str]:
+    """Hashes of what PPO builds on besides its parents: other runs' reward models, the corpus of PPO-ptx."""
+    found = {}
+    for name in reward_sources(config)[0]:
+        if name is not None and not is_function(name):
+            found[f"reward:{name}"] = check_output(reward_folder(config, name), "reward")["hash"]
+    if config.ppo.ptx_coef and is_complete(stage_folder(config, "pretrain")):
+        found["pretrain"] = check_output(stage_folder(config, "pretrain"), "pretrain")["hash"]
+    return found
+
+
+def hash_sources(config: Config, stage: str) -> dict[str, str]:
+    """{kind:file: sha256} of the data files that the user named and the stage reads.
+
+    Of a folder that `rlhf import` wrote it is the hash of its manifest, whose files are checked. The gold world's
+    files are covered by its stages' hashes.
+
+    Raises: UserError where a source is missing, or an import is damaged, or partial without data.allow_partial.
+    """
+    found: dict[str, str] = {}
+    for kind in STAGE_DATA.get(stage, ()):
+        given = getattr(config.data, kind)
+        if given is None:
+            continue
+        labels = kind != "corpus"
+        suffixes = ROW_SUFFIXES + (() if labels else TEXT_SUFFIXES)
+        for source in resolve_sources(given, suffixes, imports=labels):
+            if source.path is not None:
+                name = f"{kind}:{source.path.name}"
+                if name in found:  # files of one name in several folders
+                    name += f"#{len(found)}"
+                found[name] = _check_import(config, source.path) if source.imported else sha256_file(source.path)
+    if stage == "reward" and config.reward.model is not None and Path(config.reward.model).is_dir():
+        files = sorted(path for path in Path(config.reward.model).iterdir() if path.is_file())
+        found |= {f"reward.model:{path.name}": sha256_file(path) for path in files}
+    return found | (hash_other_stages(config) if stage in ("ppo", "rejection") else {})
+
+
+def _check_import(config: Config, folder: Path) -> str:
+    """The hash of an import that may be trained on. Raises: UserError for one that may not."""
+    manifest = verify(folder)
+    check_whole(folder, manifest, config.data.allow_partial)
+    return manifest_sha256(folder)

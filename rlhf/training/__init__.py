@@ -1,0 +1,1 @@
+"""How anything here trains: processes, devices, the loop, optimizers, sharding."""

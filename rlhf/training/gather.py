@@ -1,0 +1,115 @@
+"""Whole weights out of what ranks hold in parts, and model folders that are read back after they are written.
+
+One way for a plain module, one under data parallelism, and ZeRO-1, 2 and 3. Not here: what a run resumes from (the
+engine's own checkpoints), nor the gathering for a rollout, which keeps the weights on the device.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlhf.errors import UserError
+from rlhf.files import read_json, write_json
+from rlhf.runs.folders import is_main_process
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 has divided a parameter, so that the tensor itself is empty between its uses."""
+    return hasattr(parameter, "ds_id")
+
+
+@contextlib.contextmanager
+def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
+    """The parameters whole on every rank while it lasts. All ranks must enter it.
+
+    write: what the first rank put into them is kept, on every rank. Without ZeRO-3 the parameters are whole anyway, and each
+    rank must write the same itself.
+    """
+    divided = [p for p in parameters if is_partitioned(p)]
+    if not divided:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(divided, modifier_rank=0 if write else None):
+        yield
+
+
+def whole_tensor(parameter: nn.Parameter) -> Tensor:
+    """One parameter whole, on the CPU. All ranks must call it.
+
+    Where training is in bfloat16 under ZeRO it is the optimizer's float32 master, from which training goes on.
+    """
+    trained = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
+    if trained and parameter.dtype != torch.float32:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter).detach().cpu()
+    with gathered([parameter]):
+        return parameter.detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def gathered_state(module: nn.Module) -> dict[str, Tensor] | None:
+    """{name: whole tensor on the CPU} of a module, not of an engine around it; None on every rank but the first.
+
+    All ranks must call it. Tensors come one by one, so that no rank but the first holds more than one. A weight that has
+    several names (a tied embedding) has its first one only.
+    """
+    keeps = is_main_process()
+    state: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        tensor = whole_tensor(parameter)
+        if keeps:
+            state[name] = tensor
+    if not keeps:
+        return None
+    persistent = module.state_dict().keys()
+    return state | {name: buffer.cpu().clone() for name, buffer in module.named_buffers() if name in persistent}
+
+
+def save_model_checked(module: Any, folder: Path, state: Mapping[str, Tensor] | None) -> None:
+    """Write a model folder from gathered weights and read it back; ranks whose state is None do nothing.
+
+    The folder loads with `from_pretrained`; a module without `save_pretrained` becomes one model.safetensors.
+
+    Raises: UserError where a file does not hold what was gathered.
+    """
+    if state is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(module, "save_pretrained"):
+        module.save_pretrained(str(folder), state_dict=dict(state))  # which empties the dictionary that it is given
+        _state_type(folder, state)
+    else:
+        save_file({n: t.contiguous() for n, t in state.items()}, str(folder / "model.safetensors"))
+    check_saved(folder, state)
+
+
+def _state_type(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Have config.json state the type of the weights in the file, where the module in memory has another."""
+    kind = str(next(t for t in state.values() if t.is_floating_point()).dtype).removeprefix("torch.")
+    config = read_json(folder / "config.json")
+    if config is not None and config.get("dtype") != kind:
+        write_json(folder / "config.json", config | {"dtype": kind})
+
+
+def check_saved(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Raises: UserError where the folder's safetensors files lack a tensor or hold another value."""
+    left = set(state)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                if name in left and torch.equal(file.get_tensor(name), state[name]):
+                    left.remove(name)
+    if left:
+        raise UserError(
+            f"{folder}: {', '.join(sorted(left)[:3])} read back otherwise than written: the disk is not to be trusted: "
+            "choose another with runs_dir=…"
+        )

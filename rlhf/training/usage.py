@@ -1,0 +1,103 @@
+"""What training takes, as metrics: the share of the device's peak that it reaches (MFU), and peak memory.
+
+Operations are the model's own, counted from its weights (a multiply-add is two); what gradient checkpointing computes
+again does not count. Not here: what a run will take, which `rlhf plan` says before it (`rlhf.planning`).
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf.config import Config
+from rlhf.runs.folders import peak_rss_mb
+
+# 10^12 operations a second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first that fits counts.
+# Source: NVIDIA's data sheets of the A100, H100, H200, L4, L40S and B200.
+PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
+    ("H100 PCIE", 756.0, 51.0),
+    ("H100", 989.0, 67.0),
+    ("H200", 989.0, 67.0),
+    ("B200", 2250.0, 75.0),
+    ("A100", 312.0, 19.5),
+    ("L40S", 362.0, 91.6),
+    ("L4", 121.0, 30.3),
+)
+
+
+def peak_flops(config: Config, device: torch.device) -> float | None:
+    """Operations a second of one device: tracking.peak_tflops, or by the GPU's name; None where neither tells."""
+    if config.tracking.peak_tflops is not None:
+        return config.tracking.peak_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    half = config.precision == "bfloat16" or (
+        config.precision == "auto" and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
+    return known_peak(torch.cuda.get_device_name(device), half)
+
+
+def known_peak(name: str, half: bool) -> float | None:
+    """Operations a second of a GPU by its name, in bfloat16 (`half`) or float32; None for an unknown one."""
+    found = next((row for row in PEAK_TFLOPS if row[0] in name.upper()), None)
+    return None if found is None else 1e12 * (found[1] if half else found[2])
+
+
+def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
+    """Operations of a forward pass over `tokens` tokens in rows of `context`: 2 a weight that multiplies and a token, and
+    4 n_layer D context a token for attention.
+
+    Source: Kaplan et al. 2020, equation 2.2; Chowdhery et al. 2022, appendix B.
+    """
+    model = getattr(model, "module", model)  # of an engine
+    weights = sum(_size(module.weight) for module in model.modules() if _multiplies(module))
+    config = getattr(model, "config", None)
+    config = getattr(config, "trunk", None) or config  # of a reward model
+    layers, width = (float(getattr(config, name, 0) or 0) for name in ("num_hidden_layers", "hidden_size"))
+    return (2.0 * weights + 4.0 * layers * width * context) * tokens
+
+
+def training_flops(model: nn.Module, tokens: float, context: float) -> float:
+    """Operations of forward and backward: three forwards."""
+    return 3.0 * forward_flops(model, tokens, context)
+
+
+def update_flops(
+    policy: nn.Module, critic: nn.Module | None, frozen: Iterable[nn.Module], tokens: float, context: float, *,
+    passes: float, with_policy: bool = True,
+) -> float:  # fmt: skip
+    """Operations of one update of PPO over `tokens` tokens of prompts and responses, in rows of `context`.
+
+    A forward of the policy to sample, one of each frozen model (reference, reward model) and of the critic to score, and
+    `passes` times forward and backward of critic and, unless it stands still, policy.
+    """
+    trained = [module for module, trains in ((policy, with_policy), (critic, True)) if module is not None and trains]
+    once = [policy, *frozen, *([] if critic is None else [critic])]
+    return (sum(forward_flops(model, tokens, context) for model in once)
+            + passes * sum(training_flops(model, tokens, context) for model in trained))  # fmt: skip
+
+
+def _multiplies(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _size(weight: Any) -> int:
+    return int(getattr(weight, "ds_numel", 0)) or int(weight.numel())  # of a slice under ZeRO-3 the whole
+
+
+def usage_metrics(
+    config: Config, device: torch.device, flops: float | None = None, seconds: float = 0.0, processes: int = 1
+) -> dict[str, float]:
+    """Peak memory so far, and time/mfu of `flops` operations that all processes did within `seconds`.
+
+    Without a known peak, as on a CPU, there is no time/mfu.
+    """
+    found = {"memory/peak_rss_mb": peak_rss_mb()}
+    if device.type == "cuda":
+        found["memory/peak_gpu_mb"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    peak = peak_flops(config, device)
+    if peak and flops and seconds > 0 and math.isfinite(flops):
+        found["time/mfu"] = flops / seconds / (peak * processes)
+    return found
