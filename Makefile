@@ -4,7 +4,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint clean-env
+.PHONY: help setup demo test test-long lint docs clean-env
 
 PYTHON ?=
 ARGS ?=
@@ -17,6 +17,7 @@ help:
 	@echo "make test       the tests, without the long ones"
 	@echo "make test-long  the long ones"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       the documentation as a site: site/index.html"
 	@echo "make setup      only $(VENV), which every target makes if it is missing"
 	@echo "make clean-env  remove $(VENV)"
 	@echo "PYTHON=... chooses the interpreter (3.11 to 3.13), ARGS=... goes to pytest."
@@ -34,6 +35,9 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy rlhf
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
 setup: $(READY)
 

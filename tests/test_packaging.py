@@ -4,6 +4,7 @@ Nothing here reaches the network: the set-up runs with a stand-in for Python. `m
 """
 
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -61,7 +62,7 @@ def test_every_import_is_declared():
     undeclared = {name: path for name, path in imported_packages("rlhf").items() if name not in library}
     assert not undeclared
     # pytest brings packaging.
-    known = library | packages(EXTRAS["dev"]) | {"packaging"}
+    known = library | packages(EXTRAS["dev"] + EXTRAS["tensorboard"]) | {"packaging"}
     assert not {name: path for name, path in imported_packages("tests").items() if name not in known}
 
 
@@ -73,23 +74,41 @@ def test_constraints_pin_plain_versions_within_the_bounds():
             match = PIN.fullmatch(line)
             assert match, f"{line!r}: want name==version"
             pins[canonicalize_name(match[1])] = match[2]
-    for text in PROJECT["dependencies"] + EXTRAS["dev"]:
+    for text in [*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values())]:
         requirement = Requirement(text)
-        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+        if requirement.name != PROJECT["name"]:
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+
+
+def test_the_development_extra_has_every_other_extra():
+    """Under the distribution's own name, so that a bound is stated once."""
+    named = [Requirement(text) for text in EXTRAS["dev"] if Requirement(text).name == PROJECT["name"]]
+    assert [requirement.extras for requirement in named] == [set(EXTRAS) - {"dev"}]
+
+
+def test_a_message_that_says_what_to_install_names_this_distribution():
+    """`pip install 'name[extra]'` in code and documentation: this distribution, and an extra that it has."""
+    text = "".join(
+        path.read_text(encoding="utf-8") for folder in ("rlhf", "docs") for path in (ROOT / folder).rglob("*.[pm][yd]")
+    )
+    named = re.findall(r"pip install '([\w-]+)\[([\w,]+)\]'", text)
+    assert named and {name for name, _ in named} == {PROJECT["name"]}
+    assert {extra for _, extras in named for extra in extras.split(",")} <= set(EXTRAS)
 
 
 def test_wheel_holds_the_configuration_and_the_templates(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob(f"rlhf-{rlhf.__version__}-*.whl")
+    distribution = f"{PROJECT['name'].replace('-', '_')}-{rlhf.__version__}"
+    (wheel,) = tmp_path.glob(f"{distribution}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
-        entry_points = archive.read(f"rlhf-{rlhf.__version__}.dist-info/entry_points.txt").decode()
+        entry_points = archive.read(f"{distribution}.dist-info/entry_points.txt").decode()
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlhf").rglob("*.py")}
     templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlhf").rglob("*.html")}
     conf = {f"rlhf/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert conf and package | templates | conf <= inside
-    assert all(name.startswith(("rlhf/", "rlhf-")) for name in inside)
+    assert all(name.startswith(("rlhf/", f"{distribution}.dist-info/")) for name in inside)
     assert "rlhf = rlhf.cli:main" in entry_points
 
 

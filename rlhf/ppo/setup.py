@@ -224,7 +224,7 @@ def add_adapters(model: Any, config: Config) -> Any:
     try:
         import peft
     except ImportError:
-        raise UserError("lora.rank: needs PEFT: pip install 'rlhf[peft]', or set lora.rank=0") from None
+        raise UserError("lora.rank: needs PEFT: pip install 'rlhf-recipe[peft]', or set lora.rank=0") from None
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     skip = {id(output), id(getattr(model, "head", None))}
     targets = [

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf import __version__
 from rlhf.config import Config, ParentsConfig
 from rlhf.errors import UserError
 from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
@@ -251,8 +252,8 @@ def peak_rss_mb() -> float:
 
 
 def versions() -> dict[str, str]:
-    names = ("rlhf", "torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy")
-    found = {"python": platform.python_version()}
+    names = ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy")
+    found = {"rlhf": __version__, "python": platform.python_version()}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

@@ -8,7 +8,7 @@ from rlhf.errors import UserError
 from rlhf.tracking.background import Rows
 
 MISSING = (
-    "tracking=tensorboard: the package tensorboard is not installed: run pip install 'rlhf[tensorboard]', "
+    "tracking=tensorboard: the package tensorboard is not installed: run pip install 'rlhf-recipe[tensorboard]', "
     "or set tracking=jsonl"
 )
 

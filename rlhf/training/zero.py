@@ -43,7 +43,7 @@ def need_deepspeed(config: Config) -> None:
 
     if zero_stage(config) and importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install 'rlhf[deepspeed]', or set deepspeed=none"
+            f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install 'rlhf-recipe[deepspeed]', or set deepspeed=none"
         )
 
 

@@ -50,5 +50,5 @@ def test_a_fresh_start_leaves_nothing_of_the_old_run(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"tensorboard is not installed: run pip install 'rlhf\[tensorboard\]'"):
+    with pytest.raises(UserError, match=r"tensorboard is not installed: run pip install 'rlhf-recipe\[tensorboard\]'"):
         tracker(tmp_path)

@@ -1,0 +1,1 @@
+"""The gold world: truth, speakers, judge and labelers. Nothing here imports torch."""

@@ -1,0 +1,108 @@
+"""A hook of mkdocs: what the site has beyond docs/. `make docs` runs it.
+
+- The Markdown pages outside docs/ (README.md becomes the first page).
+- A page for every other file or folder of the repository that a page links to, with its text.
+- A page for every folder of rlhf, made by mkdocstrings from its docstrings.
+
+A link from a page to a file in the repository then leads to that file's page in the site.
+"""
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/README.md")
+LINK = re.compile(r"(?<=\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
+LANGUAGE = {
+    ".py": "python",
+    ".sh": "bash",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".toml": "toml",
+    ".json": "json",
+    ".html": "html",
+}
+
+
+def site_path(path: PurePosixPath) -> PurePosixPath:
+    """Where the site has a file of the repository."""
+    if path.parts[0] == "docs":
+        return path.relative_to("docs")
+    if str(path) == "README.md":
+        return PurePosixPath("index.md")
+    return path if str(path) in PAGES else PurePosixPath("source") / f"{path}.md"
+
+
+def repository_path(uri: str) -> PurePosixPath:
+    """The inverse, for pages: the file of the repository that a page of the site was made from."""
+    if uri == "index.md":
+        return PurePosixPath("README.md")
+    return PurePosixPath(uri) if uri in PAGES else PurePosixPath("docs") / uri
+
+
+def linked(target: str, page: PurePosixPath) -> PurePosixPath | None:
+    """The file or folder of the repository that a link on a page leads to; None: it leads out of it, or nowhere."""
+    if re.match(r"[a-z]+:", target):
+        return None
+    path = (ROOT / page.parent / target).resolve()
+    return PurePosixPath(path.relative_to(ROOT).as_posix()) if path.exists() and path.is_relative_to(ROOT) else None
+
+
+def source_page(path: PurePosixPath) -> str:
+    """A file's text in a block of code, or the names in a folder."""
+    place = ROOT / path
+    if place.is_dir():
+        names = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith((".", "__")))
+        return f"# {path}/\n\n" + "".join(f"- `{name}`\n" for name in names)
+    return f"# {path}\n\n````{LANGUAGE.get(place.suffix, 'text')}\n{place.read_text(encoding='utf-8').rstrip()}\n````\n"
+
+
+def api_pages() -> dict[str, str]:
+    """A page for every folder of modules, each module by its docstrings."""
+    pages = {}
+    for folder in sorted({path.parent for path in (ROOT / "rlhf").rglob("*.py")}):
+        package = ".".join(folder.relative_to(ROOT).parts)
+        modules = [f"{package}.{path.stem}" for path in sorted(folder.glob("*.py")) if not path.stem.startswith("__")]
+        if (folder / "__init__.py").exists():
+            modules.insert(0, package)
+        pages[f"api/{package}.md"] = f"# {package}\n\n" + "".join(f"::: {module}\n\n" for module in modules)
+    return pages
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name in PAGES:
+        files.append(
+            File.generated(config, str(site_path(PurePosixPath(name))), content=(ROOT / name).read_text("utf-8"))
+        )
+    for uri, content in api_pages().items():
+        files.append(File.generated(config, uri, content=content))
+    for file in list(files.documentation_pages()):
+        if file.src_uri.startswith("api/"):
+            continue
+        page = repository_path(file.src_uri)
+        for target, _ in LINK.findall(file.content_string):
+            path = linked(target, page)
+            if path is None or files.get_file_from_path(str(site_path(path))):
+                continue
+            uri = str(site_path(path))
+            files.append(File.generated(config, uri, content=source_page(path), inclusion=InclusionLevel.NOT_IN_NAV))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    uri = page.file.src_uri
+    if uri.startswith(("api/", "source/")):
+        return markdown
+
+    def rewrite(match: re.Match) -> str:
+        path = linked(match[1], repository_path(uri))
+        if path is None:
+            return match[0]
+        return os.path.relpath(site_path(path), PurePosixPath(uri).parent) + (match[2] or "")
+
+    return LINK.sub(rewrite, markdown)

@@ -1,0 +1,50 @@
+"""The documentation as a site: what the hook adds to docs/, and that a build finds no broken link (`make docs`)."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
+
+
+@pytest.mark.parametrize(
+    ("path", "uri"),
+    [
+        ("README.md", "index.md"),
+        ("docs/ppo.md", "ppo.md"),
+        ("data/README.md", "data/README.md"),
+        ("rlhf/ops/gae.py", "source/rlhf/ops/gae.py.md"),
+        ("rlhf/data/importers", "source/rlhf/data/importers.md"),
+    ],
+)
+def test_every_linked_file_has_a_page(path, uri):
+    assert str(SITE["site_path"](PurePosixPath(path))) == uri
+
+
+def test_a_link_out_of_the_repository_is_left_alone():
+    page = PurePosixPath("docs/ppo.md")
+    assert SITE["linked"]("../rlhf/ops/gae.py", page) == PurePosixPath("rlhf/ops/gae.py")
+    assert SITE["linked"]("https://example.org/gae.py", page) is None
+    assert SITE["linked"]("../../elsewhere.md", page) is None
+
+
+def test_every_module_is_on_a_page_of_the_api():
+    listed = {
+        line[4:] for page in SITE["api_pages"]().values() for line in page.splitlines() if line.startswith("::: ")
+    }
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "rlhf").rglob("*.py")}
+    assert listed == {name.removesuffix(".__init__") for name in modules if not name.endswith("__main__")}
+
+
+@pytest.mark.long
+def test_the_site_has_no_broken_link(tmp_path):
+    """Half a minute, for the API's pages."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "policy_loss" in (tmp_path / "site" / "api" / "rlhf.ops" / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site" / "source" / "rlhf" / "ops" / "gae.py" / "index.html").is_file()
