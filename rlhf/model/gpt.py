@@ -450,7 +450,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient = torch.softmax(logits, -1)
                 # the likeliest token's probability gives the sum that divides: never 0, unlike the label's
                 loss += (top - gradient.amax(-1, keepdim=True).log() - chosen).sum()
-                gradient.scatter_add_(-1, own, gradient.new_full((), -1.0).expand_as(own))  # p - one-hot
+                if kind.itemsize < 4:  # p - one-hot; a softmax over thousands of tokens knows 1 - p = 1e-4 to percents
+                    gradient.scatter_(-1, own, 0.0)
+                    gradient.scatter_(-1, own, -gradient.sum(-1, keepdim=True))
+                else:
+                    gradient.scatter_add_(-1, own, gradient.new_full((), -1.0).expand_as(own))
                 gradient = gradient.to(kind)
                 if d_hidden is not None:
                     torch.mm(gradient, w, out=d_hidden[start : start + rows])

@@ -35,8 +35,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
             f"token_logprobs: logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} are not aligned: "
             "give (…, V) and (…)"
         )
-    chosen = upcast(logits.gather(-1, tokens[..., None]).squeeze(-1))  # (…)
-    return chosen - _join([upcast(part).logsumexp(-1) for part in _split(logits)])
+    parts = zip(_split(logits), _split(tokens[..., None], logits), strict=True)
+    return _join([_logprobs(upcast(part), chosen) for part, chosen in parts])
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -61,12 +61,17 @@ def _entropy(logits: Tensor) -> Tensor:
     return -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)  # 0 log 0 = 0; the product alone would be NaN at -inf
 
 
-def _split(logits: Tensor) -> tuple[Tensor, ...]:
-    """Parts along the first dimension, as views: a reshape would copy logits[:, :-1]."""
-    if logits.dim() < 2 or logits.numel() <= _CHUNK:
-        return (logits,)
-    rows = max(1, _CHUNK // logits[0].numel())
-    return logits.split(rows)
+def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """(…) of logits (…, V) in float32 and tokens (…, 1): so that in the gradient onehot - p is rounded once, and last."""
+    return logits.gather(-1, tokens).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _split(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Parts of x along the first dimension, as `like` is split, as views: a reshape would copy logits[:, :-1]."""
+    like = x if like is None else like
+    if like.dim() < 2 or like.numel() <= _CHUNK:
+        return (x,)
+    return x.split(max(1, _CHUNK // like[0].numel()))
 
 
 def _join(parts: list[Tensor]) -> Tensor:

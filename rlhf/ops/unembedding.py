@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from hidden states and the unembedding, without a copy of the logits.
 
 What `logprobs.token_logprobs` and `logprobs.entropy` give for logits = hidden weight^T, computed a chunk of rows at a time
-while the chunk is in the processor's cache. Not here: which positions count, and entropies that have a gradient.
+while the chunk is in the processor's cache. Not here: which positions count.
 """
 
 from typing import Any
@@ -32,14 +32,14 @@ def unembed(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def unembedded_logprobs(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool = False
+    hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool = False, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each token, and the entropy of its distribution, in nats.
 
     logits = hidden weight^T;  logp[i] = logits[i, tokens[i]] - log sum_v exp(logits[i, v])
 
     hidden (N, D), weight (V, D), tokens (N,) int64. Returns (N,) float32, twice, or None for the entropy. Gradients flow
-    from the log-probabilities to hidden and weight; the entropy has none.
+    from the log-probabilities to hidden and weight, and from the entropy only with entropy_gradient.
 
     Raises ValueError: shapes that do not fit.
 
@@ -50,33 +50,32 @@ def unembedded_logprobs(
             f"unembedded_logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, tokens "
             f"{tuple(tokens.shape)}: give (N, D), (V, D) and (N,)"
         )
-    logp, entropies = _Unembedding.apply(hidden, weight, tokens, with_entropy)
+    kind = _WithEntropy if with_entropy and entropy_gradient else _Unembedding
+    logp, entropies = kind.apply(hidden, weight, tokens, with_entropy)
     return logp, entropies if with_entropy else None
 
 
 class _Unembedding(torch.autograd.Function):
-    """d logp_i / d logits_i = onehot(token_i) - p_i: the backward pass needs p alone, and reads it in two products."""
+    """d logp_i / d logits_i = onehot(token_i) - p_i: the backward pass needs p alone, and reads it in two products.
+
+    In half precision what is kept and multiplied is p - onehot: of a token with p = 0.998 a rounded p leaves nothing of
+    1 - p. In float32 p itself is kept, and the one-hot part is added to the products.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        device = hidden.device.type
-        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        h, w = hidden.to(kind), weight.to(kind)
-        factor = unembedding_factor(w)
-        count = len(h)
+        h, w = _as_multiplied(hidden, weight)
+        factor, count = unembedding_factor(w), len(h)
         wanted = any(ctx.needs_input_grad) and count * len(w) <= _KEPT
         kept = h.new_empty(count, len(w)) if wanted else None
         logp = torch.empty(count, device=h.device, dtype=torch.float32)
         entropies = torch.zeros_like(logp)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(h.device.type, enabled=False):
             for rows in _chunks(count, w):
-                logits = unembed(h[rows], factor)
-                logits -= logits.amax(-1, keepdim=True)  # the likeliest is 0
-                p = torch.softmax(logits, -1)
-                log_sum = -p.amax(-1).log()  # its probability is one over the sum, and never 0
+                logits, p, log_sum = _shifted(h[rows], factor)
                 logp[rows] = logits.gather(-1, tokens[rows, None])[:, 0] - log_sum
                 if kept is not None:
-                    kept[rows] = p
+                    _store(kept[rows], p, tokens[rows])
                 if with_entropy:
                     entropies[rows] = log_sum - p.mul_(logits).sum(-1)
         ctx.save_for_backward(h, w, tokens, kept)
@@ -88,22 +87,103 @@ class _Unembedding(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_logp: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         h, w, tokens, kept = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d = d_logp[:, None].to(h.dtype)
         scaled = h * d  # (N, D)
         factor = unembedding_factor(w) if kept is None else w
-        d_hidden = torch.empty_like(h) if needs_hidden else None
-        d_weight = torch.zeros(w.shape, device=w.device, dtype=ctx.kinds[1]) if needs_weight else None
+        d_hidden, d_weight = _gradients(ctx, h, w)
         with torch.autocast(h.device.type, enabled=False):
             for rows in [slice(0, len(h))] if kept is not None else _chunks(len(h), w):
-                p = kept if kept is not None else torch.softmax(unembed(h[rows], factor), -1).to(h.dtype)
+                p = kept
+                if p is None:
+                    exact = torch.softmax(unembed(h[rows], factor), -1)
+                    p = _store(exact.to(h.dtype), exact, tokens[rows])
                 if d_hidden is not None:
-                    d_hidden[rows] = (w[tokens[rows]] - p @ w) * d[rows]
+                    d_hidden[rows] = ((w[tokens[rows]] if _is_exact(h) else 0) - p @ w) * d[rows]
                 if d_weight is not None:
                     d_weight -= p.t() @ scaled[rows]
-            if d_weight is not None:
+            if d_weight is not None and _is_exact(h):
                 d_weight.index_add_(0, tokens, scaled.to(d_weight.dtype))
         return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
+
+
+class _WithEntropy(torch.autograd.Function):
+    """As `_Unembedding`, where the entropy has a gradient too: d H / d logits_v = -p_v (log p_v + H).
+
+    Logits are computed again for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        h, w = _as_multiplied(hidden, weight)
+        logp, entropies = unembedded_logprobs(h, w, tokens, with_entropy)
+        ctx.save_for_backward(h, w, tokens, entropies)
+        ctx.kinds = hidden.dtype, weight.dtype
+        return logp, entropies  # type: ignore[return-value]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any, d_logp: Tensor, d_entropies: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        h, w, tokens, entropies = ctx.saved_tensors
+        factor = unembedding_factor(w)
+        d_hidden, d_weight = _gradients(ctx, h, w)
+        with torch.autocast(h.device.type, enabled=False):
+            for rows in _chunks(len(h), w):
+                logits, p, log_sum = _shifted(h[rows], factor)
+                logits += (entropies[rows] - log_sum)[:, None]  # log p + H
+                d_logits = p * (-d_entropies[rows, None] * logits)
+                d_logits -= _less_one_hot(p, tokens[rows]) * d_logp[rows, None]
+                d_logits = d_logits.to(h.dtype)
+                if d_hidden is not None:
+                    d_hidden[rows] = d_logits @ w
+                if d_weight is not None:
+                    d_weight += d_logits.t() @ h[rows]
+        return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
+
+
+def _as_multiplied(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the precision of the products: autocast's where that is on, or the hidden states'."""
+    device = hidden.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return hidden.to(kind), weight.to(kind)
+
+
+def _shifted(hidden: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits (N, V) of which the likeliest is 0, their softmax, and log sum_v exp(logits) (N,); all float32."""
+    logits = unembed(hidden, factor)
+    logits -= logits.amax(-1, keepdim=True)
+    p = torch.softmax(logits, -1)
+    return logits, p, -p.amax(-1).log()  # the likeliest's probability is one over the sum, and never 0
+
+
+def _is_exact(x: Tensor) -> bool:
+    return x.dtype.itemsize >= 4
+
+
+def _store(kept: Tensor, p: Tensor, tokens: Tensor) -> Tensor:
+    """Write p (N, V) into `kept`, in half precision less the one-hot of tokens (N,)."""
+    kept.copy_(p)
+    return kept if _is_exact(kept) else _less_one_hot(kept, tokens)
+
+
+def _less_one_hot(p: Tensor, tokens: Tensor) -> Tensor:
+    """p - onehot of p (N, V), in place: the token's entry is minus the sum of the others.
+
+    1 less a p near 1 would be what rounding leaves: in float32 too a softmax over thousands of tokens knows 1 - p = 1e-4 to a
+    few percent only.
+    """
+    p.scatter_(-1, tokens[:, None], 0.0)
+    return p.scatter_(-1, tokens[:, None], -p.sum(-1, keepdim=True, dtype=torch.float32).to(p.dtype))
+
+
+def _gradients(ctx: Any, h: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the gradients of hidden and weight, where they are needed; the weight's in its own precision."""
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    return (
+        torch.empty_like(h) if needs_hidden else None,
+        torch.zeros(w.shape, device=w.device, dtype=ctx.kinds[1]) if needs_weight else None,
+    )
 
 
 def _chunks(count: int, weight: Tensor) -> list[slice]:

@@ -71,9 +71,7 @@ def logprobs_of_hidden(
     """
     head = policy.get_output_embeddings()
     if is_plain(head):
-        logp, spread = unembedded_logprobs(hidden, head.weight, chosen, with_entropy and not entropy_gradient)
-        if with_entropy and entropy_gradient:
-            spread = entropy(head(hidden))
+        logp, spread = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
     else:
         logits = head(hidden)  # (N, V)
         logp = token_logprobs(logits, chosen)

@@ -6,6 +6,7 @@ from transformers import Trainer, TrainingArguments
 
 from rlhf.model import GPTConfig, GPTForCausalLM, gpt
 from rlhf.model.ragged import RaggedLoss, ragged_loss
+from tests.ops.confident import confident_batch, relative_error
 
 LENGTHS = torch.tensor([9, 3, 17, 24, 5, 5, 11, 2, 20])
 
@@ -111,3 +112,15 @@ def test_the_loss_without_logits_does_not_round_bfloat16_logits():
     expected = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().t(), labels, reduction="sum")
     found = gpt._LinearCrossEntropy.apply(hidden, weight, labels)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.98, 0.99, 0.998, 0.999, 0.9999])
+def test_gradients_of_the_loss_without_logits_in_bfloat16_of_confident_labels(p):
+    hidden, weight, labels = confident_batch(p)
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum")
+    wanted = torch.autograd.grad(loss, exact)
+    factors = hidden.requires_grad_(), weight.requires_grad_()
+    found = torch.autograd.grad(gpt._LinearCrossEntropy.apply(*factors, labels), factors)
+    for one, right in zip(found, wanted, strict=True):
+        assert relative_error(one, right) < 0.01

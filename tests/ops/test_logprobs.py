@@ -80,6 +80,19 @@ def test_half_precision_logits_give_float32():
     np.testing.assert_allclose(logp.numpy(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.99, 0.998, 0.999])
+def test_gradient_of_half_precision_logits_of_confident_tokens(p):
+    """d logp / d logits = onehot - p, subtracted in float32: bfloat16 has nothing between 0.996 and 1."""
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).double()
+    tokens = torch.arange(8)
+    others = logits.scatter(-1, tokens[:, None], -math.inf).logsumexp(-1)
+    logits[tokens, tokens] = others + math.log(p / (1 - p))
+    half, exact = logits.bfloat16().requires_grad_(), logits.bfloat16().double().requires_grad_()
+    token_logprobs(half, tokens).sum().backward()
+    token_logprobs(exact, tokens).sum().backward()
+    assert float((half.grad.double() - exact.grad).norm() / exact.grad.norm()) < 0.01
+
+
 def test_working_in_parts_is_the_same_on_a_shifted_view(monkeypatch):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(5, 4, 7, generator=generator, requires_grad=True)

@@ -8,6 +8,7 @@ import torch
 from rlhf.ops import unembedding
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
+from tests.ops.confident import confident_batch, relative_error
 
 
 def test_by_hand():
@@ -91,3 +92,45 @@ def test_bfloat16_factors_have_float32_logits(autocast):
         logp, spread = unembedded_logprobs(*factors, tokens, with_entropy=True)
     torch.testing.assert_close(logp.double(), token_logprobs(logits, tokens).double(), atol=1e-4, rtol=0)
     torch.testing.assert_close(spread.double(), entropy(logits).double(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.98, 0.99, 0.998, 0.999, 0.9999])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kept", [2**26, 0])
+@pytest.mark.parametrize("entropy_coef", [None, 0.0, 0.5])
+def test_gradients_in_bfloat16_of_confident_tokens(monkeypatch, p, autocast, kept, entropy_coef):
+    """A probability that is rounded before 1 is subtracted leaves nothing of 1 - p."""
+    monkeypatch.setattr(unembedding, "_KEPT", kept)
+    hidden, weight, tokens = confident_batch(p)
+    incoming = torch.linspace(-1.0, 1.0, len(tokens)) / len(tokens)
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = exact[0] @ exact[1].t()
+    assert token_logprobs(logits, tokens).exp().mean().item() == pytest.approx(p, rel=0.05)
+    loss = (token_logprobs(logits, tokens) * incoming).sum() - (entropy_coef or 0.0) * entropy(logits).mean()
+    wanted = torch.autograd.grad(loss, exact)
+    extra = () if entropy_coef is None else (True,)
+    kind = torch.float32 if autocast else torch.bfloat16
+    factors = hidden.to(kind).requires_grad_(), weight.to(kind).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logp, spread = unembedded_logprobs(*factors, tokens, entropy_coef is not None, *extra)
+    loss = (logp * incoming).sum() - (entropy_coef * spread.mean() if entropy_coef else 0.0)
+    for found, right in zip(torch.autograd.grad(loss, factors), wanted, strict=True):
+        assert relative_error(found, right) < 0.01
+
+
+@pytest.mark.parametrize("kept", [2**26, 0])
+def test_the_entropy_has_a_gradient_on_request(monkeypatch, kept):
+    monkeypatch.setattr(unembedding, "_CPU_CHUNK", 64 * 37)
+    monkeypatch.setattr(unembedding, "_KEPT", kept)
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(150, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(37, 8, generator=generator, requires_grad=True)
+    tokens, incoming = torch.randint(37, (150,), generator=generator), torch.randn(2, 150, generator=generator)
+    logits = hidden @ weight.t()
+    plain = token_logprobs(logits, tokens) @ incoming[0] + entropy(logits) @ incoming[1]
+    logp, spread = unembedded_logprobs(hidden, weight, tokens, True, entropy_gradient=True)
+    ours = logp @ incoming[0] + spread @ incoming[1]
+    assert ours.item() == pytest.approx(plain.item(), abs=1e-4)
+    wanted = torch.autograd.grad(plain, (hidden, weight))
+    for a, b in zip(torch.autograd.grad(ours, (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
