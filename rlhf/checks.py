@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.commands.launch import SHARED_STAGES
 from rlhf.config import Config, ImportConfig, PlanConfig
 from rlhf.errors import UserError
+from rlhf.recipe import STAGES
 
 CHOICES = {
     "model.positions": ("learned", "rotary"),
@@ -203,7 +203,7 @@ def _launch_problems(config: Config, command: str) -> list[str]:
         problems.append(f"pretrain.optimizer=muon: works on whole matrices, which deepspeed={config.deepspeed} divides: want "
                         "pretrain.optimizer=adamw")  # fmt: skip
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1 and command not in SHARED_STAGES:
+    if processes > 1 and not (command in STAGES and STAGES[command].several_processes):
         remedy = "set launcher.processes instead" if command == "pipeline" else "start it without a launcher"
         problems.append(f"{command}: started as {processes} processes, works as one: {remedy}")
     return problems

@@ -15,39 +15,31 @@ from typing import Any, NoReturn
 
 from rlhf.errors import UserError
 from rlhf.interrupts import EXIT_CODE, leave, terminate_as_interrupt
+from rlhf.recipe import GOLD_STAGES, STAGES
 from rlhf.runs.folders import is_main_process
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "pipeline": ("rlhf.commands.pipeline", "all stages, from raw text to an aligned model and its report"),
-    "tokenizer": ("rlhf.stages.tokenizer", "train the byte-level BPE on the pretraining text"),
-    "pretrain": ("rlhf.stages.pretrain", "pretrain the GPT from random weights"),
-    "sft": ("rlhf.stages.sft", "fine-tune on demonstrations"),
-    "reward": ("rlhf.stages.reward", "train the reward model on ranked comparisons"),
-    "ppo": ("rlhf.stages.ppo", "optimise the policy against the reward model"),
-    "rejection": ("rlhf.stages.rejection", "fine-tune on the best of n samples by the reward model"),
-    "evaluate": ("rlhf.stages.evaluate", "measure the models on held-out prompts and comparisons"),
-    "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page"),
-    "watch": ("rlhf.commands.watch", "follow a run from another terminal"),
-    "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard, or write its specification offline"),
-    "chat": ("rlhf.commands.chat", "talk to a model of a run in the terminal"),
-    "export": ("rlhf.commands.export", "write a model that plain transformers loads"),
-    "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records in Arrow"),
-    "sample": ("rlhf.commands.sample", "draw K responses a prompt and write the tasks of a labelling round"),
-    "plan": ("rlhf.commands.plan", "memory a GPU and a stage, hours and compute-optimal sizes, before anyone pays"),
-    "world": ("rlhf.stages.world", "write the gold world's corpus, demonstrations and prompts"),
-    "label": ("rlhf.stages.label", "sample responses from the SFT model and have the gold world's labelers rank them"),
-}
-# The groups of settings that a command's help shows.
-HELP_GROUPS = {
-    "tokenizer": ("tokenizer", "data"), "pretrain": ("model", "pretrain", "data"), "sft": ("sft", "data"),
-    "reward": ("reward", "data"), "ppo": ("ppo", "kl", "lora", "rollout"), "evaluate": ("evaluate", "rollout"),
-    "rejection": ("rejection", "sft"),
-    "pipeline": ("tracking", "checkpoints", "parents", "launcher", "sharding"), "report": ("report",),
-    "watch": ("watch",), "dashboard": ("tracking",),
-    "chat": ("chat",), "export": ("export",),
-    "world": ("gold",), "label": ("gold",), "sample": ("sample", "data"), "import": ("columns", "words"),
-    "plan": ("model", "tokenizer"),
+# Each command's module, one line of help, and the groups of settings that its help shows; the stages have rows of their own.
+_STAGES = {row.name: (row.module, row.help, row.groups) for row in STAGES.values()}
+_COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "pipeline": ("rlhf.commands.pipeline", "all stages, from raw text to an aligned model and its report",
+                 ("tracking", "checkpoints", "parents", "launcher", "sharding")),
+    **{name: row for name, row in _STAGES.items() if name not in GOLD_STAGES},
+    "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page", ("report",)),
+    "watch": ("rlhf.commands.watch", "follow a run from another terminal", ("watch",)),
+    "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard, or write its specification offline",
+                  ("tracking",)),
+    "chat": ("rlhf.commands.chat", "talk to a model of a run in the terminal", ("chat",)),
+    "export": ("rlhf.commands.export", "write a model that plain transformers loads", ("export",)),
+    "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records in Arrow",
+               ("columns", "words")),
+    "sample": ("rlhf.commands.sample", "draw K responses a prompt and write the tasks of a labelling round",
+               ("sample", "data")),
+    "plan": ("rlhf.commands.plan", "memory a GPU and a stage, hours and compute-optimal sizes, before anyone pays",
+             ("model", "tokenizer")),
+    **{name: row for name, row in _STAGES.items() if name in GOLD_STAGES},
 }  # fmt: skip
+COMMANDS = {name: (module, text) for name, (module, text, _) in _COMMANDS.items()}
+HELP_GROUPS = {name: groups for name, (_, _, groups) in _COMMANDS.items()}
 # Commands that have a schema of their own, by the class in rlhf/config.py; all others share `Config`.
 SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
 CONFIG_GROUPS = ("model", "experiment", "tracking")
@@ -339,7 +331,7 @@ def _command_help(command: str) -> str:
             value = getattr(group, item.name)
             if not is_dataclass(value):
                 owners = [c.__name__ for c in type(group).__mro__ if (c.__name__, item.name) in meaning]
-                text = meaning[owners[0], item.name] if owners else ""
+                text = meaning[owners[0], item.name] if owners else item.metadata.get("help", "")
                 lines.append(f"  {prefix + item.name + '=' + _show(value):<40} {text}".rstrip())
     if command == "import":
         lines += _import_help()

@@ -4,8 +4,10 @@ YAML under conf/ holds differences. `python -m rlhf <command> --cfg job` prints 
 nothing heavy, so that checking an override costs milliseconds.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, make_dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf.recipe import GOLD_STAGES, PARENTS
 
 
 @dataclass(slots=True)
@@ -274,17 +276,22 @@ class ShardingConfig:
     persistence_threshold: int = 10_000  # ZeRO-3: tensors with fewer elements stay whole on every rank
 
 
-@dataclass(slots=True)
-class ParentsConfig:
-    """Where a stage finds what it builds on: a run's name or a path; none: the same run."""
-
-    world: str | None = None  # a run or a stage folder (the gold world only)
-    tokenizer: str | None = None  # a run or a stage folder
-    pretrain: str | None = None  # a run or a stage folder
-    sft: str | None = None  # a run or a stage folder
-    label: str | None = None  # a run or a stage folder (the gold world only)
-    reward: str | None = None  # a run or a stage folder
-    ppo: str | None = None  # a run or a stage folder
+if TYPE_CHECKING:
+    ParentsConfig = Any
+else:
+    ParentsConfig = make_dataclass(
+        "ParentsConfig",
+        [
+            (stage, str | None, field(default=None, metadata={"help": f"a run or a stage folder{gold}"}))
+            for stage in PARENTS
+            for gold in [" (the gold world only)" if stage in GOLD_STAGES else ""]
+        ],
+        namespace={
+            "__doc__": "Where a stage finds what it builds on: a run's name or a path; none: the same run.",
+            "__module__": __name__,
+        },
+        slots=True,
+    )
 
 
 @dataclass(slots=True)

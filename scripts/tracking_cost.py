@@ -19,7 +19,6 @@ from typing import Any
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("RLHF_PROGRESS", "off")
-PARENTS = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
 
 
 class Timed:
@@ -53,6 +52,7 @@ def other_seconds() -> float:
 def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.cli import compose_config
     from rlhf.ppo.setup import make_trainer
+    from rlhf.recipe import ancestors
     from rlhf.runs.folders import open_stage
     from rlhf.runs.sources import hash_sources
     from rlhf.stages.ppo import one_update
@@ -60,7 +60,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:
-        for stage in PARENTS:
+        for stage in ancestors("ppo"):
             if (Path(runs_dir) / name / stage).is_dir():
                 shutil.copytree(Path(runs_dir) / name / stage, Path(home) / name / stage)
         config = compose_config(

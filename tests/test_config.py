@@ -10,7 +10,6 @@ from rlhf import cli
 from rlhf.checks import check_config
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.runs.sources import STAGE_DATA
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (cli.conf_dir() / group).glob("*.yaml"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -109,8 +108,3 @@ def test_every_setting_is_documented(capsys):
     for name in (item.name for item in fields(Config())):
         group = getattr(Config(), name)
         assert not is_dataclass(group) or type(group).__doc__
-
-
-def test_stages_that_read_data_name_kinds_of_the_schema():
-    kinds = {item.name for item in fields(Config().data)}
-    assert {kind for found in STAGE_DATA.values() for kind in found} <= kinds

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from rlhf.interrupts import EXIT_CODE
 
-SHARED_STAGES = ("pretrain", "sft", "reward", "ppo")  # those that several processes can work on
 LOOK_SECONDS = 0.1  # between two looks at the processes
 STOP_SECONDS = 60.0  # that the others get to stop too, once one was told to and has
 

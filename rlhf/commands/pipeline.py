@@ -9,15 +9,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhf.commands.launch import SHARED_STAGES, run_processes
+from rlhf.commands.launch import run_processes
 from rlhf.commands.report import write
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import read_json, write_json
 from rlhf.interrupts import EXIT_CODE
+from rlhf.recipe import PIPELINE, ROUND_STAGES, STAGES
 from rlhf.runs.folders import (
-    OPTIONAL_STAGES,
-    STAGE_PARENTS,
     check_output,
     collect_parents,
     differences,
@@ -31,7 +30,6 @@ from rlhf.runs.folders import (
 )
 from rlhf.runs.sources import data_source, hash_sources
 
-ROUND_STAGES = ("label", "reward", "ppo")  # of a labelling round before the last
 LEAST_FREE_BYTES = 200 * 2**20  # a run that starts with less would only fail later
 
 
@@ -42,8 +40,8 @@ def run(config: Config) -> None:
     check_before(config)
     started = time.monotonic()
     done: dict[str, str] = {}
-    for stage in STAGE_PARENTS:
-        if stage not in OPTIONAL_STAGES and is_needed(config, stage) and getattr(config.parents, stage, None) is None:
+    for stage in PIPELINE:
+        if is_needed(config, stage) and getattr(config.parents, stage, None) is None:
             if stage == "label":
                 done |= ensure_rounds(config, overrides)
             done[stage] = ensure_stage(config, stage, overrides)
@@ -69,7 +67,7 @@ def check_before(config: Config) -> None:
     if missing:
         raise UserError(f"{' and '.join('data.' + kind for kind in missing)} not set: give a file, a folder or a hub id, "
                         "or run the embedded world with experiment=gold")  # fmt: skip
-    for stage in STAGE_PARENTS:
+    for stage in PIPELINE:
         hash_sources(config, stage)  # a missing file is found here
     folder = run_folder(config)
     if not is_complete(folder / "reward"):
@@ -150,7 +148,7 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
 
 def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     """The stage as processes that end with this one. Exits with the code of the one that fails."""
-    processes = config.launcher.processes if stage in SHARED_STAGES else 1
+    processes = config.launcher.processes if STAGES[stage].several_processes else 1
     code = run_processes([sys.executable, "-m", "rlhf", stage, *overrides], processes, config.threads)
     if code == EXIT_CODE:
         sys.exit(code)

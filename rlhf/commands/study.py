@@ -23,10 +23,11 @@ from rlhf.commands.pipeline import forwarded_overrides, misfit
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import read_json, write_json
+from rlhf.recipe import ancestors
 from rlhf.runs.folders import collect_parents, is_complete, read_stage, run_folder
 from rlhf.runs.sources import is_function, reward_folder, reward_sources
 
-PARENTS = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
+PARENTS = ancestors("ppo")
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
 EVAL_PROMPTS = 256
 # What each cell of `details` changes.

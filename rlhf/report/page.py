@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.recipe import PIPELINE
 from rlhf.report import evaluation as report_evaluation
 from rlhf.report import overview as report_overview
 from rlhf.report import samples as report_samples
 from rlhf.report import settings as report_setup
 from rlhf.report.charts import Picture, make_stage_figures
 from rlhf.report.figures import SERIES_COLOURS, Mark, save
-from rlhf.tracking.run_files import STAGES, RunFiles, decimal, duration, memory, number, percent, read_run
+from rlhf.tracking.run_files import RunFiles, decimal, duration, memory, number, percent, read_run
 
 
 def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
@@ -28,7 +29,7 @@ def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
             for key, label in (("noise_ceiling", "noise ceiling"), ("length_baseline", "length only"))
             if (level := number(runs[0].results, "reward_model", key)) is not None
         ]
-    for name in STAGES:
+    for name in PIPELINE:
         points = [(run.name, run.stages[name].points if name in run.stages else {}) for run in runs]
         figures = list(make_stage_figures(name, points, {"Pair accuracy": levels}))
         if figures:

@@ -3,9 +3,10 @@
 from dataclasses import asdict
 from typing import Any
 
+from rlhf.recipe import GOLD_STAGES
 from rlhf.report.figures import MAX_POINTS, format_value, is_number
 from rlhf.report.samples import MORE_SAMPLES, SHOWN_SAMPLES
-from rlhf.tracking.run_files import OPTIONAL_STAGES, STAGES, RunFiles, get, number, visible
+from rlhf.tracking.run_files import RunFiles, get, number, visible
 
 # What changes no result: where things lie, and how they are shown.
 NOT_SETTINGS = ("run", "runs_dir", "overwrite", "device", "threads")
@@ -65,7 +66,7 @@ def told(value: Any) -> str:
 def make_skipped(run: RunFiles) -> list[str]:
     """What this page does not show, and why."""
     notes = []
-    missing = [name for name in STAGES if name not in run.stages and name in OPTIONAL_STAGES]
+    missing = [name for name in GOLD_STAGES if name not in run.stages]
     if missing:
         notes.append(f"{' and '.join(missing)}: not in this run, which reads its data from files.")
     for name, stage in run.stages.items():

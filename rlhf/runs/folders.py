@@ -29,45 +29,15 @@ from rlhf import __version__
 from rlhf.config import Config, ParentsConfig
 from rlhf.errors import UserError
 from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
+from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
 from rlhf.runs.lineage import git_state
 
-# What several stages read: whence prompts come and how they are divided; what pays a response.
-PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", "data.format", "data.dev", "data.test",
-           "data.split_seed")  # fmt: skip
-REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_combine", "ppo.calibrated")
-# The settings that a stage's result depends on. A stage that is complete under other ones is refused, not reused.
-STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
-    "world": ("seed", "gold.documents", "gold.demonstrations", "gold.train_prompts", "gold.dev_prompts", "gold.test_prompts"),
-    "tokenizer": ("tokenizer", "data.corpus", "data.encoding", "model.context_length"),
-    "pretrain": ("seed", "model", "pretrain", "data.corpus", "data.encoding", "data.held_out"),
-    "sft": ("seed", "sft", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed"),
-    "label": ("seed", "gold", "rollout.max_new_tokens"),
-    "reward": ("seed", "reward", "data.comparisons", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed",
-               "data.held_out_labelers", "rollout.max_new_tokens"),
-    "ppo": ("seed", "ppo", "kl", "lora", "rollout", *PROMPTS),
-    "rejection": ("seed", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", *REWARD_SOURCES, *PROMPTS),
-    "evaluate": ("seed", "evaluate", "rollout.max_new_tokens", "ppo.missing_eos_rule", "ppo.missing_eos_score",
-                 "ppo.score_clip", *REWARD_SOURCES, *PROMPTS, "data.held_out_labelers", "gold.labeler_noise"),
-}  # fmt: skip
 # Settings that change how fast a stage runs but not what it computes, and one that its parents were made with.
 NOT_IDENTITY = {
     "samples_every", "eval_every", "eval_prompts", "micro_batch_sequences", "micro_batch_size",
     "micro_batch_responses", "micro_batch_episodes", "seeds", "parents", "updates", "cells", "processes", "early_episodes",
 }  # fmt: skip
-STAGE_PARENTS: dict[str, tuple[str, ...]] = {
-    "world": (),
-    "tokenizer": ("world",),
-    "pretrain": ("world", "tokenizer"),
-    "sft": ("world", "pretrain"),
-    "label": ("world", "sft"),
-    "reward": ("world", "sft", "label"),
-    "ppo": ("world", "sft", "reward"),
-    "rejection": ("world", "sft", "reward"),
-    "evaluate": ("world", "pretrain", "sft", "label", "reward", "ppo"),
-}
-GOLD_STAGES = ("world", "label")
-OPTIONAL_STAGES = ("rejection",)  # run when asked for, not by the pipeline
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ROUND = re.compile(r"-round-\d+$")  # what a labelling round before the last adds to the run's name
 
@@ -85,7 +55,7 @@ def settings_of(config: Config, stage: str) -> dict[str, Any]:
             flat[prefix] = value
 
     tree = asdict(config)
-    for key in STAGE_SETTINGS[stage]:
+    for key in STAGES[stage].settings:
         value: Any = tree
         for part in key.split("."):
             value = value[part]
@@ -133,9 +103,7 @@ def earlier_run(config: Config) -> Config | None:
     found.gold.rounds = gold.rounds - 1
     if gold.early_episodes is not None:
         found.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
-    shared = {
-        stage: getattr(config.parents, stage) or config.run for stage in ("world", "tokenizer", "pretrain", "sft")
-    }
+    shared = {stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
     found.parents = ParentsConfig(**shared)
     return found
 
@@ -196,7 +164,7 @@ def check_output(folder: Path, stage: str | None = None) -> dict:
 def collect_parents(config: Config, stage: str) -> dict[str, str]:
     """{parent: hash}. Raises: UserError where a parent is missing, damaged, or was built on other grandparents."""
     records = {}
-    for parent in STAGE_PARENTS[stage]:
+    for parent in STAGES[stage].parents:
         if is_needed(config, parent) and not (stage == "ppo" and parent == "reward" and config.ppo.rewards is not None):
             folder = stage_folder(config, parent)
             records[parent] = check_output(folder, parent) | {"folder": folder}
@@ -217,7 +185,7 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
 def check_round(earlier: Config) -> list[dict]:
     """The records of the label and PPO stages of the labelling round before. Raises: UserError where they do not fit."""
     records: dict[str, dict] = {}
-    for name in ("label", "reward", "ppo"):
+    for name in ROUND_STAGES:
         folder = run_folder(earlier) / name
         if not is_complete(folder):
             raise UserError(f"{folder}: no finished {name} of the labelling round before: `rlhf pipeline` makes it; or "
@@ -372,7 +340,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             stage.seconds_before = float(recorded.get("seconds", 0.0))
         else:
             _empty(stage, config.overwrite)
-        folders = {p: stage_folder(config, p) if p in STAGE_PARENTS else Path(config.runs_dir) / p for p in parents}
+        folders = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
         built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
         stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
         stage.note_progress()

@@ -8,31 +8,14 @@ from rlhf.data.reading.readers import ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sourc
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
+from rlhf.recipe import STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
-
-# The kinds of data that each stage reads.
-STAGE_DATA = {
-    "tokenizer": ("corpus",),
-    "pretrain": ("corpus",),
-    "sft": ("demonstrations",),
-    "reward": ("comparisons", "demonstrations"),
-    "ppo": ("prompts", "demonstrations", "comparisons"),
-    "evaluate": ("prompts", "demonstrations", "comparisons"),
-}
 
 
 def fractions(config: Config) -> dict[str, float]:
     """Shares of train, dev and test, for `record_split`."""
     dev, test = config.data.dev, config.data.test
     return {"train": 1.0 - dev - test, "dev": dev, "test": test}
-
-
-GOLD_FILES = {
-    "corpus": ("world", "corpus.jsonl"),
-    "demonstrations": ("world", "demonstrations.jsonl"),
-    "prompts": ("world", "prompts.jsonl"),
-    "comparisons": ("label", "comparisons.jsonl"),
-}
 
 
 def data_source(config: Config, kind: str) -> Any:
@@ -44,7 +27,7 @@ def data_source(config: Config, kind: str) -> Any:
     if given is not None:
         return given
     if config.gold.enabled:
-        stage, name = GOLD_FILES[kind]
+        stage, name = gold_file(kind)
         return str(stage_folder(config, stage) / name)
     if kind == "prompts":
         found: list[Any] = []
@@ -108,7 +91,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     Raises: UserError where a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
     found: dict[str, str] = {}
-    for kind in STAGE_DATA.get(stage, ()):
+    for kind in STAGES[stage].data:
         given = getattr(config.data, kind)
         if given is None:
             continue

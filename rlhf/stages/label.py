@@ -19,7 +19,7 @@ from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers, r
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.generate import sample
 from rlhf.runs.folders import earlier_run, open_stage, read_stage, run_folder, stage_folder
-from rlhf.runs.sources import need_source
+from rlhf.runs.sources import hash_sources, need_source
 from rlhf.tokenizer import decode_response, encode_prompts, load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.training.setup import load_policy, set_up
@@ -31,7 +31,7 @@ def run(config: Config) -> None:
     """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples a prompt, of this round and those before."""
     if not config.gold.enabled:
         raise UserError("label: only the gold world has simulated labelers: add experiment=gold")
-    with open_stage(config, "label") as stage:
+    with open_stage(config, "label", hash_sources(config, "label")) as stage:
         device = set_up(config)
         earlier = earlier_run(config)
         source = stage_folder(config, "sft") if earlier is None else run_folder(earlier) / "ppo"

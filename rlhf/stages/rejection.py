@@ -27,7 +27,7 @@ from rlhf.training.trainer import save_output, train
 
 def run(config: Config) -> None:
     """Write runs/<run>/rejection: demonstrations.jsonl, the best samples as records, and the model trained on them."""
-    with open_stage(config, "rejection", hash_sources(config, "ppo")) as stage:
+    with open_stage(config, "rejection", hash_sources(config, "rejection")) as stage:
         device = set_up(config)
         folder = stage_folder(config, "sft") / "model"
         tokenizer, policy = load_tokenizer(folder), load_policy(folder).to(device)

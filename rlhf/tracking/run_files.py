@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf.recipe import GOLD_STAGES, PIPELINE
 from rlhf.report.charts import Points
 from rlhf.report.figures import is_number
 from rlhf.tracking.jsonl import read_json, read_jsonl
@@ -17,9 +18,6 @@ from rlhf.tracking.metrics import find
 from rlhf.tracking.progress import format_seconds
 
 TEXT_LIMIT = 1500
-# In the order of the pipeline; the optional ones are shown only where they have a folder.
-STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "evaluate")
-OPTIONAL_STAGES = ("world", "label")
 
 
 @dataclass(slots=True)
@@ -87,10 +85,10 @@ def read_run(folder: Path) -> RunFiles:
     """Reads a run's folder. Raises: FileNotFoundError where it is no folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
-    stages = {name: read_stage(folder / name) for name in STAGES}
+    stages = {name: read_stage(folder / name) for name in PIPELINE}
     return RunFiles(
         visible(folder.resolve().name, 100),
-        {name: s for name, s in stages.items() if s.status != "not started" or name not in OPTIONAL_STAGES},
+        {name: s for name, s in stages.items() if s.status != "not started" or name not in GOLD_STAGES},
         read_json(folder / "evaluate" / "results.json"),
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
         [{"file": path.stem} | study for path in sorted(folder.glob("study/*.json")) if (study := read_json(path))],

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf.recipe import PIPELINE, ROUND_STAGES
 from rlhf.report.figures import is_number
 from rlhf.tracking.jsonl import parse_line, read_json
 from rlhf.tracking.progress import format_figure, format_seconds
-from rlhf.tracking.run_files import STAGES, get
+from rlhf.tracking.run_files import get
 
 # What a person wants to see of a stage, by label.
 FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -137,7 +138,7 @@ class Watch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.stages = [watched(folder, name, name) for name in STAGES]
+        self.stages = [watched(folder, name, name) for name in PIPELINE]
         self.rounds: set[Path] = set()
 
     def _find_rounds(self) -> None:
@@ -149,7 +150,7 @@ class Watch:
         }
         for folder in sorted(found - self.rounds, key=lambda p: int(p.name.rsplit("-", 1)[-1])):
             at = next(i for i, stage in enumerate(self.stages) if stage.title == "label")
-            self.stages[at:at] = [watched(folder, name, f"{folder.name}/{name}") for name in ("label", "reward", "ppo")]
+            self.stages[at:at] = [watched(folder, name, f"{folder.name}/{name}") for name in ROUND_STAGES]
         self.rounds |= found
 
     def look(self) -> bool:

@@ -1,0 +1,149 @@
+"""The recipe as a table: one row per stage. Whatever else depends on the stages is derived from these rows.
+
+To add a stage, add a row here and one file under rlhf/stages/ (docs/contributing.md has a worked example). This module
+imports nothing of the project.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", "data.format", "data.dev", "data.test",
+           "data.split_seed")  # fmt: skip
+REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_combine", "ppo.calibrated")
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """What the other modules need to know about a stage."""
+
+    name: str  # of the command and of the folder under runs/<run>/
+    help: str  # one line for `rlhf --help`
+    parents: tuple[str, ...] = ()  # the stages whose output it reads
+    data: tuple[str, ...] = ()  # the kinds of data it reads: data.<kind>
+    settings: tuple[str, ...] = ()  # those that change its result: single settings or whole groups
+    gold_data: Mapping[str, str] = field(default_factory=dict)  # kind of data: the file of it that this stage writes
+    several_processes: bool = False  # whether several processes can work on it together
+    gold_only: bool = False  # whether only the gold world has it
+    optional: bool = False  # whether it runs only when called by name, not in the pipeline
+    every_round: bool = False  # whether each labelling round runs it again
+    writes_policy: bool = False  # whether its model answers prompts (chat, export, sample)
+
+    @property
+    def module(self) -> str:
+        """The module whose `run(config)` runs the stage."""
+        return f"rlhf.stages.{self.name}"
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of settings that contain those that change its result."""
+        return tuple(dict.fromkeys(key.partition(".")[0] for key in self.settings if key != "seed"))
+
+
+ROWS = (
+    StageRow(
+        "world",
+        "write the gold world's corpus, demonstrations and prompts",
+        settings=("seed", "gold.documents", "gold.demonstrations", "gold.train_prompts", "gold.dev_prompts",
+                  "gold.test_prompts"),
+        gold_data={"corpus": "corpus.jsonl", "demonstrations": "demonstrations.jsonl", "prompts": "prompts.jsonl"},
+        gold_only=True,
+    ),
+    StageRow(
+        "tokenizer",
+        "train the byte-level BPE on the pretraining text",
+        parents=("world",),
+        data=("corpus",),
+        settings=("tokenizer", "data.corpus", "data.encoding", "model.context_length"),
+    ),
+    StageRow(
+        "pretrain",
+        "pretrain the GPT from random weights",
+        parents=("world", "tokenizer"),
+        data=("corpus",),
+        settings=("seed", "model", "pretrain", "data.corpus", "data.encoding", "data.held_out"),
+        several_processes=True,
+        writes_policy=True,
+    ),
+    StageRow(
+        "sft",
+        "fine-tune on demonstrations",
+        parents=("world", "pretrain"),
+        data=("demonstrations",),
+        settings=("seed", "sft", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed"),
+        several_processes=True,
+        writes_policy=True,
+    ),
+    StageRow(
+        "label",
+        "sample responses from the SFT model and have the gold world's labelers rank them",
+        parents=("world", "sft"),
+        data=("prompts",),
+        settings=("seed", "gold", "rollout.max_new_tokens"),
+        gold_data={"comparisons": "comparisons.jsonl"},
+        gold_only=True,
+        every_round=True,
+    ),
+    StageRow(
+        "reward",
+        "train the reward model on ranked comparisons",
+        parents=("world", "sft", "label"),
+        data=("comparisons", "demonstrations"),
+        settings=("seed", "reward", "data.comparisons", "data.demonstrations", "data.format", "data.dev", "data.test",
+                  "data.split_seed", "data.held_out_labelers", "rollout.max_new_tokens"),
+        several_processes=True,
+        every_round=True,
+    ),
+    StageRow(
+        "ppo",
+        "optimise the policy against the reward model",
+        parents=("world", "sft", "reward"),
+        data=("prompts", "demonstrations", "comparisons"),
+        settings=("seed", "ppo", "kl", "lora", "rollout", *PROMPTS),
+        several_processes=True,
+        every_round=True,
+        writes_policy=True,
+    ),
+    StageRow(
+        "rejection",
+        "fine-tune on the best of n samples by the reward model",
+        parents=("world", "sft", "reward"),
+        data=("prompts", "demonstrations", "comparisons"),
+        settings=("seed", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", *REWARD_SOURCES, *PROMPTS),
+        optional=True,
+        writes_policy=True,
+    ),
+    StageRow(
+        "evaluate",
+        "measure the models on held-out prompts and comparisons",
+        parents=("world", "pretrain", "sft", "label", "reward", "ppo"),
+        data=("prompts", "demonstrations", "comparisons"),
+        settings=("seed", "evaluate", "rollout.max_new_tokens", "ppo.missing_eos_rule", "ppo.missing_eos_score",
+                  "ppo.score_clip", *REWARD_SOURCES, *PROMPTS, "data.held_out_labelers", "gold.labeler_noise"),
+    ),
+)  # fmt: skip
+STAGES: dict[str, StageRow] = {row.name: row for row in ROWS}  # in the order of the pipeline
+
+
+def names(rows: Iterable[StageRow]) -> tuple[str, ...]:
+    return tuple(row.name for row in rows)
+
+
+PIPELINE = names(row for row in ROWS if not row.optional)
+GOLD_STAGES = names(row for row in ROWS if row.gold_only)
+ROUND_STAGES = names(row for row in ROWS if row.every_round)
+POLICY_STAGES = names(row for row in ROWS if row.writes_policy)
+# The stages that another one builds on: `parents.<stage>` names one of another run.
+PARENTS = names(row for row in ROWS if any(row.name in child.parents for child in ROWS))
+
+
+def ancestors(stage: str) -> tuple[str, ...]:
+    """Every stage that `stage` builds on, directly or not, in the order of the pipeline."""
+    found = set(STAGES[stage].parents)
+    for parent in STAGES[stage].parents:
+        found |= set(ancestors(parent))
+    return names(row for row in ROWS if row.name in found)
+
+
+def gold_file(kind: str) -> tuple[str, str]:
+    """(stage, file name) of a kind of data in the gold world."""
+    return next((row.name, row.gold_data[kind]) for row in ROWS if kind in row.gold_data)

@@ -1,0 +1,92 @@
+"""The table of stages: it fits the schema, it imports nothing, and one row and one file add a stage."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf import cli, recipe
+from rlhf.config import Config
+
+from .conftest import ROOT
+from .stages.conftest import (
+    Run,
+    gold_run,  # noqa: F401 (a fixture)
+)
+
+
+def test_every_row_has_a_module_and_parents_before_it():
+    assert len(recipe.STAGES) == len(recipe.ROWS)
+    for i, row in enumerate(recipe.ROWS):
+        assert importlib.util.find_spec(row.module) is not None
+        assert set(row.parents) <= {earlier.name for earlier in recipe.ROWS[:i]}
+        assert cli.COMMANDS[row.name] == (row.module, row.help)
+
+
+def test_every_kind_of_data_and_setting_of_a_row_exists():
+    keys = cli.schema_keys()
+    for row in recipe.ROWS:
+        assert set(row.settings) <= keys.keys()
+        assert {f"data.{kind}" for kind in (*row.data, *row.gold_data)} <= keys.keys()
+    assert {kind: recipe.gold_file(kind) for kind in ("corpus", "comparisons")} == {
+        "corpus": ("world", "corpus.jsonl"),
+        "comparisons": ("label", "comparisons.jsonl"),
+    }
+
+
+def test_what_other_modules_derive():
+    assert recipe.PIPELINE == ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "evaluate")
+    assert recipe.ancestors("ppo") == ("world", "tokenizer", "pretrain", "sft", "label", "reward")
+    assert recipe.ancestors("label") == ("world", "tokenizer", "pretrain", "sft")
+    assert recipe.ROUND_STAGES == ("label", "reward", "ppo")
+    assert tuple(vars(recipe)["PARENTS"]) == tuple(
+        key.partition(".")[2] for key in cli.schema_keys() if key.startswith("parents.")
+    )
+    assert all(getattr(Config().parents, stage) is None for stage in recipe.PARENTS)
+
+
+def test_the_table_imports_nothing_of_the_project():
+    code = "import sys, rlhf.recipe; print(sorted(m for m in sys.modules if m.startswith('rlhf')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['rlhf', 'rlhf.recipe']"
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A copy of the package with the stage of docs/contributing.md: its row in recipe.py and its file."""
+    row, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "contributing.md").read_text("utf-8"), re.S)
+    for name in ("rlhf", "conf"):
+        shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    package = tmp_path / "copy" / "rlhf"
+    table = (package / "recipe.py").read_text("utf-8")
+    assert table.count("\n)  # fmt: skip\nSTAGES") == 1
+    (package / "recipe.py").write_text(
+        table.replace("\n)  # fmt: skip\nSTAGES", f"\n{row.rstrip()},\n)  # fmt: skip\nSTAGES"), "utf-8"
+    )
+    (package / "stages" / "survey.py").write_text(code, "utf-8")
+    return tmp_path / "copy"
+
+
+def test_a_row_and_a_file_add_a_stage(toy: Path, gold_run: Run, tmp_path: Path):  # noqa: F811
+    run = gold_run.copy(tmp_path / "runs", None)
+
+    def rlhf(*arguments: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "rlhf", *arguments], capture_output=True, text=True, cwd=toy,
+                              env=os.environ | {"PYTHONPATH": str(toy)}, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "\n  survey     count the tokens of the demonstrations\n" in rlhf("--help")
+    assert "\n  data.demonstrations=null" in rlhf("survey", "--help")
+    whole = [*run.overrides, f"runs_dir='{run.runs_dir}'", f"run={run.name}"]
+    first = rlhf("pipeline", *whole)
+    assert "evaluate: complete, skipped\n" in first and "survey: complete in" in first
+    assert "survey: complete, skipped\n" in rlhf("pipeline", *whole)
+    assert '"survey"' in (run.folder / "pipeline.json").read_text()
+    assert "survey" in (run.folder / "report.html").read_text()
+    assert "survey: complete" in rlhf("watch", *whole, "watch.wait=false")
