@@ -1,11 +1,11 @@
 """Relations between settings, checked before anything runs: all problems come at once."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf.config import Config, ImportConfig, PlanConfig
 from rlhf.errors import UserError
+from rlhf.processes import process_count
 from rlhf.recipe import STAGES
 
 CHOICES = {
@@ -202,7 +202,7 @@ def _launch_problems(config: Config, command: str) -> list[str]:
     if command in ("pretrain", "pipeline") and config.deepspeed != "none" and config.pretrain.optimizer == "muon":
         problems.append(f"pretrain.optimizer=muon: works on whole matrices, which deepspeed={config.deepspeed} divides: want "
                         "pretrain.optimizer=adamw")  # fmt: skip
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = process_count()
     if processes > 1 and not (command in STAGES and STAGES[command].several_processes):
         remedy = "set launcher.processes instead" if command == "pipeline" else "start it without a launcher"
         problems.append(f"{command}: started as {processes} processes, works as one: {remedy}")

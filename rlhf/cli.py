@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from rlhf.errors import UserError
 from rlhf.interrupts import EXIT_CODE, leave, terminate_as_interrupt
+from rlhf.processes import disconnect, is_first, lost_another, process_count, rank
 from rlhf.recipe import GOLD_STAGES, STAGES
-from rlhf.runs.folders import is_main_process
 
 # Each command's module, one line of help, and the groups of settings that its help shows; the stages have rows of their own.
 _STAGES = {row.name: (row.module, row.help, row.groups) for row in STAGES.values()}
@@ -44,9 +44,6 @@ HELP_GROUPS = {name: groups for name, (_, _, groups) in _COMMANDS.items()}
 SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
-# How gloo and NCCL word that the other end of a connection is gone.
-LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
-                "NCCL communicator was aborted", "remote process exited")  # fmt: skip
 SECONDS_TO_SPEAK = 5.0  # that a process leaves the first one of its launch to name a mistake that both have found
 # Hydra's flags that are followed by a value.
 FLAGS_WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name",
@@ -66,14 +63,13 @@ def main(argv: list[str] | None = None) -> None:
     terminate_as_interrupt()
     try:
         _dispatch(arguments)
-        ranks = sys.modules.get("rlhf.training.processes")  # not imported for its own sake: it brings torch
-        if argv is None and ranks is not None and ranks.disconnect():
+        if argv is None and disconnect():
             leave(0)
     except UserError as error:
         fail(str(error))
     except KeyboardInterrupt:
         told = "\nrlhf: interrupted: run the same command again, it resumes from the last checkpoint"
-        if is_main_process():
+        if is_first():
             print(told, file=sys.stderr)
         end(EXIT_CODE)
     except BrokenPipeError:
@@ -84,27 +80,22 @@ def main(argv: list[str] | None = None) -> None:
 def fail(message: str) -> NoReturn:
     """Say what is wrong in one line, and end with exit code 2."""
     let_the_first_speak()
-    of = "" if is_main_process() else f"process {os.environ['RANK']}: "
+    of = "" if is_first() else f"process {rank()}: "
     print(f"rlhf: error: {of}{' '.join(message.split())}", file=sys.stderr, flush=True)
     end(2)
 
 
 def end(code: int) -> NoReturn:
     """End this process; of several, at once: an orderly end would wait for the others, or abort for their being gone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_count() > 1:
         leave(code)
     sys.exit(code)
 
 
 def let_the_first_speak() -> None:
     """Of several processes that fail for one reason only the first need say so: what started them then ends the others."""
-    if not is_main_process():
+    if not is_first():
         time.sleep(SECONDS_TO_SPEAK)
-
-
-def lost_another(error: Exception) -> bool:
-    """Whether an error only says that another process of this launch is gone."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(sign in str(error) for sign in LOST_PROCESS)
 
 
 def _dispatch(arguments: list[str]) -> None:

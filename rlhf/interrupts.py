@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from rlhf.processes import is_first
+
 EXIT_CODE = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds within which two signals are one: Ctrl-C reaches a stage from the terminal and from what started the stage.
@@ -86,7 +88,7 @@ def finish_step(name: str) -> Iterator[None]:
 
 def _tell(text: str) -> None:
     """Past Python's buffers, which the interrupted code may be in the middle of writing; the first of several processes."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first():
         return
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

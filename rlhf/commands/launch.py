@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from rlhf.interrupts import EXIT_CODE
+from rlhf.processes import launch_environment
 
 LOOK_SECONDS = 0.1  # between two looks at the processes
 STOP_SECONDS = 60.0  # that the others get to stop too, once one was told to and has
@@ -50,11 +51,11 @@ def environments(processes: int, threads: int) -> list[dict[str, str]]:
     """The environment of each process."""
     if processes == 1:
         return [dict(os.environ)]
-    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(free_port())}  # fmt: skip
-    if not threads:
-        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
-    return [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    port = free_port()
+    shared = {} if threads else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+    return [
+        {**os.environ, **shared, **launch_environment(rank, processes, "127.0.0.1", port)} for rank in range(processes)
+    ]
 
 
 def free_port() -> int:

@@ -26,12 +26,12 @@ from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
 from rlhf.ppo.ptx import PretrainingBlocks, pretraining_loss
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
 from rlhf.ppo.rollout import Rollout, before_responses, logprobs_of_hidden, response_logprobs, unpacked
+from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, stage_folder
 from rlhf.runs.sources import fractions, is_function, need_source, reward_folder, reward_sources
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, make_engine, shard_frozen
-from rlhf.training.loop import Ranks
 from rlhf.training.setup import check_tokenizer, load_policy
 from rlhf.training.zero import zero_stage
 

@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import resource
@@ -29,6 +28,7 @@ from rlhf import __version__
 from rlhf.config import Config, ParentsConfig
 from rlhf.errors import UserError
 from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
+from rlhf.processes import is_first
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
 from rlhf.runs.lineage import git_state
@@ -208,11 +208,6 @@ def differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
     return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
 
 
-def is_main_process() -> bool:
-    """Whether this is the process that writes: rank 0 of a launch (torchrun, accelerate), or one that runs alone."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def peak_rss_mb() -> float:
     """Peak resident memory of this process so far, in MB (10^6 bytes)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -316,7 +311,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
     """
     folder = run_folder(config) / name
     parents = collect_parents(config, name)
-    if not is_main_process():
+    if not is_first():
         yield Stage(config, name, folder, parents, data or {}, writes=False)
         return
     try:

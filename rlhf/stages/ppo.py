@@ -29,6 +29,7 @@ from rlhf.ppo.rewards import CombinedReward, pay
 from rlhf.ppo.rollout import Rollout, collect_rollout
 from rlhf.ppo.setup import Trainer, make_trainer, merged_adapters
 from rlhf.ppo.update import optimize
+from rlhf.processes import on_first_rank
 from rlhf.runs.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.runs.folders import open_stage
 from rlhf.runs.sources import hash_sources
@@ -38,8 +39,7 @@ from rlhf.tracking.progress import progress
 from rlhf.tracking.writers import Tracker, read_jsonl
 from rlhf.training.engine import on_cpu, read_state, write_state
 from rlhf.training.gather import gathered_state, save_model_checked
-from rlhf.training.loop import merged, refuse_nonfinite
-from rlhf.training.processes import on_first_rank
+from rlhf.training.loop import due_and_stop, refuse_nonfinite
 from rlhf.training.setup import open_tracker, set_up
 from rlhf.training.usage import update_flops, usage_metrics
 
@@ -72,7 +72,9 @@ def run(config: Config) -> None:
                     stage.say(f"stopped at update {update}: KL {metrics['objective/kl']:.2f} nats is above "
                               f"kl.ceiling={config.kl.ceiling}: the policy is kept as it was before this update")  # fmt: skip
                     break
-                due, stop = trainer.ranks.due(checkpoint_due(config.checkpoints, update, stage.elapsed() - saved_at))
+                due, stop = due_and_stop(
+                    trainer.ranks, checkpoint_due(config.checkpoints, update, stage.elapsed() - saved_at)
+                )
                 if due or stop:
                     save(trainer, update, metrics)
                     stage.note_progress()
@@ -174,7 +176,7 @@ def one_update(trainer: Trainer, update: int, tracker: Tracker) -> dict[str, flo
     tokens = int(ranks.sum(mask.sum()))
     trainer.tokens += tokens
     add_times(trainer, sums, tokens, rollout, with_policy=update > settings.critic_warmup_updates)
-    metrics = merged(trainer.ranks, sums).reduce()
+    metrics = trainer.ranks.merge(sums).reduce()
     if settings.eval_every and update % settings.eval_every == 0:
         metrics |= evaluate_held_out(trainer, update, tracker)
     tracker.log(metrics, step=update, episodes=update * len(index), tokens=trainer.tokens)
@@ -203,7 +205,7 @@ def evaluate_held_out(trainer: Trainer, update: int, tracker: Tracker) -> dict[s
         rows = sample_rows(trainer.tokenizer, records, rollout, scores, gold)[:SAMPLES_SHOWN]
     if update % trainer.config.ppo.samples_every == 0:
         tracker.samples(update, rows)
-    return merged(trainer.ranks, sums).reduce()
+    return trainer.ranks.merge(sums).reduce()
 
 
 def add_rollout_metrics(trainer: Trainer, sums: Sums, rollout: Rollout, scores: Tensor, returns: Tensor) -> None:

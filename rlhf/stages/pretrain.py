@@ -14,21 +14,20 @@ from rlhf.data.corpus import PackedCorpus, iterate_documents, pack_corpus
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
+from rlhf.processes import on_first_rank
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.tracking.progress import progress
-from rlhf.training.optim import MuonAdamW
-from rlhf.training.processes import on_first_rank
+from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, make_adamw
 from rlhf.training.setup import (
     StageCallback,
-    cosine_schedule,
-    decay_groups,
     newest_checkpoint,
     open_tracker,
     set_up,
 )
-from rlhf.training.trainer import StageTrainer, make_adamw, save_output, shared_arguments, train
+from rlhf.training.trainer import StageTrainer, save_output, shared_arguments, train
+from rlhf.training.zero import offloads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -127,7 +126,8 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
     settings = config.pretrain
     betas = (settings.beta1, settings.beta2)
     if settings.optimizer == "adamw":
-        return make_adamw(config, decay_groups(model, settings.weight_decay), settings.lr, betas)
+        groups = decay_groups(model, settings.weight_decay)
+        return make_adamw(groups, lr=settings.lr, betas=betas, on_host=offloads(config))
     return MuonAdamW(model, muon_lr=settings.muon_lr, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
 
 

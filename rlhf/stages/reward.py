@@ -38,6 +38,7 @@ from rlhf.model.classifier import TextRewardModel
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.ops.ranking import ranking_loss
+from rlhf.processes import Ranks, on_first_rank
 from rlhf.runs.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
@@ -46,9 +47,9 @@ from rlhf.tracking.metrics import Sums
 from rlhf.tracking.progress import progress
 from rlhf.training.engine import Engine, ZeroEngine, make_engine, put_weights, read_state, write_state
 from rlhf.training.gather import gathered_state, save_model_checked
-from rlhf.training.loop import Ranks, gradient_norm, merged, refuse_nonfinite
-from rlhf.training.processes import on_first_rank
-from rlhf.training.setup import cosine_schedule, decay_groups, load_policy, open_tracker, set_up
+from rlhf.training.loop import due_and_stop, gradient_norm, refuse_nonfinite
+from rlhf.training.optim import cosine_schedule, decay_groups
+from rlhf.training.setup import load_policy, open_tracker, set_up
 from rlhf.training.usage import training_flops, usage_metrics
 
 EVALUATED_TOGETHER = 128  # responses a forward of the held-out figures
@@ -173,7 +174,7 @@ def train(
                 if step <= first:
                     continue
                 lr = settings.lr * cosine_schedule(step - 1, steps, 0, settings.final_lr_fraction)
-                metrics = merged(engine.ranks, train_step(config, stage, engine, batch, lr, pad)).reduce()
+                metrics = engine.ranks.merge(train_step(config, stage, engine, batch, lr, pad)).reduce()
                 tokens += sum(len(row) for item in batch for row in item.rows)
                 if step % config.tracking.log_every == 0 or step == steps:
                     now = time.monotonic()
@@ -183,7 +184,9 @@ def train(
                         metrics, step=step, episodes=prompts_seen(config, len(items["train"]), step), tokens=tokens
                     )
                 bar.update(1, loss=metrics["reward/loss"], accuracy=metrics["reward/accuracy"])
-                due, stop = engine.ranks.due(checkpoint_due(config.checkpoints, step, stage.elapsed() - saved_at))
+                due, stop = due_and_stop(
+                    engine.ranks, checkpoint_due(config.checkpoints, step, stage.elapsed() - saved_at)
+                )
                 if due or stop:
                     save(config, stage, engine, step, tokens)
                     saved_at = stage.elapsed()

@@ -20,17 +20,17 @@ from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
+from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
 from rlhf.training.setup import (
     StageCallback,
     check_tokenizer,
-    cosine_schedule,
-    decay_groups,
     load_policy,
     newest_checkpoint,
     open_tracker,
     set_up,
 )
-from rlhf.training.trainer import IGNORED, StageTrainer, make_adamw, save_output, shared_arguments, train
+from rlhf.training.trainer import IGNORED, StageTrainer, save_output, shared_arguments, train
+from rlhf.training.zero import offloads
 
 
 def run(config: Config) -> None:
@@ -120,7 +120,7 @@ def make_trainer(
 
     return SftTrainer(
         stage=stage, factor=lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction), callback=callback,
-        optimizer=lambda: make_adamw(config, decay_groups(model, settings.weight_decay), settings.lr, (0.9, 0.95)),
+        optimizer=lambda: make_adamw(decay_groups(model, settings.weight_decay), lr=settings.lr, on_host=offloads(config)),
         model=model, args=arguments, train_dataset=data, processing_class=tokenizer,
     )  # fmt: skip
 

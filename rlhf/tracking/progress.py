@@ -10,6 +10,8 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from rlhf.processes import is_first
+
 LIVE = "{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
 # Seconds between two plain lines.
 PLAIN_INTERVAL = 10.0
@@ -28,8 +30,7 @@ def progress(
     this process did. Use it as a context manager, or call `close()`.
     """
     stream = stream or sys.stderr
-    other_rank = os.environ.get("RANK", "0") != "0"  # of a launch: the first one speaks for all
-    if other_rank or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false"):
+    if not is_first() or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false"):
         return Progress(total, label, unit, initial)
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         return _LiveProgress(total, label, unit, initial, stream)

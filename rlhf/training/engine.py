@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf.config import Config
+from rlhf.processes import Ranks, connect_alone
 from rlhf.training import gather
-from rlhf.training.loop import Ranks
+from rlhf.training.optim import make_adamw
 from rlhf.training.zero import deepspeed_settings, need_deepspeed, offloads, wants_bfloat16, zero_stage
 
-BETAS = (0.9, 0.95)  # of AdamW (RECIPE, sections 3 and 4)
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch and DeepSpeed call them
 
 
@@ -38,10 +38,10 @@ class Engine:
     def __init__(self, module: nn.Module, groups: list[dict[str, Any]], accelerator: Accelerator):
         self.module, self.accelerator = module, accelerator
         self.device = accelerator.device
-        self.ranks = Ranks(accelerator)
+        self.ranks = Ranks(accelerator.device)
         self.bfloat16 = accelerator.mixed_precision == "bf16"
         module.to(self.device)
-        self.optimizer: Any = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0)
+        self.optimizer: Any = make_adamw(groups)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""
@@ -122,7 +122,7 @@ class ZeroEngine(Engine):
         sampled: nn.Module | None,
     ):  # fmt: skip
         deepspeed = import_deepspeed(accelerator.device)
-        self.accelerator, self.device, self.ranks = accelerator, accelerator.device, Ranks(accelerator)
+        self.accelerator, self.device, self.ranks = accelerator, accelerator.device, Ranks(accelerator.device)
         self.stage, self.bfloat16 = zero_stage(config), wants_bfloat16(config, accelerator.device)
         # Under ZeRO-3 a rank holds slices only: a copy without weights stands by to take the whole ones for sampling.
         self.copy_of, self.empty_copy = sampled, hollow(sampled) if self.stage == 3 and sampled is not None else None
@@ -140,7 +140,10 @@ class ZeroEngine(Engine):
             settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
         module.to(self.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=make_optimizer(config, groups), config=settings, dist_init_required=False
+            model=module,
+            optimizer=make_adamw(groups, on_host=offloads(config)),
+            config=settings,
+            dist_init_required=False,
         )
         self.module = self.engine.module
 
@@ -317,28 +320,14 @@ def import_deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed wants where no launcher has set it, too
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use .torch.distributed", category=FutureWarning)
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1
-        )
+    connect_alone(device)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it compiled
         deepspeed.init_distributed(verbose=False)
     return deepspeed
-
-
-def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """AdamW; DeepSpeed's for the host's memory where the optimizer is offloaded to it."""
-    if not offloads(config):
-        return torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(groups, betas=BETAS, weight_decay=0.0, adamw_mode=True)
 
 
 # --- checkpoints on disk ---------------------------------------------------------------------------------------------

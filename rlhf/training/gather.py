@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlhf.errors import UserError
 from rlhf.files import read_json, write_json
-from rlhf.runs.folders import is_main_process
+from rlhf.processes import is_first
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -62,7 +62,7 @@ def gathered_state(module: nn.Module) -> dict[str, Tensor] | None:
     All ranks must call it. Tensors come one by one, so that no rank but the first holds more than one. A weight that has
     several names (a tied embedding) has its first one only.
     """
-    keeps = is_main_process()
+    keeps = is_first()
     state: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         tensor = whole_tensor(parameter)

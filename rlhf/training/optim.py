@@ -1,9 +1,42 @@
-"""Muon on matrices and AdamW on everything else, as the one optimizer that Trainer and accelerate expect."""
+"""The optimizers of every stage (AdamW, Muon) and the schedules of their learning rates."""
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
+
+BETAS = (0.9, 0.95)  # of AdamW (RECIPE, sections 2 to 4)
+
+
+def make_adamw(
+    groups: list[dict[str, Any]], *, lr: float = 1e-3, betas: tuple[float, float] = BETAS, on_host: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW over parameter groups, each with its own weight_decay or none.
+
+    lr: of groups that name none. on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
+    """
+    if not on_host:
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, weight_decay=0.0, adamw_mode=True)
+
+
+def cosine_schedule(step: int, steps: int, warmup: int, final: float) -> float:
+    """Factor on the learning rate: linear warm-up, then a half cosine down to `final`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -19,7 +52,7 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices = [p for p in model.parameters() if id(p) in inner and p.requires_grad]
         rest = [p for p in model.parameters() if id(p) not in inner and p.requires_grad]
         self.muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay)
-        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0.0)
+        self.adamw = make_adamw([{"params": rest}], lr=lr, betas=betas)
         super().__init__([*matrices, *rest], {})
         self._share()
 

@@ -6,7 +6,6 @@ checkpoints of our own loops, which are whole (`engine.py`).
 """
 
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.files import read_json, write_json
+from rlhf.processes import environment_alone, on_first_rank, process_count
 from rlhf.runs.folders import Stage
-from rlhf.training.processes import on_first_rank, process_count
 from rlhf.training.zero import STAGES, zero_stage
 
 NOTES = "launch.json"  # of a checkpoint: what wrote it
@@ -79,12 +78,7 @@ def convert(checkpoint: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(checkpoint / tag),
                "--output_folder", str(folder / f"{tag}_universal"), "--num_extract_workers", "1", "--num_merge_workers",
                "1", "--inject_missing_state"]  # fmt: skip
-    alone = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
-    done = subprocess.run(command, capture_output=True, text=True, env=alone | {"DS_ACCELERATOR": "cpu"})
+    done = subprocess.run(command, capture_output=True, text=True, env=environment_alone() | {"DS_ACCELERATOR": "cpu"})
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{checkpoint}: DeepSpeed cannot put it together for other processes ({reason}): resume on as many "

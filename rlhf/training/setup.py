@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import io
 import logging
-import math
 import os
 import time
 import warnings
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import TrainerCallback
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.interrupts import request_stop, stop_requested
+from rlhf.interrupts import request_stop
+from rlhf.processes import Ranks, connect, on_first_rank, wait_for_all
 from rlhf.runs.checkpoints import (
     checkpoint_due,
     checkpoint_step,
@@ -34,7 +33,7 @@ from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.writers import Tracker, make_tracker
 from rlhf.training.allocator import keep_freed_memory
-from rlhf.training.processes import connect, on_first_rank, wait_for_all
+from rlhf.training.loop import due_and_stop
 from rlhf.training.reshard import note_launch
 from rlhf.training.usage import training_flops, usage_metrics
 
@@ -108,22 +107,6 @@ def check_tokenizer(parent: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
         )
 
 
-def cosine_schedule(step: int, steps: int, warmup: int, final: float) -> float:
-    """Factor on the learning rate: linear warm-up, then a half cosine down to `final`."""
-    if step < warmup:
-        return (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share))
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
 class StageCallback(TrainerCallback):
     """Trainer's events as this project's metrics, progress and sealed checkpoints.
 
@@ -148,7 +131,7 @@ class StageCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update(1)
         due = checkpoint_due(self.stage.config.checkpoints, state.global_step, time.monotonic() - self.saved_at)
-        due, stop = agreed(args, due or stop_requested(), stop_requested())
+        due, stop = due_and_stop(Ranks(args.device), due)
         if due:
             control.should_log = control.should_save = True  # the log comes first, so that no step is lost
         if stop:
@@ -183,15 +166,6 @@ class StageCallback(TrainerCallback):
         wait_for_all()
         self.stage.note_progress()
         self.saved_at = time.monotonic()
-
-
-def agreed(args: Any, *flags: bool) -> tuple[bool, ...]:
-    """The flags, each true where it is on any rank: a save needs all of them."""
-    if args.world_size == 1:
-        return flags
-    held = torch.tensor(flags, dtype=torch.int32, device=args.device)
-    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
-    return tuple(bool(flag) for flag in held.tolist())
 
 
 def newest_checkpoint(stage: Stage) -> Path | None:

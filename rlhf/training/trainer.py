@@ -18,14 +18,14 @@ from transformers import TrainerCallback
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.interrupts import finish_step, stop_requested
+from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
 from rlhf.runs.checkpoints import checkpoint_step
 from rlhf.runs.folders import Stage
 from rlhf.training.gather import gathered_state, save_model_checked
 from rlhf.training.loop import gradient_norm, refuse_nonfinite
-from rlhf.training.processes import gather_flags, process_count, rank, share
 from rlhf.training.reshard import fitting_checkpoint
-from rlhf.training.setup import StageCallback, agreed
-from rlhf.training.zero import deepspeed_settings, need_deepspeed, offloads, wants_bfloat16, zero_stage
+from rlhf.training.setup import StageCallback
+from rlhf.training.zero import deepspeed_settings, need_deepspeed, wants_bfloat16, zero_stage
 
 if TYPE_CHECKING:  # what the class below is mixed into; importing it takes a second
     from transformers import Trainer as _Trainer
@@ -48,17 +48,6 @@ def split_batch(setting: str, rows: int, micro: int, processes: int) -> tuple[in
     own = rows // processes
     micro = max(size for size in range(1, min(micro, own) + 1) if own % size == 0)
     return micro, own // micro
-
-
-def make_adamw(
-    config: Config, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]
-) -> torch.optim.Optimizer:
-    """AdamW; DeepSpeed's for the host's memory where the optimizer is offloaded to it."""
-    if not offloads(config):
-        return torch.optim.AdamW(groups, lr=lr, betas=betas)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, adamw_mode=True)
 
 
 def shared_arguments(
@@ -207,9 +196,9 @@ class StageTrainer(_Trainer):
     def _stop_unless_finite(self, values: dict[str, Any], inputs: dict[str, Any]) -> None:
         """Every process stops where one must, with the same message; the first such one saves its batch."""
         mine = not all(torch.isfinite(torch.as_tensor(v)).all() for v in values.values())
-        if not agreed(self.args, mine)[0]:
+        if not Ranks(self.args.device).max(mine):
             return
-        bad = gather_flags(mine)
+        bad = gather(mine)
         message = ""
         if rank() == bad.index(True):
             batch = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -265,8 +254,7 @@ def forget_deepspeed() -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
-    if "RANK" not in os.environ:
-        os.environ.pop("LOCAL_RANK", None)
+    forget_alone()
 
 
 def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from rlhf.cli import compose_config
 from rlhf.interrupts import leave
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-from rlhf.runs.folders import is_main_process
+from rlhf.processes import disconnect, is_first
 from rlhf.training.engine import import_deepspeed
 from rlhf.training.gather import is_partitioned
-from rlhf.training.processes import disconnect
-from rlhf.training.setup import decay_groups
+from rlhf.training.optim import decay_groups
 from rlhf.training.zero import deepspeed_settings
 
 
@@ -78,7 +77,7 @@ def main() -> None:
         name, precision, threshold = case.split(":")
         found[case] = measure(name, precision, int(threshold))
         gc.collect()
-    if is_main_process():
+    if is_first():
         Path(out).write_text(json.dumps(found))
 
 

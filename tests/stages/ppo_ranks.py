@@ -13,11 +13,11 @@ from rlhf.cli import compose_config
 from rlhf.interrupts import leave
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Rollout
+from rlhf.processes import disconnect, gather
 from rlhf.runs.folders import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker
-from rlhf.training.processes import disconnect
 from rlhf.training.setup import set_up
 
 
@@ -35,14 +35,14 @@ def main() -> None:
         trainer.config.ppo.max_grad_norm = 1e9
         ppo_update.train_minibatch(trainer, rollout, advantages, returns, chosen, sums, True, False)
         gradients = {n: p.grad.clone() for n, p in trainer.engine.module.named_parameters()}
-        metrics = ppo.merged(trainer.ranks, sums).reduce()
+        metrics = trainer.ranks.merge(sums).reduce()
         trainer.engine.optimizer.zero_grad()
         trainer.config.ppo.max_grad_norm = 1.0
         index = ppo.choose_prompts(trainer, 1)
         live = ppo.sample_and_score(
             trainer, [trainer.prompts[index[place]] for place in places], [("ppo", 1, place) for place in places]
         )
-        everything = trainer.ranks.gather(dict(zip(places, live.tokens.tolist(), strict=True)))
+        everything = gather(dict(zip(places, live.tokens.tolist(), strict=True)))
         tracker = make_tracker("off", folder=stage.folder, run="", stage="", config={})
         whole = [ppo.one_update(trainer, update, tracker) for update in (1, 2, 3)]
         if stage.writes:

@@ -15,11 +15,10 @@ import torch
 
 from rlhf.cli import compose_config
 from rlhf.interrupts import leave
-from rlhf.runs.folders import is_main_process
+from rlhf.processes import disconnect, is_first
 from rlhf.stages import pretrain, sft
 from rlhf.training import setup as common
 from rlhf.training import trainer
-from rlhf.training.processes import disconnect
 
 
 class CutOff(Exception):
@@ -61,7 +60,7 @@ def main() -> None:
         found.append(None)
         with contextlib.suppress(CutOff):
             import_module(f"rlhf.stages.{stage}").run(compose_config(overrides.split()))
-    if is_main_process():
+    if is_first():
         Path(out).write_text(json.dumps(found))
 
 

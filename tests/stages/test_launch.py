@@ -13,12 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf.checks import check_config
-from rlhf.cli import LOST_PROCESS, compose_config, lost_another
+from rlhf.cli import compose_config
 from rlhf.commands.launch import environments, run_processes
 from rlhf.errors import UserError
+from rlhf.processes import LOST_PROCESS, disconnect, lost_another, on_first_rank, process_count, rank, share
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import is_complete
-from rlhf.training.processes import disconnect, on_first_rank, process_count, rank, share
 
 from .conftest import Run
 
@@ -165,7 +165,7 @@ def test_a_gradient_that_is_not_finite_stops_all_processes(copy_until, capfd, wa
 @pytest.mark.long
 def test_a_process_killed_in_training_ends_the_others_with_one_line(copy_until, capfd):
     run = copy_until("pretrain")
-    code = ("import os, signal, sys; from rlhf.stages import common\n"
+    code = ("import os, signal, sys; from rlhf.training import setup as common\n"
             "if os.environ['RANK'] == '1':\n"
             "    common.StageCallback.on_save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
             "from rlhf.cli import main; main(sys.argv[1:])")  # fmt: skip

@@ -18,14 +18,15 @@ from rlhf.interrupts import leave
 from rlhf.model.generate import sample
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Rollout
-from rlhf.runs.folders import is_main_process, open_stage
+from rlhf.processes import disconnect, is_first, wait_for_all
+from rlhf.runs.folders import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.training.engine import Engine, ZeroEngine, make_engine, read_state, write_state
 from rlhf.training.gather import gathered_state
-from rlhf.training.processes import disconnect, wait_for_all
-from rlhf.training.setup import decay_groups, set_up
+from rlhf.training.optim import decay_groups
+from rlhf.training.setup import set_up
 
 STEPS, SAVED_AT = 5, 3
 WARM = {"policy": 1.0, "critic": 1.0}
@@ -66,7 +67,7 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
             (out / f"{way}-state").mkdir()
             write_state(out / f"{way}-state", state, {})
         ppo_steps(trainer, tensors, STEPS - SAVED_AT, found)
-        metrics = [ppo.merged(trainer.ranks, sums).reduce() for sums in found]
+        metrics = [trainer.ranks.merge(sums).reduce() for sums in found]
         shares = share_held(trainer.engine)
         weights = gathered_state(trainer.actor_critic)
         policy = trainer.actor_critic.policy
@@ -108,9 +109,7 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
     for step in range(STEPS):
         batch = items[7 * step : 7 * step + 7]  # 4 prompts on one rank, 3 on the other
         metrics.append(
-            ppo.merged(
-                engine.ranks, reward.train_step(config, None, engine, batch, 1e-3, tokenizer.pad_token_id)
-            ).reduce()
+            engine.ranks.merge(reward.train_step(config, None, engine, batch, 1e-3, tokenizer.pad_token_id)).reduce()
         )
     shares = share_held(engine)
     weights = gathered_state(engine.module)
@@ -128,7 +127,7 @@ def main() -> None:
         config = compose_config([*overrides, f"runs_dir={runs_dir}", f"run={run}-{way}", f"deepspeed={way}"])
         config.ppo.max_grad_norm = config.reward.max_grad_norm = 1e9  # ZeRO clips the joint norm, we each model's own
         found = run_reward(config, Path(out), way) | run_ppo(config, tensors, Path(out), way, source)
-        if is_main_process():
+        if is_first():
             torch.save(found, Path(out) / f"{way}.pt")
 
 

@@ -1,0 +1,209 @@
+"""The one module that knows ranks: the processes of one launch, their connection, and what they agree on.
+
+A launch is what torchrun, accelerate, deepspeed or `rlhf pipeline` start. Each of its processes has a rank; rank 0 prints and
+writes for all. A process that runs alone is rank 0, and everything here is then free. It is outside `rlhf.training` because the
+command line and the run folders need ranks too; torch is imported only inside the functions that communicate.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+# Ranks wait while rank 0 packs a corpus or writes a large checkpoint; torch's own limit is 10 to 30 minutes.
+LONGEST_WAIT = timedelta(hours=12)
+# What a launcher sets for each process.
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How gloo and NCCL report that the other end of a connection is gone.
+LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
+                "NCCL communicator was aborted", "remote process exited")  # fmt: skip
+
+
+def process_count() -> int:
+    """Processes of this launch, over all nodes."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's number in its launch, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """This process's number on its own machine, from 0: the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes for its launch."""
+    return rank() == 0
+
+
+def launch_environment(number: int, processes: int, address: str, port: int) -> dict[str, str]:
+    """The variables of one of the processes of a launch on one machine."""
+    values = (number, processes, number, processes, address, port)
+    return dict(zip(LAUNCHER_VARIABLES, map(str, values), strict=True))
+
+
+def environment_alone() -> dict[str, str]:
+    """The environment of a process that a launched process starts for itself: that process is in no launch."""
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+
+
+def lost_another(error: Exception) -> bool:
+    """Whether an error only says that another process of this launch is gone."""
+    return process_count() > 1 and any(sign in str(error) for sign in LOST_PROCESS)
+
+
+def connect(device: "torch.device") -> None:
+    """Open the connection between the processes, if there are several and it is not open yet."""
+    import torch
+    import torch.distributed as dist
+
+    if process_count() == 1 or dist.is_initialized():
+        return
+    if device.type == "cuda":
+        local, count = local_rank(), torch.cuda.device_count()
+        if local >= count:
+            raise UserError(
+                f"process {local + 1} of this machine: it has {count} GPUs: start one process per GPU at most"
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
+
+
+def connect_alone(device: "torch.device") -> None:
+    """Open a connection of one process, which DeepSpeed needs even if there is no launcher."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def forget_alone() -> None:
+    """Undo what `connect_alone` put into the environment."""
+    if "RANK" not in os.environ:
+        os.environ.pop("LOCAL_RANK", None)
+
+
+def disconnect() -> bool:
+    """Close the connection, once every process is here; whether there was one.
+
+    A process that was connected should `leave()` then: threads of the connection release their last tensors late, and if the
+    interpreter is ending by then they abort the process, in some hundredths of all launches. The launcher would report a failure
+    and stop the other processes, which may still be writing.
+    """
+    import sys
+
+    if "torch" not in sys.modules:  # nothing has connected
+        return False
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    wait_for_all()
+    dist.destroy_process_group()
+    return True
+
+
+def wait_for_all() -> None:
+    """Wait until every process is here."""
+    if process_count() > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def share(value: T, source: int = 0) -> T:
+    """The value of one rank, on every rank."""
+    if process_count() == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """A picklable value of every rank, in order of rank, on every rank."""
+    if process_count() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * process_count()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """What an action returns that only rank 0 takes; the others wait and get a copy.
+
+    Raises: UserError on every rank if rank 0's action raised it.
+    """
+    if process_count() == 1:
+        return action()
+    found: tuple[Any, str | None] = (None, None)
+    if is_first():
+        try:
+            found = (action(), None)
+        except UserError as error:
+            found = (None, str(error))
+    value, problem = share(found)
+    if problem is not None:
+        raise UserError(problem)
+    return value
+
+
+class Ranks:
+    """Sums and maxima over the processes of a run, on their device. With one process each is what it is given."""
+
+    def __init__(self, device: "torch.device"):
+        self.device = device
+        self.rank, self.count = rank(), process_count()
+
+    def sum_tensor(self, x: "Tensor") -> "Tensor":
+        """The sum of a tensor over ranks, on every rank; `x` itself is left alone."""
+        if self.count == 1:
+            return x
+        import torch.distributed as dist
+
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    def sum(self, x: "Tensor | float") -> float:
+        import torch
+
+        return float(x) if self.count == 1 else float(self.sum_tensor(self._one(torch.as_tensor(x))))
+
+    def max(self, x: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        if self.count == 1:
+            return float(x)
+        most = self._one(torch.tensor(float(x)))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most)
+
+    def _one(self, x: "Tensor") -> "Tensor":
+        import torch
+
+        return x.detach().to(self.device, torch.float64)
+
+    def merge(self, sums: Any) -> Any:
+        """`rlhf.tracking.metrics.Sums` of all ranks, added up."""
+        total = type(sums)()
+        for state in gather(sums.state()):
+            total.merge(state)
+        return total
