@@ -10,11 +10,13 @@ from rlhf.model import GPTConfig, GPTForCausalLM, RewardModel
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import (
     Rollout,
+    RolloutSetup,
     before_responses,
-    collect_rollout,
     logprobs_of_hidden,
     response_logprobs,
     response_values,
+    sample_responses,
+    score_responses,
 )
 
 VOCAB, EOS, PAD = 29, 5, 0
@@ -60,13 +62,15 @@ def collect(
     def logprobs(name: str):
         return lambda *where: response_logprobs(models[name], *where)[0]
 
-    return collect_rollout(
-        [PromptRecord(id=str(i), prompt="any") for i in rows], [PROMPTS[i] for i in rows], [(key, i) for i in rows],
-        policy=nullcontext(models["policy"]), recompute=logprobs("policy") if recompute else None, reference=logprobs("reference"),
-        values=models["critic"].values_at, reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
+    setup = RolloutSetup(
+        policy=lambda: nullcontext(models["policy"]), recompute=logprobs("policy") if recompute else None,
+        reference=logprobs("reference"), values=models["critic"].values_at,
+        reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
         texts=lambda responses: [""] * len(responses), seed=4, max_new_tokens=12, eos=EOS, pad=PAD,
-        decode_batch=decode_batch, forward_batch=forward_batch, clock=lambda phase: None,
+        decode_batch=decode_batch, forward_batch=forward_batch,
     )  # fmt: skip
+    prompts = [(PromptRecord(id=str(i), prompt="any"), PROMPTS[i]) for i in rows]
+    return score_responses(setup, prompts, sample_responses(setup, prompts, [(key, i) for i in rows]))
 
 
 @pytest.fixture(scope="module")

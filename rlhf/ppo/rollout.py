@@ -7,6 +7,7 @@ the value before it was chosen, stand one token earlier: at position prompt_leng
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rlhf.data.records import PromptRecord
 from rlhf.model.batching import by_length, right_pad
-from rlhf.model.generate import sample
+from rlhf.model.generate import Samples, sample
 from rlhf.model.gpt import hidden_at, is_plain
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
@@ -96,59 +97,64 @@ def response_values(
     return torch.where(mask, found[:, :-1], 0.0), found.gather(1, mask.sum(1, keepdim=True))[:, 0]
 
 
-@torch.no_grad()
-def collect_rollout(
-    records: Sequence[PromptRecord],
-    prompts: list[list[int]],
-    keys: Sequence[tuple],
-    *,
-    policy: AbstractContextManager[Any],
-    recompute: Callable[..., Tensor] | None,
-    reference: Callable[..., Tensor],
-    values: Callable[..., Tensor] | None,
-    reward: Reward,
-    texts: Callable[[list[list[int]]], list[str]],
-    seed: int,
-    max_new_tokens: int,
-    eos: int,
-    pad: int,
-    decode_batch: int,
-    forward_batch: int,
-    clock: Any,
-) -> Rollout:
-    """Sample one response a prompt at temperature 1, then compute reference log-probs, values and scores.
+@dataclass(frozen=True, slots=True)
+class RolloutSetup:
+    """The models of a rollout, as functions, and how responses are drawn."""
 
-    policy: a context whose value is the model that samples, needed no longer afterwards.
-    records, prompts: the prompts as they came and as tokens. keys: one a prompt; (seed, key) fixes a sample, however
-    the batch is split. reference(tokens, prompt_lengths, mask): log-probs (B, A); recompute likewise, of the policy,
-    where the sampler's own are not those of a training forward (None: they are, in float32). values(tokens, kept):
-    values (N,) after the tokens that `kept` names, or None without a critic: all 0 then. reward: see `rlhf.ppo.rewards`.
-    clock: called with "rollout" and "score" when that phase is over.
-    """
-    with policy as sampler:
-        samples = sample(
-            sampler, prompts, max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, seed=seed, keys=keys,
-            batch_size=decode_batch,
+    policy: Callable[[], AbstractContextManager[Any]]  # a context whose value is the model that samples
+    # Log-probs (B, A) of (tokens, prompt_lengths, mask): of the policy, where the sampler's own are not those of a training
+    # forward (None: they are, in float32); and of the SFT model.
+    recompute: Callable[..., Tensor] | None
+    reference: Callable[..., Tensor]
+    values: (
+        Callable[..., Tensor] | None
+    )  # (tokens, kept) -> values (N,) after the tokens that `kept` names; None: no critic
+    reward: Reward  # see `rlhf.ppo.rewards`
+    texts: Callable[[list[list[int]]], list[str]]  # responses as text
+    seed: int
+    max_new_tokens: int
+    eos: int
+    pad: int
+    decode_batch: int  # responses decoded at once
+    forward_batch: int  # episodes per forward
+
+
+Prompts = list[tuple[PromptRecord, list[int]]]  # each prompt as it came and as tokens
+
+
+@torch.no_grad()
+def sample_responses(setup: RolloutSetup, prompts: Prompts, keys: Sequence[tuple]) -> Samples:
+    """One response to each prompt at temperature 1. keys: one per prompt; (seed, key) fixes a sample, however the batch is
+    split."""
+    with setup.policy() as sampler:
+        return sample(
+            sampler, [tokens for _, tokens in prompts], max_new_tokens=setup.max_new_tokens, eos_token_id=setup.eos,
+            pad_token_id=setup.pad, seed=setup.seed, keys=keys, batch_size=setup.decode_batch,
         )  # fmt: skip
-    clock("rollout")
+
+
+@torch.no_grad()
+def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> Rollout:
+    """Reference log-probs, values and scores of sampled responses. Without a critic all values are 0."""
     device = samples.mask.device
-    tokens, lengths = right_pad([p + r for p, r in zip(prompts, samples.responses, strict=True)], pad)
+    asked = [tokens for _, tokens in prompts]
+    tokens, lengths = right_pad([p + r for p, r in zip(asked, samples.responses, strict=True)], setup.pad)
     tokens, lengths = tokens.to(device), lengths.to(device)
-    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)
+    prompt_lengths = torch.tensor([len(p) for p in asked], device=device)
     logp_old = samples.logprobs.clone()
     logp_ref, old_values = torch.zeros_like(logp_old), torch.zeros_like(logp_old)
     last_values = torch.zeros(len(prompts), device=device)
-    for group in by_length(lengths.tolist(), forward_batch):
+    for group in by_length(lengths.tolist(), setup.forward_batch):
         width = int(lengths[group].max())
         answer = int(samples.mask[group].sum(1).max())
         part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
-        logp_ref[group, :answer] = reference(part, starts, mask)
-        if recompute is not None:
-            logp_old[group, :answer] = recompute(part, starts, mask)
-        if values is not None:
-            old_values[group, :answer], last_values[group] = response_values(values, part, starts, mask)
-    scores = reward(Episodes(list(records), prompts, samples.responses, texts(samples.responses), samples.ended))
-    clock("score")
+        logp_ref[group, :answer] = setup.reference(part, starts, mask)
+        if setup.recompute is not None:
+            logp_old[group, :answer] = setup.recompute(part, starts, mask)
+        if setup.values is not None:
+            old_values[group, :answer], last_values[group] = response_values(setup.values, part, starts, mask)
+    records, texts = [record for record, _ in prompts], setup.texts(samples.responses)
+    scores = setup.reward(Episodes(records, asked, samples.responses, texts, samples.ended))
     return Rollout(
         tokens, prompt_lengths, lengths, samples.mask.clone(), samples.ended.clone(), logp_old, logp_ref, old_values,
         last_values, scores,

@@ -26,7 +26,7 @@ from rlhf.ops.ppo import token_rewards
 from rlhf.ppo.held_out import gold_parts, held_out_sums, sample_rows
 from rlhf.ppo.invariants import check_first_rollout
 from rlhf.ppo.rewards import CombinedReward, pay
-from rlhf.ppo.rollout import Rollout, collect_rollout
+from rlhf.ppo.rollout import Rollout, RolloutSetup, sample_responses, score_responses
 from rlhf.ppo.setup import Trainer, make_trainer, merged_adapters
 from rlhf.ppo.update import optimize
 from rlhf.processes import on_first_rank
@@ -116,17 +116,21 @@ def own_places(trainer: Trainer) -> list[int]:
 def sample_and_score(trainer: Trainer, prompts: list[tuple[PromptRecord, list[int]]], keys: list[tuple]) -> Rollout:
     """Steps 1 and 2: one response to each prompt, with its log-probs, values and score."""
     config, model, engine, tokenizer = trainer.config, trainer.actor_critic, trainer.engine, trainer.tokenizer
+    setup = RolloutSetup(
+        policy=lambda: engine.whole(model.policy),
+        recompute=functools.partial(engine, method="policy_logprobs") if engine.bfloat16 else None,
+        reference=trainer.reference, reward=trainer.reward,
+        values=None if model.critic is None else functools.partial(engine, method="values_at"),
+        texts=lambda responses: [decode_response(tokenizer, ids).strip() for ids in responses], seed=config.seed,
+        max_new_tokens=config.rollout.max_new_tokens, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id,
+        decode_batch=config.rollout.batch_size, forward_batch=2 * config.ppo.micro_batch_episodes,
+    )  # fmt: skip
     model.eval()
     with engine.autocast():
-        rollout = collect_rollout(
-            [record for record, _ in prompts], [tokens for _, tokens in prompts], keys, policy=engine.whole(model.policy),
-            recompute=functools.partial(engine, method="policy_logprobs") if engine.bfloat16 else None,
-            reference=trainer.reference, reward=trainer.reward,
-            values=None if model.critic is None else functools.partial(engine, method="values_at"),
-            texts=lambda responses: [decode_response(tokenizer, ids).strip() for ids in responses], seed=config.seed,
-            max_new_tokens=config.rollout.max_new_tokens, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id,
-            decode_batch=config.rollout.batch_size, forward_batch=2 * config.ppo.micro_batch_episodes, clock=trainer.clock,
-        )  # fmt: skip
+        samples = sample_responses(setup, prompts, keys)
+        trainer.clock("rollout")
+        rollout = score_responses(setup, prompts, samples)
+        trainer.clock("score")
     names = ("scores", "logp_old", "logp_ref", "values")
     refuse_nonfinite(trainer.stage, {name: getattr(rollout, name) for name in names}, rollout._asdict())
     return rollout
