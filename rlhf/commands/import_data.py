@@ -28,14 +28,14 @@ def run(config: ImportConfig) -> None:
     """
     from rlhf.data.importing.job import Importer
     from rlhf.data.importing.report import describe
-    from rlhf.data.reading.readers import ROW_SUFFIXES, resolve_sources, size_of
-    from rlhf.data.reading.tables import TABLE_SUFFIXES
+    from rlhf.data.reading.sources import RECORD_SUFFIXES, given_names, resolve_sources, size_of
     from rlhf.data.storage import seal
     from rlhf.tracking.progress import progress
 
     assert config.out is not None
-    out = Path(os.path.abspath(config.out))
-    sources = resolve_sources(config.path, ROW_SUFFIXES + TABLE_SUFFIXES)
+    [given] = given_names("out", config.out, "the folder to write")
+    out = Path(os.path.abspath(given))
+    sources = resolve_sources(config.path, RECORD_SUFFIXES, setting="path")
     started = time.monotonic()
     with _working_folder(out, config.overwrite) as folder:
         earlier = _earlier(config, out)
@@ -77,9 +77,9 @@ def _say(text: str) -> None:
 def _earlier(config: ImportConfig, out: Path) -> Any:
     """The splits that are kept: those of `earlier`, and of the import that is replaced."""
     from rlhf.data.importing.assignments import Assignments, read_assignments
-    from rlhf.data.reading.readers import is_import
+    from rlhf.data.reading.sources import given_names, is_import
 
-    given = config.earlier if isinstance(config.earlier, list) else [config.earlier] if config.earlier else []
+    given = [] if config.earlier is None else given_names("earlier", config.earlier, "the folder of an import")
     folders = [Path(one) for one in given]
     if is_import(out):
         folders.append(out)
@@ -167,7 +167,7 @@ def _remove(path: Path) -> None:
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
     """Raises: UserError where `out` must stay. A link is no import: what it points to belongs to someone else."""
-    from rlhf.data.reading.readers import is_import
+    from rlhf.data.reading.sources import is_import
 
     if not overwrite:
         raise UserError(f"{out}: is there already: choose another out=…, or add overwrite=true to replace it")

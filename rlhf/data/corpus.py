@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf.data.reading.readers import (
-    ROW_SUFFIXES,
-    TEXT_SUFFIXES,
-    Reject,
-    Source,
-    read_rows,
-    read_text,
-    resolve_sources,
-)
+from rlhf.data.reading.readers import Reject, read_rows, read_text
+from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resolve_sources
 from rlhf.data.records import shown
 from rlhf.data.splits import uniform
 from rlhf.errors import UserError

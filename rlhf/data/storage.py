@@ -13,11 +13,14 @@ import os
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf.data.reading.json_rows import is_deep
-from rlhf.data.reading.readers import MANIFEST, file_sha256, is_import
-from rlhf.data.records import KINDS, Message, Record
+from rlhf.data.reading.readers import file_sha256
+from rlhf.data.reading.sources import MANIFEST, is_import
+from rlhf.data.records import KINDS, Message, Record, first_problem
 from rlhf.data.splits import SPLITS, with_split
 from rlhf.errors import UserError
 
@@ -200,6 +203,27 @@ def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
     sync_folder(folder)
 
 
+# --- the manifest ---------------------------------------------------------------------------------------------------
+
+
+class _Written(BaseModel):
+    """One file of an import."""
+
+    sha256: str
+    bytes: int
+
+
+class _Manifest(BaseModel):
+    """dataset.json: which files belong to an import, and how it was made."""
+
+    model_config = ConfigDict(extra="allow")
+
+    rlhf_import: int  # the version
+    status: Literal["complete", "partial"]
+    files: dict[str, _Written]
+    splits: dict[str, Any] = Field(default_factory=dict)
+
+
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -209,15 +233,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not is_import(folder):
         raise UserError(f"{folder}: no finished import there (it has no {MANIFEST}): {again}")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / MANIFEST}: damaged ({error}): {again}") from error
-    version = manifest.get("rlhf_import") if isinstance(manifest, dict) else None
-    if version != VERSION:
-        raise UserError(f"{folder / MANIFEST}: got version {version}, want {VERSION}: {again} with this rlhf")
-    if manifest.get("status") not in ("complete", "partial") or not isinstance(manifest.get("files"), dict):
-        raise UserError(f"{folder / MANIFEST}: damaged (no status or files): {again}")
-    return manifest
+        manifest = _Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{folder / MANIFEST}: damaged ({first_problem(error)[1]}): {again}") from error
+    except OSError as error:
+        raise UserError(f"{folder / MANIFEST}: cannot be read ({error.strerror or error})") from error
+    if manifest.rlhf_import != VERSION:
+        raise UserError(
+            f"{folder / MANIFEST}: got version {manifest.rlhf_import}, want {VERSION}: {again} with this rlhf"
+        )
+    return manifest.model_dump()
 
 
 def check_whole(folder: Path, manifest: dict[str, Any], allow_partial: bool) -> None:

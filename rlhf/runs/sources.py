@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.data.reading.readers import ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
+from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
@@ -96,8 +96,8 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         if given is None:
             continue
         labels = kind != "corpus"
-        suffixes = ROW_SUFFIXES + (() if labels else TEXT_SUFFIXES)
-        for source in resolve_sources(given, suffixes, imports=labels):
+        suffixes = RECORD_SUFFIXES if labels else ROW_SUFFIXES + TEXT_SUFFIXES
+        for source in resolve_sources(given, suffixes, labels, f"data.{kind}"):
             if source.path is not None:
                 name = f"{kind}:{source.path.name}"
                 if name in found:  # files of one name in several folders

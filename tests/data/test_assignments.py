@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlhf.config import ImportConfig
 from rlhf.data.importing.assignments import Assignments, read_assignments
 from rlhf.data.importing.job import Importer
-from rlhf.data.reading.readers import resolve_sources
+from rlhf.data.reading.sources import resolve_sources
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import SPLITS, key_hash, record_split, split_key
 from rlhf.data.storage import read_records, seal

@@ -187,7 +187,7 @@ def test_mutated_lines_are_records_or_rejects_and_the_counts_add_up(tmp_path):
     from rlhf.config import ImportConfig
     from rlhf.data.importing.assignments import Assignments
     from rlhf.data.importing.job import Importer
-    from rlhf.data.reading.readers import resolve_sources
+    from rlhf.data.reading.sources import ROW_SUFFIXES, resolve_sources
     from rlhf.data.storage import read_records
 
     seeds = [
@@ -210,7 +210,7 @@ def test_mutated_lines_are_records_or_rejects_and_the_counts_add_up(tmp_path):
         out = tmp_path / f"out-{name}"
         out.mkdir()
         importer = Importer(ImportConfig(format="native"), out, Assignments(), lambda done: None)
-        report = importer.run(resolve_sources(str(tmp_path / name), readers.ROW_SUFFIXES))
+        report = importer.run(resolve_sources(str(tmp_path / name), ROW_SUFFIXES))
         counts = report["counts"]
         assert counts["input"] == sum(list(counts.values())[1:]) and counts["rejected"] > 300 < counts["accepted"]
         assert len((out / "rejects.jsonl").read_text("utf-8").splitlines()) == report["rejects"] == counts["rejected"]

@@ -1,8 +1,6 @@
 import codecs
 import gzip
 import json
-import sys
-import types
 
 import pytest
 import zstandard
@@ -10,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data.reading import readers
-from rlhf.data.reading.readers import Reject, Row, Source, read_rows, read_text, resolve_sources
+from rlhf.data.reading.readers import Reject, Row, read_rows, read_text
+from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resolve_sources
 from rlhf.errors import UserError
 
-BOTH = (*readers.TEXT_SUFFIXES, *readers.ROW_SUFFIXES)
+BOTH = (*TEXT_SUFFIXES, *ROW_SUFFIXES)
 
 
 def rows(path) -> list[Row | Reject]:
@@ -181,7 +180,7 @@ def test_a_folder_means_its_files_in_order(tmp_path):
     found = resolve_sources(str(tmp_path), BOTH)
     assert [source.name for source in found] == [str(tmp_path / n) for n in ("a.json.gz", "b.jsonl", "sub/c.txt")]
     assert [source.is_text for source in found] == [False, False, True]
-    several = resolve_sources([tmp_path / "b.jsonl", str(tmp_path)], readers.ROW_SUFFIXES)
+    several = resolve_sources([tmp_path / "b.jsonl", str(tmp_path)], ROW_SUFFIXES)
     assert [source.name[len(str(tmp_path)) :] for source in several] == ["/b.jsonl", "/a.json.gz", "/b.jsonl"]
     assert resolve_sources("owner/name", BOTH) == [Source("owner/name", None)]
 
@@ -210,18 +209,21 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_a_hub_data_set_is_read_from_its_training_split(monkeypatch):
-    hub = types.ModuleType("datasets")
-    hub.load_dataset = lambda name: {"test": [{"a": 0}], "train": [{"a": 1}, {"a": 2}]}
-    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(readers, "_load_hub", lambda name: {"test": [{"a": 0}], "train": [{"a": 1}, {"a": 2}]})
     assert list(read_rows(Source("owner/name", None))) == [Row(1, {"a": 1}, 1), Row(2, {"a": 2}, 2)]
 
 
-def test_a_hub_that_does_not_answer_is_said_so(monkeypatch):
-    def fail(name):
-        raise ConnectionError("Couldn't reach the Hub\nsecond line")
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capfd):
+    import datasets
+    import huggingface_hub
 
-    hub = types.ModuleType("datasets")
-    hub.load_dataset = fail
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    with pytest.raises(UserError, match=r"owner/name: no such file or folder, .*Couldn't reach the Hub\): check"):
+    nobody = "http://127.0.0.1:9"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nobody)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", nobody)
+    with pytest.raises(
+        UserError, match=r"owner/name: no such file or folder; taken for a hub id, but .*reach.*: check"
+    ):
         list(read_rows(Source("owner/name", None)))
+    err = capfd.readouterr().err
+    assert err.startswith("rlhf: owner/name: no such file or folder: taken for a hub id") and "Retrying" not in err
+    assert not datasets.config.HF_HUB_OFFLINE or huggingface_hub.constants.HF_HUB_OFFLINE

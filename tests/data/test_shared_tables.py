@@ -12,8 +12,8 @@ import pytest
 from rlhf.cli import compose_config
 from rlhf.data.importing.assignments import Assignments
 from rlhf.data.importing.job import Importer
-from rlhf.data.reading.readers import ROW_SUFFIXES, resolve_sources
-from rlhf.data.reading.tables import TABLE_SUFFIXES, read_table
+from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
+from rlhf.data.reading.tables import read_table
 from rlhf.data.storage import read_records
 
 OPEN_INSTRUCT = [
@@ -39,7 +39,7 @@ def imported(shared, tmp_path):
         config = compose_config([*given, "filter_prefixes=false"], "import")
         (tmp_path / "out").mkdir()
         importer = Importer(config, tmp_path / "out", Assignments(), lambda done: None)
-        report = importer.run(resolve_sources(config.path, ROW_SUFFIXES + TABLE_SUFFIXES))
+        report = importer.run(resolve_sources(config.path, RECORD_SUFFIXES))
         rejects = [json.loads(line) for line in (tmp_path / "out/rejects.jsonl").read_text().splitlines()]
         return list(read_records(tmp_path / "out")), rejects, report
 

@@ -158,10 +158,26 @@ def test_a_damaged_import_is_refused(folder, harm):
         message = "dataset.json: damaged"
     else:
         manifest.write_text('{"rlhf_import": 1}')
-        message = "no status or files"
+        message = "damaged .status: missing"
     with pytest.raises(UserError, match=message) as caught:
         load_all(str(folder))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ('"files": {"a": 3}', "files.a: got 3"),
+        ('"files": {}, "splits": 3', "splits: got 3"),
+        ('"files": ' + '{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
+        ('"files": []', "files: got"),
+    ],
+)
+def test_a_manifest_of_another_shape_is_refused_in_one_line(folder, part, message):
+    (folder / "dataset.json").write_text('{"rlhf_import": 1, "status": "complete", ' + part + "}")
+    with pytest.raises(UserError, match=rf"dataset.json: damaged [^\n]*{message}") as caught:
+        load_all(str(folder))
+    assert len(str(caught.value)) < 400
 
 
 def test_a_folder_without_its_manifest_is_no_import(folder):

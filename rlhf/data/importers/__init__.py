@@ -18,16 +18,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.data.reading.readers import (
-    ROW_SUFFIXES,
-    Reject,
-    Row,
-    Source,
-    file_sha256,
-    printable_path,
-    read_rows,
-    resolve_sources,
-)
+from rlhf.data.reading.readers import Reject, Row, file_sha256, read_rows
+from rlhf.data.reading.sources import RECORD_SUFFIXES, Source, printable_path, resolve_sources
 from rlhf.data.records import KINDS, Demonstration, PromptRecord, Ranking, Record, first_problem, one_line, shown
 from rlhf.errors import UserError
 
@@ -295,7 +287,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
     info = SourceInfo()
     records: list[Record] = []
     rejects: list[Reject] = []
-    for source in resolve_sources(sources, ROW_SUFFIXES, imports=True):
+    for source in resolve_sources(sources, RECORD_SUFFIXES, imports=True):
         if source.imported:
             records += _load_import(source, info, allow_partial)
             continue

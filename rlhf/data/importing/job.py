@@ -26,7 +26,8 @@ from rlhf.data.importing.pool import Pool, WorkerError
 from rlhf.data.importing.report import ROW_COUNTS, Statistics, reject_line, versions
 from rlhf.data.importing.units import BATCH_ROWS, Digest, file_units, first_rows, last_line, table_note
 from rlhf.data.reading.json_rows import Block
-from rlhf.data.reading.readers import Meter, Reject, Source, TableOptions, size_of
+from rlhf.data.reading.readers import Meter, Reject, TableOptions
+from rlhf.data.reading.sources import Source, size_of
 from rlhf.data.splits import SPLITS
 from rlhf.data.storage import ArrowWriter, schemas, to_row
 from rlhf.errors import UserError

@@ -10,13 +10,12 @@ from rlhf.data.reading.readers import (
     Meter,
     Reject,
     Row,
-    Source,
     TableOptions,
     file_sha256,
-    has_suffix,
     open_bytes,
     read_rows,
 )
+from rlhf.data.reading.sources import TABLE_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
 
 BATCH_ROWS = 1000
@@ -44,7 +43,7 @@ def file_units(source: Source, options: TableOptions, meter: Meter) -> Iterator[
 
 def table_note(source: Source, options: TableOptions) -> str:
     """How a table is read: its delimiter, or which of its sheets."""
-    from rlhf.data.reading.tables import TABLE_SUFFIXES, describe_table
+    from rlhf.data.reading.tables import describe_table
 
     if source.path is None or not has_suffix(source.path, TABLE_SUFFIXES):
         return ""

@@ -1,51 +1,29 @@
-"""Files as rows or as text, streamed: plain, .gz or .zst; and what a source (file, folder, import, hub id) is.
+"""Files as rows or as text, streamed: plain, .gz or .zst.
 
-This file knows nothing of formats or records: it yields objects with their line numbers, and says plainly where a
-file cannot be read. JSON is parsed in `json_rows.py`, tables in `tables.py`; a finished import is read by `storage.py`.
+This module knows nothing of formats or records: it yields objects with their line numbers, and says why a file cannot
+be read. Which files a setting names is in `sources.py`; JSON is parsed in `json_rows.py`, tables in `tables.py`.
 """
 
 import codecs
 import gzip
 import hashlib
 import io
-import os
-import re
+import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from rlhf.data.reading.sources import ROW_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
 
-TEXT_SUFFIXES = (".txt",)
-ROW_SUFFIXES = (".jsonl", ".json")
-_PACKED = ("", ".gz", ".zst")
 MAX_RECORD_BYTES = 64 * 2**20  # of one JSON record: what memory is bounded by
 KEPT_BYTES = 1 << 20  # of a reject; of a longer one its sha256 and length are kept
-MANIFEST = "dataset.json"  # what makes a folder an import, see storage.py
+HUB_SECONDS = 5  # to wait for the first answer of the hub
 _CHUNK = 1 << 16
 _PACKED_CHUNK = 1 << 9  # of a .zst file: may unpack to 30,000 times as much at once
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def printable_path(path: Path | str) -> str:
-    """A path as text, whatever bytes its names are: those that are no UTF-8 as \\xe9."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A file, the folder of a finished import, or a data set of the hub where `path` is None."""
-
-    name: str
-    path: Path | None
-    imported: bool = False
-
-    @property
-    def is_text(self) -> bool:
-        return self.path is not None and has_suffix(self.path, TEXT_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,89 +54,6 @@ class Reject:
         # More rows than lines so far: an array on one line, where the line alone says nothing.
         row = f" (row {self.number:,})" if self.number > self.line else ""
         return f"{self.file}:{self.line}{row}: {self.message}"
-
-
-def has_suffix(path: Path, suffixes: Iterable[str]) -> bool:
-    """Whether a file has one of these suffixes, packed or not."""
-    return path.name.lower().endswith(tuple(s + packed for s in suffixes for packed in _PACKED))
-
-
-def is_import(folder: Path) -> bool:
-    """Whether a folder says that it is an import; whether it is whole is told by `storage.read_manifest`."""
-    try:
-        with (folder / MANIFEST).open("rb") as file:
-            return b'"rlhf_import"' in file.read(200)
-    except OSError:
-        return False
-
-
-def _files_below(
-    folder: Path, suffixes: tuple[str, ...], imports: bool, above: tuple[Path, ...] = ()
-) -> Iterator[Source]:
-    """The files with these suffixes, and the imports, of a folder and the folders in it; hidden ones are left out.
-
-    A link to a folder `above` is not followed: it would give every file dozens of times.
-    """
-    if is_import(folder):
-        if imports:
-            yield Source(printable_path(folder), folder, imported=True)
-        return
-    real = folder.resolve()
-    if real in above:
-        return
-    if imports and any(folder.glob("*/train.arrow")):
-        raise UserError(f"{folder}: an import that was never finished, or lost its {MANIFEST}: run `rlhf import` again")
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            yield from _files_below(path, suffixes, imports, (*above, real))
-        elif path.is_file() and has_suffix(path, suffixes):
-            yield Source(printable_path(path), path)
-
-
-def size_of(source: Source) -> int:
-    """Bytes on disk; 0 for a data set of the hub, and for a file that went away."""
-    try:
-        return source.path.stat().st_size if source.path else 0
-    except OSError:
-        return 0
-
-
-def resolve_sources(sources: Any, suffixes: tuple[str, ...], imports: bool = False) -> list[Source]:
-    """A path, a hub id or a list of these as the files to read; a folder: all its files with these suffixes.
-
-    With `imports`, folders that `rlhf import` wrote are sources too.
-
-    Raises: UserError where something is missing, has another suffix, or where a folder has no such file.
-    """
-    if sources is None:
-        raise UserError("no data given: want a file, a folder or a hub id (owner/name)")
-    given = [sources] if isinstance(sources, str | Path) else list(sources)
-    wanted = ", ".join(suffixes) + " (plain, .gz or .zst)"
-    found = []
-    for one in given:
-        path = Path(one)
-        if path.is_dir():
-            if is_import(path) and not imports:
-                raise UserError(f"{path}: is an import already: want the files that it was made of")
-            inside = list(_files_below(path, suffixes, imports))
-            if not inside:
-                raise UserError(f"{path}: the folder has no file to read: want {wanted}")
-            found += inside
-        elif path.exists():
-            if not has_suffix(path, suffixes):
-                raise UserError(f"{path}: got a file of another kind, want {wanted}: convert or rename it")
-            if not path.is_file():
-                raise UserError(f"{path}: is no regular file (a pipe or device): write what it gives into a file")
-            found.append(Source(printable_path(path), path))
-        elif _HUB_ID.fullmatch(str(one)) and not has_suffix(path, TEXT_SUFFIXES + ROW_SUFFIXES):
-            found.append(Source(str(one), None))
-        else:
-            raise UserError(f"{one}: no such file or folder: want {wanted}, a folder of these, or a hub id")
-    if not found:
-        raise UserError("the list of data sources is empty: want a file, a folder or a hub id (owner/name)")
-    return found
 
 
 class _ZstdReader(io.RawIOBase):
@@ -307,17 +202,35 @@ def read_rows(
 
 
 def _read_hub(name: str) -> Iterator[Row]:
-    import datasets
-
+    print(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", file=sys.stderr, flush=True)
     try:
-        splits = datasets.load_dataset(name)
+        splits = _load_hub(name)
         split = "train" if "train" in splits else next(iter(splits))
         rows = splits[split]
     except Exception as error:  # the hub's client raises dozens of kinds: no network, no such name, gated, scripts
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"{name}: no such file or folder, and the hub did not give a data set of that name ({reason}): "
-            "check the name and the network, or download it and give the file"
+            f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
+            "check the path or the name and the network, or download it and give the file"
         ) from error
     for number, row in enumerate(rows, start=1):
         yield Row(number, dict(row), number)
+
+
+def _load_hub(name: str) -> Any:
+    """The splits of a data set of the hub; without a network from the cache, at once (the library would retry for 25 s)."""
+    import datasets
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    offline = datasets.config.HF_HUB_OFFLINE
+    try:
+        HfApi().dataset_info(name, timeout=HUB_SECONDS)
+    except HfHubHTTPError:
+        pass  # the hub answered: what is wrong is told by what follows
+    except Exception:  # no answer; the kind depends on the library that the client uses
+        datasets.config.HF_HUB_OFFLINE = True  # read at each call
+    try:
+        return datasets.load_dataset(name)
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline

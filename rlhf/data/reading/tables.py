@@ -19,7 +19,6 @@ from rlhf.data.reading.readers import MAX_RECORD_BYTES, Reject, Row, open_bytes
 from rlhf.data.reading.spreadsheets import SPREADSHEET_SUFFIXES, open_sheet
 from rlhf.errors import UserError
 
-TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".xls", ".ods", ".parquet", ".arrow")
 _DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
 _HEAD = 1 << 20  # characters of a CSV file in which the header must end
 _BATCH = 256  # rows of Parquet turned at a time

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rlhf.data.importers import SourceInfo, import_source, load_all
-from rlhf.data.reading.readers import Reject, Source
+from rlhf.data.reading.readers import Reject
+from rlhf.data.reading.sources import Source
 from rlhf.data.records import Record
 
 

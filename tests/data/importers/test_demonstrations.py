@@ -195,7 +195,8 @@ def test_a_bad_self_instruct_row(rejects, instances, field, message):
 
 def test_a_bad_instance_does_not_take_the_good_ones_with_it(write_jsonl):
     from rlhf.data.importers import SourceInfo, import_source
-    from rlhf.data.reading.readers import Reject, Source
+    from rlhf.data.reading.readers import Reject
+    from rlhf.data.reading.sources import Source
 
     path = write_jsonl([SEED | {"instances": [{"input": "", "output": ""}, {"input": "", "output": "3"}]}])
     bad, good = import_source(Source(str(path), path), "auto", SourceInfo())

@@ -5,7 +5,8 @@ import copy
 import pytest
 
 from rlhf.data.importers import SourceInfo, import_source
-from rlhf.data.reading.readers import Reject, Source
+from rlhf.data.reading.readers import Reject
+from rlhf.data.reading.sources import Source
 from tests.data.importers.samples import OASST
 
 

@@ -18,7 +18,8 @@ from rlhf.data.importers import BadRow, convert_row, formats, make_records
 from rlhf.data.importers.table import make_format
 from rlhf.data.importing.assignments import Assignments
 from rlhf.data.importing.job import Importer
-from rlhf.data.reading.readers import Row, Source, read_rows
+from rlhf.data.reading.readers import Row, read_rows
+from rlhf.data.reading.sources import Source
 from rlhf.data.storage import read_records
 from rlhf.errors import UserError
 

@@ -1,0 +1,130 @@
+"""Which files a setting names: hostile names and folders, links, and folders that `save_to_disk` wrote."""
+
+import os
+import socket
+
+import datasets
+import pytest
+
+from rlhf.data.importers import load_all
+from rlhf.data.reading.sources import RECORD_SUFFIXES, is_import, resolve_sources
+from rlhf.errors import UserError
+
+PAIRS = [{"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {"prompt": "Who?", "chosen": "I.", "rejected": "U."}]
+
+
+def names(given, imports=False) -> list[str]:
+    return [source.name for source in resolve_sources(given, RECORD_SUFFIXES, imports)]
+
+
+@pytest.mark.parametrize("given", ["", " ", [""], ["a.jsonl", ""]])
+def test_an_empty_name_is_not_the_working_directory(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"data: got an empty name .an unset variable of the shell.., want a file"):
+        resolve_sources(given, RECORD_SUFFIXES)
+
+
+@pytest.mark.parametrize(("given", "shown"), [(5.5, "5.5"), (True, "True"), ({"a": 1}, "{'a': 1}"), ([["a"]], "['a']")])
+def test_what_is_no_name_is_refused(given, shown):
+    with pytest.raises(UserError) as caught:
+        resolve_sources(given, RECORD_SUFFIXES)
+    assert str(caught.value) == f"data: got {shown}, want a file, a folder or a hub id (owner/name)"
+
+
+@pytest.mark.parametrize(
+    "given", ["./labels", "../a/b", "data/labels.csv", "data/labels.txt", "data/labels.gz", "a/b/c", "/a/b", "~/b", "a"]
+)
+def test_what_looks_like_a_path_is_never_a_hub_id(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"^{given}: no such file or folder: want"):
+        resolve_sources(given, RECORD_SUFFIXES)
+
+
+@pytest.mark.parametrize("given", ["owner/name", "Owner-1/some_data-v1.1", "a.b/c"])
+def test_owner_and_name_is_a_hub_id(given):
+    [source] = resolve_sources(given, RECORD_SUFFIXES)
+    assert (source.name, source.path) == (given, None)
+
+
+@pytest.mark.parametrize("given", ["a" * 300, "./" + "a/" * 3000, "a\0b"])
+def test_a_name_that_no_system_takes_is_refused_in_one_line(given):
+    with pytest.raises(UserError, match=r"^[^\n]{1,400}$"):
+        resolve_sources(given, RECORD_SUFFIXES)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_a_folder_with_a_pipe_or_socket_among_its_data_is_refused(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    if kind == "pipe":
+        os.mkfifo("b.jsonl")
+    else:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind("b.jsonl")
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"b.jsonl: is no regular file .a pipe, socket or device."):
+        names(str(tmp_path))
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "dataset.json")
+    assert not is_import(tmp_path)
+
+
+def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
+    secret, folder = tmp_path / "other" / "secret.jsonl", tmp_path / "in"
+    secret.parent.mkdir()
+    secret.write_text("{}")
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a.jsonl").write_text("{}")
+    (folder / "b.jsonl").symlink_to(folder / "sub" / "a.jsonl")
+    (folder / "notes").symlink_to(tmp_path / "other" / "nothing there")
+    assert names(str(folder)) == [str(folder / "b.jsonl"), str(folder / "sub" / "a.jsonl")]
+    (tmp_path / "link").symlink_to(folder)
+    assert len(names(str(tmp_path / "link"))) == 2  # a link that the user names
+    for target in (secret, secret.parent, tmp_path / "missing.jsonl"):
+        link = folder / "sub" / "c.jsonl"
+        link.symlink_to(target)
+        with pytest.raises(UserError, match=r"sub/c.jsonl: is a link out of the folder, which is not followed: give"):
+            names(str(folder))
+        link.unlink()
+    link.symlink_to(folder / "missing.jsonl")
+    with pytest.raises(UserError, match=r"c.jsonl: is a link to a file that does not exist"):
+        names(str(folder))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without permission, and come back")
+@pytest.mark.parametrize("what", ["folder", "file", "parent"])
+def test_no_permission_is_one_line(tmp_path, what):
+    from rlhf.data.reading.readers import read_rows
+
+    folder = tmp_path / "in"
+    folder.mkdir()
+    path = folder / "a.jsonl"
+    path.write_text("{}")
+    for above in tmp_path.parents:
+        if os.stat(above).st_uid == 0 and above.name.startswith("pytest"):
+            above.chmod(0o755)
+    tmp_path.chmod(0o755)
+    (path if what == "file" else folder).chmod(0)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(UserError, match=r"^[^\n]*: cannot be read .Permission denied.$"):
+            for source in resolve_sources(str(path if what == "parent" else folder), RECORD_SUFFIXES):
+                list(read_rows(source))
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_save_to_disk_wrote_is_read(tmp_path):
+    data = datasets.Dataset.from_list(PAIRS)
+    data.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    records, info = load_all(str(tmp_path / "one"))
+    assert [r.prompt[0].content for r in records] == ["Why?", "Who?"] and len(info.files) == 2
+
+
+def test_of_saved_splits_the_training_one_is_read(tmp_path):
+    splits = {"test": datasets.Dataset.from_list(PAIRS[:1]), "train": datasets.Dataset.from_list(PAIRS[1:])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "two"))
+    records, _ = load_all(str(tmp_path / "two"))
+    assert [r.prompt[0].content for r in records] == ["Who?"]
