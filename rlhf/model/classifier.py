@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
-from rlhf.model.heads import RewardModel, without_dropout
+from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
 from rlhf.model.rendering import TextEncoder, TextRow
 
 RECORD = "text_reward.json"  # what makes a model folder one of a TextRewardModel
@@ -34,14 +34,11 @@ class EncoderClassifier(nn.Module):
         super().__init__()
         self.config = model.config
         self.encoder = model.get_encoder()
-        width = self.config.hidden_size
-        self.head = nn.Linear(width, 1)
-        nn.init.normal_(self.head.weight, 0.0, (width + 1) ** -0.5)
-        nn.init.zeros_(self.head.bias)
+        self.head = ScalarHead(self.config.hidden_size).initialise()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Raw scores (B, 1)."""
-        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state  # (B, T, D)
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()  # (B, T, D)
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         return self.head((hidden * mask).sum(1) / mask.sum(1))
 
@@ -55,6 +52,7 @@ class TextRewardModel(nn.Module):
     def __init__(self, network: Any, tokenizer: Any, gain: float = 1.0, shift: float = 0.0):
         super().__init__()
         self.network, self.tokenizer = network, tokenizer
+        scalar_heads_in_float32(network)
         self.gain, self.shift = gain, shift
         self.pad = _pad_id(network, tokenizer)
         self.encoder = TextEncoder(tokenizer, position_limit(network, tokenizer))

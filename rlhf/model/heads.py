@@ -10,10 +10,37 @@ from os import PathLike
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from rlhf.model.gpt import hidden_at
+from rlhf.ops.masked import upcast
+
+
+class ScalarHead(nn.Linear):
+    """w . h + b with one output, in float32 whatever the trunk computes in: near 10, bfloat16 has steps of 1/16."""
+
+    def __init__(self, width: int):
+        super().__init__(width, 1)
+
+    @torch.no_grad()
+    def initialise(self) -> ScalarHead:
+        """Weight N(0, 1/sqrt(D + 1)), bias 0."""
+        nn.init.normal_(self.weight, 0.0, (self.in_features + 1) ** -0.5)
+        nn.init.zeros_(self.bias)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(upcast(x), upcast(self.weight), None if self.bias is None else upcast(self.bias))
+
+
+def scalar_heads_in_float32(model: nn.Module) -> None:
+    """Every plain linear layer of `model` with one output becomes a ScalarHead; weights and names stay."""
+    for module in model.modules():
+        if type(module) is nn.Linear and module.out_features == 1:
+            module.__class__ = ScalarHead
 
 
 def without_dropout(config: Any) -> None:
@@ -61,15 +88,14 @@ class RewardModel(PreTrainedModel):
     def __init__(self, config: RewardConfig):
         super().__init__(config)
         self.trunk = AutoModel.from_config(config.trunk)
-        self.head = nn.Linear(config.trunk.hidden_size, 1)
+        self.head = ScalarHead(config.trunk.hidden_size)
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Weight N(0, 1/sqrt(D + 1)), bias 0; the trunk has its own initialisation."""
+        """Of the head; the trunk has its own."""
         if module is self.head:
-            nn.init.normal_(module.weight, 0.0, (module.in_features + 1) ** -0.5)
-            nn.init.zeros_(module.bias)
+            self.head.initialise()
 
     @classmethod
     def from_causal_lm(cls, source: str | PathLike | PreTrainedModel, **kwargs: Any) -> RewardModel:

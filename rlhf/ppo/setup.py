@@ -19,7 +19,7 @@ from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import hidden_at
-from rlhf.model.heads import RewardConfig, RewardModel
+from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.held_out import held_out_prompts
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
@@ -44,13 +44,13 @@ class ActorCritic(nn.Module):
     critic: a model of its own; or a head (D -> 1) on the policy's trunk; or None where advantages need no values.
     """
 
-    def __init__(self, policy: Any, critic: RewardModel | nn.Linear | None):
+    def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None):
         super().__init__()
         self.policy, self.critic = policy, critic
 
     @property
     def shared(self) -> bool:
-        return isinstance(self.critic, nn.Linear)
+        return isinstance(self.critic, ScalarHead)
 
     def forward(self, *arguments: Any, method: str = "evaluate") -> Any:
         """`evaluate` or another method: an engine knows no other way in."""
@@ -90,7 +90,7 @@ class ActorCritic(nn.Module):
         return pretraining_loss(self.policy, batch, denominator)
 
     def _values(self, hidden: Tensor) -> Tensor:
-        assert isinstance(self.critic, nn.Linear)
+        assert isinstance(self.critic, ScalarHead)
         return self.critic(hidden).squeeze(-1).float()
 
     def parts(self) -> dict[str, nn.Module]:
@@ -294,12 +294,8 @@ def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardM
     settings = config.ppo
     if settings.advantages != "gae":
         return None
-    width = policy.config.hidden_size
     if settings.shared_critic:
-        head = nn.Linear(width, 1)
-        nn.init.normal_(head.weight, 0.0, (width + 1) ** -0.5)
-        nn.init.zeros_(head.bias)
-        return head
+        return ScalarHead(policy.config.hidden_size).initialise()
     start = settings.critic
     if start == "reward" and reward_model is None:
         stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")

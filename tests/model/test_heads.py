@@ -52,6 +52,22 @@ def test_padding_and_order_change_no_score(reward, tokens):
     assert torch.allclose(reward(tokens[order], LENGTHS[order]), expected[order], atol=1e-6)
 
 
+@torch.no_grad()
+def test_scores_in_bfloat16_do_not_collapse(reward):
+    """A raw score near 10 in bfloat16 has steps of 1/16: what is left after the shift would be a few dozen values."""
+    tokens = torch.randint(0, VOCAB, (749, 9), generator=torch.Generator().manual_seed(4))
+    lengths = torch.full((749,), 9)
+    reward.head.bias.add_(10.0)
+    reward.calibrate(gain=2.0, shift=10.0)
+    exact = reward(tokens, lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = reward(tokens, lengths)
+        values = reward.token_values(tokens)[:, -1]
+    assert found.dtype == torch.float32 and torch.equal(values, found)
+    assert found.unique().numel() > 700
+    assert (found - exact).abs().max() < 0.05 * exact.std(), "what is left is the trunk's rounding"
+
+
 def test_head_initialisation():
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=8, context_length=8, n_layer=1, n_head=2, width=1024)
