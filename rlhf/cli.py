@@ -5,18 +5,18 @@ A command's module, and with it torch, is imported only when the command runs, s
 
 import difflib
 import importlib
-import os
 import re
 import sys
-import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rlhf.errors import UserError
-from rlhf.interrupts import EXIT_CODE, leave, terminate_as_interrupt
-from rlhf.processes import disconnect, is_first, lost_another, process_count, rank
+from rlhf.exits import check_launch, ending
+from rlhf.interrupts import interrupt_on_signals, leave
+from rlhf.processes import disconnect
 from rlhf.recipe import GOLD_STAGES, STAGES
+from rlhf.terminal import accept_any_text, say, write
 
 # Each command's module, one line of help, and the groups of settings that its help shows; the stages have rows of their own.
 _STAGES = {row.name: (row.module, row.help, row.groups) for row in STAGES.values()}
@@ -44,7 +44,6 @@ HELP_GROUPS = {name: groups for name, (_, _, groups) in _COMMANDS.items()}
 SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
-SECONDS_TO_SPEAK = 5.0  # that a process leaves the first one of its launch to name a mistake that both have found
 # Hydra's flags that are followed by a value.
 FLAGS_WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name",
                     "-cd", "--config-dir")  # fmt: skip
@@ -57,55 +56,34 @@ def conf_dir() -> Path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The console script. Exit codes: 0 done, 2 the user's mistake, 130 interrupted."""
+    """The console script. Exit codes: `rlhf.exits`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     arguments = [a for a in arguments if not a.startswith("--local_rank=")]  # which DeepSpeed's launcher adds
-    terminate_as_interrupt()
-    try:
+    accept_any_text()
+    interrupt_on_signals()
+    check_launch()
+    with ending(interrupted=interrupted(arguments[0] if arguments else "")):
         _dispatch(arguments)
+        write("")  # flushes: a full disk is told here, not at the interpreter's end
         if argv is None and disconnect():
             leave(0)
-    except UserError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        told = "\nrlhf: interrupted: run the same command again, it resumes from the last checkpoint"
-        if is_first():
-            print(told, file=sys.stderr)
-        end(EXIT_CODE)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
-def fail(message: str) -> NoReturn:
-    """Say what is wrong in one line, and end with exit code 2."""
-    let_the_first_speak()
-    of = "" if is_first() else f"process {rank()}: "
-    print(f"rlhf: error: {of}{' '.join(message.split())}", file=sys.stderr, flush=True)
-    end(2)
-
-
-def end(code: int) -> NoReturn:
-    """End this process; of several, at once: an orderly end would wait for the others, or abort for their being gone."""
-    if process_count() > 1:
-        leave(code)
-    sys.exit(code)
-
-
-def let_the_first_speak() -> None:
-    """Of several processes that fail for one reason only the first need say so: what started them then ends the others."""
-    if not is_first():
-        time.sleep(SECONDS_TO_SPEAK)
+def interrupted(command: str) -> str:
+    """What an interrupted command says: how to go on, if it can."""
+    if command == "pipeline" or command in STAGES:
+        return "interrupted: run the same command again, it resumes from the last checkpoint"
+    return "interrupted"
 
 
 def _dispatch(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help())
+        write(_help() + "\n")
         return
     if arguments[0] in ("-V", "--version"):
         from rlhf import __version__
 
-        print(f"rlhf {__version__}")
+        say(f"rlhf {__version__}")
         return
     command, overrides = arguments[0], arguments[1:]
     if command == "report":
@@ -115,7 +93,7 @@ def _dispatch(arguments: list[str]) -> None:
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}{_nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
     if any(flag in overrides for flag in ("-h", "--help")):
-        print(_command_help(command))
+        write(_command_help(command) + "\n")
         return
     check_overrides(split_flags(overrides)[1], command)
     _run_with_hydra(command, overrides)
@@ -267,16 +245,8 @@ def _run_with_hydra(command: str, overrides: list[str]) -> None:
         importlib.import_module(COMMANDS[command][0]).run(config)
 
     def guarded(composed: Any) -> None:
-        try:
+        with ending(interrupted=interrupted(command)):  # Hydra would print a traceback of its own
             task(composed)
-        except UserError as error:
-            fail(str(error))
-        except Exception as error:
-            if lost_another(error):
-                time.sleep(SECONDS_TO_SPEAK)  # for the launcher to say which, and to end this one
-                fail("another process of this launch has ended: its own message, or the launcher's, says why")
-            let_the_first_speak()
-            raise
 
     register_schema()
     sys.argv = [f"rlhf {command}", *overrides]

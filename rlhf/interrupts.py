@@ -1,11 +1,12 @@
-"""Ctrl-C and SIGTERM: a training loop ends after the step under way, with a checkpoint; everything else ends at once.
+"""Ctrl-C, SIGTERM and SIGHUP: a training loop ends after the step under way, with a checkpoint; all else ends at once.
 
-Either way the exit code is 130, which `rlhf.cli` gives for a KeyboardInterrupt. Nothing here writes a checkpoint: a loop
-asks `stop_requested()` after each step. Imports neither torch nor hydra.
+Either way the exit code is 130, which `rlhf.exits` gives for a KeyboardInterrupt. Nothing here writes a checkpoint: a loop
+calls `stop_requested()` after each step. Imports neither torch nor hydra.
 """
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -17,11 +18,16 @@ from typing import NoReturn
 from rlhf.processes import is_first
 
 EXIT_CODE = 130
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # SIGHUP: the terminal was closed, or the connection to it lost
 # Seconds within which two signals are one: Ctrl-C reaches a stage from the terminal and from what started the stage.
 SAME_SECONDS = 1.0
 
-_requested_at: float | None = None
+_requested_at: float | None = None  # when a signal asked the loop under way to stop
+_interrupted_at: float | None = None  # when a signal began to end this process
 
 
 def stop_requested() -> bool:
@@ -30,33 +36,65 @@ def stop_requested() -> bool:
 
 
 def request_stop() -> None:
-    """As a signal does within `finish_step`: for the other processes of a launch, of which one has seen a signal."""
+    """What a signal does within `finish_step`: for a process of a launch in which another one has received a signal."""
     global _requested_at
     _requested_at = _requested_at or time.monotonic()
 
 
-def terminate_as_interrupt() -> None:
-    """From now on SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+def interrupt_on_signals() -> None:
+    """From now on each of SIGNALS raises KeyboardInterrupt; one more, a second or more later, ends the process at once.
+
+    A signal that the process was told to ignore (nohup, a job in the background) stays ignored.
+    """
+    global _interrupted_at
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _interrupted_at = None
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _interrupted_at
+    drop_lost_terminal()
+    now = time.monotonic()
+    if _interrupted_at is None:
+        _interrupted_at = now
+        raise KeyboardInterrupt
+    if now - _interrupted_at > SAME_SECONDS:
+        os._exit(EXIT_CODE)
+
+
+def drop_lost_terminal() -> None:
+    """Send to nowhere what would be printed on a terminal that is gone: the error would keep a stage from its checkpoint."""
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without the interpreter's own end; what was printed is out."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End this process at once, without the interpreter's own end, once what was printed is written out."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.flush()
     os._exit(code)
 
 
 @contextlib.contextmanager
 def finish_step(name: str) -> Iterator[None]:
-    """Within it, the first signal only makes `stop_requested()` true and is told in one line; a second one ends the process.
+    """Within it, the first signal makes `stop_requested()` true and is reported in one line; a second ends the process.
 
     name: of the stage, which begins the line. A signal that the process was told to ignore (nohup, a job in the
-    background) stays ignored, and other threads than the main one change nothing.
-    Raises: KeyboardInterrupt at its end where a stop was requested and the loop has not raised it itself.
+    background) stays ignored, and threads other than the main one change nothing.
+    Raises: KeyboardInterrupt at its end if a stop was requested and the loop has not raised it itself.
     """
-    global _requested_at
+    global _requested_at, _interrupted_at
     _requested_at = None
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -64,6 +102,7 @@ def finish_step(name: str) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         global _requested_at
+        drop_lost_terminal()
         now = time.monotonic()
         if _requested_at is None:
             _requested_at = now
@@ -83,7 +122,7 @@ def finish_step(name: str) -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, before[number])
-        _requested_at = None
+        _interrupted_at, _requested_at = _requested_at, None
 
 
 def _tell(text: str) -> None:

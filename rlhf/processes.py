@@ -46,6 +46,15 @@ def is_first() -> bool:
     return rank() == 0
 
 
+def launch_problem() -> str | None:
+    """What is wrong with the variables that a launcher sets, if anything."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        value = os.environ.get(name, "0")
+        if not (value.isascii() and value.isdigit()):
+            return f"{name}={value}: want a whole number, as torchrun sets it: unset it to run as one process"
+    return None
+
+
 def launch_environment(number: int, processes: int, address: str, port: int) -> dict[str, str]:
     """The variables of one of the processes of a launch on one machine."""
     values = (number, processes, number, processes, address, port)

@@ -11,7 +11,7 @@ import yaml
 
 import rlhf
 from rlhf import cli
-from rlhf.commands import pipeline, report
+from rlhf.commands import chat, pipeline, report
 from rlhf.errors import UserError
 
 
@@ -155,14 +155,16 @@ def test_a_users_mistake_within_a_command_is_one_line(call, monkeypatch):
     assert call("report") == (2, "", "rlhf: error: x.txt: came to nothing: mend it\n")
 
 
-def test_an_interrupted_command_says_how_to_go_on(call, monkeypatch):
+@pytest.mark.parametrize(("command", "told"), [
+    (pipeline, "interrupted: run the same command again, it resumes from the last checkpoint"), (report, "interrupted"),
+    (chat, "interrupted")])  # fmt: skip
+def test_an_interrupted_command_says_how_to_go_on_if_it_can(call, monkeypatch, command, told):
     def interrupt(config):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report, "run", interrupt)
-    code, _, err = call("report")
-    assert code == 130
-    assert "interrupted: run the same command again, it resumes from the last checkpoint" in err
+    monkeypatch.setattr(command, "run", interrupt)
+    code, _, err = call(command.__name__.rpartition(".")[2], "experiment=gold")
+    assert (code, err) == (130, f"\nrlhf: {told}\n")
 
 
 def test_without_arguments_main_reads_the_command_line(monkeypatch, capsys):

@@ -4,7 +4,11 @@ import sys
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, stage_folder
+from rlhf.terminal import printable, say, write
+
+NOT_TEXT = "chat: a message that is not UTF-8: convert the input to UTF-8"
 
 
 def run(config: Config) -> None:
@@ -20,16 +24,12 @@ def run(config: Config) -> None:
     if config.chat.message is not None:
         answer(config, policy, tokenizer, [{"role": "user", "content": config.chat.message}], 0)
         return
-    interactive = sys.stdin.isatty()
+    interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive:
-        print(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
+        say(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
     dialogue: list[dict[str, str]] = []
     turn = 0
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except EOFError:
-            return
+    while (line := read_line(interactive)) is not None:
         if not line:
             dialogue.clear()
             continue
@@ -38,14 +38,32 @@ def run(config: Config) -> None:
         turn += 1
 
 
+def read_line(interactive: bool) -> str | None:
+    """The next message; None at the end of the input. Raises: UserError if the input is closed or not text."""
+    if sys.stdin is None:
+        raise UserError("chat: standard input is closed: connect it, or ask one question with chat.message='…'")
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        return None
+    except UnicodeDecodeError:
+        raise UserError(NOT_TEXT) from None
+
+
 def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str, str]], turn: int) -> str:
-    """Stream one answer to the screen and return it. Old turns go where the context is too short for all."""
+    """Stream one answer to the screen and return it. The oldest turns are dropped if the context is too short for all.
+
+    Raises: UserError if the last message alone does not fit.
+    """
     from rlhf.data.prompts import encode_prompt_within
     from rlhf.data.records import Message
-    from rlhf.errors import UserError
     from rlhf.model.generate import stream
     from rlhf.tokenizer import decode_response
 
+    try:
+        dialogue[-1]["content"].encode()  # in some locales a byte that is no text arrives as half a character
+    except UnicodeEncodeError:
+        raise UserError(NOT_TEXT) from None
     length = min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)
     fitted = encode_prompt_within(
         tokenizer, [Message.model_validate(message) for message in dialogue], tokenizer.model_max_length - length
@@ -61,7 +79,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     ):  # fmt: skip
         ids.append(token)
         text = decode_response(tokenizer, ids).rstrip("�")  # half a character waits for its other half
-        print(text[len(shown) :], end="", flush=True)
+        write(printable(text[len(shown) :], keep="\n\t"))
         shown = text
-    print()
+    say()
     return shown.strip()

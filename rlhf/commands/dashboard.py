@@ -8,6 +8,7 @@ from pathlib import Path
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import disk_error, write_json
+from rlhf.terminal import say
 
 # Seconds after which a server that does not answer is given up.
 TIMEOUT = 60.0
@@ -33,13 +34,13 @@ def run(config: Config) -> None:
         raise disk_error(error, path) from error
     write_json(path, specification)
     panels = sum(len(section["panels"]) for section in specification["sections"])
-    print(f"dashboard: {panels} panels in {len(specification['sections'])} sections -> {path}")
+    say(f"dashboard: {panels} panels in {len(specification['sections'])} sections -> {path}")
     if not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
-        print("dashboard: offline: set WANDB_API_KEY and run it again to create or update it in the project")
+        say("dashboard: offline: set WANDB_API_KEY and run it again to create or update it in the project")
         return
     specification["url"] = send_within(TIMEOUT, project, entity, path)
     write_json(path, specification)
-    print(f"dashboard: {specification['url']}")
+    say(f"dashboard: {specification['url']}")
 
 
 def _read(path: Path) -> dict:

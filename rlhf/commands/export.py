@@ -6,6 +6,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import disk_error
 from rlhf.runs.folders import check_output, run_folder, stage_folder
+from rlhf.terminal import say
 
 
 def run(config: Config) -> None:
@@ -26,4 +27,4 @@ def run(config: Config) -> None:
         raise disk_error(error, out) from error
     except ValueError as error:
         raise UserError(f"export.form={config.export.form}: {error}") from error
-    print(f"export: {source / 'model'} -> {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it")
+    say(f"export: {source / 'model'} -> {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it")

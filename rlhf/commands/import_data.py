@@ -9,7 +9,6 @@ import errno
 import fcntl
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from rlhf.config import ImportConfig
 from rlhf.data.records import one_line
 from rlhf.errors import UserError
+from rlhf.terminal import say
 
 
 def run(config: ImportConfig) -> None:
@@ -69,9 +69,7 @@ def run(config: ImportConfig) -> None:
 
 
 def _say(text: str) -> None:
-    """A line on the screen, in whatever encoding it has: what was imported is in place, and no name may undo that."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(f"import: {one_line(text, 4000)}".encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    say(f"import: {one_line(text, 4000)}")
 
 
 def _earlier(config: ImportConfig, out: Path) -> Any:

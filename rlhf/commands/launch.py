@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from rlhf.interrupts import EXIT_CODE
 from rlhf.processes import launch_environment
+from rlhf.terminal import say
 
 LOOK_SECONDS = 0.1  # between two looks at the processes
 STOP_SECONDS = 60.0  # that the others get to stop too, once one was told to and has
@@ -77,8 +78,10 @@ def _wait(started: list[subprocess.Popen]) -> int:
                 while time.monotonic() < until and any(process.poll() is None for process in started):
                     time.sleep(LOOK_SECONDS)
             if code < 0 and len(started) > 1:
-                print(f"rlhf: process {failed[0]} of {len(started)} was ended by signal {-code}; the others are ended with it",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                say(
+                    f"rlhf: process {failed[0]} of {len(started)} was ended by signal {-code}; the others are ended with it",
+                    sys.stderr,
+                )
             return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0

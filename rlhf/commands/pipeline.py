@@ -13,6 +13,7 @@ from rlhf.commands.launch import run_processes
 from rlhf.commands.report import write
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.exits import report
 from rlhf.files import read_json, write_json
 from rlhf.interrupts import EXIT_CODE
 from rlhf.recipe import PIPELINE, ROUND_STAGES, STAGES
@@ -29,6 +30,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.sources import data_source, hash_sources
+from rlhf.terminal import say
 
 LEAST_FREE_BYTES = 200 * 2**20  # a run that starts with less would only fail later
 
@@ -45,8 +47,7 @@ def run(config: Config) -> None:
             if stage == "label":
                 done |= ensure_rounds(config, overrides)
             done[stage] = ensure_stage(config, stage, overrides)
-    report = folder / "report.html"
-    if any(state != "complete before" for state in done.values()) or not report.exists():
+    if any(state != "complete before" for state in done.values()) or not (folder / "report.html").exists():
         write(folder)
     table = summarize(config, done)
     write_json(folder / "pipeline.json", table)
@@ -106,7 +107,7 @@ def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
         reason = misfit(config, stage, recorded, parents)
         if reason is None and recorded["status"] == "complete":
             check_output(folder)
-            print(f"{stage}: complete, skipped", flush=True)
+            say(f"{stage}: complete, skipped")
             return "complete before"
         if reason is not None and not config.overwrite:
             raise UserError(f"{folder}: {reason}: choose another run=…, or add overwrite=true to redo this stage and those "
@@ -129,7 +130,7 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     kept = [o for o in overrides if o.partition("=")[0] not in given and not o.startswith("parents.")]
     overrides = kept + [f"{key}={value}" for key, value in given.items()]
     done = ensure_rounds(earlier, overrides)
-    print(f"labelling round {earlier.gold.rounds} and its policy: {run_folder(earlier)}", flush=True)
+    say(f"labelling round {earlier.gold.rounds} and its policy: {run_folder(earlier)}")
     return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in ROUND_STAGES}
 
 
@@ -153,8 +154,7 @@ def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     if code == EXIT_CODE:
         sys.exit(code)
     if code:
-        print(f"rlhf: error: pipeline: stopped in {stage}: mend what it says above and run the same command again",
-              file=sys.stderr)  # fmt: skip
+        report(f"pipeline: stopped in {stage}: mend what it says above and run the same command again")
         sys.exit(code)
 
 
@@ -170,17 +170,19 @@ def summarize(config: Config, done: dict[str, str]) -> dict:
 
 def show(config: Config, table: dict, seconds: float) -> None:
     width = max(map(len, table["stages"])) + 2
-    print(f"\n{'stage':<{width}}{'seconds':>9}{'peak MB':>9}  {'state':<16}result")
+    say()
+    say(f"{'stage':<{width}}{'seconds':>9}{'peak MB':>9}  {'state':<16}result")
     for name, row in table["stages"].items():
         figures = ", ".join(
             f"{key.split('/')[-1]} {value:,.4g}" for key, value in list((row["summary"] or {}).items())[:3]
         )
-        print(f"{name:<{width}}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
+        say(f"{name:<{width}}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
     total = sum(row["seconds"] or 0 for row in table["stages"].values())
-    print(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
+    say(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
     results = read_json(run_folder(config) / "evaluate" / "results.json") or {}
     if "gold" in results:
         win, greedy = results["gold"]["win_rate_vs_sft"], results["gold"]["win_rate_greedy"]
-        print(f"\ngold win rate of PPO over SFT {win['value']:.3f} [{win['ci95'][0]:.3f}, {win['ci95'][1]:.3f}] at temperature "
+        say()
+        say(f"gold win rate of PPO over SFT {win['value']:.3f} [{win['ci95'][0]:.3f}, {win['ci95'][1]:.3f}] at temperature "
               f"1, {greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats")  # fmt: skip
-    print(f"report: {table['report']}")
+    say(f"report: {table['report']}")

@@ -12,15 +12,17 @@ from rlhf.config import PlanConfig
 from rlhf.errors import UserError
 from rlhf.files import disk_error
 from rlhf.planning.plan import GB, PARTS, STAGES, make_plan, peak_bytes
+from rlhf.terminal import say
 
 
 def run(config: PlanConfig) -> None:
     """Print the plan; write it to `out` where that is given. Raises: UserError where that cannot be written."""
     plan = make_plan(config)
-    print("\n".join([*describe(plan), "", verdict(plan)]))
+    for line in (*describe(plan), "", verdict(plan)):
+        say(line)
     if config.out is not None:
         path = write_plan(plan, Path(config.out), config.overwrite)
-        print(f"written to {path}")
+        say(f"written to {path}")
 
 
 def write_plan(plan: dict[str, Any], out: Path, overwrite: bool) -> Path:

@@ -6,6 +6,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import disk_error
 from rlhf.runs.folders import NAME
+from rlhf.terminal import say
 
 
 def rewrite_arguments(arguments: list[str]) -> list[str]:
@@ -27,7 +28,7 @@ def rewrite_arguments(arguments: list[str]) -> list[str]:
 def run(config: Config) -> None:
     """Write the page, and the figures where report.figures names a folder. Raises: UserError for an unknown run."""
     folders = run_folders(config)
-    print(f"report: {write(*folders, out=config.report.out)}")
+    say(f"report: {write(*folders, out=config.report.out)}")
     if config.report.figures is not None:
         from rlhf.report.page import write_figures
 
@@ -36,7 +37,7 @@ def run(config: Config) -> None:
             paths = write_figures(folders, target, config.report.form)
         except OSError as error:
             raise disk_error(error, target) from error
-        print(f"report: {len(paths)} figures -> {target}")
+        say(f"report: {len(paths)} figures -> {target}")
 
 
 def run_folders(config: Config) -> list[Path]:

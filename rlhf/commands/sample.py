@@ -20,6 +20,7 @@ from rlhf.errors import UserError
 from rlhf.files import disk_error, read_json, sha256_file, write_json
 from rlhf.runs.folders import check_output, run_folder, stage_folder
 from rlhf.runs.sources import data_source, fractions, need_source
+from rlhf.terminal import say
 from rlhf.tracking.progress import progress
 
 RECORD = "sample.json"
@@ -77,7 +78,7 @@ def run(config: Config) -> None:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     report(config, tasks, count, out, alike=alike, too_long=too_long, labelled=labelled)
-    print(f"sample: next: {step}", flush=True)
+    say(f"sample: next: {step}")
 
 
 def check_free(out: Path, overwrite: bool) -> None:
@@ -223,16 +224,15 @@ def report(
     notes = [f"{alike} left out: fewer than 2 distinct responses"] if alike else []
     notes += [f"{too_long} left out: longer than the context"] if too_long else []
     notes += [f"{labelled:,} passed over: labelled already"] if labelled else []
-    print(
+    say(
         f"sample: {len(tasks):,} prompts with {responses:,} responses, {count:,} {config.sample.tool} tasks -> {out}"
-        + (f" ({'; '.join(notes)})" if notes else ""),
-        flush=True,
+        + (f" ({'; '.join(notes)})" if notes else "")
     )
     if config.sample.tool == "csv":
         rows = csv_rows(tasks, config.sample.interface, config.seed)
         cells = sum(cell.startswith(FORMULA_SIGNS) for row in rows for cell in row.values())
         if cells:
-            print(
+            say(
                 f"sample: {cells} cells begin with one of {' '.join(FORMULA_SIGNS)}: "
                 "open the file with all columns as text, or a spreadsheet takes them for formulas"
             )

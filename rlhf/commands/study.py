@@ -26,6 +26,7 @@ from rlhf.files import read_json, write_json
 from rlhf.recipe import ancestors
 from rlhf.runs.folders import collect_parents, is_complete, read_stage, run_folder
 from rlhf.runs.sources import is_function, reward_folder, reward_sources
+from rlhf.terminal import say
 
 PARENTS = ancestors("ppo")
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
@@ -86,7 +87,7 @@ def run(config: Config) -> None:
     results = frontier_results(config, cells) if config.study == "frontier" else details_results(config, cells)
     path = run_folder(config) / "study" / f"{config.study}.json"
     write_json(path, results)
-    print(f"study: {path}", flush=True)
+    say(f"study: {path}")
 
 
 # Overrides of the command that a cell does not take over: it has a run, a seed and parents of its own.
@@ -190,10 +191,7 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
         per_episode = record["seconds"] / record["settings"]["ppo.episodes"]
         minutes = len(missing) * per_episode * episodes / 60 / config.evaluate.processes
         cost = f"; about {minutes:.0f} minutes of PPO, {config.evaluate.processes} at a time, and the evaluations"
-    print(
-        f"study: {len(cells)} runs of PPO with {episodes:,} episodes, {len(cells) - len(missing)} done{cost}",
-        flush=True,
-    )
+    say(f"study: {len(cells)} runs of PPO with {episodes:,} episodes, {len(cells) - len(missing)} done{cost}")
 
 
 def run_cell(cell: Cell) -> int:
@@ -203,7 +201,7 @@ def run_cell(cell: Cell) -> int:
     started = time.monotonic()
     with (cell.folder / f"{cell.run}.log").open("a") as log:
         code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
-    print(f"study: {cell.run}: {'done' if not code else 'failed'} in {time.monotonic() - started:.0f} s", flush=True)
+    say(f"study: {cell.run}: {'done' if not code else 'failed'} in {time.monotonic() - started:.0f} s")
     return code
 
 

@@ -10,6 +10,7 @@ from typing import TextIO
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.runs.folders import run_folder
+from rlhf.terminal import say, write
 from rlhf.tracking.watching import Watch, line, screen
 
 # Seconds between two plain lines of a stage, and the silence after which a run that holds no lock has ended: a pipeline
@@ -27,7 +28,7 @@ def run(config: Config) -> None:
     try:
         (follow_live if live else follow_plain)(folder, every, config.watch.wait, sys.stdout)
     except KeyboardInterrupt:
-        print(file=sys.stdout)
+        say()
 
 
 def follow_plain(folder: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
@@ -44,7 +45,7 @@ def follow_plain(folder: Path, every: float, wait: bool, out: TextIO, patience: 
             text, before = line(stage), told.get(stage.title, ("", ""))
             moved = stage.status != before[0] or (text != before[1] and now - told_at >= PLAIN_INTERVAL)
             if moved:
-                print(text, file=out, flush=True)
+                say(text, out)
                 told[stage.title] = (stage.status, text)
                 told_at = now
         if not wait or watch.ended or now - silent_since >= patience:
@@ -58,22 +59,21 @@ def follow_live(folder: Path, every: float, wait: bool, out: TextIO, patience: f
     watch = Watch(folder)
     height = 0
     silent_since = time.monotonic()
-    out.write("\x1b[?25l")  # no cursor
+    write("\x1b[?25l", out)  # no cursor
     try:
         while True:
             changed = watch.look()
             now = time.monotonic()
             silent_since = now if changed or watch.running else silent_since
             lines = screen(watch, max(20, shutil.get_terminal_size().columns))
-            out.write((f"\x1b[{height}A" if height else "") + "".join(f"\x1b[2K{text}\n" for text in lines) + "\x1b[0J")
-            out.flush()
+            shown = "".join(f"\x1b[2K{text}\n" for text in lines)
+            write((f"\x1b[{height}A" if height else "") + shown + "\x1b[0J", out)
             height = len(lines)
             if not wait or watch.ended or now - silent_since >= patience:
                 break
             time.sleep(every)
     finally:
-        out.write("\x1b[?25h")
-        out.flush()
+        write("\x1b[?25h", out)
     conclude(watch, wait)
 
 

@@ -20,6 +20,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from rlhf.terminal import printable
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN_NAMES = 30  # of responses, in a message
 
@@ -257,7 +259,7 @@ def shown(value: Any, limit: int = 60) -> str:
 def one_line(text: str, limit: int = 1000) -> str:
     """A message that holds names out of a file, as it may be shown: printable, on one line, cut short."""
     text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return printable(text)
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:

@@ -32,6 +32,7 @@ from rlhf.processes import is_first
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
 from rlhf.runs.lineage import git_state
+from rlhf.terminal import say
 
 # Settings that change how fast a stage runs but not what it computes, and one that its parents were made with.
 NOT_IDENTITY = {
@@ -249,7 +250,7 @@ class Stage:
     def say(self, text: str) -> None:
         if not self.writes:
             return
-        print(f"{self.name}: {text}", flush=True)
+        say(f"{self.name}: {text}")
 
     def elapsed(self) -> float:
         return self.seconds_before + time.monotonic() - self.started

@@ -51,9 +51,9 @@ def encode_line(row: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where the file is missing, torn or holds something else."""
+    """The object in a JSON file; empty if the file is missing, torn or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rlhf.processes import is_first
+from rlhf.terminal import printable, say
 
 LIVE = "{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
 # Seconds between two plain lines.
@@ -71,7 +72,7 @@ class _LiveProgress(Progress):
         sized = os.get_terminal_size(stream.fileno()).columns > 0
         self._bar: Any = tqdm(
             total=total,
-            desc=label,
+            desc=printable(label),
             unit=unit,
             initial=initial,
             file=stream,
@@ -131,7 +132,7 @@ class _PlainProgress(Progress):
             parts.append(f"{format_seconds(seconds)} taken")
         parts.append(f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}")
         parts += [f"{name} {value}" for name, value in self._figures.items()]
-        print("  ".join(parts), file=self._stream, flush=True)
+        say("  ".join(parts), self._stream)
 
 
 def format_figure(value: float) -> str:

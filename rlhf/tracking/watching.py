@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf.recipe import PIPELINE, ROUND_STAGES
 from rlhf.report.figures import is_number
+from rlhf.terminal import printable
 from rlhf.tracking.jsonl import parse_line, read_json
 from rlhf.tracking.progress import format_figure, format_seconds
 from rlhf.tracking.run_files import get
@@ -228,7 +229,7 @@ def screen(watch: Watch, width: int) -> list[str]:
         if len(values) > 1:
             told = f"  {format_figure(values[0])} → {format_figure(values[-1])}"
             lines.append(f"{label:<10}{sparkline(values, max(10, min(48, width - 12 - len(told))))}{told}")
-    return [text[:width] for text in lines]
+    return [printable(text)[:width] for text in lines]
 
 
 def sparkline(values: list[float], width: int) -> str:

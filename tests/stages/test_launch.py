@@ -87,7 +87,7 @@ def test_a_signal_reaches_all(tmp_path):
     ready = (
         f"trap 'touch {tmp_path}/done-$RANK; exit 130' TERM; touch {tmp_path}/ready-$RANK; while :; do sleep 0.1; done"
     )
-    code = ("from rlhf.interrupts import terminate_as_interrupt; terminate_as_interrupt()\n"
+    code = ("from rlhf.interrupts import interrupt_on_signals; interrupt_on_signals()\n"
             f"from rlhf.commands.launch import run_processes; run_processes(['sh', '-c', {ready!r}], 2)")  # fmt: skip
     parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
     deadline = time.monotonic() + 30

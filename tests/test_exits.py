@@ -1,0 +1,194 @@
+"""How commands end when the system refuses: one line, exit code 2, 130 or 141. A bug of ours keeps its traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf import cli
+from rlhf.commands import report
+from rlhf.exits import describe
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "RLHF_PROGRESS": "off"}
+
+
+def rlhf(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A real process: streams and rights are the operating system's."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ENVIRONMENT, "timeout": 100} | options
+    done = subprocess.run([sys.executable, "-m", "rlhf", *arguments], **options)
+    streams = [None if text is None else text.decode() for text in (done.stdout, done.stderr)]
+    return subprocess.CompletedProcess(done.args, done.returncode, *streams)
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], said: str, code: int = 2) -> None:
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("rlhf: error: "), done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("ppo", "--help"), ("plan",), ("ppo", "--cfg", "job")])
+def test_an_ascii_locale_shows_escapes(arguments):
+    plain = ENVIRONMENT | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = rlhf(*arguments, env=plain)
+    assert done.returncode == 0 and not done.stderr and done.stdout.isascii()
+    if arguments[-1] == "--help":
+        assert "[key=value \\u2026]" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("ppo", "--help"), ("--version",), ("plan",), ("dashboard",)])
+def test_a_full_standard_output_is_one_line(arguments, tmp_path):
+    with open("/dev/full", "w") as full:
+        done = rlhf(*arguments, stdout=full, cwd=tmp_path)
+    assert_one_line(done, "standard output: No space left on device: free space, or write elsewhere")
+
+
+def test_standard_output_and_error_may_be_closed(tmp_path):
+    done = subprocess.run(f"'{sys.executable}' -m rlhf dashboard >&-; echo $?", shell=True, env=ENVIRONMENT, cwd=tmp_path,
+                          capture_output=True, text=True)  # fmt: skip
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    done = subprocess.run(f"'{sys.executable}' -m rlhf watch >&- 2>&-; echo $?", shell=True, env=ENVIRONMENT, cwd=tmp_path,
+                          capture_output=True, text=True)  # fmt: skip
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+def test_a_reader_that_leaves_ends_it_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = rlhf("--help", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [("dashboard",), ("watch",), ("ppo", "run=x"), ("import", "path=a", "out=b")])
+def test_a_deleted_working_directory_is_one_line(tmp_path, arguments):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = ("import os, sys; os.rmdir(os.getcwd()); sys.path[:0] = [sys.argv.pop(1)]; from rlhf.cli import main; "
+            "main(sys.argv[1:])")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT), *arguments], cwd=gone, env=ENVIRONMENT, capture_output=True,
+                          text=True)  # fmt: skip
+    assert_one_line(done, "the working directory was deleted: change to one that exists")
+
+
+# Root may read everything: without its capabilities (none effective) it is held to the file's mode like anybody else.
+UNPRIVILEGED = """
+import ctypes, os, sys
+if os.getuid() == 0:
+    ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+from rlhf.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("arguments", [
+    ("reward", "run=x", "data.comparisons=labels.jsonl", "data.demonstrations=labels.jsonl"),
+    ("watch", "run=x", "watch.wait=false"), ("chat", "run=x", "chat.stage=sft"), ("export", "run=x", "export.stage=sft"),
+], ids=lambda words: words[0])  # fmt: skip
+def test_a_record_that_may_not_be_read_is_one_line(tmp_path, arguments):
+    folder = tmp_path / "runs" / "x" / "sft"
+    folder.mkdir(parents=True)
+    (tmp_path / "labels.jsonl").write_text("{}\n")
+    (folder / "stage.json").write_text("{}")
+    (folder / "stage.json").chmod(0)
+    done = subprocess.run([sys.executable, "-c", UNPRIVILEGED, *arguments], cwd=tmp_path, env=ENVIRONMENT,
+                          capture_output=True, text=True)  # fmt: skip
+    assert_one_line(done, "stage.json: Permission denied: give this user the right")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+def test_a_launcher_that_sets_no_number_is_one_line(name):
+    assert_one_line(rlhf("pretrain", env=ENVIRONMENT | {name: "abc"}), f"{name}=abc: want a whole number")
+
+
+def call(monkeypatch, capsys, error: BaseException) -> tuple[int, str]:
+    """`rlhf report` with a command that raises: its exit code and what it says."""
+
+    def refuse(config: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["rlhf"])
+    monkeypatch.setattr(report, "run", refuse)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["report"])
+    return int(stop.value.code or 0), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied: give this user the right to read and write it"),
+    (IsADirectoryError(21, "Is a directory", "a/b"), "a/b: Is a directory: check it"),
+    (OSError(24, "Too many open files"), "Too many open files: raise the limit on open files (ulimit -n)"),
+    (UnicodeDecodeError("utf-8", b"ab\xff", 2, 3, "invalid start byte"), "text that is not utf-8 (byte 0xff at 2): convert"),
+    (UnicodeEncodeError("ascii", "…", 0, 1, "ordinal"), "cannot write U+2026 as ascii: set a UTF-8 locale"),
+    (MemoryError(), "out of memory (the system gave no more): use smaller micro-batches"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nto"), "out of memory (DefaultCPUAllocator: can't"),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error, said):
+    code, told = call(monkeypatch, capsys, error)
+    assert code == 2 and told.startswith(f"rlhf: error: {said}") and told.count("\n") == 1
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, capsys):
+    code, told = call(monkeypatch, capsys, KeyError("forgotten"))
+    assert code == 1 and "KeyError: 'forgotten'" in told and "in refuse" in told
+    assert describe(ValueError("shapes")) is None
+
+
+def test_a_refusal_keeps_its_traceback_when_asked(monkeypatch, capsys):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(report, "run", lambda config: (_ for _ in ()).throw(PermissionError(13, "denied", "a")))
+    with pytest.raises(PermissionError):
+        cli.main(["report"])
+
+
+SLOW_END = """
+import sys, time
+import rlhf.commands.watch
+from rlhf import cli
+seconds = float(sys.argv[1])
+def run(config):
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(seconds)  # closing what is open takes a while
+rlhf.commands.watch.run = run
+cli.main(["watch", "run=x"])
+"""
+
+
+def test_two_signals_at_once_are_one():
+    """Ctrl-C twice in quick succession: the second must not break into the end that the first began."""
+    process = start_slow_end(0.5)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    _, told = process.communicate(timeout=20)
+    assert process.returncode in (130, -signal.SIGINT), (
+        "the latter from the interpreter's last moments: 130 in a shell too"
+    )
+    assert told == "\nrlhf: interrupted\n"
+
+
+def test_a_later_signal_ends_at_once():
+    process = start_slow_end(30)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=5)
+    assert (process.returncode, told) == (130, "")
+
+
+def start_slow_end(seconds: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_END, str(seconds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=ENVIRONMENT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    return process

@@ -1,0 +1,165 @@
+"""What reaches the terminal: no control character out of a file's name, a label, a record or a model's answer."""
+
+import ast
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlhf
+from rlhf import cli
+from rlhf.commands import chat, pipeline
+from rlhf.commands.watch import follow_live, follow_plain
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.exits import fail
+from rlhf.model import generate
+from rlhf.runs.folders import Stage, check_output
+from rlhf.terminal import one_line, printable, say
+from rlhf.tokenizer import encode_text, train_tokenizer
+from rlhf.tracking.progress import progress
+
+# A title and the clipboard by OSC, a cursor by CSI, the same with C1's single characters, a right-to-left override, an
+# isolate, a zero-width space, a byte order mark, a tag, a soft hyphen, DEL, a bell, a line separator, a carriage return.
+HOSTILE = ("\x1b]0;owned\x07\x1b]52;c;eA==\x1b\\\x1b[2J\x9b1A\x9d0;x\x9c\u202egnp.exe\u2066\u200b\ufeff\U000e0041\u00ad\x7f"
+           "\u2028\roverwritten\x08")  # fmt: skip
+SPOKEN = "naïve 東京\u3000\u00a0 ελ العربية é"
+LETTERS = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
+)
+
+
+def assert_clean(text: str) -> None:
+    assert not LETTERS.search(text), ascii(text)
+    assert "\\x1b" in text, "shown, not dropped"
+
+
+def test_every_control_is_shown_as_its_escape_and_every_letter_as_it_is():
+    assert_clean(printable(HOSTILE))
+    assert printable("a\x1b[1m\u202eb\n") == "a\\x1b[1m\\u202eb\\n"
+    assert printable("a\n\tb", keep="\n\t") == "a\n\tb"
+    assert printable(SPOKEN) == SPOKEN
+    assert printable("\ud800") == "\\ud800"
+    assert one_line(" a\n\n b\x00 ") == "a b\\x00" and len(one_line("x" * 5000)) == 1000
+
+
+def test_a_line_that_is_said_is_one_line(capsys):
+    say("one\ntwo\rthree" + HOSTILE)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and out.startswith("one\\ntwo\\rthree")
+    assert_clean(out)
+
+
+def test_a_refusal_shows_what_came_without_its_controls(capsys):
+    with pytest.raises(SystemExit):
+        fail(f"labels.jsonl:3: got {HOSTILE}\nand more")
+    assert_clean(capsys.readouterr().err)
+
+
+def test_a_stage_speaks_without_controls(capsys, tmp_path):
+    Stage(Config(), "sft", tmp_path, {}, {}).say(f"built on {HOSTILE}")
+    assert_clean(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", [
+    (f"data.corpus='{HOSTILE}'", "pretrain"), (f"run='{HOSTILE}'", "watch"), (f"path='{HOSTILE}'", "import"),
+    (HOSTILE, "ppo"), (f"{HOSTILE}=1", "ppo"), ("run=none", HOSTILE),
+], ids=["a file", "a run", "a source", "no override", "a key", "a command"])  # fmt: skip
+def test_a_command_line_is_answered_without_controls(capsys, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([arguments[1], *([f"out={tmp_path}/out"] if arguments[1] == "import" else []), arguments[0]])
+    shown = capsys.readouterr()
+    assert stop.value.code == 2 and not shown.out
+    assert_clean(shown.err)
+
+
+def test_records_of_others_are_quoted_without_controls(capsys, tmp_path):
+    """stage.json's contents, in an error line and in the pipeline's table."""
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "stage.json").write_text(json.dumps({"stage": HOSTILE, "status": "complete", "files": {}}))
+    with pytest.raises(UserError) as refusal:
+        check_output(tmp_path / "sft")
+    with pytest.raises(SystemExit):
+        fail(str(refusal.value))
+    assert_clean(capsys.readouterr().err)
+    row = {"seconds": 1.0, "peak_rss_mb": 2.0, "summary": {f"a/{HOSTILE}": 1.0}, "state": "done"}
+    table = {"stages": {"sft": row, f"x-{HOSTILE}/ppo": row}, "report": f"{HOSTILE}.html"}
+    pipeline.show(Config(runs_dir=str(tmp_path)), table, 1.0)
+    assert_clean(capsys.readouterr().out)
+
+
+def test_an_import_names_labelers_and_files_without_controls(capsys, tmp_path):
+    rows: list[dict] = [{"prompt": f"p{i}", "chosen": "x", "rejected": "y", "labeler": HOSTILE} for i in range(3)]
+    rows.append({"prompt": HOSTILE, "chosen": {HOSTILE: HOSTILE}, "rejected": "y", "labeler": HOSTILE})
+    path = tmp_path / f"labels{HOSTILE.replace('/', '')}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit):
+        cli.main(["import", f"path={tmp_path}", f"out={tmp_path / 'out'}"])
+    shown = capsys.readouterr()
+    assert not LETTERS.search(shown.err)
+    assert_clean(shown.out)
+
+
+@pytest.mark.parametrize("follow", [follow_plain, follow_live])
+def test_watch_shows_a_run_without_controls(tmp_path, follow):
+    run = tmp_path / f"x{HOSTILE.replace('/', '')}"
+    (run / "ppo").mkdir(parents=True)
+    record = {"stage": HOSTILE, "status": HOSTILE, "steps": 9, "seconds": HOSTILE}
+    (run / "ppo" / "stage.json").write_text(json.dumps(record))
+    (tmp_path / f"{run.name}-round-1" / "ppo").mkdir(parents=True)
+    (tmp_path / f"{run.name}-round-1" / "ppo" / "stage.json").write_text(json.dumps(record))
+    out = io.StringIO()
+    follow(run, 0.01, False, out)
+    drawn = re.sub(r"\x1b\[(\d+A|2K|0J|\?25[lh])", "", out.getvalue())  # what the live screen itself draws with
+    assert not LETTERS.search(drawn), ascii(drawn)
+
+
+def test_progress_is_labelled_without_controls(monkeypatch):
+    monkeypatch.delenv("RLHF_PROGRESS", raising=False)
+    out = io.StringIO()
+    with progress(2, HOSTILE, stream=out) as bar:
+        bar.update()
+    assert_clean(out.getvalue())
+
+
+def test_an_answer_is_streamed_without_controls_however_tokens_split_them(capsys, monkeypatch):
+    """Byte-level tokens: ESC, its bracket and each byte of a right-to-left override come one by one."""
+    tokenizer = train_tokenizer(["some text to learn from"] * 4, 290, context_length=64)
+    ids = [token for character in HOSTILE + "\nnext\t" + SPOKEN for token in encode_text(tokenizer, character)]
+    assert len(ids) > len(HOSTILE) + 3
+    monkeypatch.setattr(generate, "stream", lambda *_, **__: iter(ids))
+    config = cli.compose_config(["rollout.max_new_tokens=24"])
+    answer = chat.answer(config, None, tokenizer, [{"role": "user", "content": "hello"}], 0)
+    assert HOSTILE in answer, "the dialogue goes on with what the model wrote"
+    out = capsys.readouterr().out
+    assert_clean(out.replace("\n", "").replace("\t", ""))
+    assert "\nnext\t" + SPOKEN in out
+
+
+def test_nothing_prints_past_the_one_function():
+    """print and the streams' own write are called in rlhf/terminal.py alone."""
+    for path in Path(rlhf.__file__).parent.rglob("*.py"):
+        if path.name == "terminal.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("print", "sys.stdout.write", "sys.stderr.write"), (
+                    f"{path}:{node.lineno}: {called}"
+                )
+
+
+def test_standard_output_that_is_gone_is_named(monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError) as refusal:
+        say("text", Full())
+    assert refusal.value.filename == "standard output"
+    monkeypatch.setattr(sys, "stdout", None)
+    say("nobody listens")
