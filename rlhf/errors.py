@@ -1,4 +1,4 @@
-"""The one exception that a user's mistake raises. Nothing else of error handling lives here."""
+"""The one exception that a user's mistake raises, and how the errors of model libraries are worded in it."""
 
 
 class UserError(Exception):
@@ -7,3 +7,10 @@ class UserError(Exception):
     The message is one line: where it happened, what came, what was wanted, what to do. The command line prints it
     without a traceback and exits with code 2.
     """
+
+
+def reason_of(error: Exception) -> str:
+    """Why a library could not load a model or a tokenizer, in a line."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own (auto_map in its config.json), which is never run: want an architecture of transformers"
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -196,7 +196,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         came = "no tokenizer.json in it" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {came}: want a tokenizer's folder, as `rlhf tokenizer` writes it")
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds for a damaged file, some of them bare Exception
         raise UserError(f"{folder}/tokenizer.json: not a readable tokenizer ({error}): make it again") from error
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.records import Message
-from rlhf.errors import UserError
+from rlhf.errors import UserError, reason_of
 from rlhf.model.batching import by_length
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
 from rlhf.model.rendering import TextEncoder, TextRow
@@ -183,9 +183,11 @@ def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel |
     try:
         ours = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type") == "rlhf_reward"
         if ours:
-            return RewardModel.from_pretrained(str(path), local_files_only=True).eval().to(device)  # type: ignore[arg-type]
+            return (
+                RewardModel.from_pretrained(str(path), local_files_only=True, trust_remote_code=False).eval().to(device)
+            )  # type: ignore[arg-type]
     except (OSError, ValueError, RuntimeError, AttributeError, SafetensorError) as error:
-        raise UserError(f"{path}: not a readable reward model ({str(error).splitlines()[0]}): "
+        raise UserError(f"{path}: not a readable reward model ({reason_of(error)}): "
                         "run `rlhf reward overwrite=true` again") from error  # fmt: skip
     return TextRewardModel.from_pretrained(path).to(device)
 
@@ -193,10 +195,10 @@ def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel |
 def _read_config(source: str) -> tuple[Any, Any]:
     """Configuration, with every dropout at 0, and tokenizer."""
     try:
-        config = AutoConfig.from_pretrained(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the libraries raise many kinds for what is missing or damaged
-        raise UserError(f"reward.model={source}: no readable model and tokenizer ({str(error).splitlines()[0]}): "
+        raise UserError(f"reward.model={source}: no readable model and tokenizer ({reason_of(error)}): "
                         "want a folder or hub name of a transformers classifier") from error  # fmt: skip
     without_dropout(config)
     for name, value in {"use_cache": False, "use_mems_eval": False, "use_mems_train": False}.items():
@@ -214,17 +216,19 @@ def _read_network(source: str, config: Any, tokenizer: Any, own: bool = False, *
     """The classifier in float32. own: an encoder's head lies with it in our own form."""
     try:
         if config.is_encoder_decoder and own:
-            network: Any = EncoderClassifier(AutoModel.from_config(config))
+            network: Any = EncoderClassifier(AutoModel.from_config(config, trust_remote_code=False))
             load_model(network, str(Path(source) / "model.safetensors"))
         elif config.is_encoder_decoder:
-            network = EncoderClassifier(AutoModel.from_pretrained(source, config=config, dtype=torch.float32))
+            network = EncoderClassifier(
+                AutoModel.from_pretrained(source, config=config, dtype=torch.float32, trust_remote_code=False)
+            )
         else:
             config.num_labels = 1
             network = AutoModelForSequenceClassification.from_pretrained(
-                source, config=config, dtype=torch.float32, **keywords
+                source, config=config, dtype=torch.float32, trust_remote_code=False, **keywords
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UserError(f"{source}: not a readable text classifier ({str(error).splitlines()[0]}): "
+        raise UserError(f"{source}: not a readable text classifier ({reason_of(error)}): "
                         "want a transformers model for which there is a sequence classifier") from error  # fmt: skip
     base = network.encoder if isinstance(network, EncoderClassifier) else network
     rows = base.get_input_embeddings().num_embeddings

@@ -87,7 +87,7 @@ class RewardModel(PreTrainedModel):
 
     def __init__(self, config: RewardConfig):
         super().__init__(config)
-        self.trunk = AutoModel.from_config(config.trunk)
+        self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False)
         self.head = ScalarHead(config.trunk.hidden_size)
         self.post_init()
 
@@ -107,7 +107,7 @@ class RewardModel(PreTrainedModel):
         if isinstance(source, PreTrainedModel):
             trunk: Any = source.base_model
         else:
-            trunk = AutoModel.from_pretrained(source, **kwargs)
+            trunk = AutoModel.from_pretrained(source, trust_remote_code=False, **kwargs)
         model = cls(RewardConfig(trunk=trunk.config))
         nn.Module.to(model, device=trunk.device, dtype=trunk.dtype)
         model.trunk.load_state_dict(trunk.state_dict())

@@ -15,7 +15,7 @@ import transformers
 from transformers import TrainerCallback
 
 from rlhf.config import Config
-from rlhf.errors import UserError
+from rlhf.errors import UserError, reason_of
 from rlhf.interrupts import request_stop
 from rlhf.processes import Ranks, connect, on_first_rank, wait_for_all
 from rlhf.runs.checkpoints import (
@@ -90,11 +90,12 @@ def load_policy(folder: Path, **overrides: Any) -> Any:
     be_quiet()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), local_files_only=True, dtype=torch.float32, **overrides
+            str(folder), local_files_only=True, dtype=torch.float32, trust_remote_code=False, **overrides
         )
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{folder}: not a readable model ({reason}): run the stage that writes it again") from error
+        raise UserError(
+            f"{folder}: not a readable model ({reason_of(error)}): run the stage that writes it again"
+        ) from error
     return model.eval()
 
 

@@ -124,7 +124,7 @@ def peer(spec: Spec, turns: Turns) -> None:
     from transformers import AutoTokenizer, GPT2ForSequenceClassification, TrainerCallback
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"], padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"], padding_side="left", trust_remote_code=False)
 
     def classifier() -> Any:
         base = gpt2(spec, seed=1)

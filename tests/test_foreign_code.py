@@ -1,0 +1,89 @@
+"""Code that lies in a model's folder is never run, and nobody is asked on standard input whether to run it."""
+
+import ast
+import io
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from rlhf import cli
+from rlhf.errors import UserError
+from rlhf.files import hash_files
+from rlhf.model.classifier import TextRewardModel, load_reward_model
+from rlhf.runs.folders import hash_of
+from rlhf.tokenizer import load_tokenizer, train_tokenizer
+from rlhf.training.setup import load_policy
+
+ROOT = Path(__file__).parents[1]
+CODE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import PretrainedConfig
+class PlantedConfig(PretrainedConfig):
+    model_type = "planted"
+"""
+AUTO_MAP = {name: "planted.PlantedConfig" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM",
+            "AutoModelForSequenceClassification", "AutoTokenizer")}  # fmt: skip
+TAKES = ("from_pretrained", "from_config")
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A finished SFT stage whose model names code of its own; `y` waits on standard input. The code's mark."""
+    model = tmp_path / "runs" / "x" / "sft" / "model"
+    train_tokenizer(["some text"] * 4, 290, context_length=16).save_pretrained(model)
+    ran = tmp_path / "ran"
+    (model / "planted.py").write_text(CODE.format(ran=str(ran)))
+    (model / "config.json").write_text(json.dumps({"model_type": "planted", "auto_map": AUTO_MAP, "vocab_size": 290}))
+    record = {"stage": "sft", "status": "complete", "settings": {}, "parents": {}, "data": {}, "run": "x",
+              "seconds": 1.0, "files": hash_files(model.parent)}  # fmt: skip
+    (model.parent / "stage.json").write_text(json.dumps(record | {"hash": hash_of(record)}))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    return ran
+
+
+@pytest.mark.parametrize(("command", "more"), [
+    ("chat", ["chat.stage=sft"]), ("export", ["export.stage=sft"]), ("sample", ["sample.out=round"])])  # fmt: skip
+def test_a_command_does_not_run_a_models_own_code(planted, command, more):
+    config = cli.compose_config(["run=x", "device=cpu", "data.prompts=prompts.jsonl", "tracking=off", *more])
+    with pytest.raises(UserError, match=r"needs code of its own .*which is never run"):
+        import_module(cli.COMMANDS[command][0]).run(config)
+    assert not planted.exists()
+    assert import_module("sys").stdin.tell() == 0, "nothing was read"
+
+
+def test_no_loader_runs_a_models_own_code(planted):
+    folder = Path("runs/x/sft/model")
+    for load in (load_policy, load_reward_model, TextRewardModel.from_pretrained):
+        with pytest.raises(UserError, match=r"needs code of its own .*which is never run"):
+            load(folder, *(["cpu"] if load is load_reward_model else []))
+    load_tokenizer(folder)
+    assert not planted.exists()
+    assert import_module("sys").stdin.tell() == 0, "nothing was read"
+
+
+def test_every_load_says_that_code_is_not_trusted():
+    """By the syntax tree: a call that leaves it out makes transformers ask on standard input."""
+    seen = 0
+    for path in [*(ROOT / "rlhf").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TAKES):
+                continue
+            if ast.unparse(node.func.value) == "TextRewardModel":  # ours: it calls the others
+                continue
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert given.get("trust_remote_code") == "False", f"{path.relative_to(ROOT)}:{node.lineno}"
+            seen += 1
+    assert seen >= 8
+
+
+def test_standard_input_is_read_by_the_chat_alone():
+    for path in (ROOT / "rlhf").rglob("*.py"):
+        if path.name != "chat.py":
+            names = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                     if isinstance(node, ast.Name | ast.Attribute)]  # fmt: skip
+            assert not {"input", "sys.stdin"} & set(names), path
