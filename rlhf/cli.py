@@ -5,7 +5,6 @@ A command's module, and with it torch, is imported only when the command runs, s
 
 import difflib
 import importlib
-import re
 import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 COMMANDS = {name: (module, text) for name, (module, text, _) in _COMMANDS.items()}
 HELP_GROUPS = {name: groups for name, (_, _, groups) in _COMMANDS.items()}
-# Commands that have a schema of their own, by the class in rlhf/config.py; all others share `Config`.
+# Commands that have a schema of their own, by the class in rlhf/config/; all others share `Config`.
 SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
@@ -273,27 +272,16 @@ def _help() -> str:
 
 
 def _command_help(command: str) -> str:
-    """Usage, and the settings with the meaning that their comments in the schema state."""
-    from rlhf import config as schema
+    """Usage, and each setting with its default and its meaning."""
+    from rlhf.config.setting import settings_in
 
-    source = Path(schema.__file__).read_text(encoding="utf-8")
-    meaning: dict[tuple[str, str], str] = {}
-    current = ""
-    for line in source.splitlines():
-        if found := re.match(r"class (\w+)", line):
-            current = found[1]
-        elif found := re.match(r"    (\w+): [^#]*#\s*(.*)", line):
-            meaning[current, found[1]] = found[2]
-    root = schema_of(command)()
+    schema = schema_of(command)
+    defaults, shown = schema_keys(command), ("", *HELP_GROUPS[command])
     lines = [f"rlhf {command} [key=value …]", "", COMMANDS[command][1], ""]
-    groups = [("", root), *((f"{name}.", getattr(root, name)) for name in HELP_GROUPS[command])]
-    for prefix, group in groups:
-        for item in fields(group):
-            value = getattr(group, item.name)
-            if not is_dataclass(value):
-                owners = [c.__name__ for c in type(group).__mro__ if (c.__name__, item.name) in meaning]
-                text = meaning[owners[0], item.name] if owners else item.metadata.get("help", "")
-                lines.append(f"  {prefix + item.name + '=' + _show(value):<40} {text}".rstrip())
+    for group in shown:
+        for key, stated in settings_in(schema).items():
+            if key.rpartition(".")[0] == group:
+                lines.append(f"  {key + '=' + _show(defaults[key]):<40} {stated.described()}")
     if command == "import":
         lines += _import_help()
     if command in WITHOUT_GROUPS:

@@ -26,6 +26,7 @@ from typing import Any
 
 from rlhf import __version__
 from rlhf.config import Config, ParentsConfig
+from rlhf.config.setting import RESULT, get, settings_in
 from rlhf.errors import UserError
 from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
 from rlhf.processes import is_first
@@ -34,11 +35,6 @@ from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints
 from rlhf.runs.lineage import git_state
 from rlhf.terminal import say
 
-# Settings that change how fast a stage runs but not what it computes, and one that its parents were made with.
-NOT_IDENTITY = {
-    "samples_every", "eval_every", "eval_prompts", "micro_batch_sequences", "micro_batch_size",
-    "micro_batch_responses", "micro_batch_episodes", "seeds", "parents", "updates", "cells", "processes", "early_episodes",
-}  # fmt: skip
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ROUND = re.compile(r"-round-\d+$")  # what a labelling round before the last adds to the run's name
 
@@ -47,20 +43,17 @@ def settings_of(config: Config, stage: str) -> dict[str, Any]:
     """The settings a stage's result depends on, flat: {"sft.lr": 5e-4, …}."""
     flat: dict[str, Any] = {}
 
-    def add(prefix: str, value: Any) -> None:
+    def add(key: str, value: Any) -> None:
         if isinstance(value, dict):
-            for key, inner in value.items():
-                if key not in NOT_IDENTITY:
-                    add(f"{prefix}.{key}", inner)
+            for name, inner in value.items():
+                add(f"{key}.{name}", inner)
         else:
-            flat[prefix] = value
+            flat[key] = value
 
-    tree = asdict(config)
-    for key in STAGES[stage].settings:
-        value: Any = tree
-        for part in key.split("."):
-            value = value[part]
-        add(key, value)
+    named = STAGES[stage].settings
+    for key, stated in settings_in(Config).items():
+        if (key in named or key.partition(".")[0] in named) and stated.changes == RESULT:
+            add(key, get(config, key))
     return json.loads(json.dumps(flat, default=str))
 
 

@@ -141,11 +141,11 @@ def test_every_part_is_counted_once():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("gpus=0", "gpus=0: want more than 0"),
+        ("gpus=0", "gpus=0: want 1 or more"),
         ("deepspeed=zero4", "deepspeed=zero4: want one of none, zero1"),
         ("dtype=fp16", "dtype=fp16: want one of bf16, fp32"),
-        ("mfu=40", "mfu=40.0: want at most 1"),
-        ("memory_margin=1", "memory_margin=1.0: want 0 up to less than 1"),
+        ("mfu=40", "mfu=40.0: want more than 0 and at most 1"),
+        ("memory_margin=1", "memory_margin=1.0: want 0 or more and less than 1"),
         ("sequence=4096", "sequence=4096: want at most model.context_length=1024"),
         ("rollout.max_new_tokens=1024", "leaves no room for a prompt"),
         ("model.n_kv_head=5", "model.n_kv_head=5: want a divisor of model.n_head=12"),

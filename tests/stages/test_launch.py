@@ -79,7 +79,7 @@ def is_alive(pid: int) -> bool:
 def test_a_mistake_is_told_once(capfd):
     assert run_processes([sys.executable, "-m", "rlhf", "pretrain", "pretrain.lr=-1"], 2) == 2
     told = capfd.readouterr().err.strip()
-    assert told == "rlhf: error: pretrain.lr=-1.0: want more than 0"
+    assert told == "rlhf: error: pretrain.lr=-1.0: want more than 0 and at most 10"
 
 
 def test_a_signal_reaches_all(tmp_path):

@@ -453,9 +453,9 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
         ([*RLOO, "ppo.shared_critic=true"], "has no critic"),
         (["ppo.responses_per_prompt=3"], "want a divisor of ppo.episodes_per_update"),
         (["ppo.reward_weights=[1,2]"], "want one number for each of ppo.rewards"),
-        (["ppo.ema_decay=1.5"], "want between 0 and 1"),
+        (["ppo.ema_decay=1.5"], "want more than 0 and less than 1"),
         (["kl.ceiling=0"], "want more than 0, or null"),
-        (["kl.coef=-1"], "a negative one rewards leaving the SFT model"),
+        (["kl.coef=-1"], "kl.coef=-1.0: want 0 or more"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(settings, message):

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from rlhf.config import ImportConfig
+from rlhf.config.setting import NOTHING, settings_in
 from rlhf.data.agreement.job import AgreementCounter
 from rlhf.data.importers import Format, choose_format, formats, stem_of
 from rlhf.data.importing.assignments import FILE, Assigner, Assignments, describe_splits, write_assignments
@@ -328,6 +329,7 @@ class Importer:
 def settings_of(config: ImportConfig) -> dict[str, Any]:
     """The settings that decide what is written; where it is written, and by how many processes, does not."""
     settings = asdict(config)
-    for name in ("out", "processes", "overwrite"):
-        del settings[name]
+    for key, stated in settings_in(ImportConfig).items():
+        if stated.changes == NOTHING:
+            del settings[key]
     return json.loads(json.dumps(settings, default=str))

@@ -1,0 +1,209 @@
+"""The schema of every setting: its type, default (the papers' value), unit, meaning, range, and what it changes.
+
+All of this is stated once, on the field (setting.py). YAML under conf/ holds differences. `python -m rlhf <command>
+--cfg job` prints the composed result. This package imports nothing heavy, so that checking an override costs milliseconds.
+"""
+
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf.config.commands import (
+    ChatConfig as ChatConfig,
+)
+from rlhf.config.commands import (
+    ColumnsConfig as ColumnsConfig,
+)
+from rlhf.config.commands import (
+    ExportConfig as ExportConfig,
+)
+from rlhf.config.commands import (
+    ImportConfig as ImportConfig,
+)
+from rlhf.config.commands import (
+    ReportConfig as ReportConfig,
+)
+from rlhf.config.commands import (
+    SampleConfig as SampleConfig,
+)
+from rlhf.config.commands import (
+    WatchConfig as WatchConfig,
+)
+from rlhf.config.commands import (
+    WordsConfig as WordsConfig,
+)
+from rlhf.config.setting import MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, group, setting
+from rlhf.config.stages import (
+    DataConfig as DataConfig,
+)
+from rlhf.config.stages import (
+    EvaluateConfig as EvaluateConfig,
+)
+from rlhf.config.stages import (
+    GoldConfig as GoldConfig,
+)
+from rlhf.config.stages import (
+    KlConfig as KlConfig,
+)
+from rlhf.config.stages import (
+    LoraConfig as LoraConfig,
+)
+from rlhf.config.stages import (
+    ModelConfig as ModelConfig,
+)
+from rlhf.config.stages import (
+    PpoConfig as PpoConfig,
+)
+from rlhf.config.stages import (
+    PretrainConfig as PretrainConfig,
+)
+from rlhf.config.stages import (
+    RejectionConfig as RejectionConfig,
+)
+from rlhf.config.stages import (
+    RewardConfig as RewardConfig,
+)
+from rlhf.config.stages import (
+    RolloutConfig as RolloutConfig,
+)
+from rlhf.config.stages import (
+    SftConfig as SftConfig,
+)
+from rlhf.config.stages import (
+    TokenizerSettings as TokenizerSettings,
+)
+from rlhf.recipe import GOLD_STAGES, PARENTS
+
+
+@dataclass(slots=True)
+class TrackingConfig:
+    """Where metrics go. JSONL is always written."""
+
+    kind: str = setting(
+        "wandb",
+        "wandb is offline unless a key is set; off: numbers only, no samples",
+        choices=("wandb", "tensorboard", "jsonl", "off"),
+    )
+    project: str = setting("rlhf", "W&B project")
+    entity: str | None = setting(None, "W&B user or team of the dashboard; none: the key's own")
+    artifacts: bool = setting(False, "models and data sets go to W&B as artifacts with their lineage")
+    log_every: int = setting(10, "optimizer steps between lines (pretraining and SFT)", min=1)
+    peak_tflops: float | None = setting(
+        None, "of one device, for time/mfu; none: by the GPU's name, and no MFU on a CPU", above=0
+    )
+
+
+@dataclass(slots=True)
+class CheckpointConfig:
+    """What a killed run resumes from."""
+
+    every_seconds: float = setting(600.0, "seconds between checkpoints", min=0)
+    keep: int = setting(2, "newest checkpoints that stay", min=1)
+    keep_best: int = setting(
+        0, "checkpoints with the best held-out score (ppo) that stay too, after the stage's end as well", min=0
+    )
+    keep_every: int = setting(
+        0, "a checkpoint at each multiple of so many steps, which stays after the stage's end; 0: none", min=0
+    )
+
+
+@dataclass(slots=True)
+class LauncherConfig:
+    """How `rlhf pipeline` starts the stages that train."""
+
+    processes: int = setting(1, "of each of them, on this machine", min=1, max=MAX_PROCESSES)
+
+
+@dataclass(slots=True)
+class ShardingConfig:
+    """What ZeRO is told beside its stage (`deepspeed=…`)."""
+
+    bucket_elements: int = setting(50_000_000, "of each communication buffer", min=1)
+    persistence_threshold: int = setting(10_000, "ZeRO-3: tensors with fewer elements stay whole on every rank", min=0)
+
+
+if TYPE_CHECKING:
+    ParentsConfig = Any
+else:
+    ParentsConfig = make_dataclass(
+        "ParentsConfig",
+        [
+            (stage, str | None, setting(None, f"a run or a stage folder{gold}"))
+            for stage in PARENTS
+            for gold in [" (the gold world only)" if stage in GOLD_STAGES else ""]
+        ],
+        namespace={
+            "__doc__": "Where a stage finds what it builds on: a run's name or a path; none: the same run.",
+            "__module__": __name__,
+        },
+        slots=True,
+    )
+
+
+@dataclass(slots=True)
+class Config:
+    """Everything. One schema serves every command, so that one set of overrides runs a stage or the pipeline."""
+
+    run: str = setting("default", "the run's name, a folder under runs_dir", changes=NOTHING)
+    runs_dir: str = setting("runs", "the folder of all runs", changes=NOTHING)
+    seed: int = setting(0, "of all random choices", min=0, max=MAX_SEED)
+    overwrite: bool = setting(False, "replace what the run already has", changes=NOTHING)
+    device: str = setting("auto", "where it runs", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
+    threads: int = setting(
+        0, "CPU threads per process; 0: as many as there are cores", min=0, max=MAX_PROCESSES, changes=ROUNDING
+    )
+    precision: str = setting(
+        "auto",
+        "of training; bfloat16: mixed; auto: bfloat16 if the GPU has it",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, more time", changes=ROUNDING)
+    deepspeed: str = setting(
+        "none",
+        "ZeRO stage",
+        choices=("none", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
+        changes=ROUNDING,
+    )
+    study: str | None = setting(
+        None, "what `rlhf evaluate` runs instead of the final figures", choices=("frontier", "details"), changes=NOTHING
+    )
+    launcher: LauncherConfig = group(LauncherConfig, changes=ROUNDING)
+    sharding: ShardingConfig = group(ShardingConfig, changes=ROUNDING)
+    model: ModelConfig = group(ModelConfig)
+    tokenizer: TokenizerSettings = group(TokenizerSettings)
+    data: DataConfig = group(DataConfig)
+    pretrain: PretrainConfig = group(PretrainConfig)
+    sft: SftConfig = group(SftConfig)
+    reward: RewardConfig = group(RewardConfig)
+    ppo: PpoConfig = group(PpoConfig)
+    kl: KlConfig = group(KlConfig)
+    lora: LoraConfig = group(LoraConfig)
+    rollout: RolloutConfig = group(RolloutConfig)
+    rejection: RejectionConfig = group(RejectionConfig)
+    evaluate: EvaluateConfig = group(EvaluateConfig)
+    gold: GoldConfig = group(GoldConfig)
+    tracking: TrackingConfig = group(TrackingConfig, changes=NOTHING)
+    checkpoints: CheckpointConfig = group(CheckpointConfig, changes=NOTHING)
+    parents: ParentsConfig = group(ParentsConfig, changes=NOTHING)
+    sample: SampleConfig = group(SampleConfig, changes=NOTHING)
+    report: ReportConfig = group(ReportConfig, changes=NOTHING)
+    watch: WatchConfig = group(WatchConfig, changes=NOTHING)
+    chat: ChatConfig = group(ChatConfig, changes=NOTHING)
+    export: ExportConfig = group(ExportConfig, changes=NOTHING)
+
+
+@dataclass(slots=True)
+class PlanConfig(Config):
+    """`rlhf plan`: the settings of training, and the machine they are planned for."""
+
+    gpus: int = setting(1, "in all", min=1)
+    gpu_memory_gb: float = setting(80.0, "of one, in 10^9 bytes", above=0)
+    dtype: str = setting("bf16", "bf16: mixed precision", choices=("bf16", "fp32"))
+    fused_attention: bool = setting(True, "false: the attention probabilities are kept")
+    sequence: int | None = setting(
+        None, "tokens of the longest row of SFT, reward model and PPO; none: model.context_length", min=1
+    )
+    memory_margin: float = setting(0.1, "share of a GPU's memory kept free", min=0, below=1)
+    mfu: float = setting(0.4, "share of the peak that training reaches", above=0, max=1)
+    peak_tflops: float | None = setting(None, "of one GPU, dense; none: an A100's, 312 (bf16) or 19.5 (fp32)", above=0)
+    bandwidth_gb: float = setting(2039.0, "GB per second of one GPU's memory; default: an A100's with 80 GB", above=0)
+    out: str | None = setting(None, "a file or folder for plan.json")

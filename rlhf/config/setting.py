@@ -1,0 +1,179 @@
+"""How a setting is stated: on its field, once. Help, the checks of single values and lineage are derived from here.
+
+lr: float = setting(1e-5, "of the policy", above=0, max=10)
+"""
+
+import codecs
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple, get_args
+
+# What a setting changes, and what follows when a run is asked for again with another value.
+RESULT = "result"  # the result: a stage that was run with another value is refused, not reused
+ROUNDING = "rounding"  # memory, speed and the rounding of the result: a stage resumes, and says so
+NOTHING = "nothing"  # where things lie and how they are shown, or what belongs to no stage's result
+
+MAX_SEED = 2**32 - 1
+MAX_PROCESSES = 1024  # also of threads
+
+
+class Kind(NamedTuple):
+    """What a setting that YAML cannot type may hold."""
+
+    wanted: str
+    fits: Callable[[Any], bool]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_name(value: Any) -> bool:
+    return _is_text(value) or _is_number(value)
+
+
+def _one_or_list(fits: Callable[[Any], bool], least: int = 1) -> Callable[[Any], bool]:
+    return lambda v: len(v) >= least and all(map(fits, v)) if isinstance(v, list | tuple) else fits(v)
+
+
+def _is_encoding(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and codecs.lookup(value) is not None
+    except (LookupError, ValueError):
+        return False
+
+
+KINDS = {
+    "paths": Kind("a file, a folder or a hub id, or a list of these", _one_or_list(_is_text)),
+    "names": Kind("a name or a list of names", _one_or_list(_is_text)),
+    "labelers": Kind("a name or a list of names", _one_or_list(_is_name, least=0)),
+    "rewards": Kind(
+        "a name or a list of names",
+        lambda v: _is_text(v) or (isinstance(v, list) and bool(v) and all(n is None or _is_text(n) for n in v)),
+    ),
+    "columns": Kind("a column or a list of columns", _one_or_list(_is_name, least=0)),
+    "words": Kind("a word or a list of words", _one_or_list(lambda v: _is_name(v) or isinstance(v, bool), least=0)),
+    "numbers": Kind("a number or a list of numbers", _one_or_list(_is_number)),
+    "seeds": Kind(
+        f"a seed or a list of seeds, each from 0 to {MAX_SEED}",
+        _one_or_list(lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= MAX_SEED),
+    ),
+    "weights": Kind(
+        "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
+        lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),
+    ),
+    "encoding": Kind("an encoding that Python knows, such as utf-8", _is_encoding),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field states beside its type and its default."""
+
+    help: str
+    choices: tuple[str, ...] | None = None
+    min: float | None = None
+    above: float | None = None
+    max: float | None = None
+    below: float | None = None
+    any_finite: bool = False
+    kind: str | None = None
+    changes: str | None = None  # none: as its group
+    optional: bool = False  # null is a value
+
+    @property
+    def has_range(self) -> bool:
+        return self.any_finite or any(bound is not None for bound in (self.min, self.above, self.max, self.below))
+
+    def wanted(self) -> str:
+        """The values that fit, in words."""
+        if self.choices is not None:
+            return f"one of {', '.join(self.choices)}"
+        if self.kind is not None:
+            return KINDS[self.kind].wanted
+        if self.min is not None and self.max is not None:
+            return f"{self.min} to {self.max}"
+        low = f"{self.min} or more" if self.min is not None else f"more than {self.above}"
+        high = f"at most {self.max}" if self.max is not None else f"less than {self.below}"
+        has_low, has_high = (self.min, self.above) != (None, None), (self.max, self.below) != (None, None)
+        both = (low,) * has_low + (high,) * has_high
+        return " and ".join(both) or "a finite number"
+
+    def described(self) -> str:
+        """The line of help."""
+        return self.help if self.choices is None else f"{' | '.join(self.choices)}: {self.help}"
+
+    def fits(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        if self.choices is not None:
+            return value in self.choices
+        if self.kind is not None:
+            return KINDS[self.kind].fits(value)
+        if isinstance(value, str):
+            return bool(value.strip())
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return True
+        return (
+            (isinstance(value, int) or math.isfinite(value))
+            and (self.min is None or value >= self.min)
+            and (self.above is None or value > self.above)
+            and (self.max is None or value <= self.max)
+            and (self.below is None or value < self.below)
+        )
+
+    def problem(self, key: str, value: Any) -> str | None:
+        """What is wrong with a value, in words, or None."""
+        if self.fits(value):
+            return None
+        empty = isinstance(value, str) and not value.strip()
+        if empty:
+            wanted = self.wanted() if self.choices or self.kind else "some text"
+            return f"{key}='{value}': is empty (an unset shell variable?): want {wanted}" + self._or_null()
+        finite = ", finite" if isinstance(value, float) and not math.isfinite(value) else ""
+        return f"{key}={value}: want {self.wanted()}{finite}{self._or_null()}"
+
+    def _or_null(self) -> str:
+        return ", or null" if self.optional else ""
+
+
+def setting(default: Any, help: str, **stated: Any) -> Any:
+    """A field with its default, its help (which names the unit) and what else `Setting` holds."""
+    return field(default=default, metadata={"setting": Setting(help, **stated)})
+
+
+def group(schema: type, changes: str = RESULT) -> Any:
+    """A field that is a group of settings. `changes` holds for those of them that do not say themselves what they change."""
+    return field(default_factory=schema, metadata={"changes": changes})
+
+
+def settings_in(schema: type[Any], changes: str = RESULT) -> dict[str, Setting]:
+    """Every setting of a schema by its dotted key, in the schema's order."""
+    found: dict[str, Setting] = {}
+    for item in fields(schema):
+        if is_dataclass(item.type):
+            assert isinstance(item.type, type)
+            inner = settings_in(item.type, item.metadata["changes"])
+            found |= {f"{item.name}.{key}": value for key, value in inner.items()}
+            continue
+        stated: Setting = item.metadata["setting"]
+        optional = (item.type is Any and item.default is None) or type(None) in get_args(item.type)
+        found[item.name] = replace(stated, optional=optional, changes=stated.changes or changes)
+    return found
+
+
+def get(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def wrong_values(config: Any) -> list[str]:
+    """What is wrong with each single value of a configuration."""
+    found = [stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items()]
+    return [problem for problem in found if problem is not None]
