@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.data.records import PromptRecord
-from rlhf.model import GPTConfig, GPTForCausalLM, RewardModel
+from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import (
     Rollout,
@@ -18,6 +18,7 @@ from rlhf.ppo.rollout import (
     sample_responses,
     score_responses,
 )
+from tests.presets import preset
 
 VOCAB, EOS, PAD = 29, 5, 0
 PROMPTS = [[1, 7, 8, 9, 2], [1, 2], [1, 11, 12, 2], [1, 13, 14, 15, 16, 17, 18, 2], [1, 20, 2]]
@@ -27,7 +28,7 @@ def make_policy(seed: int) -> GPTForCausalLM:
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 2, "width": 32}
     # wide weights: a policy with opinions, whose log-probs differ from token to token
-    return GPTForCausalLM(GPTConfig.named("tiny", initializer_range=0.3, **sizes)).eval()
+    return GPTForCausalLM(preset("tiny", initializer_range=0.3, **sizes)).eval()
 
 
 def make_reward_model(seed: int) -> RewardModel:

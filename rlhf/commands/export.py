@@ -17,14 +17,15 @@ def run(config: Config) -> None:
     if out.exists() and any(out.iterdir()) and not config.overwrite:
         raise UserError(f"{out}: exists and is not empty: choose another export.out=…, or add overwrite=true")
 
-    from rlhf.model.convert import export
+    from rlhf.model.convert import OWN, export
     from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_policy
 
     try:
-        export(load_policy(source / "model"), load_tokenizer(source / "model"), out, form=config.export.form)  # type: ignore[arg-type]
+        form = export(load_policy(source / "model"), load_tokenizer(source / "model"), out, form=config.export.form)
     except OSError as error:
         raise disk_error(error, out) from error
     except ValueError as error:
         raise UserError(f"export.form={config.export.form}: {error}") from error
-    say(f"export: {source / 'model'} -> {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it")
+    first = " (after `import rlhf.model`: no class of transformers expresses this model)" if form == OWN else ""
+    say(f"export: {source / 'model'} -> {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it{first}")

@@ -54,7 +54,11 @@ class ExportConfig:
     """`rlhf export`."""
 
     stage: str = setting("ppo", "whose model", choices=POLICY_STAGES)
-    form: str = setting("auto", "architecture to write", choices=("auto", "gpt2", "llama", "rlhf"))
+    form: str = setting(
+        "auto",
+        "architecture to write",
+        choices=("auto", "gpt2", "openai-gpt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "rlhf"),
+    )
     out: str | None = setting(None, "none: runs/<run>/export")
 
 

@@ -6,7 +6,7 @@ used.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from rlhf.model.gpt import NAMED_SIZES, GPTConfig, GPTForCausalLM, GPTModel
+from rlhf.model.gpt import GPTConfig, GPTForCausalLM, GPTModel
 from rlhf.model.heads import RewardConfig, RewardModel
 
 AutoConfig.register(GPTConfig.model_type, GPTConfig, exist_ok=True)
@@ -15,4 +15,4 @@ AutoModelForCausalLM.register(GPTConfig, GPTForCausalLM, exist_ok=True)
 AutoConfig.register(RewardConfig.model_type, RewardConfig, exist_ok=True)
 AutoModel.register(RewardConfig, RewardModel, exist_ok=True)
 
-__all__ = ["NAMED_SIZES", "GPTConfig", "GPTForCausalLM", "GPTModel", "RewardConfig", "RewardModel"]
+__all__ = ["GPTConfig", "GPTForCausalLM", "GPTModel", "RewardConfig", "RewardModel"]

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.errors import UserError
-from rlhf.model.gpt import GPTForCausalLM, in_autocast, is_plain, rotary_factors, unembed, unembedding_factor
+from rlhf.model.fused_loss import is_plain
+from rlhf.model.gpt import GPTForCausalLM, rotary_factors
 from rlhf.model.packed import is_packed, packed_weights
+from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Key = int | str | tuple
 Prompts = Sequence[Sequence[int]]
@@ -149,13 +151,14 @@ class _Decoder:
         self.column = max(map(len, prompts))
         padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
         self.tokens = torch.tensor(padded, device=weight.device)  # (B, P)
-        kind = torch.get_autocast_dtype(weight.device.type) if in_autocast(weight) else weight.dtype
+        device = weight.device.type
+        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         # in half precision too the logits are float32, as where training computes log-probs of responses
         own = kind.itemsize < 4 and is_plain(model.lm_head) and not getattr(model.lm_head, "stands_for_shards", False)
         self.unembedding = unembedding_factor(model.lm_head.weight.to(kind)) if own else None
         self.kind = kind
         columns, heads = self.column + max_new_tokens - 1, config.n_kv_head
-        self.shape = (len(prompts), heads, columns, config.width // config.n_head)
+        self.shape = (len(prompts), heads, columns, config.head_dim)
         self.cache = [tuple(weight.new_empty(self.shape) for _ in "kv") for _ in self.trunk.layers]
         self.gap = None
         if min(map(len, prompts)) < self.column:
@@ -167,7 +170,7 @@ class _Decoder:
         if config.positions == "rotary":
             positions = torch.arange(columns, device=weight.device)
             # cos and sin, each (L, 1, D/H)
-            self.rope = rotary_factors(positions, self.shape[-1], config.rope_theta, weight.dtype)
+            self.rope = rotary_factors(positions, config, weight.dtype)
 
     def prefill(self) -> Tensor:
         """Logits (B, V) after each prompt; on a CPU a few rows of similar length at a time, to compute little padding."""
@@ -186,7 +189,7 @@ class _Decoder:
         rope = None if self.rope is None else (self.rope[0][:width], self.rope[1][:width])
         rows = torch.arange(len(x), device=x.device)
         for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
-            q, k, v = (t.transpose(1, 2) for t in layer.attention.project(layer.norm_1(x), rope))
+            q, k, v = (t.transpose(1, 2) for t in layer.attention.project(layer.before_attention(x), rope))
             for side, new in ((keys[part], k), (values[part], v)):
                 side[:, :, :width] = new
                 side[:, :, width : self.column] = 0.0  # masked later, but what is there must be a number
@@ -195,8 +198,7 @@ class _Decoder:
             y = y.transpose(1, 2).flatten(2)  # (rows, P, D)
             if layer is trunk.layers[-1]:  # of its output, only the last token's is read
                 x, y = x[rows, lengths - 1], y[rows, lengths - 1]  # (rows, D)
-            x = x + layer.attention.out(y)
-            x = x + layer.mlp(layer.norm_2(x))
+            x = layer.after_attention(x, layer.attention.out(y))
         return x
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -209,13 +211,12 @@ class _Decoder:
         gap = None if self.gap is None else self.gap[..., : column + 1]
         rows, heads = x.shape[0], self.shape[1]
         for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
-            q, k, v = layer.attention.project(layer.norm_1(x), rope)  # (B, H or KV, D/H)
+            q, k, v = layer.attention.project(layer.before_attention(x), rope)  # (B, H or KV, D/H)
             keys[:, :, column], values[:, :, column] = k, v
             # the queries that share a key head stand where a sequence would: (B, KV, H/KV, D/H)
             q = q.reshape(rows, heads, -1, self.shape[-1])
             y = _attend(q, keys[:, :, : column + 1], values[:, :, : column + 1], gap)
-            x = x + layer.attention.out(y.reshape(rows, -1))
-            x = x + layer.mlp(layer.norm_2(x))
+            x = layer.after_attention(x, layer.attention.out(y.reshape(rows, -1)))
         self.column += 1
         self.lengths += 1
         return self._logits(x)
@@ -488,7 +489,7 @@ def _default_batch(model: Any, columns: int) -> int:
     if not isinstance(model, GPTForCausalLM):
         return MAX_BATCH
     config, parameter = model.config, next(model.parameters())
-    numbers = 2 * config.n_layer * config.n_kv_head * (config.width // config.n_head) * columns
+    numbers = 2 * config.n_layer * config.n_kv_head * config.head_dim * columns
     row = numbers * parameter.element_size()
     if parameter.device.type == "cuda":
         room = torch.cuda.mem_get_info(parameter.device)[0] // 4

@@ -1,123 +1,26 @@
 """The GPT, from scratch: configuration, trunk and causal language model, as transformers models.
 
 One model assembled from configuration: h_0 = W_e[u] (+ W_p[position]); h_l = block(h_{l-1}); P(u) =
-softmax(norm(h_n) W_e^T). Not here: sampling (`generate`), scalar heads (`heads`), other models' weights
-(`convert`). The file imports torch and transformers only, so that an exported model can carry it and load
-without this package.
-Source: Radford et al. 2018 and 2019 (the block, pre-norm, scaled init), Su et al. 2021 (rotary), Shazeer 2020
-(SwiGLU), Zhang and Sennrich 2019 (RMSNorm), Ainslie et al. 2023 (grouped queries).
+softmax(norm(h_n) W_e^T).
+Source: Radford et al. 2018 (post-norm) and 2019 (pre-norm, scaled init), Su et al. 2021 (rotary), Shazeer 2020
+(SwiGLU), Zhang and Sennrich 2019 (RMSNorm), Ainslie et al. 2023 (grouped queries), Black et al. 2022 (parallel).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-_GPT2 = {"vocab_size": 50257, "context_length": 1024}
-NAMED_SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 1024,
-        "context_length": 128,
-        "n_layer": 4,
-        "n_head": 4,
-        "width": 128,
-        "positions": "rotary",
-        "norm": "rmsnorm",
-        "mlp": "swiglu",
-        "bias": False,
-        "norm_eps": 1e-6,
-    },
-    "gpt2": {**_GPT2, "n_layer": 12, "n_head": 12, "width": 768},
-    "gpt2-medium": {**_GPT2, "n_layer": 24, "n_head": 16, "width": 1024},
-    "gpt2-large": {**_GPT2, "n_layer": 36, "n_head": 20, "width": 1280},
-    "gpt2-xl": {**_GPT2, "n_layer": 48, "n_head": 25, "width": 1600},
-}
-
-
-class GPTConfig(PreTrainedConfig):
-    """Shape and kind of a GPT; the defaults are GPT-2 small.
-
-    `n_kv_head` None means `n_head`; `mlp_width` None means 4 width for gelu and 8/3 width, rounded up to a
-    multiple of 16, for swiglu. `qk_norm` puts an RMS norm on each query and key head (such a model has no
-    Llama form).
-
-    Raises: ValueError when widths, heads and kinds do not fit together; every problem is in the one message.
-    """
-
-    model_type = "rlhf_gpt"
-    # without annotations, which would make these fields of the configuration
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
-    attribute_map = {  # noqa: RUF012
-        "hidden_size": "width",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "num_key_value_heads": "n_kv_head",
-        "intermediate_size": "mlp_width",
-        "max_position_embeddings": "context_length",
-    }
-
-    vocab_size: int = 50257
-    context_length: int = 1024
-    n_layer: int = 12
-    n_head: int = 12
-    n_kv_head: int = None  # type: ignore[assignment]
-    width: int = 768
-    mlp_width: int = None  # type: ignore[assignment]
-    positions: Literal["learned", "rotary"] = "learned"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    bias: bool = True
-    qk_norm: bool = False
-    tie_word_embeddings: bool = True
-    dropout: float = 0.0
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    initializer_range: float = 0.02
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
-        if self.mlp_width is None:
-            self.mlp_width = 4 * self.width if self.mlp == "gelu" else -(-8 * self.width // 48) * 16
-        self._check_shape()
-        super().__post_init__(**kwargs)
-
-    def _check_shape(self) -> None:
-        kinds = {"positions": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), "mlp": ("gelu", "swiglu")}
-        problems = [
-            f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}"
-            for name, known in kinds.items()
-            if getattr(self, name) not in known
-        ]
-        if self.width % self.n_head:
-            problems.append(f"width={self.width} must be a multiple of n_head={self.n_head}")
-        elif self.positions == "rotary" and self.width // self.n_head % 2:
-            problems.append(f"rotary positions need an even width/n_head, not {self.width // self.n_head}")
-        if self.n_head % self.n_kv_head:
-            problems.append(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
-        if not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout={self.dropout} must be in [0, 1)")
-        if problems:
-            raise ValueError("GPTConfig: " + "; ".join(problems))
-
-    @classmethod
-    def named(cls, name: str, **overrides: Any) -> GPTConfig:
-        """The configuration of a size in `NAMED_SIZES`, with fields replaced by `overrides`."""
-        if name not in NAMED_SIZES:
-            raise ValueError(f"model size {name!r} is unknown: choose one of {', '.join(NAMED_SIZES)}")
-        return cls(**{**NAMED_SIZES[name], **overrides})
-
+from rlhf.model.fused_loss import compute_fused_loss, is_plain
+from rlhf.model.gpt_config import GPTConfig
+from rlhf.model.masks import make_attention_mask, make_positions
 
 Rope = tuple[Tensor, Tensor]
 
@@ -128,14 +31,18 @@ def _make_norm(config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
 
 
-def rotary_factors(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
-    """cos and signed sin of position / theta^(2i/head_dim), each (…, 1, head_dim) for positions (…); made in
-    float32.
+def rotary_factors(positions: Tensor, config: Any, dtype: torch.dtype) -> Rope:
+    """cos and signed sin of position / theta^(2i/R), each (…, 1, head_dim) for positions (…); made in float32.
 
-    The sine's first half is negated, so that `rotate` is x cos + roll(x) sin.
+    R = rotary_share head_dim channels of a head turn; the others have angle 0. The sine's first half is negated,
+    so that `rotate` is x cos + roll(x) sin.
     """
-    half = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[..., None].float() * (1.0 / theta ** (half / head_dim))  # (…, head_dim/2)
+    turning = int(config.head_dim * config.rotary_share)
+    half = torch.arange(0, turning, 2, dtype=torch.float32, device=positions.device)
+    frequencies = 1.0 / config.rope_theta ** (half / turning)
+    if turning < config.head_dim:
+        frequencies = F.pad(frequencies, (0, (config.head_dim - turning) // 2))
+    angles = positions[..., None].float() * frequencies  # (…, head_dim/2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
 
@@ -156,7 +63,7 @@ class QKNorm(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head, self.n_kv_head, self.eps = config.n_head, config.n_kv_head, config.norm_eps
-        self.weight = nn.Parameter(torch.ones(2, config.width // config.n_head))
+        self.weight = nn.Parameter(torch.ones(2, config.head_dim))
 
     def forward(self, qk: Tensor) -> Tensor:
         q, k = self.weight[:1].expand(self.n_head, -1), self.weight[1:].expand(self.n_kv_head, -1)
@@ -168,10 +75,10 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.dropout = layer, config.dropout
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.head_dim = config.width // config.n_head
+        self.head_dim = config.head_dim
         qkv_width = (self.n_head + 2 * self.n_kv_head) * self.head_dim
-        self.qkv = nn.Linear(config.width, qkv_width, bias=config.bias)
-        self.out = ResidualLinear(config.width, config.width, bias=config.bias)
+        self.qkv = nn.Linear(config.width, qkv_width, bias=config.qkv_bias)
+        self.out = ResidualLinear(self.n_head * self.head_dim, config.width, bias=config.bias)
         self.qk_norm = QKNorm(config) if config.qk_norm else None
 
     def project(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,11 +114,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """gelu: down(gelu(up x)), tanh form; swiglu: down(silu(gate x) * up x), gate and up in one matrix."""
+    """gelu: down(gelu(up x)); swiglu: down(silu(gate x) * up x), gate and up in one matrix."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.swiglu = config.mlp == "swiglu"
+        self.approximate = "none" if config.mlp == "gelu_erf" else "tanh"
         self.up = nn.Linear(config.width, config.mlp_width * (2 if self.swiglu else 1), bias=config.bias)
         self.down = ResidualLinear(config.mlp_width, config.width, bias=config.bias)
 
@@ -219,10 +127,12 @@ class MLP(nn.Module):
         if self.swiglu:
             gate, up = self.up(x).chunk(2, dim=-1)
             return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
 class Block(GradientCheckpointingLayer):
+    """Pre-norm (GPT-2, Llama): x + attention(norm_1 x) = y; y + mlp(norm_2 y)."""
+
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.norm_1, self.attention = _make_norm(config), Attention(config, layer)
@@ -237,9 +147,38 @@ class Block(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         kept: Tensor | None = None,
     ) -> Tensor:
-        attended = self.attention(self.norm_1(x), rope, mask, past_key_values, kept)
-        x = _select(x, kept) + self.dropout(attended)
+        attended = self.attention(self.before_attention(x), rope, mask, past_key_values, kept)
+        return self.after_attention(_select(x, kept), attended)
+
+    def before_attention(self, x: Tensor) -> Tensor:
+        """What the attention reads of the residual stream x."""
+        return self.norm_1(x)
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The block's output, of the residual stream x and what the attention gave."""
+        x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.norm_2(x)))
+
+
+class PostNormBlock(Block):
+    """The first GPT's: norm_1(x + attention x) = y; norm_2(y + mlp y). No norm follows the last block."""
+
+    def before_attention(self, x: Tensor) -> Tensor:
+        return x
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = self.norm_1(x + self.dropout(attended))
+        return self.norm_2(x + self.dropout(self.mlp(x)))
+
+
+class ParallelBlock(Block):
+    """GPT-NeoX's: x + attention(norm_1 x) + mlp(norm_2 x)."""
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        return x + self.dropout(attended) + self.dropout(self.mlp(self.norm_2(x)))
+
+
+BLOCKS = {"pre": Block, "post": PostNormBlock, "parallel": ParallelBlock}
 
 
 def _select(x: Tensor, kept: Tensor | None) -> Tensor:
@@ -252,7 +191,7 @@ class GPTPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["Block", "PostNormBlock", "ParallelBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     @torch.no_grad()
@@ -277,8 +216,8 @@ class GPTModel(GPTPreTrainedModel):
             nn.Embedding(config.context_length, config.width) if config.positions == "learned" else None
         )
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = _make_norm(config)
+        self.layers = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(config.n_layer))
+        self.norm = nn.Identity() if config.block == "post" else _make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -292,8 +231,7 @@ class GPTModel(GPTPreTrainedModel):
         """First hidden state, and rotary factors if any, of embeddings x (B, T, D) at positions (…, T)."""
         if self.embed_positions is not None:
             return self.dropout(x + self.embed_positions(positions)), None
-        head_dim = self.config.width // self.config.n_head
-        return self.dropout(x), rotary_factors(positions, head_dim, self.config.rope_theta, x.dtype)
+        return self.dropout(x), rotary_factors(positions, self.config, x.dtype)
 
     def forward(
         self,
@@ -328,8 +266,8 @@ class GPTModel(GPTPreTrainedModel):
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        mask = self._attention_mask(x, attention_mask, position_ids, seq_idx, past_key_values, past)
-        x, rope = self.embed(x, self._positions(x, attention_mask, position_ids, past))
+        mask = make_attention_mask(x, attention_mask, position_ids, seq_idx, past_key_values, past)
+        x, rope = self.embed(x, make_positions(x, attention_mask, position_ids, past))
 
         hidden_states = [x] if output_hidden_states else None
         for layer in self.layers:
@@ -346,168 +284,6 @@ class GPTModel(GPTPreTrainedModel):
             hidden_states=None if hidden_states is None else tuple(hidden_states),
         )
         return output.to_tuple() if return_dict is False else output
-
-    @staticmethod
-    def _positions(x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past: int) -> Tensor:
-        if position_ids is not None:
-            return position_ids
-        if attention_mask is not None and attention_mask.dim() == 2:
-            counted = attention_mask.long().cumsum(-1) - 1  # (B, past + T)
-            return counted[:, past : past + x.shape[1]].clamp(min=0)
-        return torch.arange(past, past + x.shape[1], device=x.device)[None]
-
-    @staticmethod
-    def _attention_mask(
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        seq_idx: Tensor | None,
-        cache: Cache | None,
-        past: int,
-    ) -> Tensor | None:
-        """Bool mask (B or 1, 1, T, keys), True = may attend; None where the plain causal kernel does."""
-        if attention_mask is not None and attention_mask.dim() == 4:
-            return attention_mask
-        length = x.shape[1]
-        keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
-        fresh = keys == length  # a first call, so that keys are queries
-        can_look = not torch.compiler.is_compiling()  # reading a tensor's value would break the graph
-        if attention_mask is not None and can_look and _is_harmless(attention_mask, fresh):
-            attention_mask = None
-        segments = _segments(position_ids, seq_idx, can_look) if fresh and length > 1 else None
-        if attention_mask is None and segments is None and keys == past + length and (fresh or length == 1):
-            return None
-        query = torch.arange(length, device=x.device)[:, None] + past  # (T, 1)
-        key = torch.arange(keys, device=x.device)
-        mask = (key <= query)[None]  # (1, T, keys)
-        if segments is not None:
-            mask = mask & (segments[:, :, None] == segments[:, None, :])
-        if attention_mask is not None:
-            real = F.pad(attention_mask.bool(), (0, max(0, keys - attention_mask.shape[1])))[:, None, :keys]
-            mask = mask & (real | (key == query))  # a pad sees itself: a row without any key has no softmax
-        return mask[:, None]
-
-
-def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:
-    """Whether causality alone hides all padding: there is none, or it is on the right of a first call."""
-    if fresh:
-        return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
-    return bool(attention_mask.all())
-
-
-def _segments(position_ids: Tensor | None, seq_idx: Tensor | None, can_look: bool) -> Tensor | None:
-    """Number of the example (B or 1, T) each token belongs to; None where every row holds one example."""
-    if seq_idx is not None:
-        return seq_idx
-    if position_ids is None:
-        return None
-    starts = position_ids[:, 1:] < position_ids[:, :-1]
-    starts = starts | (position_ids[:, 1:] == 0)
-    if can_look and not bool(starts.any()):
-        return None
-    return F.pad(starts.long().cumsum(-1), (1, 0))
-
-
-def unembedding_factor(weight: Tensor) -> Tensor:
-    """The weight as `unembed` takes it: of half precision on a GPU alone, where such a product can sum in float32."""
-    return weight if weight.dtype.itemsize >= 4 or weight.device.type == "cuda" else weight.float()
-
-
-def unembed(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits (N, V) float32 = hidden weight^T of hidden (N, D) and an `unembedding_factor` (V, D).
-
-    Of bfloat16 factors too the sums are not rounded to bfloat16, in which a logit near 100 is off by up to 0.25 nats.
-    No gradient.
-    """
-    if weight.dtype.itemsize < 4:  # on a GPU: see `unembedding_factor`
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return (hidden.to(weight.dtype) @ weight.t()).float()
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """sum over rows of -log softmax(hidden weight^T)[label], without logits of all rows at once.
-
-    A chunk of rows at a time: its logits become its probabilities and then its gradient while they are in the
-    processor's cache; only the gradients of hidden (N, D) and weight (V, D) outlive the chunk. So forward does
-    backward's work, and what is (N, V) is never made, read or kept.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        needs_hidden, needs_weight, _ = ctx.needs_input_grad
-        kind = torch.get_autocast_dtype(hidden.device.type) if in_autocast(hidden) else hidden.dtype
-        h, w = hidden.to(kind), weight.to(kind)
-        factor, rows = unembedding_factor(w), _rows_at_a_time(w)
-        loss = torch.zeros((), dtype=torch.float32, device=h.device)
-        d_hidden = torch.empty_like(h) if needs_hidden else None
-        d_weight = torch.zeros_like(weight) if needs_weight else None
-        with torch.autocast(h.device.type, enabled=False):
-            for start in range(0, len(h), rows):
-                part, own = h[start : start + rows], labels[start : start + rows, None]
-                logits = unembed(part, factor)  # (rows, V)
-                top = logits.amax(-1, keepdim=True)
-                chosen = logits.gather(-1, own)
-                gradient = torch.softmax(logits, -1)
-                # the likeliest token's probability gives the sum that divides: never 0, unlike the label's
-                loss += (top - gradient.amax(-1, keepdim=True).log() - chosen).sum()
-                if kind.itemsize < 4:  # p - one-hot; a softmax over thousands of tokens knows 1 - p = 1e-4 to percents
-                    gradient.scatter_(-1, own, 0.0)
-                    gradient.scatter_(-1, own, -gradient.sum(-1, keepdim=True))
-                else:
-                    gradient.scatter_add_(-1, own, gradient.new_full((), -1.0).expand_as(own))
-                gradient = gradient.to(kind)
-                if d_hidden is not None:
-                    torch.mm(gradient, w, out=d_hidden[start : start + rows])
-                if d_weight is not None and kind == weight.dtype:
-                    d_weight.addmm_(gradient.t(), part)
-                elif d_weight is not None:  # chunks add up in the weight's own precision
-                    d_weight += gradient.t() @ part
-        ctx.save_for_backward(d_hidden, d_weight)
-        ctx.kind = hidden.dtype
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        d_hidden, d_weight = ctx.saved_tensors
-        return (
-            None if d_hidden is None else (d_hidden * d_loss).to(ctx.kind),
-            None if d_weight is None else d_weight * d_loss,
-            None,
-        )
-
-
-def in_autocast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
-
-
-def _rows_at_a_time(weight: Tensor) -> int:
-    """Rows whose logits stay in a CPU's cache; on a GPU, enough to fill it."""
-    return max(64, (2**20 if weight.device.type == "cpu" else 2**27) // len(weight))
-
-
-def _before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels (N,) of (B, T) that count, and where the token before each stands: row * T + position."""
-    after = labels[:, 1:]
-    counted = after != -100
-    index = counted.flatten().nonzero()[:, 0]
-    # rows of (B, T - 1) in (B, T)
-    return after[counted], index + index.div(labels.shape[1] - 1, rounding_mode="floor")
-
-
-def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
-    """Last hidden states (N, D) of the tokens that `kept` (N,) names by row * T + position, of any causal trunk.
-
-    tokens (B, T), padded on the right if at all, where causal attention hides padding from every real token.
-    """
-    if isinstance(trunk, GPTModel):
-        return trunk(input_ids=tokens, use_cache=False, kept=kept).last_hidden_state
-    return _select(trunk(input_ids=tokens, use_cache=False).last_hidden_state, kept)
-
-
-def is_plain(head: nn.Module) -> bool:
-    """Whether its weight is all there is to it, and is here whole (ZeRO-3 shards it)."""
-    return type(head) is nn.Linear and head.bias is None and not hasattr(head.weight, "ds_id")
 
 
 class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
@@ -549,34 +325,21 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         without logits (B, T, V) anywhere; there are none in the output then (and in half precision the loss is
         that of logits that are not rounded). The other arguments are `GPTModel.forward`'s.
         """
-        loss_alone = skip_logits and labels is not None and is_plain(self.lm_head)
-        before = kept = None
-        if loss_alone:
-            targets, before = _before_labels(labels.to(self.lm_head.weight.device))  # type: ignore[union-attr]
-            few = len(before) <= labels.numel() * 7 // 8  # type: ignore[union-attr]
-            kept = before if few and not output_hidden_states else None  # choosing nearly all saves nothing
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            kept=kept,
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "output_hidden_states": output_hidden_states,
             **kwargs,
-        )
-        hidden = output.last_hidden_state
-        if loss_alone:
-            rows = hidden if kept is not None else _select(hidden, before)
-            loss = _LinearCrossEntropy.apply(rows, self.lm_head.weight, targets)
-            count = kwargs.get("num_items_in_batch")
-            bare = CausalLMOutputWithPast(
-                loss=loss / (targets.numel() if count is None else count),
-                past_key_values=output.past_key_values,
-                hidden_states=output.hidden_states,
-            )
+        }
+        if skip_logits and labels is not None and is_plain(self.lm_head):
+            bare = compute_fused_loss(self.model, self.lm_head.weight, labels, inputs)
             return bare.to_tuple() if return_dict is False else bare
+        output = self.model(**inputs)
+        hidden = output.last_hidden_state
         if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden = hidden[:, keep]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from rlhf.model.gpt import hidden_at
+from rlhf.model.trunk import hidden_at
 from rlhf.ops.masked import upcast
 
 

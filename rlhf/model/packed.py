@@ -65,7 +65,7 @@ def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
     changed: list[nn.Module] = []
     try:
         for layer in layers:
-            layer.forward = _packed(layer, rows, product, activated=layer in joined)
+            layer.forward = _packed(layer, rows, product, joined.get(layer))
             changed.append(layer)
             if mlp := joined.get(layer):
                 mlp.forward = _without_activation(mlp)  # type: ignore[method-assign, assignment]
@@ -81,15 +81,15 @@ def is_packed(layer: nn.Module) -> bool:
     return "forward" in vars(layer)
 
 
-def _packed(layer: Any, rows: int, product: Any, activated: bool) -> Callable[[Tensor], Tensor]:
-    """The layer's forward, or gelu of it, in the tanh form."""
+def _packed(layer: Any, rows: int, product: Any, mlp: MLP | None) -> Callable[[Tensor], Tensor]:
+    """The layer's forward, or, if it is the first of an MLP, gelu of it in the MLP's form."""
     weight, bias = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows), layer.bias
-    activation, form = ("gelu", "tanh") if activated else ("none", "")
+    activation, form = ("none", "") if mlp is None else ("gelu", mlp.approximate)
 
     def forward(x: Tensor) -> Tensor:
         if x.numel() > MOST_ROWS * x.shape[-1]:
             y = F.linear(x, layer.weight, bias)
-            return F.gelu(y, approximate="tanh") if activated else y
+            return y if mlp is None else F.gelu(y, approximate=form)
         return product(x, weight, bias, activation, [], form)
 
     return forward

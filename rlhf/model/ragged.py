@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlhf.model.batching import by_length
+from rlhf.model.fused_loss import IGNORED
 from rlhf.model.gpt import GPTForCausalLM
 
-IGNORED = -100  # the label of a token that the loss leaves out
 PART_ROWS = 8  # rows a part: fewer leave the processor idle, more pad more
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states and the unembedding, without a copy of the logits.
+"""Log-probabilities, entropies and cross-entropies from hidden states and the unembedding, without a copy of the logits.
 
 What `logprobs.token_logprobs` and `logprobs.entropy` give for logits = hidden weight^T, computed a chunk of rows at a time
 while the chunk is in the processor's cache. Not here: which positions count.
@@ -24,7 +24,7 @@ def unembed(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits (N, V) float32 = hidden weight^T of hidden (N, D) and an `unembedding_factor` (V, D).
 
     Of bfloat16 factors too the sums are not rounded to bfloat16, in which a logit near 100 is off by up to 0.25 nats. No
-    gradient. (Again in `rlhf/model/gpt.py`, a file that goes out by itself.)
+    gradient.
     """
     if weight.dtype.itemsize < 4:  # on a GPU: see `unembedding_factor`
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -142,6 +142,58 @@ class _WithEntropy(torch.autograd.Function):
         return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
 
 
+def unembedded_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """-sum_i log softmax(hidden weight^T)[i, labels[i]], a float32 scalar in nats.
+
+    hidden (N, D), weight (V, D), labels (N,) int64. The forward pass does the backward's work: only the gradients of hidden
+    and weight outlive a chunk, so that nothing of the size (N, V) is ever made.
+    """
+    return _CrossEntropy.apply(hidden, weight, labels)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """d loss / d logits = p - onehot(label): a chunk's logits become its probabilities and then its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        h, w = _as_multiplied(hidden, weight)
+        factor = unembedding_factor(w)
+        loss = torch.zeros((), dtype=torch.float32, device=h.device)
+        ctx.kinds = hidden.dtype, weight.dtype
+        d_hidden, d_weight = _gradients(ctx, h, w)
+        with torch.autocast(h.device.type, enabled=False):
+            for rows in _chunks(len(h), w):
+                part, own = h[rows], labels[rows]
+                logits = unembed(part, factor)  # (rows, V)
+                top, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, own[:, None])
+                p = torch.softmax(logits, -1)
+                # the likeliest token's probability gives the sum that divides: never 0, unlike the label's
+                loss += (top - p.amax(-1, keepdim=True).log() - chosen).sum()
+                if _is_exact(h):
+                    p.scatter_add_(-1, own[:, None], p.new_full((), -1.0).expand_as(own[:, None]))
+                    gradient = p
+                else:
+                    gradient = _less_one_hot(p, own).to(h.dtype)
+                if d_hidden is not None:
+                    torch.mm(gradient, w, out=d_hidden[rows])
+                if d_weight is not None and h.dtype == weight.dtype:
+                    d_weight.addmm_(gradient.t(), part)
+                elif d_weight is not None:  # chunks add up in the weight's own precision
+                    d_weight += gradient.t() @ part
+        ctx.save_for_backward(d_hidden, d_weight)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        d_hidden, d_weight = ctx.saved_tensors
+        return (
+            None if d_hidden is None else (d_hidden * d_loss).to(ctx.kinds[0]),
+            None if d_weight is None else d_weight * d_loss,
+            None,
+        )
+
+
 def _as_multiplied(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the precision of the products: autocast's where that is on, or the hidden states'."""
     device = hidden.device.type
@@ -187,5 +239,6 @@ def _gradients(ctx: Any, h: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor | 
 
 
 def _chunks(count: int, weight: Tensor) -> list[slice]:
+    """Rows whose logits stay in a CPU's cache; on a GPU, enough to fill it."""
     size = max(64, (_CPU_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // len(weight))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]

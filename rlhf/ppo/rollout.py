@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rlhf.data.records import PromptRecord
 from rlhf.model.batching import by_length, right_pad
+from rlhf.model.fused_loss import is_plain
 from rlhf.model.generate import Samples, sample
-from rlhf.model.gpt import hidden_at, is_plain
+from rlhf.model.trunk import hidden_at
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.ppo.rewards import Episodes, Reward

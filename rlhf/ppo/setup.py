@@ -18,8 +18,8 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.model.gpt import hidden_at
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
+from rlhf.model.trunk import hidden_at
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.held_out import held_out_prompts
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE

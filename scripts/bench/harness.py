@@ -331,6 +331,6 @@ def gpt2(size: str, seed: int = 0, **more: Any) -> Any:
 
 def ours_like(model: Any) -> Any:
     """Our GPT with the weights of a GPT-2."""
-    from rlhf.model.convert import from_gpt2
+    from rlhf.model.convert import from_transformers
 
-    return from_gpt2(model)
+    return from_transformers(model)

@@ -16,11 +16,12 @@ import torch
 
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.generate import Choice, _sample_transformers, make_uniforms, sample
-from rlhf.model.gpt import hidden_at
 from rlhf.model.packed import packed_product, packed_weights
 from rlhf.model.ragged import ragged_loss
+from rlhf.model.trunk import hidden_at
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ppo.rollout import response_logprobs
+from tests.presets import preset
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
@@ -36,7 +37,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model() -> GPTForCausalLM:
     torch.manual_seed(0)
-    return GPTForCausalLM(GPTConfig.named("tiny", vocab_size=2048)).eval()
+    return GPTForCausalLM(preset("tiny", vocab_size=2048)).eval()
 
 
 def speed_up(plain: Callable[[], object], fast: Callable[[], object], rounds: int = 5) -> float:
@@ -108,7 +109,7 @@ def test_response_positions_beat_full_logits(model):
 def test_hidden_states_of_the_last_tokens_beat_those_of_all():
     """What a reward model reads: the last block's MLP then works on one token a row."""
     torch.manual_seed(0)
-    shallow = GPTForCausalLM(GPTConfig.named("tiny", n_layer=2)).model  # the last block is half of it
+    shallow = GPTForCausalLM(preset("tiny", n_layer=2, vocab_size=1024)).model  # the last block is half of it
     tokens = torch.randint(2, 1024, (32, 128), generator=torch.Generator().manual_seed(0))
     last = torch.arange(32) * 128 + 127
 

@@ -1,133 +1,144 @@
-"""Conversion both ways, and an exported folder in a process that does not know this package."""
+"""Conversion both ways, and an exported folder in a process of its own."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
+import rlhf
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.model.convert import export, from_gpt2, from_llama, to_gpt2, to_llama
+from rlhf.model.architectures import ARCHITECTURES
+from rlhf.model.convert import export, find_form, from_transformers, make_native_config, misfits, to_transformers
+from tests.model.checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 
-VOCAB = 47
-GPT2_SIZES = {"vocab_size": VOCAB, "n_positions": 24, "n_layer": 2, "n_head": 2, "n_embd": 16}
-LLAMA_SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 24,
-}
 OUR_SIZES = {"vocab_size": VOCAB, "context_length": 24, "n_layer": 2, "n_head": 4, "width": 32}
 TOKENS = torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
-def shake(model):
+def make_ours(**kind) -> GPTForCausalLM:
+    ids = {"pad_token_id": 0, "eos_token_id": 2}
     torch.manual_seed(5)
+    model = GPTForCausalLM(GPTConfig(**{**OUR_SIZES, **kind}, **ids))
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
 
 
-def make_theirs(kind: str):
-    if kind == "gpt2":
-        return shake(GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, n_inner=24, bos_token_id=1, eos_token_id=2)))
-    if kind == "llama-gqa":
-        rope = {"rope_type": "default", "rope_theta": 500.0}
-        return shake(LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, num_key_value_heads=2, rope_parameters=rope)))
-    return shake(LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, tie_word_embeddings=True, rms_norm_eps=1e-3)))
-
-
-def make_ours(**kind) -> GPTForCausalLM:
-    ids = {"pad_token_id": 0, "eos_token_id": 2}
-    return shake(GPTForCausalLM(GPTConfig(**OUR_SIZES, **kind, **ids)))
-
-
 LLAMA_KIND = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2}
+NEOX_KIND = {"positions": "rotary", "block": "parallel", "mlp": "gelu_erf", "rotary_share": 0.5}
+OURS = {
+    "gpt2": {},
+    "openai-gpt": {"block": "post"},
+    "llama": LLAMA_KIND,
+    "mistral": LLAMA_KIND,
+    "qwen2": {**LLAMA_KIND, "qkv_bias": True},
+    "qwen3": {**LLAMA_KIND, "qk_norm": True, "head_dim": 12},
+    "gpt_neox": NEOX_KIND,
+}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama-gqa"])
-def test_there_and_back(kind):
-    theirs = make_theirs(kind)
-    there, back = (from_gpt2, to_gpt2) if kind == "gpt2" else (from_llama, to_llama)
-    ours = there(theirs)
-    assert torch.allclose(ours(TOKENS).logits, theirs(TOKENS).logits, rtol=0, atol=1e-5)
-    again = back(ours)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_there_and_back(name):
+    theirs = make_checkpoint(name)
+    ours = from_transformers(theirs)
+    form = find_form(ours.config)
+    assert form == theirs.config.model_type
+    again = to_transformers(ours, form)
     assert type(again) is type(theirs)
     state = theirs.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
     assert torch.allclose(again(TOKENS).logits, theirs(TOKENS).logits, rtol=0, atol=1e-5)
-    same = (
-        "vocab_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "eos_token_id",
-    )
-    for name in same:
-        assert getattr(again.config, name) == getattr(theirs.config, name) == getattr(ours.config, name)
+    before, after = theirs.config.to_dict(), again.config.to_dict()
+    assert {n: v for n, v in after.items() if before[n] != v} == {}  # nothing that the checkpoint says is lost
+    for name in ("vocab_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "eos_token_id"):
+        assert getattr(theirs.config, name) == getattr(ours.config, name)
     next(again.parameters()).add_(1.0)  # a copy: the original does not move
-    assert torch.equal(next(ours.parameters()), next(there(theirs).parameters()))
+    assert torch.equal(next(ours.parameters()), next(from_transformers(theirs).parameters()))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "convert"), [({}, to_gpt2), (LLAMA_KIND, to_llama)])
-def test_ours_untied_and_in_bfloat16(kind, convert):
-    ours = make_ours(tie_word_embeddings=False, **kind)
-    theirs = convert(ours)
-    assert theirs.lm_head.weight.data_ptr() != theirs.get_input_embeddings().weight.data_ptr()
+@pytest.mark.parametrize("form", OURS)
+def test_ours_untied_and_in_bfloat16(form):
+    assert set(OURS) == set(ARCHITECTURES)
+    ours = make_ours(tie_word_embeddings=False, **OURS[form])
+    theirs = to_transformers(ours, form)
+    assert theirs.get_output_embeddings().weight.data_ptr() != theirs.get_input_embeddings().weight.data_ptr()
     assert torch.allclose(ours(TOKENS).logits, theirs(TOKENS).logits, rtol=0, atol=1e-5)
-    assert convert(ours.to(torch.bfloat16)).dtype == torch.bfloat16
+    assert to_transformers(ours.to(torch.bfloat16), form).dtype == torch.bfloat16
+
+
+def test_a_window_limits_the_context_and_comes_back():
+    theirs = make_checkpoint("mistral", sliding_window=20)
+    ours = from_transformers(theirs)
+    assert (theirs.config.max_position_embeddings, ours.config.context_length) == (48, 20)
+    tokens = torch.randint(0, VOCAB, (2, 21), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():  # within the window both see the same, one token further they do not
+        difference = (ours(tokens).logits - theirs(tokens).logits).abs().amax((0, 2))
+    assert difference[:20].max() < 1e-5 and difference[20] > 1e-3
+    again = to_transformers(ours, "mistral").config
+    assert (again.sliding_window, again.max_position_embeddings) == (20, 48)
+    layers = {"use_sliding_window": True, "sliding_window": 20}
+    assert make_native_config(make_checkpoint("qwen2", **layers, max_window_layers=1).config).context_length == 20
+    assert make_native_config(make_checkpoint("qwen2", **layers, max_window_layers=2).config).context_length == 48
 
 
 def test_what_has_no_form_is_refused():
-    for config, said in (
-        (GPT2Config(**GPT2_SIZES, activation_function="relu"), "'relu'"),
-        (GPT2Config(**GPT2_SIZES, scale_attn_by_inverse_layer_idx=True), "every layer"),
+    for name, overrides, said in (
+        ("gpt2", {"activation_function": "relu"}, "'relu'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "every layer"),
+        ("openai-gpt", {"afn": "relu"}, "afn is 'relu'"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias must be True"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+            "rope_type is 'linear'",
+        ),
     ):
         with pytest.raises(UserError, match=said):
-            from_gpt2(GPT2LMHeadModel(config))
-    with pytest.raises(UserError, match="attention_bias"):
-        from_llama(LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, attention_bias=True)))
-    with pytest.raises(UserError, match="head_dim is 16"):
-        from_llama(LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES, head_dim=16)))
-    with pytest.raises(UserError, match=r"positions is 'rotary'.*bias is False"):
-        to_gpt2(make_ours(**LLAMA_KIND))
-    with pytest.raises(UserError, match="n_kv_head is 2"):
-        to_gpt2(make_ours(n_kv_head=2))
-    with pytest.raises(UserError, match="qk_norm is True"):
-        to_llama(make_ours(**LLAMA_KIND, qk_norm=True))
+            from_transformers(make_checkpoint(name, **overrides))
+    with pytest.raises(UserError, match=r"a LlamaModel: want a LlamaForCausalLM"):
+        from_transformers(make_checkpoint("llama").model)
+    for kind, form, said in (
+        (LLAMA_KIND, "gpt2", r"positions is 'rotary'.*bias is False"),
+        ({"n_kv_head": 2}, "gpt2", "n_kv_head is 2"),
+        ({"head_dim": 4}, "gpt2", "head_dim is 4"),
+        ({**LLAMA_KIND, "qk_norm": True}, "llama", "qk_norm is True"),
+        ({"block": "post", "mlp_width": 40}, "openai-gpt", "mlp_width is 40"),
+    ):
+        with pytest.raises(UserError, match=said):
+            to_transformers(make_ours(**kind), form)
+    assert find_form(make_ours(**LLAMA_KIND, block="post").config) == "rlhf"
+    assert misfits(make_ours().config, "rlhf") == []
 
 
 # ---------------------------------------------------------------------------------------------------- export
 
 READER = """
 import json, sys, torch
+if sys.argv[1] == "own":
+    import rlhf.model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-tokens, answers = torch.tensor(json.loads(sys.argv[1])), []
-for folder in sys.argv[2:]:
-    trust = {"trust_remote_code": folder.endswith("rlhf")}
-    model = AutoModelForCausalLM.from_pretrained(folder, **trust)
+tokens, answers = torch.tensor(json.loads(sys.argv[2])), []
+for folder in sys.argv[3:]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
     out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
     ids = model.generation_config
     answers.append({
         "type": type(model).__name__, "logits": model(tokens).logits.tolist(), "generated": out.tolist(),
         "ids": [ids.eos_token_id, ids.pad_token_id],
-        "tokenizer": AutoTokenizer.from_pretrained(folder, **trust).eos_token_id,
+        "tokenizer": AutoTokenizer.from_pretrained(folder).eos_token_id,
     })
-assert "rlhf" not in sys.modules
+assert ("rlhf" in sys.modules) == (sys.argv[1] == "own")
 print(json.dumps(answers))
 """
 
@@ -145,15 +156,20 @@ def tokenizer():
 
 
 @torch.no_grad()
-def test_exported_folders_load_without_this_package(tokenizer, tmp_path):
-    kinds = {"gpt2": {}, "llama": LLAMA_KIND, "rlhf": {**LLAMA_KIND, "qk_norm": True}}
+@pytest.mark.parametrize("package", ["without", "own"])
+def test_exported_folders_load(tokenizer, tmp_path, package):
+    kinds = {"rlhf": {**LLAMA_KIND, "block": "post"}} if package == "own" else dict(OURS)
+    kinds.pop("mistral", None)  # of the same shape as llama, which comes first
     originals = {form: make_ours(**kind) for form, kind in kinds.items()}
     for form, model in originals.items():
+        model.generation_config.eos_token_id = [2, 7]
         assert export(model, tokenizer, tmp_path / form) == form
-        assert model.generation_config.eos_token_id in (None, 2)
+        assert model.generation_config.eos_token_id == [2, 7]
+        assert "auto_map" not in json.loads((tmp_path / form / "config.json").read_text())
+        assert not list((tmp_path / form).glob("*.py"))
     folders = [str(tmp_path / form) for form in kinds]
     run = subprocess.run(
-        [sys.executable, "-c", READER, json.dumps(TOKENS.tolist()), *folders],
+        [sys.executable, "-c", READER, package, json.dumps(TOKENS.tolist()), *folders],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -163,28 +179,37 @@ def test_exported_folders_load_without_this_package(tokenizer, tmp_path):
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PATH": "/usr/bin:/bin",
+            **({"PYTHONPATH": str(Path(rlhf.__file__).parents[1])} if package == "own" else {}),
         },
     )
     assert run.returncode == 0, run.stderr
     for answer, (form, model) in zip(json.loads(run.stdout), originals.items(), strict=True):
-        expected = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "rlhf": "GPTForCausalLM"}[form]
-        assert answer["type"] == expected
+        wanted = "GPTForCausalLM" if form == "rlhf" else ARCHITECTURES[form].model_class.__name__
+        assert answer["type"] == wanted
         assert torch.allclose(torch.tensor(answer["logits"]), model(TOKENS).logits, rtol=0, atol=1e-5)
-        own = model.generate(TOKENS, max_new_tokens=4, do_sample=False, eos_token_id=2, pad_token_id=0)
+        own = model.generate(
+            TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=4, do_sample=False, eos_token_id=[2, 7],
+            pad_token_id=0,
+        )  # fmt: skip
         assert answer["generated"] == own.tolist()
-        assert answer["ids"] == [2, 0] and answer["tokenizer"] == 2
+        assert answer["ids"] == [[2, 7], 0] and answer["tokenizer"] == 2
+
+
+def test_the_architecture_that_came_in_goes_out(tokenizer, tmp_path):
+    assert export(from_transformers(make_checkpoint("mistral")), tokenizer, tmp_path) == "mistral"
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
 
 
 def test_export_in_a_chosen_form(tokenizer, tmp_path):
     assert export(make_ours(), tokenizer, tmp_path / "own", form="rlhf") == "rlhf"
     config = json.loads((tmp_path / "own" / "config.json").read_text())
-    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_rlhf_gpt.GPTForCausalLM"
+    assert config["model_type"] == "rlhf_gpt"
     assert config["eos_token_id"] == 2 and (tmp_path / "own" / "chat_template.jinja").exists()
-    assert export(make_theirs("gpt2"), tokenizer, tmp_path / "theirs") == "gpt2"
+    assert export(make_checkpoint("gpt2"), tokenizer, tmp_path / "theirs") == "gpt2"
     with pytest.raises(UserError, match="mlp is 'gelu'"):
         export(make_ours(), tokenizer, tmp_path / "no", form="llama")
     with pytest.raises(UserError, match="'onnx' is unknown"):
         export(make_ours(), tokenizer, tmp_path / "no", form="onnx")
     with pytest.raises(UserError, match="saved as it is"):
-        export(make_theirs("gpt2"), tokenizer, tmp_path / "no", form="llama")
+        export(make_checkpoint("gpt2"), tokenizer, tmp_path / "no", form="llama")
     assert not (tmp_path / "no").exists()

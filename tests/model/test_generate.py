@@ -13,12 +13,16 @@ from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, generate
 from rlhf.model.generate import Choice, _cut, _default_batch, choose_tokens, make_uniforms, sample, stream
 from rlhf.ppo.rollout import response_logprobs
+from tests.presets import preset
 
 VOCAB, NEW, PAD = 40, 12, 0
 KINDS = {
     "gpt2": {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True},
     "llama": {"n_kv_head": 2},
     "qk_norm": {"qk_norm": True, "n_kv_head": 1, "tie_word_embeddings": False},
+    "post_norm": {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "block": "post"},
+    "parallel": {"norm": "layernorm", "mlp": "gelu_erf", "bias": True, "block": "parallel", "rotary_share": 0.5},
+    "wide_heads": {"head_dim": 20, "n_kv_head": 2, "qkv_bias": True},
 }
 PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 4, 3, 4, 3, 4, 3, 4], [21, 22, 23], [9, 8, 7, 6, 5], [30, 2]]
 
@@ -39,7 +43,7 @@ def make(kind: str) -> torch.nn.Module:
         )
     else:
         sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 4, "width": 32}
-        model = GPTForCausalLM(GPTConfig.named("tiny", **sizes, **KINDS[kind]))
+        model = GPTForCausalLM(preset("tiny", **sizes, **KINDS[kind]))
     for parameter in model.parameters():  # far from uniform, so that choices differ
         parameter.data.add_(0.2 * torch.randn_like(parameter))
     return model.eval()

@@ -1,22 +1,17 @@
-"""The GPT against transformers' GPT-2 and Llama, and against itself padded, packed, cached and reloaded."""
+"""The GPT against transformers' classes, and against itself padded, packed, cached and reloaded."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModel, AutoModelForCausalLM
 
-from rlhf.model import NAMED_SIZES, GPTConfig, GPTForCausalLM, GPTModel
-from rlhf.model.convert import from_gpt2, from_llama
-from rlhf.model.gpt import hidden_at
+from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel
+from rlhf.model.convert import from_transformers
+from rlhf.model.trunk import hidden_at
+from tests.model.checkpoints import CHECKPOINTS, make_checkpoint
+from tests.presets import preset
 
 VOCAB = 61
 SMALL = {"vocab_size": VOCAB, "context_length": 48, "n_layer": 2, "n_head": 4, "width": 32}
@@ -24,6 +19,9 @@ KINDS = {
     "gpt2": {},
     "llama": {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2},
     "qk_norm": {"positions": "rotary", "norm": "rmsnorm", "qk_norm": True, "tie_word_embeddings": False},
+    "post_norm": {"block": "post"},
+    "parallel": {"positions": "rotary", "rotary_share": 0.5, "block": "parallel", "mlp": "gelu_erf"},
+    "wide_heads": {"positions": "rotary", "norm": "rmsnorm", "bias": False, "qkv_bias": True, "head_dim": 12},
 }
 
 
@@ -39,37 +37,11 @@ def random_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(7))
 
 
-@pytest.fixture(params=["gpt2", "llama"])
+@pytest.fixture(params=CHECKPOINTS)
 def pair(request):
     """(transformers' model, ours with its weights)."""
-    torch.manual_seed(1)
-    if request.param == "gpt2":
-        theirs = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCAB,
-                n_positions=48,
-                n_layer=2,
-                n_head=4,
-                n_embd=32,
-                bos_token_id=1,
-                eos_token_id=1,
-            )
-        )
-    else:
-        theirs = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCAB,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=48,
-            )
-        )
-    for parameter in theirs.parameters():
-        parameter.data.add_(0.1 * torch.randn_like(parameter))
-    return theirs.eval(), (from_gpt2 if request.param == "gpt2" else from_llama)(theirs)
+    theirs = make_checkpoint(request.param)
+    return theirs, from_transformers(theirs)
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -131,25 +103,23 @@ def test_loss_and_gradient_equal_transformers(pair):
 )
 def test_parameter_counts_are_the_published_ones(name, count):
     with torch.device("meta"):
-        model = GPTForCausalLM(GPTConfig.named(name))
+        model = GPTForCausalLM(preset(name))
     assert sum(p.numel() for p in model.parameters()) == count
 
 
 def test_default_widths():
     assert GPTConfig(width=128, n_head=4).mlp_width == 512
     # 8/3 * 128 = 341.3, up to a multiple of 16: 352
-    assert GPTConfig.named("tiny").mlp_width == 352 and GPTConfig.named("tiny").n_kv_head == 4
-    assert GPTConfig.named("tiny", n_layer=2).n_layer == 2 and NAMED_SIZES["tiny"]["n_layer"] == 4
+    assert preset("tiny").mlp_width == 352 and preset("tiny").n_kv_head == 4
     config = GPTConfig(**SMALL)
     assert (config.hidden_size, config.num_hidden_layers, config.max_position_embeddings) == (32, 2, 48)
 
 
 def test_config_reports_all_problems_at_once():
     with pytest.raises(ValueError, match="norm='batch'") as error:
-        GPTConfig(width=30, n_head=4, norm="batch", dropout=1.5)
-    assert "width=30" in str(error.value) and "dropout=1.5" in str(error.value)
-    with pytest.raises(ValueError, match=r"gpt5.*tiny"):
-        GPTConfig.named("gpt5")
+        GPTConfig(width=30, n_head=4, norm="batch", dropout=1.5, rotary_share=2.0)
+    for said in ("width=30", "dropout=1.5", "rotary_share=2.0"):
+        assert said in str(error.value)
 
 
 def test_initialisation():

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardConfig, RewardModel
+from tests.presets import preset
 
 VOCAB, WIDTH = 53, 32
 LENGTHS = torch.tensor([9, 4, 7])
@@ -14,7 +15,7 @@ LENGTHS = torch.tensor([9, 4, 7])
 def make_policy(**overrides) -> GPTForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 2, "width": WIDTH}
-    return GPTForCausalLM(GPTConfig.named("tiny", **{**sizes, **overrides})).eval()
+    return GPTForCausalLM(preset("tiny", **{**sizes, **overrides})).eval()
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from rlhf.model import GPTConfig, GPTForCausalLM, gpt
+from rlhf.model import GPTForCausalLM
 from rlhf.model.ragged import RaggedLoss, ragged_loss
+from rlhf.ops import unembedding
 from tests.ops.confident import confident_batch, relative_error
+from tests.presets import preset
 
 LENGTHS = torch.tensor([9, 3, 17, 24, 5, 5, 11, 2, 20])
 
@@ -14,7 +16,7 @@ LENGTHS = torch.tensor([9, 3, 17, 24, 5, 5, 11, 2, 20])
 def make(tied: bool = True) -> GPTForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 41, "context_length": 32, "n_layer": 2, "n_head": 2, "width": 32}
-    return GPTForCausalLM(GPTConfig.named("tiny", initializer_range=0.3, tie_word_embeddings=tied, **sizes)).train()
+    return GPTForCausalLM(preset("tiny", initializer_range=0.3, tie_word_embeddings=tied, **sizes)).train()
 
 
 def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +41,7 @@ def assert_same(model: GPTForCausalLM, fast: torch.Tensor, plain: torch.Tensor) 
 @pytest.mark.parametrize("count", [None, 50, torch.tensor(50)])
 @pytest.mark.parametrize("rows", [64, 4096])
 def test_the_loss_without_logits(monkeypatch, tied, count, rows):
-    monkeypatch.setattr(gpt, "_rows_at_a_time", lambda weight: rows)
+    monkeypatch.setattr(unembedding, "_CPU_CHUNK", rows * 41)  # chunks of so many rows
     model, (tokens, labels) = make(tied), make_batch()
     more = {} if count is None else {"num_items_in_batch": count}
     plain = model(input_ids=tokens, labels=labels, **more)
@@ -110,7 +112,7 @@ def test_the_loss_without_logits_does_not_round_bfloat16_logits():
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     labels = torch.randint(300, (40,), generator=generator)
     expected = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().t(), labels, reduction="sum")
-    found = gpt._LinearCrossEntropy.apply(hidden, weight, labels)
+    found = unembedding.unembedded_cross_entropy(hidden, weight, labels)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -121,6 +123,6 @@ def test_gradients_of_the_loss_without_logits_in_bfloat16_of_confident_labels(p)
     loss = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum")
     wanted = torch.autograd.grad(loss, exact)
     factors = hidden.requires_grad_(), weight.requires_grad_()
-    found = torch.autograd.grad(gpt._LinearCrossEntropy.apply(*factors, labels), factors)
+    found = torch.autograd.grad(unembedding.unembedded_cross_entropy(*factors, labels), factors)
     for one, right in zip(found, wanted, strict=True):
         assert relative_error(one, right) < 0.01

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from rlhf.cli import compose_config
 from rlhf.interrupts import leave
-from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.model.gpt import GPTForCausalLM
 from rlhf.processes import disconnect, is_first
 from rlhf.training.engine import import_deepspeed
 from rlhf.training.gather import is_partitioned
 from rlhf.training.optim import decay_groups
 from rlhf.training.zero import deepspeed_settings
+from tests.presets import preset
 
 
 def tensors() -> list[torch.Tensor]:
@@ -43,7 +44,7 @@ def measure(name: str, precision: str, threshold: int) -> dict[str, int]:
     config = compose_config([f"deepspeed={name}", f"sharding.persistence_threshold={threshold}",
                              "sharding.bucket_elements=5000", "device=cpu"])  # fmt: skip
     before = held(tensors())
-    model = GPTForCausalLM(GPTConfig.named("tiny", vocab_size=64))
+    model = GPTForCausalLM(preset("tiny", vocab_size=64))
     parameters = sum(p.numel() for p in model.parameters())
     persistent = sum(p.numel() for p in model.parameters() if p.numel() <= threshold) if name == "zero3" else 0
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3)

@@ -8,13 +8,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlhf.errors import UserError
-from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.model.gpt import GPTForCausalLM
 from rlhf.training import gather
+from tests.presets import preset
 
 
 @pytest.fixture
 def model() -> GPTForCausalLM:
-    return GPTForCausalLM(GPTConfig.named("tiny", n_layer=1, vocab_size=64))
+    return GPTForCausalLM(preset("tiny", n_layer=1, vocab_size=64))
 
 
 def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model):

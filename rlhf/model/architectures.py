@@ -1,0 +1,360 @@
+"""transformers' architectures that our GPT expresses: what their configurations mean in ours, and where each tensor goes.
+
+Numbers never change, only names and layouts: converting there and back gives the same tensors. One entry of
+`ARCHITECTURES` is everything there is to know of one architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+from rlhf.model.gpt_config import GPTConfig
+
+Fields = dict[str, Any]
+Entry = tuple[str, tuple[str, ...], "Layout"]  # our name, their names, the layout between them
+
+
+class Layout(NamedTuple):
+    """How their tensors become ours, and ours theirs."""
+
+    join: Callable[[list[Tensor]], Tensor]
+    split: Callable[[Tensor], list[Tensor]]
+
+
+SAME = Layout(lambda theirs: theirs[0], lambda ours: [ours])
+TRANSPOSED = Layout(lambda theirs: theirs[0].t(), lambda ours: [ours.t()])
+STACKED = Layout(torch.stack, lambda ours: list(ours.unbind()))  # type: ignore[arg-type]
+
+
+def rows(*sizes: int) -> Layout:
+    """Their matrices are ours, one below the other."""
+    return Layout(torch.cat, lambda ours: list(ours.split(sizes)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """shape: what a configuration of ours must be, a value or a tuple of them, to be written as this architecture.
+
+    read: their configuration to fields of ours. write: ours to fields of theirs. problems: what keeps a configuration of
+    theirs from ours, in words. entries: where each tensor goes. square: heads of width / n_head, as many keys as queries.
+    """
+
+    config_class: Any
+    model_class: Any
+    shape: Fields
+    read: Callable[[Any], Fields]
+    write: Callable[[GPTConfig], Fields]
+    problems: Callable[[Any], list[str]]
+    entries: Callable[[GPTConfig], Iterator[Entry]]
+    square: bool = False
+
+
+def special_ids(config: Any) -> Fields:
+    return {name: getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+
+
+# ---------------------------------------------------------------------------------------------- GPT and GPT-2
+
+
+def _read_gpt(c: Any) -> Fields:
+    return {
+        "context_length": c.n_positions,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "width": c.n_embd,
+        "mlp_width": getattr(c, "n_inner", None) or 4 * c.n_embd,
+        "dropout": c.resid_pdrop,
+        "norm_eps": c.layer_norm_epsilon,
+    }
+
+
+def _write_gpt(c: GPTConfig) -> Fields:
+    return {
+        "n_positions": c.context_length,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_embd": c.width,
+        "resid_pdrop": c.dropout,
+        "embd_pdrop": c.dropout,
+        "attn_pdrop": c.dropout,
+        "layer_norm_epsilon": c.norm_eps,
+    }
+
+
+def _gpt2_problems(c: Any) -> list[str]:
+    problems = []
+    if c.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
+        problems.append(f"activation_function is {c.activation_function!r}, wanted 'gelu_new'")
+    if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx:
+        problems.append("attention must be scaled by 1/sqrt(head size) in every layer")
+    if c.add_cross_attention:
+        problems.append("add_cross_attention is True: cross-attention has no place in a decoder-only model")
+    return problems
+
+
+def _gpt_entries(tokens: str, positions: str, last_norm: bool) -> Callable[[GPTConfig], Iterator[Entry]]:
+    """GPT's and GPT-2's tensors: matrices are stored transposed there."""
+    pairs = (
+        ("norm_1", "ln_1"),
+        ("attention.qkv", "attn.c_attn"),
+        ("attention.out", "attn.c_proj"),
+        ("norm_2", "ln_2"),
+        ("mlp.up", "mlp.c_fc"),
+        ("mlp.down", "mlp.c_proj"),
+    )
+
+    def entries(c: GPTConfig) -> Iterator[Entry]:
+        yield "model.embed_tokens.weight", (f"transformer.{tokens}.weight",), SAME
+        yield "model.embed_positions.weight", (f"transformer.{positions}.weight",), SAME
+        yield "lm_head.weight", ("lm_head.weight",), SAME
+        for kind in ("weight", "bias"):
+            if last_norm:
+                yield f"model.norm.{kind}", (f"transformer.ln_f.{kind}",), SAME
+            for layer in range(c.n_layer):
+                for ours, theirs in pairs:
+                    layout = TRANSPOSED if kind == "weight" and not theirs.startswith("ln") else SAME
+                    yield f"model.layers.{layer}.{ours}.{kind}", (f"transformer.h.{layer}.{theirs}.{kind}",), layout
+
+    return entries
+
+
+_GPT_SHAPE = {
+    "positions": "learned",
+    "norm": "layernorm",
+    "mlp": "gelu",
+    "bias": True,
+    "qkv_bias": True,
+    "qk_norm": False,
+}
+
+# ------------------------------------------------------------------------------------- Llama and what shares its shape
+
+
+def window(c: Any) -> int | None:
+    """How far back the attention of any layer looks; None if to the beginning."""
+    if getattr(c, "sliding_window", None) is None:
+        return None
+    kinds = getattr(c, "layer_types", None)
+    return c.sliding_window if kinds is None or "sliding_attention" in kinds else None
+
+
+def _context(c: Any) -> int:
+    """Within this many tokens a window hides nothing."""
+    return min(c.max_position_embeddings, window(c) or c.max_position_embeddings)
+
+
+def _rope_problems(c: Any) -> list[str]:
+    kind = (c.rope_parameters or {}).get("rope_type", "default")
+    return [] if kind == "default" else [f"rope_type is {kind!r}: only unscaled rotary positions convert"]
+
+
+def _read_llama(c: Any) -> Fields:
+    return {
+        "context_length": _context(c),
+        "n_layer": c.num_hidden_layers,
+        "n_head": c.num_attention_heads,
+        "n_kv_head": c.num_key_value_heads,
+        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "width": c.hidden_size,
+        "mlp_width": c.intermediate_size,
+        "dropout": c.attention_dropout,
+        "norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_parameters["rope_theta"],
+    }
+
+
+def _write_llama(c: GPTConfig) -> Fields:
+    return {
+        "max_position_embeddings": c.context_length,
+        "num_hidden_layers": c.n_layer,
+        "num_attention_heads": c.n_head,
+        "num_key_value_heads": c.n_kv_head,
+        "head_dim": c.head_dim,
+        "hidden_size": c.width,
+        "intermediate_size": c.mlp_width,
+        "hidden_act": "silu",
+        "attention_dropout": c.dropout,
+        "rms_norm_eps": c.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+    }
+
+
+def _write_qwen2(c: GPTConfig) -> Fields:
+    """Its configuration has no head_dim, though its class reads one."""
+    fields = _write_llama(c)
+    return {name: value for name, value in fields.items() if name != "head_dim" or c.head_dim * c.n_head != c.width}
+
+
+def _write_mistral(c: GPTConfig) -> Fields:
+    return {**_write_llama(c), "sliding_window": None}
+
+
+def _llama_problems(c: Any) -> list[str]:
+    problems = _rope_problems(c)
+    if c.hidden_act != "silu":
+        problems.append(f"hidden_act is {c.hidden_act!r}, wanted 'silu'")
+    if getattr(c, "attention_bias", False) or getattr(c, "mlp_bias", False):
+        problems.append("attention_bias and mlp_bias must be False")
+    return problems
+
+
+def _llama_entries(c: GPTConfig) -> Iterator[Entry]:
+    """Our fused matrices are theirs, one below the other."""
+    qkv = rows(c.head_dim * c.n_head, c.head_dim * c.n_kv_head, c.head_dim * c.n_kv_head)
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    parts: list[Entry] = [
+        ("norm_1.weight", ("input_layernorm.weight",), SAME),
+        ("attention.qkv.weight", tuple(f"{name}.weight" for name in projections), qkv),
+        ("attention.out.weight", ("self_attn.o_proj.weight",), SAME),
+        ("norm_2.weight", ("post_attention_layernorm.weight",), SAME),
+        ("mlp.up.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), rows(c.mlp_width, c.mlp_width)),
+        ("mlp.down.weight", ("mlp.down_proj.weight",), SAME),
+    ]
+    if c.qkv_bias:
+        parts.append(("attention.qkv.bias", tuple(f"{name}.bias" for name in projections), qkv))
+    if c.qk_norm:
+        parts.append(("attention.qk_norm.weight", ("self_attn.q_norm.weight", "self_attn.k_norm.weight"), STACKED))
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        yield name, (name,), SAME
+    for layer in range(c.n_layer):
+        for ours, theirs, layout in parts:
+            yield f"model.layers.{layer}.{ours}", tuple(f"model.layers.{layer}.{name}" for name in theirs), layout
+
+
+_LLAMA_SHAPE = {
+    "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "block": "pre", "bias": False, "rotary_share": 1.0,
+}  # fmt: skip
+
+# --------------------------------------------------------------------------------------------------- GPT-NeoX
+
+
+def _read_neox(c: Any) -> Fields:
+    return {
+        "context_length": c.max_position_embeddings,
+        "n_layer": c.num_hidden_layers,
+        "n_head": c.num_attention_heads,
+        "width": c.hidden_size,
+        "mlp_width": c.intermediate_size,
+        "mlp": "gelu_erf" if c.hidden_act == "gelu" else "gelu",
+        "block": "parallel" if c.use_parallel_residual else "pre",
+        "dropout": c.hidden_dropout,
+        "norm_eps": c.layer_norm_eps,
+        "rope_theta": c.rope_parameters["rope_theta"],
+        "rotary_share": c.rope_parameters.get("partial_rotary_factor", 1.0),
+    }
+
+
+def _write_neox(c: GPTConfig) -> Fields:
+    return {
+        "max_position_embeddings": c.context_length,
+        "num_hidden_layers": c.n_layer,
+        "num_attention_heads": c.n_head,
+        "hidden_size": c.width,
+        "intermediate_size": c.mlp_width,
+        "hidden_act": "gelu" if c.mlp == "gelu_erf" else "gelu_new",
+        "use_parallel_residual": c.block == "parallel",
+        "hidden_dropout": c.dropout,
+        "attention_dropout": c.dropout,
+        "layer_norm_eps": c.norm_eps,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": c.rope_theta, "partial_rotary_factor": c.rotary_share,
+        },
+    }  # fmt: skip
+
+
+def _neox_problems(c: Any) -> list[str]:
+    problems = _rope_problems(c)
+    if c.hidden_act not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+        problems.append(f"hidden_act is {c.hidden_act!r}, wanted 'gelu' or 'gelu_new'")
+    if not c.attention_bias:
+        problems.append("attention_bias must be True")
+    return problems
+
+
+def _neox_qkv(c: GPTConfig) -> Layout:
+    """Theirs are ordered by head and then query, key, value; and pairs of turning channels lie next to each other.
+
+    Ours turns channel i with i + head_dim/2. Queries and keys may be reordered alike: their products stay.
+    """
+    turning, half = int(c.head_dim * c.rotary_share) // 2, c.head_dim // 2
+    channels = torch.arange(c.head_dim)
+    still = channels[2 * turning :]
+    order = torch.cat(
+        (channels[:turning], still[: half - turning], channels[turning : 2 * turning], still[half - turning :])
+    )
+    back = order.argsort()
+
+    def join(theirs: list[Tensor]) -> Tensor:
+        q, k, v = theirs[0].unflatten(0, (c.n_head, 3, c.head_dim)).unbind(1)
+        return torch.cat([part.flatten(0, 1) for part in (q[:, order], k[:, order], v)])
+
+    def split(ours: Tensor) -> list[Tensor]:
+        q, k, v = ours.unflatten(0, (3, c.n_head, c.head_dim))
+        return [torch.stack((q[:, back], k[:, back], v), 1).flatten(0, 2)]
+
+    return Layout(join, split)
+
+
+def _neox_entries(c: GPTConfig) -> Iterator[Entry]:
+    pairs = {
+        "norm_1": ("input_layernorm", SAME),
+        "attention.qkv": ("attention.query_key_value", _neox_qkv(c)),
+        "attention.out": ("attention.dense", SAME),
+        "norm_2": ("post_attention_layernorm", SAME),
+        "mlp.up": ("mlp.dense_h_to_4h", SAME),
+        "mlp.down": ("mlp.dense_4h_to_h", SAME),
+    }
+    yield "model.embed_tokens.weight", ("gpt_neox.embed_in.weight",), SAME
+    yield "lm_head.weight", ("lm_head.weight",), SAME
+    for kind in ("weight", "bias"):
+        yield f"model.norm.{kind}", (f"gpt_neox.final_layer_norm.{kind}",), SAME
+        for layer in range(c.n_layer):
+            for ours, (theirs, layout) in pairs.items():
+                yield f"model.layers.{layer}.{ours}.{kind}", (f"gpt_neox.layers.{layer}.{theirs}.{kind}",), layout
+
+
+# -------------------------------------------------------------------------------------------------- the table
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "gpt2": Architecture(
+        transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"}, _read_gpt,
+        lambda c: {**_write_gpt(c), "n_inner": c.mlp_width, "activation_function": "gelu_new"}, _gpt2_problems,
+        _gpt_entries("wte", "wpe", last_norm=True), square=True,
+    ),
+    "openai-gpt": Architecture(
+        transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"}, _read_gpt,
+        _write_gpt, lambda c: [] if c.afn == "gelu" else [f"afn is {c.afn!r}, wanted 'gelu'"],
+        _gpt_entries("tokens_embed", "positions_embed", last_norm=False), square=True,
+    ),
+    "llama": Architecture(
+        transformers.LlamaConfig, transformers.LlamaForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": False, "qk_norm": False},
+        _read_llama, _write_llama, _llama_problems, _llama_entries,
+    ),
+    "mistral": Architecture(
+        transformers.MistralConfig, transformers.MistralForCausalLM,
+        {**_LLAMA_SHAPE, "qkv_bias": False, "qk_norm": False}, _read_llama, _write_mistral, _llama_problems,
+        _llama_entries,
+    ),
+    "qwen2": Architecture(
+        transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": True, "qk_norm": False},
+        _read_llama, _write_qwen2, _llama_problems, _llama_entries,
+    ),
+    "qwen3": Architecture(
+        transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": False, "qk_norm": True},
+        _read_llama, _write_llama, _llama_problems, _llama_entries,
+    ),
+    "gpt_neox": Architecture(
+        transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM,
+        {
+            "positions": "rotary", "norm": "layernorm", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel"),
+            "bias": True, "qkv_bias": True, "qk_norm": False,
+        },
+        _read_neox, _write_neox, _neox_problems, _neox_entries, square=True,
+    ),
+}  # fmt: skip

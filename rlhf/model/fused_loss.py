@@ -1,0 +1,45 @@
+"""The next-token loss without logits of all tokens: of the trunk, only what the labels need is computed."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from rlhf.ops.unembedding import unembedded_cross_entropy
+
+IGNORED = -100  # the label of a token that the loss leaves out
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether its weight is all there is to it, and is here whole (ZeRO-3 shards it)."""
+    return type(head) is nn.Linear and head.bias is None and not hasattr(head.weight, "ds_id")
+
+
+def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+    """-sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, for logits = hidden weight^T; no logits come out.
+
+    trunk: a GPTModel, called with `inputs`; weight (V, D); labels (B, T). N is inputs["num_items_in_batch"], or the
+    number of such labels. In half precision the loss is that of logits that are not rounded.
+    """
+    targets, before = _before_labels(labels.to(weight.device))
+    few = len(before) <= labels.numel() * 7 // 8  # choosing nearly all saves nothing
+    kept = before if few and not inputs.get("output_hidden_states") else None
+    output = trunk(**inputs, kept=kept)
+    hidden = output.last_hidden_state
+    rows = hidden if kept is not None else hidden.flatten(0, 1).index_select(0, before)
+    loss = unembedded_cross_entropy(rows, weight, targets)
+    count = inputs.get("num_items_in_batch")
+    return CausalLMOutputWithPast(
+        loss=loss / (targets.numel() if count is None else count),  # type: ignore[arg-type]
+        past_key_values=output.past_key_values,
+        hidden_states=output.hidden_states,
+    )
+
+
+def _before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels (N,) of (B, T) that count, and where the token before each is: row * T + position."""
+    after = labels[:, 1:]
+    counted = after != IGNORED
+    index = counted.flatten().nonzero()[:, 0]
+    # rows of (B, T - 1) in (B, T)
+    return after[counted], index + index.div(labels.shape[1] - 1, rounding_mode="floor")
