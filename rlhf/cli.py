@@ -197,7 +197,6 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     register_schema()
@@ -206,11 +205,46 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
             composed = compose(config_name(command), overrides=overrides)
-        return OmegaConf.to_object(composed)
+        return to_settings(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_first_line(error)) from None
     finally:
         ours.hydra = running
+
+
+def to_settings(composed: Any) -> Any:
+    """The schema's own classes, interpolations resolved; text from the environment remembers where it came from."""
+    from omegaconf import OmegaConf
+
+    from rlhf.config.setting import FromEnvironment
+
+    config: Any = OmegaConf.to_object(composed)
+    raw = OmegaConf.to_container(composed, resolve=False)
+    named: set[str] = set()  # settings that come from the environment, also by way of other settings
+
+    def is_named(text: Any) -> bool:
+        return isinstance(text, str) and ("${oc.env:" in text or any(f"${{{key}}}" in text for key in named))
+
+    def mark(text: Any, value: Any, key: str) -> Any:
+        if isinstance(text, dict):
+            for name, inner in text.items():
+                full = f"{key}.{name}" if key else str(name)
+                old = value[name] if isinstance(value, dict) else getattr(value, name)
+                new = mark(inner, old, full)
+                if new is not old:
+                    value.__setitem__(name, new) if isinstance(value, dict) else setattr(value, name, new)
+        elif isinstance(text, list):
+            value[:] = [mark(one, old, key) for one, old in zip(text, value, strict=True)]
+        elif isinstance(value, str) and is_named(text):
+            named.add(key)
+            return FromEnvironment(value, text)
+        return value
+
+    known = -1
+    while len(named) > known:
+        known = len(named)
+        mark(raw, config, "")
+    return config
 
 
 def register_schema() -> None:
@@ -233,10 +267,9 @@ def _run_with_hydra(command: str, overrides: list[str]) -> None:
         check_config(compose_config([o for o in plain if not o.startswith("hydra")], command), command)
 
     import hydra
-    from omegaconf import OmegaConf
 
     def task(composed: Any) -> None:
-        config: Any = OmegaConf.to_object(composed)
+        config = to_settings(composed)
         if sweep:
             from rlhf.checks import check_config
 

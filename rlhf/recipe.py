@@ -36,7 +36,7 @@ class StageRow:
     @property
     def groups(self) -> tuple[str, ...]:
         """The groups of settings that contain those that change its result."""
-        return tuple(dict.fromkeys(key.partition(".")[0] for key in self.settings if key != "seed"))
+        return tuple(dict.fromkeys(key.partition(".")[0] for key in self.settings if key not in ("seed", "precision")))
 
 
 ROWS = (
@@ -60,7 +60,7 @@ ROWS = (
         "pretrain the GPT from random weights",
         parents=("world", "tokenizer"),
         data=("corpus",),
-        settings=("seed", "model", "pretrain", "data.corpus", "data.encoding", "data.held_out"),
+        settings=("seed", "precision", "model", "pretrain", "data.corpus", "data.encoding", "data.held_out"),
         several_processes=True,
         writes_policy=True,
     ),
@@ -69,7 +69,7 @@ ROWS = (
         "fine-tune on demonstrations",
         parents=("world", "pretrain"),
         data=("demonstrations",),
-        settings=("seed", "sft", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed"),
+        settings=("seed", "precision", "sft", "data.demonstrations", "data.format", "data.dev", "data.test", "data.split_seed"),
         several_processes=True,
         writes_policy=True,
     ),
@@ -88,7 +88,7 @@ ROWS = (
         "train the reward model on ranked comparisons",
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
-        settings=("seed", "reward", "data.comparisons", "data.demonstrations", "data.format", "data.dev", "data.test",
+        settings=("seed", "precision", "reward", "data.comparisons", "data.demonstrations", "data.format", "data.dev", "data.test",
                   "data.split_seed", "data.held_out_labelers", "rollout.max_new_tokens"),
         several_processes=True,
         every_round=True,
@@ -98,7 +98,7 @@ ROWS = (
         "optimise the policy against the reward model",
         parents=("world", "sft", "reward"),
         data=("prompts", "demonstrations", "comparisons"),
-        settings=("seed", "ppo", "kl", "lora", "rollout", *PROMPTS),
+        settings=("seed", "precision", "ppo", "kl", "lora", "rollout", *PROMPTS),
         several_processes=True,
         every_round=True,
         writes_policy=True,
@@ -108,7 +108,7 @@ ROWS = (
         "fine-tune on the best of n samples by the reward model",
         parents=("world", "sft", "reward"),
         data=("prompts", "demonstrations", "comparisons"),
-        settings=("seed", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", *REWARD_SOURCES, *PROMPTS),
+        settings=("seed", "precision", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", *REWARD_SOURCES, *PROMPTS),
         optional=True,
         writes_policy=True,
     ),

@@ -173,6 +173,34 @@ def get(config: Any, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
+class FromEnvironment(str):
+    """A value that an interpolation such as ${oc.env:TOKEN} gave: what is stored is the interpolation."""
+
+    source: str
+
+    def __new__(cls, value: str, source: str) -> "FromEnvironment":
+        made = super().__new__(cls, value)
+        made.source = source
+        return made
+
+    def __deepcopy__(self, memo: Any) -> "FromEnvironment":
+        return self
+
+    def __reduce__(self) -> Any:
+        return FromEnvironment, (str(self), self.source)
+
+
+def stored(value: Any) -> Any:
+    """A value, or a tree of them, as it may be written to a file: what came from the environment by its name."""
+    if isinstance(value, FromEnvironment):
+        return value.source
+    if isinstance(value, dict):
+        return {key: stored(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [stored(inner) for inner in value]
+    return value
+
+
 def wrong_values(config: Any) -> list[str]:
     """What is wrong with each single value of a configuration."""
     found = [stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items()]

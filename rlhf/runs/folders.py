@@ -26,9 +26,10 @@ from typing import Any
 
 from rlhf import __version__
 from rlhf.config import Config, ParentsConfig
-from rlhf.config.setting import RESULT, get, settings_in
+from rlhf.config.setting import RESULT, ROUNDING, get, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
+from rlhf.precision import precision_of
 from rlhf.processes import is_first
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
@@ -53,7 +54,7 @@ def settings_of(config: Config, stage: str) -> dict[str, Any]:
     named = STAGES[stage].settings
     for key, stated in settings_in(Config).items():
         if (key in named or key.partition(".")[0] in named) and stated.changes == RESULT:
-            add(key, get(config, key))
+            add(key, precision_of(config) if key == "precision" else stored(get(config, key)))
     return json.loads(json.dumps(flat, default=str))
 
 
@@ -253,7 +254,7 @@ class Stage:
             "stage": self.name, "status": status, "seed": self.config.seed, "run": self.config.run,
             "settings": settings_of(self.config, self.name), "parents": self.parents, "data": self.data,
             "versions": versions(), "git": git_state(), "seconds": round(self.elapsed(), 2), "peak_rss_mb": peak_rss_mb(),
-            "steps": self.steps, "config": asdict(self.config),
+            "steps": self.steps, "config": stored(asdict(self.config)),
         }  # fmt: skip
 
     def plan(self, steps: int) -> None:
@@ -332,6 +333,8 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
         folders = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
         built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
         stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
+        if recorded is not None and stage.resumed:
+            _tell_other_rounding(stage, recorded)
         stage.note_progress()
         try:
             _write_config(config, folder)
@@ -345,6 +348,30 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             if told is error:
                 raise
             raise told from error
+
+
+def _tell_other_rounding(stage: Stage, recorded: dict) -> None:
+    """Say which settings that change only speed, memory and rounding are others than before."""
+    before, own = flat_settings(recorded.get("config")), STAGES[stage.name].groups
+    changed = []
+    for key, stated in settings_in(Config).items():
+        group, value = key.rpartition(".")[0], stored(get(stage.config, key))
+        if (
+            stated.changes == ROUNDING
+            and (group in (*own, "", "sharding", "launcher"))
+            and before.get(key, value) != value
+        ):
+            changed.append(f"{key}={value}, was {before[key]}")
+    if changed:
+        stage.say(f"resumes with {'; '.join(changed)}: same computation, other rounding")
+
+
+def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"sft.lr": …} of nested settings."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _sweep(folder: Path) -> None:
@@ -374,7 +401,7 @@ def _write_config(config: Config, folder: Path) -> None:
     """config.yaml, the whole configuration, in a form that a later `rlhf` reads back."""
     import yaml
 
-    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+    (folder / "config.yaml").write_text(yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True))
 
 
 def _check_same(stage: Stage, recorded: dict) -> None:

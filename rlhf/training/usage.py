@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlhf.config import Config
+from rlhf.precision import precision_of
 from rlhf.runs.folders import peak_rss_mb
 
 # 10^12 operations a second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first that fits counts.
@@ -33,9 +34,7 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
         return config.tracking.peak_tflops * 1e12
     if device.type != "cuda":
         return None
-    half = config.precision == "bfloat16" or (
-        config.precision == "auto" and torch.cuda.is_bf16_supported(including_emulation=False)
-    )
+    half = precision_of(config) == "bfloat16"
     return known_peak(torch.cuda.get_device_name(device), half)
 
 

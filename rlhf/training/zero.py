@@ -11,6 +11,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.precision import gpu_has_bfloat16
 
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero2_offload": 2, "zero3_offload": 3}
 
@@ -27,12 +28,8 @@ def offloads(config: Config) -> bool:
 def wants_bfloat16(config: Config, device: torch.device) -> bool:
     """Whether training runs in bfloat16 with float32 master weights. Raises: UserError where the GPU has none."""
     if config.precision == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if (
-        config.precision == "bfloat16"
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+        return device.type == "cuda" and gpu_has_bfloat16()
+    if config.precision == "bfloat16" and device.type == "cuda" and not gpu_has_bfloat16():
         raise UserError("precision=bfloat16: this GPU has none: use precision=float32")
     return config.precision == "bfloat16"
 

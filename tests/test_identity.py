@@ -1,0 +1,82 @@
+"""Which settings a stage's result depends on, what is said of the others, and what of them is stored."""
+
+import json
+
+import pytest
+import yaml
+
+from rlhf.cli import compose_config
+from rlhf.commands.pipeline import misfit
+from rlhf.config.setting import NOTHING, RESULT, ROUNDING, settings_in
+from rlhf.precision import precision_of
+from rlhf.recipe import STAGES
+from rlhf.runs.folders import open_stage, settings_of
+
+
+@pytest.fixture
+def compose(tmp_path):
+    return lambda *overrides: compose_config([f"runs_dir='{tmp_path}'", "run=demo", "device=cpu", *overrides])
+
+
+TRAINING = ("pretrain", "sft", "reward", "ppo", "rejection")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_precision_is_part_of_what_training_computes(compose, stage):
+    half, full = (settings_of(compose(f"precision={name}"), stage) for name in ("bfloat16", "float32"))
+    assert (half != full) == (stage in TRAINING)
+    if stage in TRAINING:
+        assert "precision 'float32' -> 'bfloat16'" in str(
+            misfit(compose("precision=bfloat16"), stage, {"settings": full}, {})
+        )
+
+
+def test_auto_is_recorded_as_what_it_comes_to(compose):
+    assert precision_of(compose("precision=auto")) == "float32"  # on a CPU
+    assert settings_of(compose("precision=auto"), "sft") == settings_of(compose("precision=float32"), "sft")
+
+
+def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):
+    stated = {key: found.changes for key, found in settings_in(type(compose())).items()}
+    assert {key for key, changes in stated.items() if changes == ROUNDING} == {
+        "device", "threads", "gradient_checkpointing", "deepspeed", "launcher.processes", "sharding.bucket_elements",
+        "sharding.persistence_threshold", "pretrain.micro_batch_sequences", "sft.micro_batch_size",
+        "reward.micro_batch_responses", "ppo.micro_batch_episodes",
+    }  # fmt: skip
+    assert {stated[key] for key in ("tracking.kind", "checkpoints.keep", "run", "ppo.eval_every")} == {NOTHING}
+    for stage, row in STAGES.items():
+        assert {stated[key] for key in settings_of(compose(), stage)} <= {RESULT}, row
+
+
+def test_a_resumed_stage_says_which_settings_change_its_rounding(compose, capsys):
+    with open_stage(compose("ppo.micro_batch_episodes=8"), "tokenizer"):
+        pass
+    capsys.readouterr()
+    with open_stage(compose("threads=2", "deepspeed=zero1", "ppo.micro_batch_episodes=16"), "tokenizer"):
+        pass
+    said = capsys.readouterr().out
+    expected = "tokenizer: resumes with threads=2, was 0; deepspeed=zero1, was none: same computation, other rounding\n"
+    assert expected in said  # and nothing of PPO's settings, which this stage does not read
+    with open_stage(compose("threads=2", "deepspeed=zero1"), "tokenizer"):
+        pass
+    assert "other rounding" not in capsys.readouterr().out
+
+
+def test_what_comes_from_the_environment_is_stored_by_its_name(compose, monkeypatch):
+    monkeypatch.setenv("SECRET_PLACE", "s3cret-9271")
+    config = compose(
+        "tracking.entity=${oc.env:SECRET_PLACE}", "data.demonstrations=['${oc.env:SECRET_PLACE}',b.jsonl]",
+        "reward.model=prefix/${tracking.entity}", "reward.labeler_weights={anna: 2}",
+    )  # fmt: skip
+    assert config.tracking.entity == "s3cret-9271" and config.reward.model == "prefix/s3cret-9271"
+    assert config.data.demonstrations == ["s3cret-9271", "b.jsonl"]
+    with open_stage(config, "tokenizer") as stage:
+        stage.finish()
+    folder = stage.folder
+    for path in folder.rglob("*"):
+        assert not path.is_file() or b"s3cret-9271" not in path.read_bytes(), path
+    record = json.loads((folder / "stage.json").read_text())
+    assert record["config"]["tracking"]["entity"] == "${oc.env:SECRET_PLACE}"
+    assert record["config"] == yaml.safe_load((folder / "config.yaml").read_text())
+    for name in STAGES:
+        assert "s3cret" not in json.dumps(settings_of(config, name))
