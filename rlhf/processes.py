@@ -11,10 +11,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.errors import UserError
+from rlhf.rendezvous import is_loopback, open_store, stay_on_loopback
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import Store
 
 T = TypeVar("T")
 # Ranks wait while rank 0 packs a corpus or writes a large checkpoint; torch's own limit is 10 to 30 minutes.
@@ -48,7 +50,7 @@ def is_first() -> bool:
 
 def launch_problem() -> str | None:
     """What is wrong with the variables that a launcher sets, if anything."""
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         value = os.environ.get(name, "0")
         if not (value.isascii() and value.isdigit()):
             return f"{name}={value}: want a whole number, as torchrun sets it: unset it to run as one process"
@@ -85,7 +87,27 @@ def connect(device: "torch.device") -> None:
                 f"process {local + 1} of this machine: it has {count} GPUs: start one process per GPU at most"
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
+    store = meet()
+    store.set_timeout(LONGEST_WAIT)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank(), world_size=process_count(), timeout=LONGEST_WAIT)
+
+
+def meet() -> "Store":
+    """The store of this launch, once all its processes have come. Raises: UserError if they do not, or nobody says where."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UserError(f"WORLD_SIZE={process_count()} without {' and '.join(missing)}: start the processes with torchrun or "
+                        "launcher.processes, or unset WORLD_SIZE to run as one")  # fmt: skip
+    if rank() >= process_count():
+        raise UserError(f"RANK={rank()}: want 0 to {process_count() - 1}, since WORLD_SIZE={process_count()}")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if is_loopback(address) or os.environ.get("LOCAL_WORLD_SIZE") == str(process_count()):
+        stay_on_loopback()
+    return open_store(
+        address, port, rank(), process_count(), attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        hosted=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )  # fmt: skip
 
 
 def connect_alone(device: "torch.device") -> None:
