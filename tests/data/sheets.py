@@ -18,8 +18,8 @@ def row(number: int, *cells: str) -> str:
     return f'<row r="{number}">{"".join(cells)}</row>'
 
 
-def write_xlsx(path: Path, sheets: dict[str, str], merged: str = "") -> Path:
-    """`sheets` maps names to the XML of their rows; cell style 1 is a date; `merged` as "A2:A3"."""
+def write_xlsx(path: Path, sheets: dict[str, str], merged: str = "", shared: str = "") -> Path:
+    """`sheets` maps names to the XML of their rows; cell style 1 is a date; `merged` as "A2:A3"; `shared` the XML of shared texts."""
     ids = {name: f"r{i}" for i, name in enumerate(sheets, start=1)}
     listed = "".join(f'<sheet name="{name}" sheetId="{ids[name][1:]}" r:id="{ids[name]}"/>' for name in sheets)
     links = "".join(
@@ -36,6 +36,8 @@ def write_xlsx(path: Path, sheets: dict[str, str], merged: str = "") -> Path:
         f'Type="{_OFFICE}/styles" Target="styles.xml"/></Relationships>',
         "xl/styles.xml": STYLES,
     }
+    if shared:
+        parts["xl/sharedStrings.xml"] = f'<sst xmlns="{_MAIN}">{shared}</sst>'
     for name, rows in sheets.items():
         sheet = f'<worksheet xmlns="{_MAIN}"><sheetData>{rows}</sheetData>{merges}</worksheet>'
         parts[f"xl/worksheets/{ids[name]}.xml"] = sheet

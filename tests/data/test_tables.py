@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.reading import spreadsheets, tables
+from rlhf.data.reading import arrow_rows, spreadsheets, tables
 from rlhf.data.reading.readers import Reject, Row
 from rlhf.data.reading.tables import describe_table, read_table
 from rlhf.errors import UserError
@@ -309,4 +309,73 @@ def test_an_arrow_file_whose_offsets_lead_outside_is_refused(tmp_path):
 def test_columns_of_one_name(tmp_path):
     path = write_arrow(tmp_path / "t.arrow", pa.table([[1], [2]], names=["q", "q"]), "stream")
     with pytest.raises(UserError, match='the header names "q" twice'):
+        read(path)
+
+
+# --- small files that hold much ---------------------------------------------------------------------------------------
+
+
+def shared_texts(count: int, size: int):
+    """A column of `count` cells that share one text."""
+    import pyarrow as pa
+
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["x" * size]))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_that_share_a_long_text_are_made_a_few_at_a_time(tmp_path, monkeypatch, suffix, nested):
+    import pyarrow as pa
+    from pyarrow import ipc, parquet
+
+    column = shared_texts(2000, 100_000)
+    if nested:
+        column = pa.ListArray.from_arrays(pa.array(range(2001), pa.int32()), column)
+    table = pa.table({"a": column, "b": pa.array(range(2000))})
+    path = tmp_path / f"bomb{suffix}"
+    if suffix == ".parquet":
+        parquet.write_table(table, path, compression="zstd")
+    else:
+        with ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    monkeypatch.setattr(arrow_rows, "MAX_RECORD_BYTES", 1_000_000)
+    monkeypatch.setattr(arrow_rows, "MAX_EXPANSION", 10**9)
+    sizes = []
+    turn = arrow_rows._values
+    monkeypatch.setattr(arrow_rows, "_values", lambda batch: (sizes.append(batch.num_rows), turn(batch))[1])
+    values = [row.value for row in read_table(path, path.name)]
+    assert [value["b"] for value in values] == list(range(2000)) and max(sizes) <= 10
+    assert values[1999]["a"] == (["x" * 100_000] if nested else "x" * 100_000)
+    monkeypatch.setattr(arrow_rows, "MAX_EXPANSION", 1)
+    with pytest.raises(UserError, match=r"bomb.* its rows hold more than 1 times what the file does"):
+        list(read_table(path, path.name))
+    monkeypatch.setattr(arrow_rows, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(arrow_rows, "MAX_EXPANSION", 10**9)
+    assert {str(row) for row in list(read_table(path, "x"))[:1]} == {"x:2: got a row above 0 MB, want a shorter one"}
+
+
+def test_cells_that_share_a_long_text_are_counted_before_the_sheet_is_opened(tmp_path, monkeypatch):
+    shared = [f"<si><t>{one}</t></si>" for one in ("question", "answer", "x" * 5000)]
+    rows = [row(1, '<c r="A1" t="s"><v>0</v></c>', '<c r="B1" t="s"><v>1</v></c>')]
+    rows += [row(n, f'<c r="A{n}" t="s"><v>2</v></c>', f'<c r="B{n}" t="s"><v>2</v></c>') for n in range(2, 62)]
+    path = write_xlsx(tmp_path / "bomb.xlsx", {"S": "".join(rows)}, shared="".join(shared))
+    assert values(read(path)) == [{"question": "x" * 5000, "answer": "x" * 5000}] * 60
+    monkeypatch.setattr(spreadsheets, "MAX_CHARACTERS", 600_013)
+    with pytest.raises(UserError, match=r'sheet "S": its cells hold 1 million characters, above 1 million: export it'):
+        read(path)
+    monkeypatch.setattr(spreadsheets, "MAX_CHARACTERS", 600_014)
+    assert len(read(path)) == 60
+
+
+def test_a_text_that_an_ods_file_repeats_counts_as_often_as_it_does(tmp_path, monkeypatch):
+    again = ' table:number-columns-repeated="3"'
+    head = "".join(f"<table:table-row>{''.join(map(ods_cell, 'abc'))}</table:table-row>")
+    path = write_ods(
+        tmp_path / "t.ods",
+        f'{head}<table:table-row table:number-rows-repeated="5">{ods_cell("y" * 100, again)}</table:table-row>',
+    )
+    monkeypatch.setattr(spreadsheets, "MAX_CHARACTERS", 1503)
+    assert len(read(path)) == 5
+    monkeypatch.setattr(spreadsheets, "MAX_CHARACTERS", 1502)
+    with pytest.raises(UserError, match=r"t.ods: its cells hold 0 million characters"):
         read(path)

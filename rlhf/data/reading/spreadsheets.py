@@ -21,6 +21,7 @@ from rlhf.errors import UserError
 SPREADSHEET_SUFFIXES = (".xlsx", ".xls", ".ods")
 MAX_UNPACKED_BYTES = 1 << 30  # of all parts of one file together
 MAX_CELLS = 20_000_000  # of the block between a sheet's first and last value
+MAX_CHARACTERS = 1 << 29  # of the cells of one sheet
 _CHUNK = 1 << 16
 _REFERENCE = re.compile(r"([A-Z]+)([0-9]+)")
 # What zipfile, zlib and expat raise on bytes that are no archive or no XML.
@@ -34,6 +35,7 @@ class Extent:
 
     rows: int = 0
     columns: int = 0
+    characters: int = 0  # of all cells; a text that several cells share counts for each, since each gets a copy
     stored: list[int] = field(default_factory=list)  # rows that have cells, with a value or without
 
     @property
@@ -156,6 +158,11 @@ def _check_cells(extent: Extent, name: str) -> None:
         raise UserError(
             f"{name}: its values span {size}, above {MAX_CELLS} cells: delete stray cells or export it as CSV"
         )
+    if extent.characters > MAX_CHARACTERS:
+        raise UserError(
+            f"{name}: its cells hold {extent.characters / 1e6:,.0f} million characters, above "
+            f"{MAX_CHARACTERS / 1e6:,.0f} million: export it as CSV"
+        )
 
 
 def _parse(path: Path, part: str, start: Any, end: Any, text: Any = None) -> None:
@@ -198,10 +205,13 @@ def _column(letters: str) -> int:
 def _xlsx_extent(path: Path, index: int) -> Extent:
     """Measure one sheet. A cell without a reference follows the one before it, as calamine has it."""
     extent = Extent()
+    shared = _shared_lengths(path)
     row = column = 0
+    place: list[str] = []  # the digits of a cell that names a shared text
+    is_shared = in_value = False
 
     def start(tag: str, attributes: dict[str, str]) -> None:
-        nonlocal row, column
+        nonlocal row, column, is_shared, in_value
         if tag == "row":
             given = attributes.get("r", "")
             row, column = int(given) if given.isdecimal() else row + 1, 0
@@ -211,11 +221,45 @@ def _xlsx_extent(path: Path, index: int) -> Extent:
             row = int(found[2]) if found else row
             if not extent.stored or extent.stored[-1] != row:
                 extent.stored.append(row)
+            is_shared = attributes.get("t") == "s"
         elif tag in ("v", "is"):
             extent.rows, extent.columns = max(extent.rows, row), max(extent.columns, column)
+            in_value = is_shared
 
-    _parse(path, _xlsx_part(path, index), start, lambda tag: None)
+    def end(tag: str) -> None:
+        nonlocal in_value
+        if in_value and tag == "v":
+            number = "".join(place).strip()
+            at = int(number) if number.isdecimal() and len(number) < 10 else len(shared)
+            extent.characters += shared[at] if at < len(shared) else 0
+            place.clear()
+            in_value = False
+
+    def text(characters: str) -> None:
+        if in_value:
+            place.append(characters)
+
+    _parse(path, _xlsx_part(path, index), start, end, text)
     return extent
+
+
+def _shared_lengths(path: Path) -> list[int]:
+    """The characters of each text that cells share."""
+    with zipfile.ZipFile(path) as packed:
+        part = next((name for name in packed.namelist() if name.lower() == "xl/sharedstrings.xml"), None)
+    lengths: list[int] = []
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        if tag == "si":
+            lengths.append(0)
+
+    def text(characters: str) -> None:
+        if lengths:
+            lengths[-1] += len(characters)
+
+    if part is not None:
+        _parse(path, part, start, lambda tag: None, text)
+    return lengths
 
 
 def _repeats(attributes: dict[str, str], name: str) -> int:
@@ -229,23 +273,28 @@ def _ods_extent(path: Path) -> Extent:
     """Measure all sheets together. Rows and cells that repeat count as often as they say, once they have a value."""
     extent = Extent()
     row = last_row = column = last_column = repeats = 0
+    in_cells = in_row = 0  # of how many cells the text that follows is; characters of one row
 
     def start(tag: str, attributes: dict[str, str]) -> None:
-        nonlocal row, column, last_column, repeats
+        nonlocal row, column, last_column, repeats, in_cells, in_row
         given = {key.rpartition(":")[2]: value for key, value in attributes.items()}
         if tag == "table":
             row = column = last_column = 0
         elif tag == "table-row":
-            repeats, column, last_column = _repeats(given, "number-rows-repeated"), 0, 0
+            repeats, column, last_column, in_row = _repeats(given, "number-rows-repeated"), 0, 0, 0
         elif tag in ("table-cell", "covered-table-cell"):
-            column += _repeats(given, "number-columns-repeated")
+            in_cells = _repeats(given, "number-columns-repeated")
+            column += in_cells
             if "value-type" in given:
                 last_column = column
 
     def end(tag: str) -> None:
-        nonlocal row, last_row
-        if tag == "table-row":
+        nonlocal row, last_row, in_cells
+        if tag in ("table-cell", "covered-table-cell"):
+            in_cells = 0
+        elif tag == "table-row":
             row += repeats
+            extent.characters += repeats * in_row
             if last_column:
                 last_row = row
                 extent.columns = max(extent.columns, last_column)
@@ -253,5 +302,9 @@ def _ods_extent(path: Path) -> Extent:
             extent.rows += last_row
             last_row = 0
 
-    _parse(path, "content.xml", start, end)
+    def text(characters: str) -> None:
+        nonlocal in_row
+        in_row += in_cells * len(characters)
+
+    _parse(path, "content.xml", start, end, text)
     return extent

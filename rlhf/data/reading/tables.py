@@ -7,21 +7,19 @@ the columns mean is said in `importers/table.py`; JSON is read in `readers.py`, 
 import codecs
 import csv
 import io
-import math
 import re
-from collections.abc import Iterator, Sequence
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from rlhf.data.reading.arrow_rows import read_arrow_rows
+from rlhf.data.reading.cells import check_header, plain
 from rlhf.data.reading.readers import MAX_RECORD_BYTES, Reject, Row, open_bytes
 from rlhf.data.reading.spreadsheets import SPREADSHEET_SUFFIXES, open_sheet
 from rlhf.errors import UserError
 
 _DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
 _HEAD = 1 << 20  # characters of a CSV file in which the header must end
-_BATCH = 256  # rows of Parquet turned at a time
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how Python keeps a byte that it cannot decode
 _RESTARTS = 100  # after a quote that never closes, reading begins again this often a file
 
@@ -37,7 +35,7 @@ def read_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str | N
     elif suffix in SPREADSHEET_SUFFIXES:
         yield from _read_spreadsheet(path, name, sheet)
     else:
-        yield from _read_arrow(path, name, suffix)
+        yield from read_arrow_rows(path, name, suffix)
 
 
 def describe_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str | None = None) -> str:
@@ -58,25 +56,6 @@ def _suffix(path: Path) -> str:
     """The suffix that says the kind; that of packing is not one."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in (".gz", ".zst") else suffixes[-1]
-
-
-def check_header(cells: Sequence[Any], name: str, line: int) -> list[str]:
-    """The names of the columns, without white space around them.
-
-    Raises: UserError where one is empty, stands twice or is no text.
-    """
-    names = ["" if cell is None else str(cell).strip() for cell in cells]
-    empty = [i for i, one in enumerate(names, start=1) if not one]
-    if empty:
-        where = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
-        came = f"columns {where} have" if len(empty) > 1 else f"column {where} has"
-        raise UserError(f"{name}:{line}: {came} no name in the header: want a name for each column")
-    twice = next((one for i, one in enumerate(names) if one in names[:i]), None)
-    if twice is not None:
-        raise UserError(f'{name}:{line}: the header names "{twice}" twice: rename one of these columns')
-    if any("\0" in one for one in names):
-        raise UserError(f"{name}:{line}: the header holds NUL bytes: if the file is UTF-16, set encoding=utf-16")
-    return names
 
 
 # --- CSV and TSV -----------------------------------------------------------------------------------------------------
@@ -289,93 +268,3 @@ def _read_spreadsheet(path: Path, name: str, sheet: str | None) -> Iterator[Row 
                 continue
             values = {key: plain(cell) for key, cell in zip(header, cells, strict=False)}
             yield Row(line, values, line - first_row)
-
-
-# --- Parquet and Arrow -----------------------------------------------------------------------------------------------
-
-
-def plain(value: Any) -> Any:
-    """A cell as JSON would hold it; not-a-number, which stands for an empty cell, is None.
-
-    Raises: ValueError for what JSON cannot hold.
-    """
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            if math.isinf(value):
-                raise ValueError("got an infinite number, want a finite one")
-            return None if math.isnan(value) else value
-        case datetime() | date() | time():
-            return value.isoformat()
-        case timedelta():
-            return value.total_seconds()
-        case Decimal():
-            return plain(int(value) if value == value.to_integral_value() else float(value))
-        case bytes():
-            try:
-                return value.decode("utf-8")
-            except UnicodeDecodeError:
-                raise ValueError("got bytes that are no UTF-8 text: leave this column out") from None
-        case dict():
-            return {str(key): plain(one) for key, one in value.items()}
-        case list() | tuple():
-            return [plain(one) for one in value]
-    raise ValueError(f"got a {type(value).__name__}, want text, a number, a list or an object")
-
-
-def _batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
-    """Record batches of at most `_BATCH` rows, after a check of the header."""
-    import pyarrow
-    from pyarrow import ipc, parquet
-
-    if suffix == ".parquet":
-        with parquet.ParquetFile(path) as file:
-            check_header(file.schema_arrow.names, name, 1)
-            yield from file.iter_batches(batch_size=_BATCH)
-        return
-    with pyarrow.memory_map(str(path)) as mapped:
-        try:
-            opened = ipc.open_stream(mapped)
-            stream = iter(opened)
-        except pyarrow.ArrowInvalid:  # not the form for streams: the one for files
-            mapped.seek(0)
-            opened = ipc.open_file(mapped)
-            stream = (opened.get_batch(i) for i in range(opened.num_record_batches))
-        check_header(opened.schema.names, name, 1)
-        for batch in stream:
-            batch.validate(full=True)  # Arrow trusts the offsets that a file states, and would read outside of it
-            for start in range(0, batch.num_rows, _BATCH):
-                yield batch.slice(start, _BATCH)
-
-
-def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """The rows of a batch, or for one that cannot be read what is wrong with it."""
-    try:
-        rows = batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is no UTF-8, a date before the year 1: find the row
-        rows = [batch.slice(i, 1) for i in range(batch.num_rows)]
-    for row in rows:
-        try:
-            yield plain(row if isinstance(row, dict) else row.to_pylist()[0])
-        except (ValueError, OverflowError, RecursionError) as error:
-            yield _one_line(error)
-
-
-def _read_arrow(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
-    import pyarrow
-
-    number = 0
-    try:
-        for batch in _batches(path, name, suffix):
-            for value in _values(batch):
-                number += 1
-                line = number + 1  # the header counts as line 1
-                yield Reject(name, line, "", value, number) if isinstance(value, str) else Row(line, value, number)
-    except (pyarrow.ArrowException, OSError, ValueError, MemoryError, NotImplementedError) as error:
-        reason = _one_line(error)[:200]
-        raise UserError(f"{name}: damaged {suffix} file ({reason}): copy or download it again") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
