@@ -8,6 +8,7 @@ functions here.
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ SEPARATOR = "<|endoftext|>"  # between documents; also bos
 END = "<|end|>"  # of a turn; also eos
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = [PAD, SEPARATOR, *ROLES.values(), END]  # ids 0..5 of a tokenizer trained here
+
+LONGEST_WORD = 512  # bytes of a run of letters, digits, signs or spaces that merges are learned from as one
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -42,6 +45,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
     text may hold fewer merges than asked for: `len(tokenizer)` says how many entries there are. The same
     documents in the same order give the same tokenizer. `context_length` (tokens) becomes `model_max_length`.
 
+    Training takes time in proportion to the text times the longest word, so a longer run without a space than
+    LONGEST_WORD is learned from in parts. A signal ends it at once.
+
     Raises: UserError where `vocab_size` is too small or there is no text.
     Source: Radford et al. 2019, section 2.2.
     """
@@ -52,7 +58,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
     if vocab_size < smallest:
         raise UserError(f"tokenizer.vocab_size is {vocab_size}: want at least {smallest} (256 bytes, 6 special tokens)")
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -60,17 +67,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    seen = 0
-
-    def counted() -> Iterable[str]:
-        nonlocal seen
-        for document in documents:
-            seen += len(document)
-            yield document
-
-    backend.train_from_iterator(counted(), trainer)
-    if not seen:
+    if not _train(backend, documents, trainer):
         raise UserError("the tokenizer's training text is empty: give data.corpus a file with text")
+    backend.pre_tokenizer = words
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -81,6 +80,40 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
         clean_up_tokenization_spaces=False,  # cleaning would rewrite " ." and " n't" when decoding
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def _train(backend: Any, documents: Iterable[str], trainer: Any) -> int:
+    """Train on the documents in a thread, since the library does not return to Python for signals; characters seen."""
+    seen = 0
+    stopped = False
+    problems: list[BaseException] = []
+
+    def counted() -> Iterable[str]:
+        nonlocal seen
+        for document in documents:
+            if stopped:
+                raise KeyboardInterrupt
+            seen += len(document)
+            yield document
+
+    def train() -> None:
+        try:
+            backend.train_from_iterator(counted(), trainer)
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)  # ends with the process
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)
+    except BaseException:
+        stopped = True
+        thread.join(1)  # ends there if it still reads; else the process ends without it
+        raise
+    if problems:
+        raise problems[0]
+    return seen
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:

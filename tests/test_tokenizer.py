@@ -1,3 +1,10 @@
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,6 +12,7 @@ from hypothesis import strategies as st
 from rlhf.errors import UserError
 from rlhf.tokenizer import (
     END,
+    LONGEST_WORD,
     PAD,
     SEPARATOR,
     SPECIAL_TOKENS,
@@ -52,6 +60,62 @@ def test_merges_are_learned():
 def test_the_vocabulary_size_counts_everything():
     assert len(TOKENIZER) == 290
     assert len(train_tokenizer(["ab"], 300, context_length=8)) == 256 + 6 + 1  # only one merge to learn
+
+
+def unbroken(characters: int) -> str:
+    return "".join(random.Random(0).choices("abcdefghijklmnop", k=characters))
+
+
+def test_words_of_usual_length_are_learned_from_whole():
+    """The tokenizer that the library's own trainer makes, without a bound on the length of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    text = [*TEXT, unbroken(LONGEST_WORD), " " * 100 + "x" * 200 + "é" * 100]
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    plain.train_from_iterator(text, trainer)
+    ours = json.loads(train_tokenizer(text, 500, context_length=8).backend_tokenizer.to_str())
+    theirs = json.loads(plain.to_str())
+    assert ours["model"] == theirs["model"] and len(ours["model"]["merges"]) > 200
+    assert ours["pre_tokenizer"] == theirs["pre_tokenizer"]
+
+
+def test_text_without_spaces_takes_time_in_proportion():
+    train_tokenizer([unbroken(1000)], 300, context_length=8)  # what the first call costs
+    seconds = []
+    for characters in (50_000, 200_000):
+        began = time.process_time()
+        tokenizer = train_tokenizer([unbroken(characters)], 300, context_length=8)
+        seconds.append(time.process_time() - began)
+    assert len(tokenizer) == 300
+    assert seconds[1] < 9 * seconds[0]  # 4 times as much text; without a bound it takes 16 times as long
+
+
+def test_a_signal_ends_training_at_once(tmp_path):
+    (tmp_path / "text").write_text(unbroken(2_000_000))
+    program = """
+import sys
+from rlhf.interrupts import terminate_as_interrupt
+from rlhf.tokenizer import train_tokenizer
+
+def documents():
+    yield open(sys.argv[1]).read()
+    print("read", flush=True)
+
+terminate_as_interrupt()
+train_tokenizer(documents(), 60_000, context_length=8)
+print("trained", flush=True)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "text")], stdout=-1, stderr=-1, text=True)
+    assert child.stdout.readline() == "read\n"
+    time.sleep(0.5)
+    child.send_signal(signal.SIGTERM)
+    out, err = child.communicate(timeout=20)
+    assert out == "" and err.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_the_same_text_gives_the_same_tokenizer():
