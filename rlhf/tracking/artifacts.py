@@ -38,7 +38,7 @@ class _Publisher:
         (folder / "wandb").mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._environment = Environment(folder / "wandb")
-        run_id, _ = open_run_id(folder)
+        run_id = open_run_id(folder)
         run, stage = str(record["run"]), str(record["stage"])
         self._run = start_run(folder, run_id, run, stage, tracking_config(record), project)
         if not self._run.offline:

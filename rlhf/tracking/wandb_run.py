@@ -1,27 +1,25 @@
 """One stage as one W&B run: the run's id, its configuration, its axes, its tables. Training never waits for it.
 
-`background.py` runs it in a thread of its own. Offline every start of a stage writes a folder of its own under wandb/;
-a resumed one goes on with the same run id and logs neither a step that an earlier folder holds nor skips one.
+`background.py` runs it in a thread of its own. The run is published from metrics.jsonl and samples.jsonl: a resumed stage keeps its
+run id and logs again what these files contain. Offline that makes a new folder under wandb/, and the one before is removed;
+online only the steps that the server lacks are sent.
 """
 
 import logging
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.tracking.background import Rows
 from rlhf.tracking.metrics import X_AXES
-from rlhf.tracking.wandb_file import is_finished, read_logged, run_files
 
 logger = logging.getLogger(__name__)
 
 # Seconds after which W&B is given up: starting online, uploading what is left, and the thread that does so.
 INIT_TIMEOUT, FINISH_TIMEOUT = 20.0, 30.0
-SETTLE_SECONDS = 5.0
 SAMPLE_COLUMNS = ("step", "id", "prompt", "response", "score", "kl", "length")
 # Dicts of a sample row whose entries become columns of their own.
 SAMPLE_PARTS = ("parts", "gold")
@@ -62,11 +60,12 @@ class WandbSink:
     def __init__(
         self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows]
     ) -> None:
-        """kept: the lines of metrics.jsonl and samples.jsonl that a resumed stage goes on from."""
+        """kept: the lines of metrics.jsonl and samples.jsonl that a resumed stage continues."""
         self._folder = folder
         self._table: Any = None
         self._columns: list[str] = []
-        self._step = 0  # of the last line: a table stands beside it
+        self._step = 0  # of the last line: a table is logged at the same step
+        self._first_step = 0  # the first one that the server lacks
         home = folder / "wandb"
         home.mkdir(parents=True, exist_ok=True)
         self._environment = Environment(home)
@@ -77,19 +76,21 @@ class WandbSink:
             raise
 
     def _start(self, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows]) -> None:
-        run_id, logged = open_run_id(self._folder)
-        self._logged = logged
+        run_id = open_run_id(self._folder)
+        home = self._folder / "wandb"
+        for folder in home.glob(f"offline-run-*-{run_id}"):
+            folder.rename(folder.with_name(f"replaced-{folder.name}"))  # the new one may get the same name, by the second
         self._run = start_run(self._folder, run_id, run, stage, config, project)
         for axis in ("progress/step", "progress/episodes", "progress/tokens"):
             self._run.define_metric(axis)
         self._run.define_metric("*", step_metric=X_AXES.get(stage, "progress/step"))
-        if not self._run.offline:  # what the server lacks is sent although a folder here has it
-            server = int(getattr(self._run, "starting_step", 0) or 0)
-            self._logged = {step: names for step, names in logged.items() if step < server}
-        self._replay(*kept)
+        self._first_step = 0 if self._run.offline else int(getattr(self._run, "starting_step", 0) or 0)
+        self._publish(*kept)
+        for folder in home.glob(f"replaced-offline-run-*-{run_id}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _replay(self, metrics: Rows, samples: Rows) -> None:
-        """Log what the files hold and no W&B folder does: what a kill left in memory."""
+    def _publish(self, metrics: Rows, samples: Rows) -> None:
+        """Log what the files contain, in the order of the steps."""
         at: dict[int, Rows] = {}
         for row in samples:
             at.setdefault(row["step"], []).append(row)
@@ -101,13 +102,11 @@ class WandbSink:
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self._step = step
-        already = self._logged.get(step, set())
-        new = {name for name in row if name not in already and name.partition("/")[0] != "progress"}
-        if new - {"time/elapsed_s"}:  # with its place on every axis
-            self._run.log({k: v for k, v in row.items() if k in new or k.startswith("progress/")}, step=step)
+        if step >= self._first_step:
+            self._run.log(dict(row), step=step)
 
     def samples(self, rows: Rows, step: int) -> None:
-        if "samples" in self._logged.get(step, set()):
+        if step < self._first_step:
             return
         import wandb
 
@@ -123,9 +122,8 @@ class WandbSink:
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         import wandb
 
-        if name not in self._logged.get(self._step, set()):
-            told = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            self._run.log({name: told, "progress/step": self._step}, step=self._step)
+        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({name: table, "progress/step": self._step}, step=self._step)
 
     def summary(self, values: Mapping[str, float]) -> None:
         self._run.summary.update(dict(values))
@@ -135,29 +133,22 @@ class WandbSink:
 
 
 def finish_run(run: Any, folder: Path, failed: bool, environment: Environment) -> None:
-    """Ends a run and waits until its file is whole, for who reads it next; a moment, and never long."""
+    """End a run."""
     try:
         run.finish(exit_code=int(failed))
     finally:
         environment.restore()
-    files = run_files(folder / "wandb", run.id)
-    until = time.monotonic() + SETTLE_SECONDS
-    while files and not is_finished(files[-1]) and time.monotonic() < until:
-        time.sleep(0.02)
     shutil.rmtree(folder / "wandb" / "artifacts" / "staging", ignore_errors=True)  # empty by now
 
 
-def open_run_id(folder: Path) -> tuple[str, dict[int, set[str]]]:
-    """The stage's run id and what its folders already hold, {step: names}.
-
-    Who starts a stage anew empties its folder: an id that is there belongs to a stage that goes on.
-    """
+def open_run_id(folder: Path) -> str:
+    """The stage's run id. A stage that starts again from nothing has an empty folder: an id that is there is kept."""
     id_file = folder / "wandb" / "run-id"
     if id_file.is_file() and (run_id := id_file.read_text(encoding="ascii", errors="replace").strip()):
-        return run_id, read_logged(folder / "wandb", run_id)
+        return run_id
     run_id = secrets.token_hex(4)
     id_file.write_text(run_id + "\n", encoding="ascii")
-    return run_id, {}
+    return run_id
 
 
 def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str, Any], project: str) -> Any:

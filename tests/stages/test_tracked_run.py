@@ -14,9 +14,9 @@ import pytest
 from rlhf.tracking.dashboard import example
 from rlhf.tracking.metrics import METRICS, find
 from rlhf.tracking.panels import NOT_SHOWN, TABLES, panel_metrics
-from rlhf.tracking.wandb_file import history_row, read_history, read_records, run_files
 from rlhf.tracking.writers import read_jsonl
 from tests.stages.conftest import Run, run_stage
+from tests.tracking.wandb_file import history_row, read_history, read_records, run_files
 from tests.tracking.wandb_server import serve
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +172,7 @@ def test_training_against_a_broken_server_ends_with_the_same_numbers(gold_run: R
 
 
 def test_a_resumed_stage_goes_on_in_the_same_wandb_run(gold_run: Run, tmp_path: Path) -> None:
-    """PPO ended after its second update, with a checkpoint of the first: two folders, one run, every step once."""
+    """PPO ended after its second update, with a checkpoint of the first: one run, in one folder, every step once."""
     from rlhf.stages import ppo
 
     run = gold_run.copy(tmp_path, "ppo", "resumed")
@@ -194,7 +194,7 @@ def test_a_resumed_stage_goes_on_in_the_same_wandb_run(gold_run: Run, tmp_path: 
     run_stage("ppo", run.config(*more))
     home = run.folder / "ppo" / "wandb"
     files = run_files(home, (home / "run-id").read_text().strip())
-    assert len(files) == 2
+    assert len(files) == 1
     rows = [(step, row) for path in files for step, row in read_history(path)]
     wanted = [row["progress/step"] for row in read_jsonl(run.folder / "ppo" / "metrics.jsonl")]
     assert [step for step, row in rows if "eval/dev/kl" in row] == sorted(set(wanted))

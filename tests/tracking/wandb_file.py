@@ -1,4 +1,4 @@
-"""Reads the .wandb file that W&B keeps of a run, record by record. It writes none and needs no network.
+"""Reads the .wandb file that W&B keeps of a run, record by record: what the tests compare with what was logged.
 
 The file is a 7-byte header (":W&B", a 16-bit magic number, a version byte), then LevelDB log blocks of 32 KiB. A block
 holds chunks: CRC-32 (4 bytes), length (2), kind (1), data. Kind 1 is a whole record, 2 the first part of one, 3 a middle
@@ -7,6 +7,7 @@ and 4 the last; a chunk never crosses a block, and fewer than 7 bytes at a block
 
 import json
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ BLOCK_BYTES = 32 * 1024
 CHUNK_HEADER_BYTES = 7
 IDENT, MAGIC = b":W&B", 0xBEE1
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+SETTLE_SECONDS = 5.0
 
 
 def read_chunks(path: Path, from_block: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -83,17 +85,9 @@ def read_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def run_files(home: Path, run_id: str) -> list[Path]:
-    """The .wandb files of a run in all its folders, oldest first."""
-    return sorted(home.glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
-
-
-def read_logged(home: Path, run_id: str) -> dict[int, set[str]]:
-    """{step: names} over all folders of a run; names of W&B's own (`_step`, `_runtime`) are left out.
-
-    What a table is stored as ("samples.path", …) counts as the table's name.
-    """
-    logged: dict[int, set[str]] = {}
-    for path in run_files(home, run_id):
-        for step, row in read_history(path):
-            logged.setdefault(step, set()).update(name.partition(".")[0] for name in row if name[0] != "_")
-    return logged
+    """The .wandb files of a run in all its folders, oldest first; W&B says that it is done some moments before the last is."""
+    files = sorted(home.glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
+    until = time.monotonic() + SETTLE_SECONDS
+    while files and not is_finished(files[-1]) and time.monotonic() < until:
+        time.sleep(0.02)
+    return files
