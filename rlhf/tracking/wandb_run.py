@@ -78,8 +78,8 @@ class WandbSink:
     def _start(self, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows]) -> None:
         run_id = open_run_id(self._folder)
         home = self._folder / "wandb"
-        for folder in home.glob(f"offline-run-*-{run_id}"):
-            folder.rename(folder.with_name(f"replaced-{folder.name}"))  # the new one may get the same name, by the second
+        for folder in home.glob(f"offline-run-*-{run_id}"):  # W&B names folders by the second: the next may be the same
+            folder.rename(folder.with_name(f"replaced-{folder.name}"))
         self._run = start_run(self._folder, run_id, run, stage, config, project)
         for axis in ("progress/step", "progress/episodes", "progress/tokens"):
             self._run.define_metric(axis)
