@@ -1,5 +1,6 @@
 """One small gold run, made once a session by the stages themselves; tests copy what they change."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -64,10 +65,25 @@ class Run:
 
 @pytest.fixture(scope="session")
 def gold_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """All stages of the embedded world, complete. Only read it; `copy` gives one to change."""
-    run = Run(tmp_path_factory.mktemp("runs"), "gold", GOLD)
-    for stage in GOLD_STAGES:
-        run.stage(stage)
+    """All stages of the embedded world, complete. Only read it; `copy` gives one to change.
+
+    The workers of pytest-xdist share one, made by the first that needs it. RLHF_GOLD_RUN names a folder in which it stays
+    from one call of pytest to the next; remove that folder when the code has changed.
+    """
+    if given := os.environ.get("RLHF_GOLD_RUN"):
+        folder = Path(given)
+    elif os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = tmp_path_factory.getbasetemp().parent / "gold"
+    else:
+        folder = tmp_path_factory.mktemp("runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    run, complete = Run(folder, "gold", GOLD), folder / "complete"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            for stage in GOLD_STAGES:
+                run.stage(stage)
+            complete.touch()
     return run
 
 

@@ -11,16 +11,21 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.config import Config
+from rlhf.data.comparisons import load_comparisons
+from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.items import Item, join_rankings, make_items, token_encoder
+from rlhf.data.prompts import prompts_of
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
 from rlhf.evaluation import scoring
+from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import open_stage, read_stage
 from rlhf.stages import reward
-from rlhf.tokenizer import load_tokenizer
+from rlhf.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.engine import make_engine
+from rlhf.training.setup import load_policy
 
 CPU = torch.device("cpu")
 
@@ -231,6 +236,35 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
     with open_stage(config, "reward") as stage:
         after = reward.train(config, stage, model, items, 0, CPU)
     assert after["accuracy"] > 0.95 and after["loss"] < 0.2
+
+
+def test_calibration_by_hand(gold_run, tokenizer, model):
+    """Demonstrations of the training split average 0, whatever the held-out ones do; SFT samples deviate by 1."""
+    torch.nn.init.normal_(model.head.weight, std=0.3)
+    config = gold_run.config("reward.calibration_samples=32")
+    records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0]
+    gain, shift = reward.calibrate(config, model, tokenizer, records, CPU)
+    assert (model.config.gain, model.config.shift) == (gain, shift)
+
+    @torch.no_grad()
+    def score(prompt: list[int], response: list[int]) -> float:
+        row = torch.tensor([prompt + response])
+        return model(row, torch.tensor([row.shape[1]])).item()
+
+    written = load_demonstrations(str(gold_run.folder / "world" / "demonstrations.jsonl"))[0]
+    scores = {split: [score(encode_prompt(tokenizer, d.prompt), encode_response(tokenizer, d.response))
+                      for d in written if d.split == split] for split in ("train", "dev")}  # fmt: skip
+    assert sum(scores["train"]) / len(scores["train"]) == pytest.approx(0.0, abs=1e-4)
+    assert abs(sum(scores["dev"]) / len(scores["dev"])) > 1e-2
+
+    trained = [r for r in records if r.metadata["split"] == "train"]
+    prompts = [encode_prompt(tokenizer, record.prompt) for record in prompts_of(trained)[:32]]
+    drawn = sample(
+        load_policy(gold_run.folder / "sft" / "model"), prompts, max_new_tokens=24, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, seed=0, keys=[("calibrate", i) for i in range(32)],
+    )  # fmt: skip
+    found = [score(prompt, response) for prompt, response in zip(prompts, drawn.responses, strict=True)]
+    assert torch.tensor(found).std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_model_that_scores_everything_alike_cannot_be_calibrated(gold_run, tokenizer, model):

@@ -1,0 +1,211 @@
+"""Breaks one line of the package at a time and runs the tests that should notice: `python scripts/mutations.py`.
+
+The mutations are in `scripts/mutations/*.yaml`, each with what is wrong, the folder or file under rlhf/ in which `old` appears
+exactly once, `new`, and the fastest test that notices, in float32 and, if bfloat16 computes it in another way, in bfloat16.
+The package and its tests are copied to a temporary folder, in which one fragment of the source is replaced at a time; the
+checkout is never edited. First the named tests run on the unchanged copy: all must pass. Then each mutation must make its
+tests fail.
+
+    python scripts/mutations.py                  # all of them; exit code 1 if one survives
+    python scripts/mutations.py --only kl gae    # those whose place or text contains one of these words
+    python scripts/mutations.py --list
+
+One row per run: number, place, what is wrong, precision, outcome, killer, seconds. Outcomes: killed; SURVIVED: the tests
+pass all the same; STALE: the fragment is not there exactly once, or a test is not there; BROKEN: the mutated package
+cannot be imported; TIMEOUT. Every outcome but killed is a failure.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("rlhf", "tests", "conf", "data", "pyproject.toml")
+LIMIT = 600  # seconds per run of the tests
+FAILED, COLLECTION, NO_TEST = 1, (2, 3), (4, 5)  # pytest's exit codes
+FIRST_UPDATE = re.compile(r"invariant \d fails on the first update")
+
+
+class Mutation(NamedTuple):
+    wrong: str
+    where: str
+    old: str
+    new: str
+    float32: str | None = None
+    bfloat16: str | None = None
+
+
+def read_table() -> list[Mutation]:
+    paths = sorted((ROOT / "scripts" / "mutations").glob("*.yaml"))
+    return [Mutation(**row) for path in paths for row in yaml.safe_load(path.read_text(encoding="utf-8"))]
+
+
+def copy_of_the_project(folder: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
+        else:
+            shutil.copy(ROOT / name, folder)
+
+
+def prepare(folder: Path) -> None:
+    """What every run needs, loaded once: each run is a fork of this process."""
+    os.chdir(folder)
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "CI": "1",  # properties try the same examples each time
+    }  # fmt: skip
+    os.environ.setdefault("RLHF_GOLD_RUN", str(folder / "gold_run"))  # made once, by the unchanged package
+    sys.path[:] = [
+        str(folder),
+        *(path for path in sys.path if path and Path(path).resolve() not in (ROOT, ROOT / "scripts")),
+    ]
+    import datasets  # noqa: F401
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import transformers
+    import trl  # noqa: F401
+
+    # Imported lazily, by name.
+    _ = transformers.PreTrainedModel, transformers.Trainer, transformers.PreTrainedTokenizerFast, torch.optim.AdamW
+    assert not any(name.split(".")[0] == "rlhf" for name in sys.modules), "each run imports its own, mutated package"
+
+
+def run_tests(nodes: list[str], log: Path) -> tuple[int | None, float]:
+    """pytest's exit code, None past the limit; and the seconds. -x: the first failure is enough."""
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        import pytest
+
+        options = [
+            "-x",
+            "-q",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-o",
+            "addopts=",
+            "--timeout=0",
+        ]
+        try:
+            code = int(pytest.main([*options, *nodes]))
+        except BaseException:
+            code = COLLECTION[0]
+        sys.stdout.flush()
+        os._exit(code)
+    while time.monotonic() - started < LIMIT:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), time.monotonic() - started
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None, time.monotonic() - started
+
+
+def place_of(mutation: Mutation, folder: Path) -> Path | None:
+    """The one file under `mutation.where` that has the fragment, once; None: there is no such file."""
+    where = folder / "rlhf" / mutation.where
+    files = [where] if where.is_file() else sorted(where.rglob("*.py"))
+    holding = [(path, path.read_text(encoding="utf-8").count(mutation.old)) for path in files]
+    holding = [(path, count) for path, count in holding if count]
+    return holding[0][0] if len(holding) == 1 and holding[0][1] == 1 else None
+
+
+def killer(log: Path) -> str:
+    """The test that failed, and the check of PPO's first update if it was that which noticed."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
+    check = FIRST_UPDATE.search(text)
+    return (failed[0] if failed else "?") + (f" ({check[0]})" if check and failed else "")
+
+
+def outcome_of(code: int | None) -> str:
+    if code is None:
+        return "TIMEOUT"
+    if code == 0:
+        return "SURVIVED"
+    if code == FAILED:
+        return "killed"
+    return "STALE (no such test)" if code in NO_TEST else "BROKEN"
+
+
+def apply(number: int, mutation: Mutation, folder: Path) -> list[tuple[str, str, str, float]]:
+    """(precision, outcome, killer, seconds) of each of the mutation's tests."""
+    path = place_of(mutation, folder)
+    if path is None:
+        return [("float32", "STALE (fragment not there once)", "", 0.0)]
+    before, stamp = path.read_text(encoding="utf-8"), path.stat().st_mtime
+    path.write_text(before.replace(mutation.old, mutation.new), encoding="utf-8")
+    os.utime(path, (stamp + number, stamp + number))  # or Python might take the compiled module of another mutation
+    results = []
+    try:
+        for precision, test in (("float32", mutation.float32), ("bfloat16", mutation.bfloat16)):
+            if test:
+                log = folder / f"{number}-{precision}.log"
+                code, seconds = run_tests([test], log)
+                results.append((precision, outcome_of(code), killer(log) if code == FAILED else "", seconds))
+    finally:
+        path.write_text(before, encoding="utf-8")
+        os.utime(path, (stamp, stamp))
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words; a mutation runs if its place or text contains one"
+    )
+    parser.add_argument("--list", action="store_true", help="print the table and stop")
+    arguments = parser.parse_args()
+    rows = [
+        (number, mutation) for number, mutation in enumerate(read_table(), 1)
+        if not arguments.only or any(word in f"{mutation.where} {mutation.wrong} {mutation.new}" for word in arguments.only)
+    ]  # fmt: skip
+    if arguments.list:
+        for number, mutation in rows:
+            print(number, mutation.where, mutation.wrong, mutation.float32, mutation.bfloat16, sep=" | ")
+        return 0
+    failures = 0
+    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
+        folder = Path(name)
+        copy_of_the_project(folder)
+        prepare(folder)
+        nodes = sorted({test for _, m in rows for test in (m.float32, m.bfloat16) if test})
+        code, seconds = run_tests(nodes, folder / "baseline.log")
+        print(f"unchanged: {len(nodes)} tests, exit code {code}, {seconds:.0f} s", flush=True)
+        if code != 0:
+            print((folder / "baseline.log").read_text(encoding="utf-8")[-3000:])
+            return 1
+        killed = 0
+        for number, mutation in rows:
+            for precision, outcome, test, seconds in apply(number, mutation, folder):
+                print(
+                    f"{number} | {mutation.where} | {mutation.wrong} | {precision} | {outcome} | {test} | {seconds:.1f}",
+                    flush=True,
+                )
+                failures += outcome != "killed"
+                killed += outcome == "killed"
+    print(f"{len(rows)} mutations: {killed} runs killed, {failures} not")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

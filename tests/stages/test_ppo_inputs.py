@@ -1,0 +1,72 @@
+"""What enters an update of PPO: which prompts, which random numbers, which advantages, and which KL moves its coefficient."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.ops.kl import AdaptiveKL
+from rlhf.ppo.rollout import Rollout
+from rlhf.stages import ppo
+
+from .test_ppo import AT_ONCE, open_trainer, update
+
+SMALL = ["ppo.episodes_per_update=32", "ppo.episodes=64", "ppo.lr=1e-12", "ppo.critic_lr=1e-12"]
+
+
+@pytest.fixture
+def trainer(copy_until):
+    with open_trainer(copy_until("ppo"), *AT_ONCE, *SMALL) as found:
+        yield found
+
+
+@pytest.fixture
+def optimized(trainer, monkeypatch) -> list[tuple[Rollout, torch.Tensor]]:
+    """The rollout and the advantages of each update."""
+    found: list[tuple[Rollout, torch.Tensor]] = []
+    optimize = ppo.optimize
+
+    def spy(*arguments: Any) -> None:
+        at = next(i for i, argument in enumerate(arguments) if isinstance(argument, Rollout))
+        found.append((arguments[at], arguments[at + 1]))
+        optimize(*arguments)
+
+    monkeypatch.setattr(ppo, "optimize", spy)
+    return found
+
+
+def test_held_out_prompts_are_of_the_dev_split_and_train_nothing(trainer):
+    held_out = [record for record, _ in trainer.held_out]
+    trained = [record for record, _ in trainer.prompts]
+    assert {record.metadata["split"] for record in held_out} == {"dev"}
+    assert {record.metadata["split"] for record in trained} == {"train"}
+    assert not {record.prompt[-1].content for record in held_out} & {record.prompt[-1].content for record in trained}
+
+
+def test_another_update_draws_other_samples(trainer, optimized, monkeypatch):
+    monkeypatch.setattr(ppo, "choose_prompts", lambda *where: list(range(32)))
+    for number in (1, 2, 1):
+        update(trainer, number)
+    one, two, again = (rollout.tokens.tolist() for rollout, _ in optimized)
+    assert one == again, "the models have not moved"
+    assert one != two
+
+
+def test_the_losses_get_whitened_advantages(trainer, optimized):
+    update(trainer)
+    ((rollout, advantages),) = optimized
+    counted = advantages[rollout.response_mask]
+    assert counted.mean().item() == pytest.approx(0.0, abs=1e-5)
+    assert counted.var(correction=0).item() == pytest.approx(1.0, abs=1e-4)
+    assert not advantages[~rollout.response_mask].any()
+
+
+def test_the_adaptive_coefficient_sees_nats_per_sequence(trainer):
+    """KL 0.5 nats per token over more than 4 tokens per response: above a target of 2 nats per sequence."""
+    right = trainer.reference
+    trainer.reference = lambda tokens, starts, mask: right(tokens, starts, mask) - 0.5 * mask
+    trainer.kl = AdaptiveKL(init=0.1, target=2.0, horizon=320)
+    metrics = update(trainer, 2)
+    assert metrics["objective/kl"] == pytest.approx(0.5 * metrics["rollout/response_len"], abs=1e-3)
+    assert metrics["objective/kl"] > 1.2 * 2.0
+    assert trainer.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 32 / 320))
