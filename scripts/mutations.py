@@ -110,14 +110,18 @@ def run_tests(nodes: list[str], log: Path) -> tuple[int | None, float]:
             code = COLLECTION[0]
         sys.stdout.flush()
         os._exit(code)
-    while time.monotonic() - started < LIMIT:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status), time.monotonic() - started
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None, time.monotonic() - started
+    try:
+        while time.monotonic() - started < LIMIT:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                child = 0
+                return os.waitstatus_to_exitcode(status), time.monotonic() - started
+            time.sleep(0.05)
+        return None, time.monotonic() - started
+    finally:
+        if child:  # past the limit, or we were interrupted
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def place_of(mutation: Mutation, folder: Path) -> Path | None:
@@ -183,6 +187,7 @@ def main() -> int:
         for number, mutation in rows:
             print(number, mutation.where, mutation.wrong, mutation.float32, mutation.bfloat16, sep=" | ")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     failures = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name)
