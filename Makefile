@@ -1,6 +1,6 @@
 # Every target makes .venv first, once: it is made again only when pyproject.toml or constraints.txt changes.
 #   PYTHON=python3.12 make test    another interpreter
-#   make test ARGS="-k gae -x"     more arguments for pytest
+#   make test ARGS="-k gae -x"     more arguments for pytest; ARGS="-n 0" runs them in one process
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -25,8 +25,9 @@ help:
 demo: $(READY)
 	$(VENV)/bin/rlhf pipeline experiment=gold run=demo
 
+# Two processes of one thread each; the second half of the tests shares the gold run, which the first test that needs it makes.
 test: $(READY)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-long: $(READY)
 	$(VENV)/bin/python -m pytest -m long --timeout 3600 $(ARGS)

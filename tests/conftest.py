@@ -1,4 +1,7 @@
-"""The environment of every test: no network, two threads, and where the public data sets lie, if anywhere."""
+"""The environment of every test: no network, and where the public data sets lie, if anywhere.
+
+Two threads, unless OMP_NUM_THREADS is set.
+"""
 
 import os
 from pathlib import Path

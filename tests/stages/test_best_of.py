@@ -170,13 +170,21 @@ def test_rejection_sampling_trains_on_the_best(copy_until, gold_run):
 
 
 SMALL_STUDY = ["ppo.critic_warmup_updates=0", "kl.target=null", "evaluate.seeds=[0,1]", "evaluate.samples=1"]
+SMALL_DETAILS = [
+    *SMALL_STUDY,
+    "study=details",
+    "evaluate.cells=[default,epochs_1]",
+    "ppo.episodes=64",
+    "evaluate.prompts=8",
+    "evaluate.best_of=2",
+]
 
 
 def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_path, capfd, monkeypatch):
     run = gold_run.copy(tmp_path, None, "gold")
-    overrides = [*run.overrides, *SMALL_STUDY, "study=details", "evaluate.cells=[default,epochs_1]", "ppo.episodes=64"]
+    overrides = [*run.overrides, *SMALL_DETAILS]
     monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: overrides)
-    run.stage("evaluate", *SMALL_STUDY, "study=details", "evaluate.cells=[default,epochs_1]", "ppo.episodes=64")
+    run.stage("evaluate", *SMALL_DETAILS)
     said = capfd.readouterr().out
     assert "4 runs of PPO with 64 episodes, 0 done; about" in said and "minutes" in said
     study = read_json(run.folder / "study" / "details.json")
@@ -186,7 +194,7 @@ def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_pat
         assert row["bpb"]["mean"] > 0 and row["kl"]["ci95"] is not None
     gap = study["rows"]["epochs_1"]["difference"]["gold"]["mean"]
     assert gap == pytest.approx(study["rows"]["epochs_1"]["gold"]["mean"] - study["rows"]["default"]["gold"]["mean"])
-    run.stage("evaluate", *SMALL_STUDY, "study=details", "evaluate.cells=[default,epochs_1]", "ppo.episodes=64")
+    run.stage("evaluate", *SMALL_DETAILS)
     assert "4 done" in capfd.readouterr().out
     assert read_json(run.folder / "study" / "details.json") == study
     with pytest.raises(

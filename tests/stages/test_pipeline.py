@@ -21,6 +21,7 @@ from .conftest import GOLD_STAGES, Run
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+SHORT_EVALUATION = ["evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_of=2"]
 
 
 @pytest.fixture
@@ -95,12 +96,13 @@ def test_what_changes_speed_only_is_no_other_setting(whole, monkeypatch):
 
 def test_overwrite_redoes_the_changed_stage_and_what_builds_on_it(whole, monkeypatch):
     hashes = {stage: read_stage(whole.folder / stage)["hash"] for stage in GOLD_STAGES}
-    ran = pipe_in_process(monkeypatch, whole, "reward.lr=1e-3", "overwrite=true")
+    changed = ["reward.lr=1e-3", "ppo.episodes=64", *SHORT_EVALUATION]
+    ran = pipe_in_process(monkeypatch, whole, *changed, "overwrite=true")
     assert ran == ["reward", "ppo", "evaluate"]
     assert states(whole) == {s: "redone" if s in ran else "complete before" for s in GOLD_STAGES}
     for stage in GOLD_STAGES:
         assert (read_stage(whole.folder / stage)["hash"] != hashes[stage]) == (stage in ran)
-    assert pipe_in_process(monkeypatch, whole, "reward.lr=1e-3") == []
+    assert pipe_in_process(monkeypatch, whole, *changed) == []
 
 
 def test_every_parent_may_be_another_runs(gold_run, capsys):
@@ -159,7 +161,7 @@ def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until, capfd):
 def test_killed_and_run_again_it_completes(copy_until, gold_run):
     """SIGKILL of the real command during PPO: its stage ends with it, and the same command then finishes the run."""
     run = copy_until("ppo")
-    full = [sys.executable, "-m", "rlhf", *arguments(run), "checkpoints.every_seconds=0"]
+    full = [sys.executable, "-m", "rlhf", *arguments(run), *SHORT_EVALUATION, "checkpoints.every_seconds=0"]
     first = run.folder / "ppo" / "checkpoints" / "step-1" / "manifest.json"
     process = subprocess.Popen(full, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
