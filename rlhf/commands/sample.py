@@ -15,7 +15,7 @@ from rlhf.data.comparisons import load_comparisons
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import prompt_key, record_split
-from rlhf.data.tasks import FORMULA_SIGNS, csv_rows, next_step, shuffle_responses, write_tasks
+from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
 from rlhf.files import disk_error, read_json, sha256_file, write_json
 from rlhf.runs.folders import check_output, run_folder, stage_folder
@@ -228,11 +228,3 @@ def report(
         f"sample: {len(tasks):,} prompts with {responses:,} responses, {count:,} {config.sample.tool} tasks -> {out}"
         + (f" ({'; '.join(notes)})" if notes else "")
     )
-    if config.sample.tool == "csv":
-        rows = csv_rows(tasks, config.sample.interface, config.seed)
-        cells = sum(cell.startswith(FORMULA_SIGNS) for row in rows for cell in row.values())
-        if cells:
-            say(
-                f"sample: {cells} cells begin with one of {' '.join(FORMULA_SIGNS)}: "
-                "open the file with all columns as text, or a spreadsheet takes them for formulas"
-            )

@@ -7,6 +7,7 @@ drawing responses (`stages/sample.py`) and reading what comes back (`importers/l
 import csv
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -19,7 +20,8 @@ RANK = "rank"  # the control's name in Label Studio: exports name it
 BETTER = "better"
 EQUAL = "equal"
 EQUALLY_GOOD = "equally good"
-FORMULA_SIGNS = ("=", "+", "-", "@")  # a spreadsheet takes a cell that begins with one for a formula
+# A spreadsheet takes such a cell for a formula, and may run it; apostrophes count, so that `unguarded` is exact.
+_FORMULA = re.compile(r"'*[\s\x00-\x1f\u200b\ufeff]*[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
 
 def shuffle_responses(task: Ranking, seed: int) -> Ranking:
@@ -150,15 +152,25 @@ def _about_cell(task: Ranking, responses: Sequence[RankedResponse]) -> str:
     return json.dumps(dialogue | {"responses": unseen["about"], "metadata": unseen["metadata"]}, ensure_ascii=False)
 
 
+def guarded(cell: str) -> str:
+    """The cell with an apostrophe before what a spreadsheet would take for a formula."""
+    return f"'{cell}" if _FORMULA.match(cell) else cell
+
+
+def unguarded(cell: str) -> str:
+    """What was given to `guarded`."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell[1:]) else cell
+
+
 def write_csv(path: Path, rows: Iterable[dict[str, str]]) -> int:
-    """Write rows with a byte order mark, by which spreadsheets know UTF-8; returns how many."""
+    """Write rows, no cell a formula, with a byte order mark, by which spreadsheets know UTF-8; returns how many."""
     written = 0
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         for row in rows:
             if not written:
                 writer = csv.DictWriter(file, list(row))
                 writer.writeheader()
-            writer.writerow(row)
+            writer.writerow({name: guarded(cell) for name, cell in row.items()})
             written += 1
     return written
 

@@ -1,6 +1,7 @@
 """Labelling tasks: order and sides tell nothing, markup stays text, and what was written comes back."""
 
 import csv
+import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from rlhf.data.importers import BadRow, formats
 from rlhf.data.importers.label_studio import FORMAT
 from rlhf.data.importers.tasks_csv import FORMAT as TASKS_CSV
+from rlhf.data.reading.tables import read_table
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.data.tasks import (
     BETTER,
@@ -20,12 +22,14 @@ from rlhf.data.tasks import (
     EQUALLY_GOOD,
     RANK,
     csv_rows,
+    guarded,
     label_studio_config,
     label_studio_tasks,
     next_step,
     pairs_of,
     shown_prompt,
     shuffle_responses,
+    unguarded,
     write_tasks,
 )
 
@@ -130,8 +134,8 @@ def test_a_click_on_equal_is_a_tie():
     assert sorted(values["ranking"][0]) == ["a", "b"] and len(values["ranking"]) == 1
 
 
-def test_csv_keeps_markup_line_breaks_and_formulas_as_they_are(tmp_path):
-    odd = [HTML, 'two\nlines, "quoted"', "=SUM(A1:A2)", "  spaced  "]
+def test_csv_keeps_markup_and_line_breaks_as_they_are(tmp_path):
+    odd = [HTML, 'two\nlines, "quoted"', "'quoted", "  spaced  "]
     tasks = [make_task(texts=odd), make_task("p-2", k=2)]
     names, count = write_tasks(tmp_path, tasks, "csv", "ranker", seed=0)
     assert (names, count) == (["tasks.csv"], 2)
@@ -145,6 +149,37 @@ def test_csv_keeps_markup_line_breaks_and_formulas_as_they_are(tmp_path):
     assert rows[0]["ids"] == "a b c d" and list(about) == ["responses", "metadata"]
     assert about["responses"]["b"] == {"policy": "demo/sft@0123", "metadata": {"ended": False}}
     assert about["metadata"]["split"] == "train"
+
+
+FORMULAS = [
+    '=HYPERLINK("http://x.example")',
+    "\t=1",
+    " +1",
+    "\r\n@SUM(A1)",
+    "-1",
+    "\ufeff=1",
+    "\uff1d1",
+    "'=1",
+    "''\t-1",
+    "'",
+]
+
+
+def test_no_cell_is_a_formula_and_all_texts_come_back(tmp_path):
+    tasks = [make_task(f"={i}", texts=[text, "Plain."]) for i, text in enumerate(FORMULAS)]
+    write_tasks(tmp_path, tasks, "csv", "ranker", seed=0)
+    raw = (tmp_path / "tasks.csv").read_text(encoding="utf-8-sig")
+    cells = [cell for row in csv.reader(io.StringIO(raw, newline="")) for cell in row]
+    assert not any(re.match("[\\s\ufeff]*[=+@\uff1d-]", cell) for cell in cells)
+    rows = [item.value for item in read_table(tmp_path / "tasks.csv", "tasks.csv")]
+    made = [record for row in rows for record in TASKS_CSV.convert(row)]
+    assert [record["id"] for record in made] == [task.id for task in tasks]
+    assert [[r["text"] for r in m["responses"]] for m in made] == [[r.text for r in t.responses] for t in tasks]
+
+
+@given(st.text(st.sampled_from("'=+-@ \t\nx"), max_size=6))
+def test_what_guards_a_cell_is_taken_away_exactly(text):
+    assert unguarded(guarded(text)) == text and not guarded(text).lstrip().startswith(("=", "+", "-", "@"))
 
 
 def test_csv_of_pairs_has_a_row_a_pair():

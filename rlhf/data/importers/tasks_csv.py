@@ -12,6 +12,7 @@ from rlhf.data.conversion.paths import as_json
 from rlhf.data.conversion.verdicts import TIE, as_number, is_empty, read_phrase
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
+from rlhf.data.tasks import unguarded
 
 COMMON = ("item", "prompt", "labeler", "ids", "about")
 SIDES = ("left", "right")
@@ -30,10 +31,12 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 
 def _text(value: Any) -> str:
-    """A cell as text: an empty one is a response that says nothing, a spreadsheet's number is the text that it shows."""
+    """A cell as text, without the apostrophe that guards against formulas. An empty one is a response that says nothing, a
+    spreadsheet's number is the text that it shows.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return "" if value is None else str(value)
+    return "" if value is None else unguarded(str(value))
 
 
 def _about(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
