@@ -1,12 +1,17 @@
 """Rollouts: where log-probs, values and scores are read, and what a batch's composition may not change."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
 from rlhf.data.records import PromptRecord
+from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM, RewardModel
+from rlhf.model.generate import _Decoder, sample
+from rlhf.ppo import rollout as rollout_module
+from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, check_first_rollout
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import (
     Rollout,
@@ -244,3 +249,52 @@ def test_logprobs_in_bfloat16_do_not_depend_on_what_is_asked_of_the_entropy(mode
     assert (spread is None) == (not with_entropy)
     if spread is not None:
         assert (spread[MASK] > 0).all() and not spread[~MASK].any()
+
+
+# --- the sampler in bfloat16 ---------------------------------------------------------------------------------------
+
+
+def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> Rollout:
+    """1280 tokens of a model whose weights have a deviation, sampled and recomputed in bfloat16; with a fault in between."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 1024, "context_length": 128, "n_layer": layers, "n_head": 4, "width": 128}
+    policy = GPTForCausalLM(preset("tiny", initializer_range=spread, **sizes)).eval()
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 64, (40,), generator=generator).tolist()
+    asked = [torch.randint(1, 1024, (n,), generator=generator).tolist() for n in lengths]
+    prompts = [(PromptRecord(id=str(i), prompt="any"), tokens) for i, tokens in enumerate(asked)]
+    forward = lambda *where: response_logprobs(policy, *where)[0]  # noqa: E731
+    setup = RolloutSetup(
+        policy=lambda: nullcontext(policy), recompute=forward, reference=forward, values=None,
+        reward=lambda episodes: torch.zeros(len(episodes.prompts)), texts=lambda responses: [""] * len(responses), seed=4,
+        max_new_tokens=32, eos=1023, pad=0, decode_batch=40, forward_batch=8,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        if fault == "temperature":
+            patch.setattr(rollout_module, "sample", partial(sample, temperature=1.3))
+        if fault == "padding":
+            begin = _Decoder.__init__
+            patch.setattr(_Decoder, "__init__", lambda self, *a: (begin(self, *a), setattr(self, "gap", None))[0])
+        samples = sample_responses(setup, prompts, list(range(40)))
+        if fault == "position":
+            samples = samples._replace(logprobs=samples.logprobs.roll(1, dims=1) * samples.mask)
+        return score_responses(setup, prompts, samples)
+
+
+def check(rollout: Rollout) -> None:
+    scores = torch.zeros(len(rollout.tokens))
+    check_first_rollout(rollout, torch.zeros_like(rollout.logp_old), scores, 0.0, HALF_RATIO_TOLERANCE)
+
+
+@pytest.mark.parametrize(("spread", "layers"), [(0.02, 4), (0.1, 4), (0.1, 8)])
+def test_a_sound_sampler_in_bfloat16_passes(spread, layers):
+    found = rollout_of_four_layers(spread, layers=layers)
+    assert not torch.equal(found.logp_sampled, found.logp_old), "they are rounded differently"
+    check(found)
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1])
+@pytest.mark.parametrize("fault", ["temperature", "padding", "position"])
+def test_a_wrong_sampler_in_bfloat16_is_refused(spread, fault):
+    with pytest.raises(UserError, match="invariant 1 fails on the first update: the sampler's log-probs are"):
+        check(rollout_of_four_layers(spread, fault))

@@ -31,7 +31,10 @@ class Rollout(NamedTuple):
     lengths: Tensor  # (B,) int64, prompt + response
     response_mask: Tensor  # (B, A) bool
     ended: Tensor  # (B,) bool, the response has its end token
-    logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled; 0 outside the mask
+    logp_sampled: Tensor  # (B, A) float32 nats, as the sampler gave them; 0 outside the mask
+    logp_old: (
+        Tensor  # (B, A) float32 nats, of the policy that sampled: the sampler's in float32, recomputed in bfloat16
+    )
     logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
     values: Tensor  # (B, A) float32, before each response token was chosen
     last_values: Tensor  # (B,) float32, after the last response token: of what would come if it went on
@@ -41,7 +44,8 @@ class Rollout(NamedTuple):
         """The episodes of `index`, cut to their own longest row and response."""
         picked = Rollout(*(field[index] for field in self))
         width, answer = int(picked.lengths.max()), int(picked.response_mask.sum(1).max())
-        cut = {name: getattr(picked, name)[:, :answer] for name in ("response_mask", "logp_old", "logp_ref", "values")}
+        by_token = ("response_mask", "logp_sampled", "logp_old", "logp_ref", "values")
+        cut = {name: getattr(picked, name)[:, :answer] for name in by_token}
         return picked._replace(tokens=picked.tokens[:, :width], **cut)
 
 
@@ -157,6 +161,6 @@ def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> 
     records, texts = [record for record, _ in prompts], setup.texts(samples.responses)
     scores = setup.reward(Episodes(records, asked, samples.responses, texts, samples.ended))
     return Rollout(
-        tokens, prompt_lengths, lengths, samples.mask.clone(), samples.ended.clone(), logp_old, logp_ref, old_values,
-        last_values, scores,
+        tokens, prompt_lengths, lengths, samples.mask.clone(), samples.ended.clone(), samples.logprobs.clone(), logp_old,
+        logp_ref, old_values, last_values, scores,
     )  # fmt: skip

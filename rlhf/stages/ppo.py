@@ -304,7 +304,7 @@ def probe(trainer: Trainer) -> Tensor:
     tokens = torch.tensor([trainer.prompts[0][1]], device=trainer.device)
     one = torch.zeros(1, 1, device=trainer.device)
     row = torch.tensor([tokens.shape[1]], device=trainer.device)
-    episode = Rollout(tokens, row - 1, row, one == 0, row > 0, one, one, one, one[0], one[0])
+    episode = Rollout(tokens, row - 1, row, one == 0, row > 0, one, one, one, one, one[0], one[0])
     logp, _, values = trainer.engine(episode)
     return logp.sum() if values is None else logp.sum() + values.sum()
 
