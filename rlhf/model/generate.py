@@ -135,6 +135,13 @@ def _cut(probs: Tensor, choice: Choice) -> Tensor:
 # -------------------------------------------------------------------------------- decoding with our own model
 
 
+def computed_in(weight: Tensor) -> torch.dtype:
+    """The precision of products with a weight, and so of keys and values: autocast's where that is on."""
+    device = weight.device.type
+    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if half else weight.dtype
+
+
 class _Decoder:
     """Our GPT over a preallocated cache.
 
@@ -151,15 +158,14 @@ class _Decoder:
         self.column = max(map(len, prompts))
         padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
         self.tokens = torch.tensor(padded, device=weight.device)  # (B, P)
-        device = weight.device.type
-        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        kind = computed_in(weight)
         # in half precision too the logits are float32, as where training computes log-probs of responses
         own = kind.itemsize < 4 and is_plain(model.lm_head) and not getattr(model.lm_head, "stands_for_shards", False)
         self.unembedding = unembedding_factor(model.lm_head.weight.to(kind)) if own else None
         self.kind = kind
         columns, heads = self.column + max_new_tokens - 1, config.n_kv_head
         self.shape = (len(prompts), heads, columns, config.head_dim)
-        self.cache = [tuple(weight.new_empty(self.shape) for _ in "kv") for _ in self.trunk.layers]
+        self.cache = [tuple(weight.new_empty(self.shape, dtype=kind) for _ in "kv") for _ in self.trunk.layers]
         self.gap = None
         if min(map(len, prompts)) < self.column:
             column = torch.arange(columns, device=weight.device)
@@ -490,7 +496,7 @@ def _default_batch(model: Any, columns: int) -> int:
         return MAX_BATCH
     config, parameter = model.config, next(model.parameters())
     numbers = 2 * config.n_layer * config.n_kv_head * config.head_dim * columns
-    row = numbers * parameter.element_size()
+    row = numbers * computed_in(parameter).itemsize
     if parameter.device.type == "cuda":
         room = torch.cuda.mem_get_info(parameter.device)[0] // 4
     else:

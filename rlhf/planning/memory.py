@@ -51,8 +51,14 @@ def model_state_bytes(
     return {**held, **dict.fromkeys(moved, 0), "host": host}
 
 
-def frozen_bytes(parameters: int, world: int, zero: int, dtype: str) -> int:
-    """Bytes of a frozen model's weights on one rank: the reference or the reward model, divided under ZeRO-3 only."""
+def frozen_bytes(parameters: int, linear: int, world: int, zero: int, dtype: str) -> int:
+    """Bytes of a frozen model's weights on one rank: the reference or the reward model, divided under ZeRO-3 only.
+
+    linear: how many of the parameters are in linear layers. Without ZeRO bf16 is autocast's, and embeddings and norms stay
+    in float32, as the policy's do; under ZeRO everything is in bf16.
+    """
+    if zero == 0:
+        return ELEMENT[dtype] * linear + ELEMENT["fp32"] * (parameters - linear)
     return ELEMENT[dtype] * (-(-parameters // world) if zero == 3 else parameters)
 
 

@@ -106,8 +106,11 @@ def stage_bytes(config: PlanConfig, setup: Setup, stage: str) -> dict[str, int]:
     if setup.zero == 3:
         parts["gathered"] = memory.gathered_bytes(shape, dtype)
     if ppo:
-        frozen = [language] + [scalar] * reward_models(config)
-        parts["frozen"] = sum(memory.frozen_bytes(count, setup.gpus, setup.zero, dtype) for count in frozen)
+        unembedding = 0 if shape.tied else shape.embedding
+        frozen = [(language, shape.linear_layers + unembedding)] + [(scalar, shape.linear_layers)] * reward_models(
+            config
+        )
+        parts["frozen"] = sum(memory.frozen_bytes(*counts, setup.gpus, setup.zero, dtype) for counts in frozen)
     if stage in ("pretrain", "sft", "reward", "ppo update"):
         parts["buffers"] = memory.buffer_bytes(trained, setup.gpus, setup.zero, dtype, config.sharding.bucket_elements)
         parts |= _training(config, setup, stage, rows, longest)

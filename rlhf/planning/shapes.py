@@ -50,6 +50,11 @@ class Shape:
         return self.block_matrices + biases + 2 * self.norm
 
     @property
+    def linear_layers(self) -> int:
+        """Parameters of the blocks' linear layers: their matrices and biases."""
+        return self.n_layer * (self.block - 2 * self.norm)
+
+    @property
     def embedding(self) -> int:
         """Parameters of the token embedding, which is also the size of the unembedding."""
         return self.vocab_size * self.width

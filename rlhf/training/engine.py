@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf.config import Config
+from rlhf.model.half import cast_frozen_products
 from rlhf.processes import Ranks, connect_alone
 from rlhf.training import gather
 from rlhf.training.optim import make_adamw
@@ -303,11 +304,12 @@ def make_accelerator(config: Config, device: torch.device) -> Accelerator:
 def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.Module:
     """A model that does not train, ready to be called: under ZeRO-3 in slices, gathered layer by layer when called.
 
-    Every rank then has to call it as often as the others.
+    Every rank then has to call it as often as the others. In bfloat16 its weights are: all under ZeRO, where the trained
+    ones are too; otherwise those that autocast would cast at every call.
     """
     module.to(device)
-    if zero_stage(config) and wants_bfloat16(config, device):
-        module.to(torch.bfloat16)
+    if wants_bfloat16(config, device):
+        module = module.to(torch.bfloat16) if zero_stage(config) else cast_frozen_products(module)
     if zero_stage(config) < 3:
         return module
     settings = deepspeed_settings(config, bfloat16=wants_bfloat16(config, device))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.config import ModelConfig
+from rlhf.config import Config, ModelConfig
 from rlhf.planning import memory
 from rlhf.planning.memory import model_state_bytes
 from rlhf.planning.shapes import make_shape
@@ -123,19 +123,66 @@ def test_cache_logits_and_buffers_by_hand():
     assert memory.kv_cache_bytes(shape, 5, 7, "bf16") == 2 * 3 * 4 * 35 * 2 == 1680
     assert memory.logit_bytes(10, 100) == 12_000
     assert memory.sampling_logit_bytes(5, 100, "bf16") == 500 * 18
-    assert memory.frozen_bytes(10, 4, 2, "bf16") == 20 and memory.frozen_bytes(10, 4, 3, "bf16") == 6
+    assert memory.frozen_bytes(10, 8, 4, 2, "bf16") == 20 and memory.frozen_bytes(10, 8, 4, 3, "bf16") == 6
+    # without ZeRO the 2 parameters outside linear layers stay in float32
+    assert memory.frozen_bytes(10, 8, 4, 0, "bf16") == 8 * 2 + 2 * 4 and memory.frozen_bytes(10, 8, 4, 0, "fp32") == 40
     assert memory.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process talks to nobody
     assert memory.buffer_bytes(1000, 2, 0, "bf16", 100) == 2000  # all gradients once more
     assert memory.buffer_bytes(1000, 2, 2, "bf16", 100) == 400 and memory.buffer_bytes(1000, 2, 3, "fp32", 100) == 400
     assert memory.gathered_bytes(shape, "bf16") == 2 * (2 * shape.block + 800)
 
 
-def test_the_cache_is_what_the_sampler_allocates():
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_cache_is_what_the_sampler_allocates(dtype):
     from rlhf.model.generate import _Decoder
     from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 
     settings = ModelConfig(n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)
     config = GPTConfig(vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)
-    decoder = _Decoder(GPTForCausalLM(config), [[1] * 10, [1] * 20], 44, 0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+        decoder = _Decoder(GPTForCausalLM(config), [[1] * 10, [1] * 20], 44, 0)
     allocated = sum(side.untyped_storage().nbytes() for pair in decoder.cache for side in pair)
-    assert memory.kv_cache_bytes(make_shape(settings, 64), 2, 63, "fp32") == allocated
+    assert memory.kv_cache_bytes(make_shape(settings, 64), 2, 63, dtype) == allocated
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("deepspeed", ["none", "zero1"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_models_hold_what_is_planned(precision, deepspeed, tied):
+    from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+    from rlhf.model.heads import RewardModel
+    from rlhf.training.engine import shard_frozen
+
+    settings = ModelConfig(n_layer=2, n_head=4, width=32, context_length=64, tie_word_embeddings=tied)
+    policy = GPTForCausalLM(
+        GPTConfig(vocab_size=64, n_layer=2, n_head=4, width=32, context_length=64, tie_word_embeddings=tied)
+    )
+    reward = RewardModel.from_causal_lm(policy)
+    shape, config = make_shape(settings, 64), Config(precision=precision, deepspeed=deepspeed)
+    unembedding = 0 if tied else shape.embedding
+    counts = [(shape.language_model, shape.linear_layers + unembedding), (shape.scalar_model, shape.linear_layers)]
+    for model, (parameters, linear) in zip((policy, reward), counts, strict=True):
+        shard_frozen(config, model, torch.device("cpu"))
+        allocated = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        zero, dtype = memory.DEEPSPEED[deepspeed][0], "bf16" if precision == "bfloat16" else "fp32"
+        assert allocated == memory.frozen_bytes(parameters, linear, 1, zero, dtype)
+
+
+def test_frozen_models_in_bfloat16_compute_what_autocast_does():
+    from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+    from rlhf.model.half import cast_frozen_products
+    from rlhf.model.heads import RewardModel
+
+    torch.manual_seed(0)
+    policy = GPTForCausalLM(GPTConfig(vocab_size=64, n_layer=2, n_head=4, width=32, context_length=64))
+    reward, tokens = RewardModel.from_causal_lm(policy), torch.randint(64, (3, 20))
+
+    def outputs():
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            return policy(tokens).logits, reward(tokens, torch.tensor([20, 9, 4]))
+
+    before = outputs()
+    for model in (policy, reward):
+        cast_frozen_products(model)
+    for one, two in zip(before, outputs(), strict=True):
+        assert torch.equal(one, two)

@@ -44,7 +44,9 @@ def test_ppo_holds_four_models():
     n, critic = 124_439_808, 124_439_808 + 769  # the trunk is the whole of a tied model; the head has 768 + 1
     parts = bytes_of(config, "ppo update")
     assert (parts["weights"], parts["optimizer"]) == (2 * (n + critic), 12 * (n + critic))
-    assert parts["frozen"] == 2 * n + 2 * critic
+    # token and position embeddings (50257 + 1024) * 768, 25 norms of 2 * 768 and the head are in float32, the rest in bf16
+    whole = (50257 + 1024) * 768 + 25 * 2 * 768
+    assert parts["frozen"] == 2 * (2 * (n - whole) + 4 * whole) + 4 * 769
     sharded = bytes_of(planned("model=gpt2", "gpus=4", "deepspeed=zero3"), "ppo update")
     assert sharded["frozen"] == 2 * -(-n // 4) + 2 * -(-critic // 4)
     rollout = bytes_of(planned("model=gpt2", "gpus=4", "deepspeed=zero3"), "ppo rollout")
@@ -58,7 +60,8 @@ def test_without_a_critic_of_its_own_less_is_held():
     assert shared["weights"] - none["weights"] == 2 * 769
     assert own["activations"] == 2 * shared["activations"] == 2 * none["activations"]
     two = bytes_of(planned("ppo.rewards=[a,b]"), "ppo update")
-    assert two["frozen"] - own["frozen"] == 2 * (124_439_808 + 769)
+    whole = (50257 + 1024) * 768 + 25 * 2 * 768 + 769
+    assert two["frozen"] - own["frozen"] == 2 * (124_439_808 + 769 - whole) + 4 * whole
 
 
 def test_activations_and_cache_of_a_stage_by_hand():
