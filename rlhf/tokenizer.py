@@ -1,15 +1,12 @@
-"""The tokenizer: byte-level BPE trained on the pretraining text, and the chat format built part by part.
+"""The tokenizer: byte-level BPE trained on the pretraining text, or an adopted one; and ordinary text as ids.
 
-A chat is encoded as role token, ordinary text, `<|end|>`, role token, ...: the text between two special
-tokens is encoded alone and can therefore never become one, whatever it spells. `apply_chat_template` gives
-the same ids for ordinary text but not for text that spells a special token, so training and sampling use the
-functions here.
+Not here: chats (`rlhf.chat_template`).
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +131,12 @@ def encode_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
     return encode_texts(tokenizer, [text])[0]
 
 
+def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """The id between documents: `<|endoftext|>`, or of an adopted tokenizer without one its end token."""
+    found = tokenizer.backend_tokenizer.token_to_id(SEPARATOR)
+    return tokenizer.eos_token_id if found is None else found  # type: ignore[return-value]
+
+
 def special_id(tokenizer: "PreTrainedTokenizerFast", token: str) -> int:
     """The id of a special token of the chat format.
 
@@ -144,59 +147,6 @@ def special_id(tokenizer: "PreTrainedTokenizerFast", token: str) -> int:
         wanted = " ".join(SPECIAL_TOKENS)
         raise UserError(f"the tokenizer has no {token}: want one that `rlhf tokenizer` made, with {wanted}")
     return found
-
-
-def _role_and_content(message: Any) -> tuple[str, str]:
-    if isinstance(message, Mapping):
-        return message["role"], message["content"]
-    return message.role, message.content
-
-
-def encode_prompts(tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[str | Sequence[Any]]) -> list[list[int]]:
-    """Encode prompts: for each message role id, text ids, `<|end|>` id; then the `<|assistant|>` id.
-
-    A prompt is a list of messages (with keys or attributes `role` and `content`); a string means one user
-    turn.
-
-    Raises: UserError where the tokenizer lacks the chat format's special tokens.
-    """
-    chats = [
-        [("user", prompt)] if isinstance(prompt, str) else [_role_and_content(message) for message in prompt]
-        for prompt in prompts
-    ]
-    texts = iter(encode_texts(tokenizer, [content for chat in chats for _, content in chat]))
-    roles = {role: special_id(tokenizer, token) for role, token in ROLES.items()}
-    end = special_id(tokenizer, END)
-    encoded = []
-    for chat in chats:
-        ids: list[int] = []
-        for role, _ in chat:
-            ids += [roles[role], *next(texts), end]
-        encoded.append([*ids, roles["assistant"]])
-    return encoded
-
-
-def encode_prompt(tokenizer: "PreTrainedTokenizerFast", messages: str | Sequence[Any]) -> list[int]:
-    """Encode one prompt; the last id is `<|assistant|>`. See `encode_prompts`."""
-    return encode_prompts(tokenizer, [messages])[0]
-
-
-def encode_response(tokenizer: "PreTrainedTokenizerFast", text: str, ended: bool = True) -> list[int]:
-    """Encode a response: its text ids, and the `<|end|>` id unless its author was cut off (`ended=False`)."""
-    ids = encode_text(tokenizer, text)
-    return [*ids, special_id(tokenizer, END)] if ended else ids
-
-
-def decode_response(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> str:
-    """The text of a sampled response up to its first `<|end|>`; other special tokens are left out.
-
-    Bytes that are no valid UTF-8 (a model may stop within a character) become U+FFFD.
-    """
-    end = special_id(tokenizer, END)
-    ids = [int(i) for i in ids]
-    if end in ids:
-        ids = ids[: ids.index(end)]
-    return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
@@ -219,8 +169,9 @@ def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     """Read a tokenizer from a folder that `save_pretrained` wrote.
 
-    Raises: UserError where the folder is missing, holds no tokenizer, or its pad token is missing or its end
-    token.
+    Pad and end token may be the same, as in many adopted ones: masks come from lengths.
+
+    Raises: UserError where the folder is missing or holds no tokenizer with a pad token.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -232,8 +183,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds for a damaged file, some of them bare Exception
         raise UserError(f"{folder}/tokenizer.json: not a readable tokenizer ({error}): make it again") from error
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise UserError(f"{folder}: the pad token is {tokenizer.pad_token!r}: want one that is not the end token")
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"{folder}: the tokenizer has no pad token: adopt it with model.pretrained, which gives it one")
     return tokenizer
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf.chat_template import decode_response, encode_prompt, encode_prompts, encode_response
 from rlhf.errors import UserError
 from rlhf.tokenizer import (
     END,
@@ -16,10 +17,6 @@ from rlhf.tokenizer import (
     PAD,
     SEPARATOR,
     SPECIAL_TOKENS,
-    decode_response,
-    encode_prompt,
-    encode_prompts,
-    encode_response,
     encode_text,
     encode_texts,
     load_tokenizer,
@@ -242,7 +239,7 @@ def test_a_foreign_tokenizer_without_the_chat_tokens_is_refused():
     from transformers import PreTrainedTokenizerFast
 
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    with pytest.raises(UserError, match=r"has no <\|system\|>: want one that"):
+    with pytest.raises(UserError, match=r"has no chat template: adopt it with model.pretrained"):
         encode_prompt(bare, "hi")
     with pytest.raises(UserError, match="byte-level"):
         token_byte_lengths(bare)

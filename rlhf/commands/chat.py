@@ -55,10 +55,10 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
 
     Raises: UserError if the last message alone does not fit.
     """
+    from rlhf.chat_template import decode_response
     from rlhf.data.prompts import encode_prompt_within
     from rlhf.data.records import Message
     from rlhf.model.generate import stream
-    from rlhf.tokenizer import decode_response
 
     try:
         dialogue[-1]["content"].encode()  # in some locales a byte that is no text arrives as half a character

@@ -174,8 +174,8 @@ def draw(
     config: Config, policy: Any, tokenizer: Any, part: list[tuple[PromptRecord, list[int]]], length: int
 ) -> list[list[tuple[str, bool]]]:
     """K + SPARE responses (text, ended) a prompt; which ones depends on (seed, prompt id) and the model alone."""
+    from rlhf.chat_template import decode_response
     from rlhf.model.generate import sample
-    from rlhf.tokenizer import decode_response
 
     count = config.sample.responses + SPARE
     samples = sample(

@@ -16,7 +16,7 @@ from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resol
 from rlhf.data.records import shown
 from rlhf.data.splits import uniform
 from rlhf.errors import UserError
-from rlhf.tokenizer import SEPARATOR, encode_texts, special_id, tokenizer_hash
+from rlhf.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -235,7 +235,7 @@ def pack_corpus(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meta.json").unlink(missing_ok=True)
     dtype = np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
-    separator = special_id(tokenizer, SEPARATOR)
+    separator = separator_id(tokenizer)
     writers = {split: _Writer(folder / f"{split}.bin.tmp", dtype, separator) for split in SPLITS}
     context = tokenizer.model_max_length if tokenizer.model_max_length < 10**6 else 1024
     divider = _Divider(writers["train"], writers["heldout"], held_out_fraction, seed, context)

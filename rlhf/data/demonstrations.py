@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf.chat_template import encode_prompts, encode_responses
 from rlhf.data.importers import SourceInfo, load_kind
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Demonstration
-from rlhf.tokenizer import END, encode_prompts, encode_texts, special_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,7 +33,7 @@ def encode_demonstrations(
 ) -> list[dict[str, list[int]]]:
     """Encode demonstrations as {"prompt": ids, "response": ids}, together at most `context_length` tokens.
 
-    A response that fits ends with `<|end|>`. One that does not is truncated and gets no end token, which its
+    A response that fits ends with its end token. One that does not is truncated and gets no end token, which its
     author did not write there. A prompt that leaves a response fewer than `min_response` tokens (a quarter of
     the context by default; all of a shorter response) is cut from the left, see `encode_prompt_within`; where
     not even that helps, the demonstration is skipped. `counts`, where given, is increased: kept,
@@ -41,12 +41,10 @@ def encode_demonstrations(
     """
     least = context_length // 4 if min_response is None else min_response
     counts = Counter() if counts is None else counts
-    end = special_id(tokenizer, END)
     prompts = encode_prompts(tokenizer, [record.prompt for record in records])
-    responses = encode_texts(tokenizer, [record.response for record in records])
+    responses = encode_responses(tokenizer, [record.response for record in records])
     encoded = []
-    for record, prompt, text in zip(records, prompts, responses, strict=True):
-        response = [*text, end]
+    for record, prompt, response in zip(records, prompts, responses, strict=True):
         room_for_prompt = context_length - min(least, len(response))
         if len(prompt) > room_for_prompt:
             fitting = encode_prompt_within(tokenizer, record.prompt, room_for_prompt)
@@ -57,7 +55,7 @@ def encode_demonstrations(
             counts["cut_prompts"] += 1
         room = context_length - len(prompt)
         if len(response) > room:
-            response = text[:room]
+            response = response[:room]
             counts["truncated_responses"] += 1
         counts["kept"] += 1
         encoded.append({"prompt": prompt, "response": response})

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhf.chat_template import encode_response
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message, Ranking
 from rlhf.errors import UserError
-from rlhf.tokenizer import encode_response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

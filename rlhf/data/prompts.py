@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf.chat_template import encode_prompt
 from rlhf.data.importers import SourceInfo, load_all
 from rlhf.data.records import Message, PromptRecord, Record
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
-from rlhf.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,7 +56,8 @@ def encode_prompt_within(
     """Encode a prompt in at most `room` tokens: its ids and whether it was cut; None where it cannot fit.
 
     Cut from the left: first the oldest turns go (a system turn stays as long as it can), until a user turn
-    begins the dialogue; then the last turn loses the beginning of its text. Role tokens and `<|end|>` stay.
+    begins the dialogue; then the last turn loses the beginning of its text. What the template
+    writes around it stays.
     """
     ids = encode_prompt(tokenizer, prompt)
     if len(ids) <= room:
@@ -73,7 +74,9 @@ def encode_prompt_within(
     ids = encode_prompt(tokenizer, turns[-1:])
     if len(ids) <= room:
         return ids, True
-    frame = 3  # the role token before the text; <|end|> and <|assistant|> after it
-    if room <= frame:
+    # what the template writes around the text: as much at the beginning, and at the end, as around another text
+    other = encode_prompt(tokenizer, [{"role": turns[-1].role, "content": ""}])
+    head = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
+    if room <= len(other):
         return None
-    return [ids[0], *ids[len(ids) - (room - 1) :]], True
+    return [*ids[:head], *ids[len(ids) - (room - head) :]], True

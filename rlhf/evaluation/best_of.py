@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf.chat_template import decode_response
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.model.generate import sample
 from rlhf.ppo.rewards import Episodes, Reward, pay
-from rlhf.tokenizer import decode_response
 
 
 def best_of_n_kl(n: int) -> float:

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
+from rlhf.chat_template import decode_response
 from rlhf.config import Config
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
 from rlhf.ppo.rollout import Rollout
-from rlhf.tokenizer import decode_response
 from rlhf.tracking.metrics import Sums
 
 

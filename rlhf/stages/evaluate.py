@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlhf.chat_template import decode_response
 from rlhf.config import Config
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
@@ -32,7 +33,7 @@ from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
 from rlhf.runs.folders import Stage, open_stage, read_stage, rounds_before, run_folder, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source, reward_sources
-from rlhf.tokenizer import decode_response, encode_texts, load_tokenizer
+from rlhf.tokenizer import encode_texts, load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.tracking.results import log_results
 from rlhf.training.setup import load_policy, open_tracker, set_up

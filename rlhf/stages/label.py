@@ -8,6 +8,7 @@ and 3.2): its responses differ in what the reward model before could not tell ap
 import itertools
 import random
 
+from rlhf.chat_template import decode_response, encode_prompts
 from rlhf.config import Config
 from rlhf.data.agreement.job import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
@@ -20,7 +21,7 @@ from rlhf.gold.world import task_from_metadata
 from rlhf.model.generate import sample
 from rlhf.runs.folders import earlier_run, open_stage, read_stage, run_folder, stage_folder
 from rlhf.runs.sources import hash_sources, need_source
-from rlhf.tokenizer import decode_response, encode_prompts, load_tokenizer
+from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.training.setup import load_policy, set_up
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.chat_template import decode_response
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
@@ -33,7 +34,6 @@ from rlhf.processes import on_first_rank
 from rlhf.runs.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.runs.folders import open_stage
 from rlhf.runs.sources import hash_sources
-from rlhf.tokenizer import decode_response
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.progress import progress
 from rlhf.tracking.writers import Tracker, read_jsonl

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.chat_template import decode_response
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
@@ -42,7 +43,7 @@ from rlhf.processes import Ranks, on_first_rank
 from rlhf.runs.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
-from rlhf.tokenizer import decode_response, load_tokenizer
+from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.progress import progress
 from rlhf.training.engine import Engine, ZeroEngine, make_engine, put_weights, read_state, write_state

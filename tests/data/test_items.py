@@ -2,11 +2,12 @@
 
 import pytest
 
+from rlhf.chat_template import decode_response, encode_prompt, encode_response
 from rlhf.data import items as module
 from rlhf.data.items import check_labelers, join_rankings, labelers_of, make_items, token_encoder
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
-from rlhf.tokenizer import END, decode_response, encode_prompt, encode_response, encode_text, special_id
+from rlhf.tokenizer import END, encode_text, special_id
 
 PROMPT = "Name a colour."
 TEXTS = ("Blue.", "Green is a colour.", "The cat.")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf.chat_template import decode_response
 from rlhf.errors import UserError
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
@@ -24,7 +25,6 @@ from rlhf.ppo.rollout import Rollout
 from rlhf.ppo.setup import Trainer
 from rlhf.runs.folders import open_stage
 from rlhf.stages import ppo
-from rlhf.tokenizer import decode_response
 from rlhf.tracking.metrics import DERIVED, METRICS
 from rlhf.training.setup import set_up
 from tests import oracles

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf.chat_template import encode_prompt, encode_response
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
@@ -22,7 +23,7 @@ from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import open_stage, read_stage
 from rlhf.stages import reward
-from rlhf.tokenizer import encode_prompt, encode_response, load_tokenizer
+from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.engine import make_engine
 from rlhf.training.setup import load_policy

@@ -258,8 +258,8 @@ def test_scores_beyond_the_histogram_are_in_its_last_bins(gold_run, monkeypatch)
 
 def test_the_figures_are_the_models_own(gold_run, results):
     """From the saved model anew, one response at a time: the accuracy on training labelers and held-out ones."""
+    from rlhf.chat_template import encode_prompt, encode_response
     from rlhf.data.comparisons import load_comparisons
-    from rlhf.tokenizer import encode_prompt, encode_response
 
     folder = gold_run.folder
     model, tokenizer = load_reward_model(folder / "reward" / "model", CPU), load_tokenizer(folder / "sft" / "model")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.chat_template import decode_response, encode_prompts
 from rlhf.checks import check_config
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
@@ -15,7 +16,7 @@ from rlhf.files import write_json
 from rlhf.model.generate import sample
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.stages.label import SPARE, choose_prompts, responses_wanted
-from rlhf.tokenizer import decode_response, encode_prompts, load_tokenizer
+from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 

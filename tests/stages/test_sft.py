@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from rlhf.chat_template import encode_prompt, encode_response
 from rlhf.data.demonstrations import load_demonstrations
-from rlhf.tokenizer import encode_prompt, encode_response, load_tokenizer
+from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 

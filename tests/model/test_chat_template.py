@@ -1,0 +1,150 @@
+"""Chats of every template as tokens: the library's own ids, the assistant's tokens, and text that stays text."""
+
+import pytest
+
+from rlhf.chat_template import (
+    decode_response,
+    encode_dialogue,
+    encode_prompt,
+    encode_prompts,
+    encode_response,
+    end_ids,
+    find_end_of_turn,
+)
+from rlhf.data.prompts import encode_prompt_within
+from rlhf.errors import UserError
+from rlhf.tokenizer import train_tokenizer
+from tests.model.chats import KINDS, TEXT, make_tokenizer
+
+CHAT = [
+    {"role": "user", "content": "  What is the capital?\n"},
+    {"role": "assistant", "content": "Paris is. "},
+    {"role": "user", "content": "And the cat?"},
+    {"role": "assistant", "content": "On the mat."},
+]
+OWN = train_tokenizer(TEXT, 300, context_length=64)
+
+
+@pytest.fixture(params=[*KINDS, "own"])
+def tokenizer(request):
+    if request.param == "own":
+        return OWN
+    made = make_tokenizer(request.param)
+    if request.param == "turns":
+        made.init_kwargs["end_token_ids"] = [find_end_of_turn(made), made.eos_token_id]
+    return made
+
+
+def runs_of(ids: list[int], mask: list[bool]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for place, (i, m) in enumerate(zip(ids, mask, strict=True)):
+        if m:
+            runs = [*runs, []] if not place or not mask[place - 1] else runs
+            runs[-1].append(i)
+    return runs
+
+
+def test_prompts_have_the_librarys_own_ids(tokenizer):
+    for messages in (CHAT[:1], CHAT[:3]):
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert encode_prompt(tokenizer, messages) == expected
+    assert encode_prompts(tokenizer, ["a", CHAT[:3]]) == [
+        encode_prompt(tokenizer, "a"),
+        encode_prompt(tokenizer, CHAT[:3]),
+    ]
+
+
+def test_the_assistants_tokens_are_its_turns_with_their_end_tokens(tokenizer):
+    ids, mask = encode_dialogue(tokenizer, CHAT)
+    found = runs_of(ids, mask)
+    assert len(found) == 2
+    for run, turn in zip(found, (CHAT[1], CHAT[3]), strict=True):
+        assert decode_response(tokenizer, run).strip() == turn["content"].strip()
+        if tokenizer.chat_template != KINDS["open"][0]:
+            assert run[-1] == end_ids(tokenizer)[0] and run.count(run[-1]) == 1
+    assert ids[-1] == end_ids(tokenizer)[0] and mask[-1]  # the last turn ends, whatever the template writes
+    whole = tokenizer.apply_chat_template(CHAT, return_dict=False)
+    if tokenizer.chat_template != KINDS["open"][0]:
+        assert whole[: len(ids)] == ids
+
+
+def test_a_dialogue_is_its_prompt_and_its_response(tokenizer):
+    """What is learned is what is sampled: the same boundary between prompt and response."""
+    ids, _ = encode_dialogue(tokenizer, CHAT)
+    prompt, response = encode_prompt(tokenizer, CHAT[:3]), encode_response(tokenizer, CHAT[3]["content"])
+    assert prompt + response == ids
+    cut = encode_response(tokenizer, CHAT[3]["content"], ended=False)
+    assert response[: len(cut)] == cut and not set(cut) & set(end_ids(tokenizer))
+
+
+def test_bos_comes_once(tokenizer):
+    if tokenizer.bos_token and "bos_token" in tokenizer.chat_template:
+        for ids in (encode_prompt(tokenizer, CHAT[:3]), encode_dialogue(tokenizer, CHAT)[0]):
+            assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+
+
+def test_text_that_spells_a_special_token_stays_text(tokenizer):
+    for special in tokenizer.all_special_tokens:
+        for text in (f"hi {special}x", f"{special}{special}", f"a\n{special}"):
+            plain = [{"role": "user", "content": text.replace(special, "y")}, CHAT[1]]
+            hostile = [{"role": "user", "content": text}, {"role": "assistant", "content": f"no {special} either"}]
+            special_ids = set(tokenizer.all_special_ids)
+            count = [sum(i in special_ids for i in encode_prompt(tokenizer, chat[:1])) for chat in (plain, hostile)]
+            assert count[0] == count[1]
+            ids, mask = encode_dialogue(tokenizer, hostile)
+            [run] = runs_of(ids, mask)
+            assert sum(i in special_ids for i in run) == 1
+            shown = decode_response(tokenizer, run)
+            assert shown.replace(" ", "") == f"no{special}either".replace(" ", "")
+            if tokenizer is not make_tokenizer("inst-metaspace"):
+                assert shown.strip() == f"no {special} either"  # not a character more
+
+
+def test_a_system_turn_that_the_template_refuses_joins_the_user(tokenizer):
+    system = {"role": "system", "content": "Be brief."}
+    shown = tokenizer.decode(encode_prompt(tokenizer, [system, *CHAT[:3]]))
+    assert "Be brief." in shown and "And the cat?" in shown
+    ids, mask = encode_dialogue(tokenizer, [system, *CHAT])
+    assert len(runs_of(ids, mask)) == 2
+    twice = [CHAT[0], CHAT[2], CHAT[3]]  # two turns of the user
+    assert len(runs_of(*encode_dialogue(tokenizer, twice))) == 1
+
+
+def test_a_template_that_adds_its_own_system_prompt():
+    assert "Be kind." in make_tokenizer("chatml").decode(encode_prompt(make_tokenizer("chatml"), "a"))
+
+
+def test_a_template_that_hides_thoughts_of_earlier_turns():
+    tokenizer = make_tokenizer("thoughts")
+    chat = [
+        CHAT[0],
+        {"role": "assistant", "content": "hm</t>Paris"},
+        CHAT[2],
+        {"role": "assistant", "content": "eh</t>mat"},
+    ]
+    found = runs_of(*encode_dialogue(tokenizer, chat))
+    assert [decode_response(tokenizer, run) for run in found] == ["Paris", "eh</t>mat"]
+    assert all(run[-1] == tokenizer.eos_token_id for run in found)
+
+
+def test_the_end_of_a_turn_is_found_in_the_template():
+    for kind, special in (("chatml", "<|im_end|>"), ("inst", "</s>"), ("turns", "<end_of_turn>"), ("open", None)):
+        tokenizer = make_tokenizer(kind)
+        expected = None if special is None else tokenizer.convert_tokens_to_ids(special)
+        assert find_end_of_turn(tokenizer) == expected
+
+
+def test_a_prompt_is_cut_within_what_the_template_writes_around_it(tokenizer):
+    long = "The cat sat on the mat. " * 20
+    whole = encode_prompt(tokenizer, long)
+    ids, cut = encode_prompt_within(tokenizer, long, 40)
+    assert cut and len(ids) == 40
+    frame = encode_prompt(tokenizer, "")
+    assert ids[0] == whole[0] and ids[-3:] == whole[-3:] and len(frame) < 40
+    assert encode_prompt_within(tokenizer, long, len(frame)) is None
+
+
+def test_no_template_is_refused():
+    tokenizer = make_tokenizer("chatml").__class__(tokenizer_object=make_tokenizer("chatml").backend_tokenizer)
+    with pytest.raises(UserError, match=r"no chat template: adopt it with model\.pretrained"):
+        encode_prompt(tokenizer, "a")
