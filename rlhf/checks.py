@@ -1,7 +1,7 @@
 """Relations between settings, checked before anything runs: all problems come at once."""
 
 from rlhf.config import Config, ImportConfig, PlanConfig
-from rlhf.config.setting import wrong_values
+from rlhf.config.setting import get, settings_in, wrong_values
 from rlhf.errors import UserError
 from rlhf.processes import process_count
 from rlhf.recipe import STAGES
@@ -20,6 +20,13 @@ def check_config(config: Config | ImportConfig, command: str) -> None:
 def _import_relations(config: ImportConfig) -> list[str]:
     wanted = {"path": "a file, a folder or a hub id", "out": "the folder to write"}
     problems = [f"{key} is not set: want {text}" for key, text in wanted.items() if getattr(config, key) is None]
+    if config.format != "table":
+        keys = [key for key in settings_in(ImportConfig) if key.startswith(("columns.", "words."))]
+        given = [key for key in keys if get(config, key) is not None]
+        if given:
+            problems.append(
+                f"{', '.join(given)}: only format=table uses columns.* and words.*: add format=table, or leave them out"
+            )
     if config.dev + config.test >= 1:
         problems.append(f"dev + test = {config.dev + config.test}: want less than 1, the rest trains")
     return problems

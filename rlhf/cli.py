@@ -39,6 +39,19 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 COMMANDS = {name: (module, text) for name, (module, text, _) in _COMMANDS.items()}
 HELP_GROUPS = {name: groups for name, (_, _, groups) in _COMMANDS.items()}
+# Settings that every stage reads, and those that a command reads outside the groups of its help.
+_EVERY_STAGE = ("tracking", "checkpoints", "parents", "gold.enabled", "data.allow_partial")
+_ALSO_READ = {
+    "chat": ("rollout.max_new_tokens", "rollout.temperature", "parents"),
+    "export": ("parents",),
+    "sample": ("rollout.max_new_tokens", "rollout.batch_size", "parents", "gold.enabled"),
+}
+_OF_SEVERAL = (
+    "pipeline",
+    "plan",
+    "import",
+)  # commands that read the settings of several, or have a schema of their own
+SHARED_FLAG = "--shared-settings"  # the overrides are those of several commands: what this one does not use is ignored
 # Commands that have a schema of their own, by the class in rlhf/config/; all others share `Config`.
 SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
 CONFIG_GROUPS = ("model", "experiment", "tracking")
@@ -94,7 +107,11 @@ def _dispatch(arguments: list[str]) -> None:
     if any(flag in overrides for flag in ("-h", "--help")):
         write(_command_help(command) + "\n")
         return
+    shared = SHARED_FLAG in overrides
+    overrides = [o for o in overrides if o != SHARED_FLAG]
     check_overrides(split_flags(overrides)[1], command)
+    if not shared and not {"-c", "--cfg", "-i", "--info"}.intersection(split_flags(overrides)[0]):
+        check_used(split_flags(overrides)[1], command)
     _run_with_hydra(command, overrides)
 
 
@@ -162,6 +179,43 @@ def check_overrides(overrides: list[str], command: str = "") -> None:
         if key not in keys:
             known = [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)
             raise UserError(f"unknown setting {key!r}{_nearest_key(key, known)}: `rlhf <command> --cfg job` shows all")
+
+
+def uses(command: str, key: str) -> bool:
+    """Whether a command reads a setting: for a stage its row in rlhf/recipe.py says so."""
+    if "." not in key:
+        return key != "study" or command == "evaluate"
+    if command in STAGES:
+        row = STAGES[command]
+        read = (*row.settings, *row.reads, *_EVERY_STAGE, *(("sharding",) if row.several_processes else ()))
+    else:
+        read = (*HELP_GROUPS[command], *_ALSO_READ.get(command, ()))
+    return key in read or key.partition(".")[0] in read
+
+
+def check_used(overrides: list[str], command: str) -> None:
+    """Refuse a setting that the command does not read; a pipeline lists those that none of its stages reads.
+
+    Raises: UserError.
+    """
+    keys = [text.lstrip("+~").partition("=")[0] for text in overrides]
+    known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
+    given = [key for key in keys if key in known]
+    if command == "pipeline":
+        stages = [name for name, row in STAGES.items() if not row.optional]
+        for key in given:
+            if not any(uses(name, key) for name in (*stages, command)):
+                say(f"pipeline: {key}: no stage of the pipeline uses it")
+    if command in _OF_SEVERAL or (command == "evaluate" and "study" in given):
+        return
+    unused = [key for key in given if not uses(command, key)]
+    if unused:
+        others = [name for name in COMMANDS if name not in _OF_SEVERAL and uses(name, unused[0])] or ["pipeline"]
+        more = f" ({', '.join(unused[1:])}: neither)" if unused[1:] else ""
+        raise UserError(
+            f"{unused[0]}: `rlhf {command}` does not use it; {', '.join(others)} {'do' if others[1:] else 'does'}{more}: "
+            f"leave it out, or add {SHARED_FLAG} if the settings are meant for several commands"
+        )
 
 
 def _nearest_key(key: str, known: list[str]) -> str:

@@ -21,6 +21,7 @@ class StageRow:
     parents: tuple[str, ...] = ()  # the stages whose output it reads
     data: tuple[str, ...] = ()  # the kinds of data it reads: data.<kind>
     settings: tuple[str, ...] = ()  # those that change its result: single settings or whole groups
+    reads: tuple[str, ...] = ()  # further settings that it reads, on which its result does not depend
     gold_data: Mapping[str, str] = field(default_factory=dict)  # kind of data: the file of it that this stage writes
     several_processes: bool = False  # whether several processes can work on it together
     gold_only: bool = False  # whether only the gold world has it
@@ -79,6 +80,7 @@ ROWS = (
         parents=("world", "sft"),
         data=("prompts",),
         settings=("seed", "gold", "rollout.max_new_tokens"),
+        reads=("data.prompts", "rollout.batch_size"),
         gold_data={"comparisons": "comparisons.jsonl"},
         gold_only=True,
         every_round=True,
@@ -90,6 +92,7 @@ ROWS = (
         data=("comparisons", "demonstrations"),
         settings=("seed", "precision", "reward", "data.comparisons", "data.demonstrations", "data.format", "data.dev", "data.test",
                   "data.split_seed", "data.held_out_labelers", "rollout.max_new_tokens"),
+        reads=("gold.held_out_labelers", "rollout.batch_size"),
         several_processes=True,
         every_round=True,
     ),
@@ -109,6 +112,8 @@ ROWS = (
         parents=("world", "sft", "reward"),
         data=("prompts", "demonstrations", "comparisons"),
         settings=("seed", "precision", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", *REWARD_SOURCES, *PROMPTS),
+        reads=("ppo.eval_prompts", "ppo.micro_batch_episodes", "ppo.missing_eos_rule", "ppo.missing_eos_score", "ppo.ptx_coef",
+               "rollout.batch_size"),
         optional=True,
         writes_policy=True,
     ),
@@ -119,6 +124,7 @@ ROWS = (
         data=("prompts", "demonstrations", "comparisons"),
         settings=("seed", "evaluate", "rollout.max_new_tokens", "ppo.missing_eos_rule", "ppo.missing_eos_score",
                   "ppo.score_clip", *REWARD_SOURCES, *PROMPTS, "data.held_out_labelers", "gold.labeler_noise"),
+        reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size"),
     ),
 )  # fmt: skip
 STAGES: dict[str, StageRow] = {row.name: row for row in ROWS}  # in the order of the pipeline

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(call, arguments, said):
 
 
 def test_a_command_gets_the_composed_configuration(call, runs):
-    assert call("report", "experiment=gold", "kl.coef=0.5", "run=x") == (0, "", "")
+    assert call("report", "--shared-settings", "experiment=gold", "kl.coef=0.5", "run=x") == (0, "", "")
     (config,) = runs
     assert (config.kl.coef, config.run, config.gold.enabled) == (0.5, "x", True)
     assert not any(Path.cwd().iterdir())  # Hydra leaves no folder and no log behind
@@ -189,6 +190,52 @@ def test_a_command_composes_other_settings_while_it_runs(call, monkeypatch):
         seen.append((config.kl.coef, other.kl.coef, before, pipeline.forwarded_overrides()))
 
     monkeypatch.setattr(report, "run", run)
-    assert call("report", "experiment=gold", "kl.coef=0.25") == (0, "", "")
+    assert call("report", "--shared-settings", "experiment=gold", "kl.coef=0.25") == (0, "", "")
     given = ["experiment=gold", "kl.coef=0.25"]
     assert seen == [(0.25, 0.5, given, given)]
+
+
+# --- settings that a command does not use ---
+
+
+SETTINGS = [key for key, value in cli.schema_keys().items() if not is_dataclass(value)]
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_every_setting_is_used_by_some_command_and_refused_by_all_others(key):
+    alone = [name for name in cli.COMMANDS if name not in ("pipeline", "plan", "import")]
+    users = [name for name in alone if cli.uses(name, key)]
+    assert users or cli.uses("pipeline", key)
+    for command in alone:
+        if command in users:
+            cli.check_used([f"{key}=1"], command)
+        else:
+            with pytest.raises(UserError, match=rf"^{key}: `rlhf {command}` does not use it; .*: leave it out, or add"):
+                cli.check_used([f"{key}=1"], command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sft", "lora.rank=8"], "lora.rank: `rlhf sft` does not use it; ppo does: leave it out"),
+        (["reward", "lora.alpha=8"], "lora.alpha: `rlhf reward` does not use it; ppo does: leave it out"),
+        (["evaluate", "rollout.temperature=2"], "rollout.temperature: `rlhf evaluate` does not use it; ppo, chat do: leave"),
+        (["rejection", "rollout.temperature=2"], "rollout.temperature: `rlhf rejection` does not use it"),
+        (["label", "rollout.temperature=2"], "rollout.temperature: `rlhf label` does not use it"),
+        (["ppo", "study=details"], "study: `rlhf ppo` does not use it; evaluate does"),
+        (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt: only format=table uses columns.* and words.*: add"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_a_command_does_not_use_is_refused(call, arguments, said):
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "") and err.startswith(f"rlhf: error: {said}") and err.count("\n") == 1
+
+
+def test_settings_of_several_commands_pass_when_they_are_said_to_be_shared(call, runs):
+    assert call("report", "--shared-settings", "sft.lr=0.5", "run=x") == (0, "", "")
+    assert runs[0].sft.lr == 0.5
+
+
+def test_a_pipeline_lists_what_none_of_its_stages_uses(capsys):
+    cli.check_used(["chat.greedy=true", "sft.lr=0.1", "launcher.processes=2", "model=tiny"], "pipeline")
+    assert capsys.readouterr().out == "pipeline: chat.greedy: no stage of the pipeline uses it\n"

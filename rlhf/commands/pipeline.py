@@ -150,7 +150,9 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
 def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     """The stage as processes that end with this one. Exits with the code of the one that fails."""
     processes = config.launcher.processes if STAGES[stage].several_processes else 1
-    code = run_processes([sys.executable, "-m", "rlhf", stage, *overrides], processes, config.threads)
+    code = run_processes(
+        [sys.executable, "-m", "rlhf", stage, "--shared-settings", *overrides], processes, config.threads
+    )
     if code == EXIT_CODE:
         sys.exit(code)
     if code:

@@ -197,7 +197,7 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
 def run_cell(cell: Cell) -> int:
     """PPO in a process of its own, its output in a log beside its folder; returns the exit code."""
     cell.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "rlhf", "ppo", *cell.overrides]
+    command = [sys.executable, "-m", "rlhf", "ppo", "--shared-settings", *cell.overrides]
     started = time.monotonic()
     with (cell.folder / f"{cell.run}.log").open("a") as log:
         code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode

@@ -145,7 +145,16 @@ def stage_command(run: Run, *more: str) -> list[str]:
         "checkpoints.every_seconds=0",
         *more,
     ]
-    return [sys.executable, "-m", "rlhf", "pretrain", *words, f"runs_dir={run.runs_dir}", f"run={run.name}"]
+    return [
+        sys.executable,
+        "-m",
+        "rlhf",
+        "pretrain",
+        "--shared-settings",
+        *words,
+        f"runs_dir={run.runs_dir}",
+        f"run={run.name}",
+    ]
 
 
 @pytest.mark.long

@@ -142,7 +142,8 @@ def test_the_average_of_slices_is_the_average(single, sharded, way):
 def test_one_process_needs_no_launcher(gold_run, tmp_path):
     run = gold_run.copy(tmp_path, "reward", "alone")
     found = subprocess.run(
-        [sys.executable, "-m", "rlhf", "reward", *run.overrides, f"runs_dir={tmp_path}", "run=alone", "deepspeed=zero2"],
+        [sys.executable, "-m", "rlhf", "reward", "--shared-settings", *run.overrides,
+         f"runs_dir={tmp_path}", "run=alone", "deepspeed=zero2"],
         capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
     )  # fmt: skip
     assert found.returncode == 0 and "reward: complete" in found.stdout, found.stderr
