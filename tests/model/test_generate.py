@@ -166,6 +166,16 @@ def test_samples_depend_on_neither_batch_nor_order(kind):
     assert alone.responses[0] == whole.responses[2]
 
 
+def test_each_step_has_a_random_number_of_its_own():
+    """If every token is as likely as any other, one number for all steps would repeat one token."""
+    model = make("llama")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    (response,) = sample(model, [PROMPTS[0]], max_new_tokens=16, eos_token_id=None, pad_token_id=0).responses
+    assert len(set(response)) > 8
+
+
 def test_seed_and_key_choose_the_sample():
     model, prompts = make("llama"), [PROMPTS[0]] * 3
     out = sample(model, prompts, **SETTINGS, keys=[1, 1, 2])
