@@ -2,9 +2,12 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +34,19 @@ def hash_files(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never a torn one."""
+    """As `write_text`, of a value."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n", errors="backslashreplace")
+
+
+def write_text(path: Path, text: str, errors: str = "replace") -> None:
+    """Write a file so that a reader sees the old one or the new one, never a torn one; a failed try leaves nothing.
+
+    Raises: UserError if the disk is full or refuses.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, ensure_ascii=False, default=str)
-            file.write("\n")
+        with temporary.open("w", encoding="utf-8", errors=errors) as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -46,11 +56,68 @@ def write_json(path: Path, value: Any) -> None:
         raise disk_error(error, path) from error
 
 
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Keep other processes of ours from writing `out` at the same time. Raises: UserError if one does."""
+    lock = out.with_name(f".{out.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    except OSError as error:
+        raise disk_error(error, out) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or lock.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                raise BlockingIOError  # it was released and removed between opening and locking
+        except BlockingIOError:
+            raise UserError(f"{out}: another process is writing it: wait for it, or choose another place") from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to fill, which takes its place when the block ends well; else nothing of it is left.
+
+    Call it with `out` held. Raises: UserError if the disk is full or refuses.
+    """
+    new, old = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    except OSError as error:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise disk_error(error, out) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def share(folder: Path) -> None:
+    """Give every file below a folder the mode that the umask gives new files.
+
+    safetensors writes through a temporary file, whose mode is 0600 whatever the umask.
+    """
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o777 == 0o600:
+            path.chmod(0o666 & ~mask)
+
+
 def read_json(path: Path) -> Any:
     """The JSON of a file, or None where it does not exist or is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
 
 

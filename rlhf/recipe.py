@@ -23,6 +23,7 @@ class StageRow:
     settings: tuple[str, ...] = ()  # those that change its result: single settings or whole groups
     reads: tuple[str, ...] = ()  # further settings that it reads, on which its result does not depend
     gold_data: Mapping[str, str] = field(default_factory=dict)  # kind of data: the file of it that this stage writes
+    kept_work: tuple[str, ...] = ()  # files that an interrupted stage continues from, beside its checkpoints
     several_processes: bool = False  # whether several processes can work on it together
     gold_only: bool = False  # whether only the gold world has it
     optional: bool = False  # whether it runs only when called by name, not in the pipeline
@@ -114,6 +115,7 @@ ROWS = (
         settings=("seed", "precision", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", *REWARD_SOURCES, *PROMPTS),
         reads=("ppo.eval_prompts", "ppo.micro_batch_episodes", "ppo.missing_eos_rule", "ppo.missing_eos_score", "ppo.ptx_coef",
                "rollout.batch_size"),
+        kept_work=("demonstrations.jsonl",),
         optional=True,
         writes_policy=True,
     ),

@@ -2,11 +2,15 @@
 
 import errno
 import os
+import stat
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from rlhf.errors import UserError
-from rlhf.files import hash_files, read_json, write_json
+from rlhf.files import hash_files, held, read_json, replaced, share, write_json
 
 
 def fail_with(number: int):
@@ -46,3 +50,59 @@ def test_hashes_are_sha256_by_relative_path(tmp_path):
         "a": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
         "b/x": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
     }
+
+
+def test_a_folder_is_replaced_when_it_is_whole_and_left_alone_when_not(tmp_path):
+    out = tmp_path / "out"
+    for text in ("one", "two"):
+        with held(out), replaced(out) as folder:
+            (folder / "a.txt").write_text(text)
+        assert (out / "a.txt").read_text() == text
+    for error in (OSError(errno.ENOSPC, "No space left on device"), ValueError("bug")):
+        with pytest.raises((UserError, ValueError)), held(out), replaced(out) as folder:
+            (folder / "a.txt").write_text("three")
+            raise error
+    assert (out / "a.txt").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_processes_do_not_write_one_place(tmp_path):
+    with held(tmp_path / "out"):
+        with pytest.raises(UserError, match="another process is writing it: wait for it"), held(tmp_path / "out"):
+            pass
+        with held(tmp_path / "other"):
+            pass
+    with held(tmp_path / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_half_written_file(tmp_path):
+    """RLIMIT_FSIZE stands in for the full disk: a write past it gives EFBIG."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from rlhf.files import write_text\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "write_text(Path(sys.argv[1]) / 'report.html', 'x' * 5000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "UserError" in done.stderr and "report.html: cannot write: File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_have_the_mode_of_the_umask(tmp_path):
+    from safetensors.torch import save_file
+
+    before = os.umask(0o027)
+    try:
+        save_file({"a": torch.zeros(2)}, str(tmp_path / "model.safetensors"))
+        (tmp_path / "config.json").write_text("{}")
+        share(tmp_path)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe{}", b"[" * 100_000, None], ids=["torn", "utf8", "deep", "folder"])
+def test_a_damaged_file_is_no_value(tmp_path, content):
+    path = tmp_path / "a.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    assert read_json(path) is None

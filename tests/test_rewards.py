@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, combine_scores, load_function
+from rlhf.runs.sources import hash_sources
 
 CPU = torch.device("cpu")
 # Two sources, three responses.
@@ -68,11 +70,43 @@ def test_a_function_in_the_working_directory_is_found(tmp_path, monkeypatch):
     assert FunctionReward("pays_by_length:reward", CPU)(episodes("abc")).tolist() == [3.0]
 
 
+def test_a_function_in_a_file_is_found_by_its_path(tmp_path):
+    path = tmp_path / "pays.py"
+    path.write_text("def reward(p, r, m):\n    return [len(x) for x in r]\n")
+    assert FunctionReward(f"{path}:reward", CPU)(episodes("abc")).tolist() == [3.0]
+    path.write_text("def reward(p, r):\n    return [len(x) for x in r]\n")
+    with pytest.raises(
+        UserError, match=r"pays.py:reward: takes \(p, r\) .* is called as f\(prompts, responses, metadata"
+    ):
+        load_function(f"{path}:reward")
+    path.write_text("def reward(p, r, m):\n    return [1 / len(x) for x in r]\n")
+    with pytest.raises(UserError, match=r"reward: raised ZeroDivisionError: division by zero \(pays.py:2\)"):
+        FunctionReward(f"{path}:reward", CPU)(episodes(""))
+    path.write_text("def reward(p, r, m:\n")
+    with pytest.raises(UserError, match=r"cannot be imported \(SyntaxError"):
+        load_function(f"{path}:reward")
+
+
+def test_a_functions_code_is_part_of_a_stages_data(tmp_path):
+    path = tmp_path / "pays.py"
+    path.write_text("def reward(p, r, m):\n    return [len(x) for x in r]\n")
+    config = Config()
+    config.ppo.rewards = [f"{path}:reward", "json:dumps"]
+    before = hash_sources(config, "ppo")
+    assert set(before) == {f"reward:{path}:reward", "reward:json:dumps"}
+    assert hash_sources(config, "rejection") == hash_sources(config, "evaluate") == before and not hash_sources(
+        config, "sft"
+    )
+    path.write_text("def reward(p, r, m):\n    return [-len(x) for x in r]\n")
+    assert hash_sources(config, "ppo") != before
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("json", "want module:name"),
         ("no_such_module_here:f", "cannot be imported"),
+        ("no_such_file.py:f", "no such file"),
         ("json:no_such_function", "cannot be imported"),
         ("json:__name__", "is no function but a str"),
     ],

@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import json
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,11 +14,12 @@ import yaml
 from rlhf.cli import schema_keys
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import hash_files
+from rlhf.files import hash_files, sha256_file
 from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
 from rlhf.runs.lineage import git_state
+from rlhf.runs.replacing import beside, set_aside, under_way
 from rlhf.runs.sources import hash_sources
 
 from .test_checkpoints import checkpoint, sealed
@@ -169,12 +172,79 @@ def test_a_complete_stage_is_refused_and_left_alone(config):
     assert hash_files(folder) == before
 
 
-def test_overwrite_begins_with_an_empty_folder(config):
+def test_overwrite_leaves_the_old_stage_until_the_new_one_is_complete(config):
     folder = run_stage(config, "tokenizer", "old")
     (folder / "stray.txt").touch()
+    before = hash_files(folder)
     with runs.open_stage(changed(config, overwrite=True), "tokenizer") as stage:
-        assert not stage.resumed
-        assert sorted(p.name for p in folder.iterdir()) == [".lock", "config.yaml", "stage.json"]
+        assert not stage.resumed and stage.folder == beside(folder) and under_way(folder) == stage.folder
+        assert sorted(p.name for p in stage.folder.iterdir()) == [".lock", "config.yaml", "stage.json"]
+        stage.model.mkdir()
+        (stage.model / "weights.txt").write_text("new")
+        assert hash_files(folder) == before
+        runs.check_output(folder)
+        stage.finish()
+    assert stage.folder == folder == under_way(folder)
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["tokenizer"]
+    assert (folder / "model" / "weights.txt").read_text() == "new" and not (folder / "stray.txt").exists()
+    assert runs.check_output(folder)["status"] == "complete"
+
+
+@pytest.mark.parametrize(
+    "mistake", [UserError("device=cuda: no GPU"), ValueError("bug"), OSError(errno.ENOENT, "gone")]
+)
+def test_an_overwrite_that_fails_at_once_loses_nothing_and_leaves_nothing(config, mistake):
+    folder = run_stage(config, "tokenizer", "old")
+    before = hash_files(folder)
+    with pytest.raises(type(mistake)), runs.open_stage(changed(config, overwrite=True), "tokenizer"):
+        raise mistake
+    assert hash_files(folder) == before and sorted(p.name for p in folder.parent.iterdir()) == ["tokenizer"]
+    runs.check_output(folder)
+
+
+def test_an_interrupted_overwrite_is_resumed(config):
+    folder = run_stage(config, "tokenizer", "old")
+    again = changed(config, overwrite=True)
+    interrupt(again, "tokenizer")
+    assert runs.check_output(folder)["status"] == "complete"
+    with pytest.raises(UserError, match="already has a complete tokenizer"):
+        run_stage(config, "tokenizer")
+    with runs.open_stage(again, "tokenizer") as stage:
+        assert stage.resumed and stage.elapsed() >= 100 and latest_checkpoint(stage.checkpoints) is not None
+        stage.finish()
+    interrupt(again, "tokenizer")
+    other = changed(again, tokenizer__vocab_size=400)
+    with runs.open_stage(other, "tokenizer") as stage:  # what an overwrite left for other settings is in nobody's way
+        assert not stage.resumed and not stage.checkpoints.exists()
+        stage.finish()
+    assert runs.read_stage(folder)["settings"]["tokenizer.vocab_size"] == 400
+
+
+@pytest.mark.parametrize("killed", ["between", "after"])
+def test_a_kill_during_the_swap_is_settled(config, killed):
+    folder = run_stage(config, "tokenizer", "old")
+    shutil.copytree(folder, beside(folder))
+    (beside(folder) / "model" / "weights.txt").write_text("new")
+    folder.rename(set_aside(folder))
+    if killed == "after":
+        beside(folder).rename(folder)
+    with pytest.raises(UserError, match="already has a complete tokenizer"):
+        run_stage(config, "tokenizer")
+    assert (folder / "model" / "weights.txt").read_text() == "new"
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["tokenizer"]
+
+
+def test_a_stage_that_did_no_step_is_not_begun(config):
+    with (
+        pytest.raises(UserError, match="no such file"),
+        runs.open_stage(config, "tokenizer", {"corpus:a": "0f"}) as stage,
+    ):
+        raise UserError("no such file")
+    assert not stage.folder.exists()
+    with contextlib.suppress(Killed), runs.open_stage(config, "tokenizer", {"corpus:a": "0f"}):
+        raise Killed
+    assert runs.read_stage(stage.folder)["status"] == "running"
+    run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer")
 
 
 class Killed(BaseException):
@@ -224,16 +294,22 @@ def test_an_interrupted_stage_is_not_resumed_on_other_data(config):
         run_stage(config, "tokenizer", data={"corpus:a.txt": "1f"})
 
 
-@pytest.mark.parametrize("record", [None, "{", "[]"], ids=["absent", "torn", "no record"])
-def test_files_without_a_record_are_not_deleted(config, record):
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (None, r"no readable stage.json but other files \(.*thesis.txt\): choose another run=…"),
+        ("{", r"stage.json: damaged \(Expecting property name"),
+        ("[]", r"stage.json: damaged \(Input should be a valid dictionary"),
+    ],
+    ids=["absent", "torn", "no record"],
+)
+def test_files_without_a_record_are_not_deleted(config, record, told):
     folder = runs.stage_folder(config, "tokenizer")
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("years of work")
     if record is not None:
         (folder / "stage.json").write_text(record)
-    with pytest.raises(
-        UserError, match=r"no readable stage.json but other files \(.*thesis.txt\): choose another run=…"
-    ):
+    with pytest.raises(UserError, match=told):
         run_stage(config, "tokenizer")
     assert (folder / "thesis.txt").read_text() == "years of work"
     run_stage(changed(config, overwrite=True), "tokenizer")
@@ -249,17 +325,19 @@ def test_a_try_that_died_before_its_first_record_is_no_obstacle(config):
     assert not (folder / ".stage.json.17.tmp").exists()
 
 
-def test_a_removal_that_is_cut_short_leaves_a_stage_that_is_noticed(config, monkeypatch):
-    folder = run_stage(config, "tokenizer")
-    monkeypatch.setattr(Path, "unlink", fail_with(errno.EIO))
+def test_a_swap_that_the_disk_refuses_leaves_the_old_stage(config, monkeypatch):
+    folder = run_stage(config, "tokenizer", "old")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == beside(folder):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(UserError, match="cannot write: Input/output error: check the disk"):
-        run_stage(changed(config, overwrite=True), "tokenizer")
-    monkeypatch.undo()
-    assert runs.is_complete(folder)
-    with pytest.raises(
-        UserError, match=r"weights.txt: missing, tokenizer wrote it: run `rlhf tokenizer overwrite=true`"
-    ):
-        runs.check_output(folder)
+        run_stage(changed(config, overwrite=True), "tokenizer", "new")
+    assert runs.check_output(folder) and (folder / "model" / "weights.txt").read_text() == "old"
 
 
 def test_two_processes_do_not_work_on_one_stage(config):
@@ -376,6 +454,20 @@ def test_a_parent_whose_file_is_gone_or_changed(config):
     with pytest.raises(
         UserError, match=r"weights.txt: missing, tokenizer wrote it: run `rlhf tokenizer overwrite=true`"
     ):
+        run_stage(config, "pretrain")
+
+
+@pytest.mark.parametrize("edit", ["settings", "weights"])
+def test_a_parent_whose_record_was_edited(config, edit):
+    folder = run_stage(config, "tokenizer")
+    record = runs.read_stage(folder)
+    if edit == "settings":
+        record["settings"]["tokenizer.vocab_size"] = 1
+    else:
+        (folder / "model" / "weights.txt").write_text("other")
+        record["files"]["model/weights.txt"] = sha256_file(folder / "model" / "weights.txt")
+    (folder / "stage.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"stage.json: changed since tokenizer wrote it \(its hash"):
         run_stage(config, "pretrain")
 
 

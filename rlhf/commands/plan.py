@@ -3,14 +3,12 @@
 Nothing runs and nothing is loaded: the numbers are closed forms (`rlhf.planning`), explained in docs/planning.md.
 """
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 from rlhf.config import PlanConfig
 from rlhf.errors import UserError
-from rlhf.files import disk_error
+from rlhf.files import write_json
 from rlhf.planning.plan import GB, PARTS, STAGES, make_plan, peak_bytes
 from rlhf.terminal import say
 
@@ -28,18 +26,14 @@ def run(config: PlanConfig) -> None:
 def write_plan(plan: dict[str, Any], out: Path, overwrite: bool) -> Path:
     """Write `plan` as JSON to a file, or as plan.json into a folder; whole or not at all.
 
-    Raises: UserError where a file is there already, or the disk refuses.
+    Raises: UserError if there is no such folder, a file is there already, or the disk refuses.
     """
     path = out if out.suffix == ".json" else out / "plan.json"
+    if not path.parent.is_dir():
+        raise UserError(f"out={out}: there is no folder {path.parent}: make it first, or choose another out=…")
     if path.exists() and not overwrite:
         raise UserError(f"{path}: exists already: choose another out=…, or add overwrite=true")
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise disk_error(error, path) from error
+    write_json(path, plan)
     return path
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import disk_error
-from rlhf.runs.folders import NAME
+from rlhf.runs.folders import NAME, refuse_inside_stage
 from rlhf.terminal import say
 
 
@@ -28,6 +28,7 @@ def rewrite_arguments(arguments: list[str]) -> list[str]:
 def run(config: Config) -> None:
     """Write the page, and the figures where report.figures names a folder. Raises: UserError for an unknown run."""
     folders = run_folders(config)
+    check_out(config)
     say(f"report: {write(*folders, out=config.report.out)}")
     if config.report.figures is not None:
         from rlhf.report.page import write_figures
@@ -38,6 +39,22 @@ def run(config: Config) -> None:
         except OSError as error:
             raise disk_error(error, target) from error
         say(f"report: {len(paths)} figures -> {target}")
+
+
+def check_out(config: Config) -> None:
+    """Raises: UserError if report.out or report.figures would write over what is no report."""
+    if config.report.figures is not None:
+        refuse_inside_stage(Path(config.report.figures), "report.figures")
+    if config.report.out is None:
+        return
+    out = Path(config.report.out)
+    refuse_inside_stage(out, "report.out")
+    if out.is_dir():
+        raise UserError(f"report.out={out}: is a folder, want a file: add a name such as report.html")
+    if out.exists() and not config.overwrite:
+        with out.open("rb") as file:
+            if not file.read(15).lower().startswith(b"<!doctype html"):
+                raise UserError(f"report.out={out}: exists and is no report: choose another, or add overwrite=true")
 
 
 def run_folders(config: Config) -> list[Path]:

@@ -4,8 +4,6 @@ What the labelers' tool exports comes back with `rlhf import`. Not here: the fil
 gold world's own labelers (`stages/label.py`).
 """
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import prompt_key, record_split
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
-from rlhf.files import disk_error, read_json, sha256_file, write_json
-from rlhf.runs.folders import check_output, run_folder, stage_folder
+from rlhf.files import held, read_json, replaced, sha256_file, write_json
+from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.sources import data_source, fractions, need_source
 from rlhf.terminal import say
 from rlhf.tracking.progress import progress
@@ -40,6 +38,14 @@ def run(config: Config) -> None:
             f"sample.responses={settings.responses}: want 2 to {MOST_RESPONSES}, since one response cannot be ranked"
         )
     out = Path(settings.out) if settings.out else run_folder(config) / "sample"
+    refuse_inside_stage(out, "sample.out")
+    with held(out):
+        sample_into(config, out)
+
+
+def sample_into(config: Config, out: Path) -> None:
+    """As `run`, into a folder that no other process writes."""
+    settings = config.sample
     check_free(out, config.overwrite)
     folder = stage_folder(config, settings.stage)
     made = check_output(folder)
@@ -55,10 +61,8 @@ def run(config: Config) -> None:
         )
 
     # 2. Write
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     most = max(len(task.responses) for task in tasks)
-    try:
-        temporary.mkdir(parents=True)
+    with replaced(out) as temporary:
         files, count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
         step = next_step(out, settings.tool, settings.interface, most)
         (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
@@ -70,13 +74,6 @@ def run(config: Config) -> None:
                        "too_long": too_long, "already_labelled": labelled},
             "files": {name: sha256_file(temporary / name) for name in files},
         })  # fmt: skip
-        if out.exists():
-            shutil.rmtree(out)
-        temporary.rename(out)
-    except OSError as error:
-        raise disk_error(error, out) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     report(config, tasks, count, out, alike=alike, too_long=too_long, labelled=labelled)
     say(f"sample: next: {step}")
 

@@ -5,7 +5,9 @@ without an end token (`rlhf.ops.ppo`), and training (`rlhf.stages.reward`).
 """
 
 import importlib
-import sys
+import importlib.util
+import inspect
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.ops.ppo import apply_missing_eos
+from rlhf.runs.sources import function_source
 
 
 class Episodes(NamedTuple):
@@ -65,7 +68,7 @@ class TextReward:
 
 
 class FunctionReward:
-    """A Python function `module:name`, called as f(prompts, responses, metadata) -> one number a response.
+    """A Python function `module:name` or `file.py:name`, called as f(prompts, responses, metadata) -> one number a response.
 
     prompts: lists of {"role", "content"}; responses: strings; metadata: what the prompt's record carries.
     """
@@ -75,7 +78,12 @@ class FunctionReward:
 
     def __call__(self, episodes: Episodes) -> Tensor:
         prompts = [[{"role": m.role, "content": m.content} for m in record.prompt] for record in episodes.records]
-        returned = self.function(prompts, episodes.texts, [record.metadata for record in episodes.records])
+        try:
+            returned = self.function(prompts, episodes.texts, [record.metadata for record in episodes.records])
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(f"reward function {self.name}: raised {type(error).__name__}: {error} "
+                            f"({Path(last.filename).name}:{last.lineno}): correct the function") from error  # fmt: skip
         found = list(returned) if isinstance(returned, Iterable) else []
         if len(found) != len(prompts):
             raise UserError(f"reward function {self.name}: returned {len(found)} numbers for {len(prompts)} responses: "
@@ -87,18 +95,33 @@ class FunctionReward:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `module:name` names; modules of the working directory are found too. Raises: UserError."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise UserError(f"reward function {name!r}: want module:name")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    """The function that `module:name` or `file.py:name` names; modules of the working directory are found too.
+
+    Raises: UserError if there is none, or it does not take three arguments.
+    """
+    place, _, attribute = name.rpartition(":")
+    source = function_source(name)
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"reward function {name}: cannot be imported ({error}): check module and name") from error
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(f"reward_function_{Path(place).stem}", source)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        function = getattr(module, attribute)
+    except Exception as error:  # whatever the code of a module raises
+        raise UserError(f"reward function {name}: cannot be imported ({type(error).__name__}: {error}): check module and "
+                        "name") from error  # fmt: skip
     if not callable(function):
         raise UserError(f"reward function {name}: is no function but a {type(function).__name__}")
+    try:
+        inspect.signature(function).bind([], [], [])
+    except TypeError as error:
+        raise UserError(f"reward function {name}: takes {inspect.signature(function)} ({error}), is called as "
+                        "f(prompts, responses, metadata): give it these arguments") from None  # fmt: skip
+    except ValueError:  # a builtin without a signature
+        pass
     return function
 
 

@@ -5,11 +5,11 @@ model, and leaves out what is not there yet: a half-done run has a report too. M
 the template escapes everything, and the page's content policy allows neither scripts nor requests.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.files import write_text
 from rlhf.recipe import PIPELINE
 from rlhf.report import evaluation as report_evaluation
 from rlhf.report import overview as report_overview
@@ -88,9 +88,7 @@ def write_report(*folders: Path, path: Path | None = None) -> Path:
     page = make_page([read_run(folder) for folder in folders])
     path = folders[0] / "report.html" if path is None else path
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-    temporary.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
+    write_text(path, page)
     return path
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
+from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, write_json
+from rlhf.runs.records import read_record
 
 MANIFEST = "manifest.json"
 # torch.save's words for a full disk; safetensors says "os error 28".
@@ -22,6 +23,7 @@ def seal(folder: Path, figure: float | None = None) -> None:
 
     figure: the stage's held-out figure at this step, the higher the better; what `checkpoints.keep_best` goes by.
     """
+    share(folder)
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -35,12 +37,18 @@ def seal(folder: Path, figure: float | None = None) -> None:
             os.close(number)
 
 
+def read_manifest(folder: Path) -> dict | None:
+    """A checkpoint's manifest, or None if there is none that can be used."""
+    try:
+        return read_record(folder / MANIFEST, "manifest")
+    except UserError:
+        return None
+
+
 def is_whole(folder: Path) -> bool:
     """Whether every file of a checkpoint is there with the hash that its manifest states."""
-    manifest = read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict) or not manifest.get("files"):
-        return False
-    return all(
+    manifest = read_manifest(folder)
+    return manifest is not None and all(
         (folder / name).is_file() and sha256_file(folder / name) == digest for name, digest in manifest["files"].items()
     )
 
@@ -127,9 +135,8 @@ def checkpoint_due(settings: CheckpointConfig, step: int, seconds: float) -> boo
 
 def checkpoint_figure(folder: Path) -> float | None:
     """The held-out figure that a checkpoint was sealed with."""
-    manifest = read_json(folder / MANIFEST)
-    figure = manifest.get("figure") if isinstance(manifest, dict) else None
-    return float(figure) if isinstance(figure, int | float) else None
+    figure = (read_manifest(folder) or {}).get("figure")
+    return None if figure is None else float(figure)
 
 
 def remove_checkpoint(folder: Path) -> None:

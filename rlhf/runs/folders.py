@@ -28,12 +28,14 @@ from rlhf import __version__
 from rlhf.config import Config, ParentsConfig
 from rlhf.config.setting import RESULT, ROUNDING, get, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, disk_error, hash_files, read_json, sha256_file, write_json
+from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, write_json
 from rlhf.precision import precision_of
 from rlhf.processes import is_first
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
 from rlhf.runs.lineage import git_state
+from rlhf.runs.records import read_record
+from rlhf.runs.replacing import beside, settle, swap
 from rlhf.terminal import say
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -112,6 +114,17 @@ def rounds_before(run: Path) -> list[Path]:
     return found + [earlier for folder in found for earlier in rounds_before(folder)]
 
 
+def refuse_inside_stage(path: Path, key: str) -> None:
+    """Raises: UserError for a place of output inside a stage's folder, or one that contains stages."""
+    whole = path.absolute()
+    inside = next((p for p in (whole, *whole.parents) if (p / "stage.json").exists()), None)
+    if inside is not None:
+        raise UserError(f"{key}={path}: lies in the folder of a stage, {inside}: choose another place")
+    below = next(whole.glob("*/stage.json"), None) if whole.is_dir() else None
+    if below is not None:
+        raise UserError(f"{key}={path}: contains stages ({below.parent.name}): choose another place")
+
+
 def is_needed(config: Config, stage: str) -> bool:
     return config.gold.enabled or stage not in GOLD_STAGES
 
@@ -123,8 +136,8 @@ def hash_of(record: dict) -> str:
 
 
 def read_stage(folder: Path) -> dict | None:
-    record = read_json(folder / "stage.json")
-    return record if isinstance(record, dict) else None
+    """A stage's record, or None if there is none. Raises: UserError if it is damaged."""
+    return read_record(folder / "stage.json", "stage")
 
 
 def is_complete(folder: Path) -> bool:
@@ -144,6 +157,9 @@ def check_output(folder: Path, stage: str | None = None) -> dict:
         )
     if record.get("status") != "complete":
         raise UserError(f"{folder}: {stage} is not finished: run `rlhf {stage}` again, it resumes")
+    if hash_of(record) != record["hash"]:
+        raise UserError(f"{folder / 'stage.json'}: changed since {stage} wrote it (its hash is not that of its settings, "
+                        f"parents and files): restore it, or run `rlhf {stage} overwrite=true` again")  # fmt: skip
     for name, digest in record["files"].items():
         path = folder / name
         if not path.is_file():
@@ -232,6 +248,7 @@ class Stage:
     started: float = field(default_factory=time.monotonic)
     steps: int | None = None  # how many it will take in all, once that is known
     writes: bool = True  # false on every rank but the first, which speaks and writes for all
+    replaces: Path | None = None  # with overwrite=true the folder whose place this one takes when it is complete
 
     @property
     def checkpoints(self) -> Path:
@@ -274,9 +291,15 @@ class Stage:
             return
         skip = ("checkpoints", "stage.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "wandb", "tensorboard",
                 ".lock")  # fmt: skip
+        share(self.folder)
         record = self.record("complete") | {"summary": summary or {}, "files": hash_files(self.folder, skip)}
         record["hash"] = hash_of(record)
         write_json(self.folder / "stage.json", record)
+        if self.replaces is not None:
+            swap(self.replaces)
+            self.folder, self.replaces = self.replaces, None
+        else:
+            shutil.rmtree(beside(self.folder), ignore_errors=True)
         if self.config.tracking.artifacts and self.config.tracking.kind == "wandb":
             from rlhf.tracking.artifacts import publish
 
@@ -300,15 +323,47 @@ class Stage:
 def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
     """Begin or resume a stage: check parents, refuse what would be overwritten, hold a lock while it runs.
 
+    With overwrite=true the stage is written beside the one that is there, which stays until the new one is complete.
+
     Raises: UserError when the stage is complete (and overwrite is false), was begun with other settings, is being
     run by another process, when files of someone else's lie there, when the disk is full, or when a parent does not
     fit.
     """
     folder = run_folder(config) / name
     parents = collect_parents(config, name)
-    if not is_first():
-        yield Stage(config, name, folder, parents, data or {}, writes=False)
+    place, replaces = (beside(folder), folder) if config.overwrite else (folder, None)
+    stage = Stage(config, name, place, parents, data or {}, writes=is_first(), replaces=replaces)
+    if not stage.writes:
+        yield stage
         return
+    with _lock(folder), _lock(stage.folder) if config.overwrite else contextlib.nullcontext():
+        settle(folder)
+        recorded = _begin_or_resume(stage)
+        folders = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
+        built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
+        stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
+        if recorded is not None:
+            _tell_other_rounding(stage, recorded)
+        stage.note_progress()
+        try:
+            _write_config(config, stage.folder)
+            yield stage
+        except OSError as error:
+            _discard_beginning(stage)
+            if error.errno in DISK_ERRORS:
+                raise disk_error(error, Path(error.filename or folder)) from error
+            raise
+        except Exception as error:  # a library's own word for a full disk, which is no OSError
+            _discard_beginning(stage)
+            told = checkpoint_error(error, folder)
+            if told is error:
+                raise
+            raise told from error
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made if need be. Raises: UserError if another process holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
@@ -321,33 +376,67 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             raise UserError(
                 f"{folder}: another process is working on it: wait for it, or choose another run=…"
             ) from None
-        stage = Stage(config, name, folder, parents, data or {})
-        recorded = read_stage(folder)
-        if recorded is not None and not config.overwrite:
-            _check_same(stage, recorded)
-            _sweep(folder)
-            stage.resumed = True
-            stage.seconds_before = float(recorded.get("seconds", 0.0))
-        else:
-            _empty(stage, config.overwrite)
-        folders = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
-        built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
-        stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
-        if recorded is not None and stage.resumed:
-            _tell_other_rounding(stage, recorded)
-        stage.note_progress()
-        try:
-            _write_config(config, folder)
-            yield stage
-        except OSError as error:
-            if error.errno in DISK_ERRORS:
-                raise disk_error(error, Path(error.filename or folder)) from error
-            raise
-        except Exception as error:  # a library's own word for a full disk, which is no OSError
-            told = checkpoint_error(error, folder)
-            if told is error:
-                raise
-            raise told from error
+        yield
+
+
+def _begin_or_resume(stage: Stage) -> dict | None:
+    """Prepare the stage's folder: as an interrupted try left it, whose record is returned, or empty.
+
+    Raises: UserError for what may not be replaced.
+    """
+    recorded = _replacement(stage) if stage.replaces is not None else read_stage(stage.folder)
+    misfit = None if recorded is None else _misfit(stage, recorded)
+    if recorded is not None and recorded["status"] == "complete":
+        raise UserError(
+            f"{stage.folder}: run {stage.config.run!r} already has a complete {stage.name}: "
+            "choose another run=…, or add overwrite=true to replace it"
+        )
+    if misfit is not None and has_begun(stage.folder, stage.name):
+        raise UserError(f"{stage.folder}: {misfit}, choose another run=…, or add overwrite=true to start anew")
+    if recorded is None or misfit is not None:
+        _empty(stage, replace_others=recorded is not None or stage.replaces is not None)
+        return None
+    _sweep(stage.folder)
+    stage.resumed = True
+    stage.seconds_before = float(recorded.get("seconds", 0.0))
+    return recorded
+
+
+def _replacement(stage: Stage) -> dict | None:
+    """The record of an interrupted replacement that can go on, or None."""
+    try:
+        recorded = read_stage(stage.folder)
+    except UserError:
+        return None
+    fits = recorded is not None and recorded["status"] == "running" and _misfit(stage, recorded) is None
+    return recorded if fits else None
+
+
+def _misfit(stage: Stage, recorded: dict) -> str | None:
+    """Why what an interrupted try left is not resumed, and what to do; or None."""
+    wanted = settings_of(stage.config, stage.name)
+    if recorded["settings"] != wanted:
+        return f"was begun with other settings ({differences(recorded['settings'], wanted)}): restore them to resume"
+    if recorded["parents"] != stage.parents or recorded["data"] != stage.data:
+        return "was begun on other parents or data than are there now: restore them to resume"
+    return None
+
+
+def has_begun(folder: Path, name: str) -> bool:
+    """Whether a stage has done work that a resumed one continues from: a whole checkpoint, or what its row names."""
+    kept = STAGES[name].kept_work if name in STAGES else ()
+    return any(folder.glob("checkpoints/*/manifest.json")) or any((folder / path).exists() for path in kept)
+
+
+def _discard_beginning(stage: Stage) -> None:
+    """Of a stage that failed before it did anything, leave nothing."""
+    left = {path.name for path in stage.folder.iterdir()}
+    empty = all(not path.stat().st_size for path in stage.folder.glob("*.jsonl"))
+    if not empty or not left <= {"stage.json", "config.yaml", ".lock", "metrics.jsonl", "samples.jsonl"}:
+        return
+    for folder in (stage.folder, *([] if stage.replaces is None else [stage.replaces])):
+        if folder == stage.folder or {path.name for path in folder.iterdir()} <= {".lock"}:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tell_other_rounding(stage: Stage, recorded: dict) -> None:
@@ -381,11 +470,11 @@ def _sweep(folder: Path) -> None:
             path.unlink()
 
 
-def _empty(stage: Stage, overwrite: bool) -> None:
+def _empty(stage: Stage, replace_others: bool) -> None:
     """Remove what lies in a stage's folder; the record goes last, so that an interrupted removal is noticed."""
     found = [path for path in stage.folder.iterdir() if path.name != ".lock"]
     strangers = sorted(path.name for path in found if not path.name.startswith("."))
-    if strangers and not overwrite:
+    if strangers and not replace_others:
         raise UserError(
             f"{stage.folder}: has no readable stage.json but other files ({', '.join(strangers[:3])}): choose another "
             f"run=…, or run `rlhf {stage.name} overwrite=true` to replace them"
@@ -402,22 +491,3 @@ def _write_config(config: Config, folder: Path) -> None:
     import yaml
 
     (folder / "config.yaml").write_text(yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True))
-
-
-def _check_same(stage: Stage, recorded: dict) -> None:
-    wanted = settings_of(stage.config, stage.name)
-    if recorded.get("status") == "complete":
-        raise UserError(
-            f"{stage.folder}: run {stage.config.run!r} already has a complete {stage.name}: "
-            "choose another run=…, or add overwrite=true to replace it"
-        )
-    if recorded.get("settings") != wanted:
-        raise UserError(
-            f"{stage.folder}: was begun with other settings ({differences(recorded.get('settings', {}), wanted)}): "
-            "restore them to resume, choose another run=…, or add overwrite=true to start anew"
-        )
-    if recorded.get("parents") != stage.parents or recorded.get("data") != stage.data:
-        raise UserError(
-            f"{stage.folder}: was begun on other parents or data than are there now: "
-            "choose another run=…, or add overwrite=true to start anew"
-        )

@@ -1,5 +1,7 @@
 """Where a stage's data comes from, and the hashes that tie a stage to it. Imports neither torch nor transformers."""
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIX
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
-from rlhf.recipe import STAGES, gold_file
+from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
 
 
@@ -50,6 +52,29 @@ def is_function(name: str) -> bool:
     return ":" in name and not Path(name).exists()
 
 
+def function_source(name: str) -> Path | None:
+    """The file of code that a reward function `module:name` or `file.py:name` comes from; None for what has none.
+
+    Modules of the working directory are found too. Raises: UserError if there is no such module or file.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise UserError(f"reward function {name!r}: want module:name or file.py:name")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise UserError(f"reward function {name}: {place}: no such file: check the path")
+        return Path(place)
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(place)
+    except Exception as error:  # of a package on the way, which is imported
+        raise UserError(f"reward function {name}: cannot be imported ({type(error).__name__}: {error})") from error
+    if spec is None:
+        raise UserError(f"reward function {name}: cannot be imported (no module {place!r}): check module and name")
+    return Path(spec.origin) if spec.origin is not None and Path(spec.origin).is_file() else None
+
+
 def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
     """ppo.rewards as a list, in which None is the run's own reward model, and a weight each."""
     given, weights = config.ppo.rewards, config.ppo.reward_weights
@@ -71,12 +96,22 @@ def reward_folder(config: Config, name: str | None) -> Path:
                     "stage's folder, nor a function module:name: check the name")  # fmt: skip
 
 
-def hash_other_stages(config: Config) -> dict[str, str]:
-    """Hashes of what PPO builds on besides its parents: other runs' reward models, the corpus of PPO-ptx."""
+def hash_rewards(config: Config) -> dict[str, str]:
+    """Hashes of what scores responses besides the run's own reward model: other runs' ones, the files of functions."""
     found = {}
     for name in reward_sources(config)[0]:
-        if name is not None and not is_function(name):
+        if name is None:
+            continue
+        if not is_function(name):
             found[f"reward:{name}"] = check_output(reward_folder(config, name), "reward")["hash"]
+        elif (source := function_source(name)) is not None:
+            found[f"reward:{name}"] = sha256_file(source)
+    return found
+
+
+def hash_ptx_corpus(config: Config) -> dict[str, str]:
+    """The hash of the pretraining stage whose corpus PPO-ptx reads."""
+    found = {}
     if config.ppo.ptx_coef and is_complete(stage_folder(config, "pretrain")):
         found["pretrain"] = check_output(stage_folder(config, "pretrain"), "pretrain")["hash"]
     return found
@@ -106,7 +141,9 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     if stage == "reward" and config.reward.model is not None and Path(config.reward.model).is_dir():
         files = sorted(path for path in Path(config.reward.model).iterdir() if path.is_file())
         found |= {f"reward.model:{path.name}": sha256_file(path) for path in files}
-    return found | (hash_other_stages(config) if stage in ("ppo", "rejection") else {})
+    if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
+        found |= hash_rewards(config)
+    return found | (hash_ptx_corpus(config) if stage == "ppo" else {})
 
 
 def _check_import(config: Config, folder: Path) -> str:

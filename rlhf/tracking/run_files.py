@@ -13,6 +13,7 @@ from typing import Any
 from rlhf.recipe import GOLD_STAGES, PIPELINE
 from rlhf.report.charts import Points
 from rlhf.report.figures import is_number
+from rlhf.runs.replacing import under_way
 from rlhf.tracking.jsonl import read_json, read_jsonl
 from rlhf.tracking.metrics import find
 from rlhf.tracking.progress import format_seconds
@@ -52,14 +53,20 @@ def read_points(rows: Iterable[dict[str, Any]]) -> Points:
 
 
 def read_stage(folder: Path) -> StageFiles:
-    """Reads a stage's folder; a missing one is a stage that was not started."""
+    """Reads a stage's folder; a missing one is a stage that was not started.
+
+    Of a stage that is being replaced it is the complete one, or its replacement if there is no complete one.
+    """
+    name = folder.name
+    if not (folder / "stage.json").is_file():
+        folder = under_way(folder)
     if not folder.is_dir():
-        return StageFiles(folder.name, "not started")
+        return StageFiles(name, "not started")
     record = read_json(folder / "stage.json")
     config = folder / "config.yaml"
     rows = list(read_jsonl(folder / "metrics.jsonl"))
     return StageFiles(
-        folder.name,
+        name,
         "complete" if record.get("status") == "complete" else "unfinished",
         record,
         read_points(rows),

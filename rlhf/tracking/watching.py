@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf.recipe import PIPELINE, ROUND_STAGES
 from rlhf.report.figures import is_number
+from rlhf.runs.replacing import under_way
 from rlhf.terminal import printable
 from rlhf.tracking.jsonl import parse_line, read_json
 from rlhf.tracking.progress import format_figure, format_seconds
@@ -62,11 +63,17 @@ class Watched:
     """One stage as it stands."""
 
     name: str
-    folder: Path
+    home: Path  # runs/<run>/<stage>
+    folder: Path  # where it works now: a stage that is replaced is written beside the old one
     tail: Tail
     title: str = ""  # what it is called: its name, and of a labelling round before the last its run's too
     record: dict[str, Any] = field(default_factory=dict)
     locked: bool = False
+
+    def follow(self, folder: Path) -> None:
+        """Look at another folder from now on."""
+        if folder != self.folder:
+            self.folder, self.tail, self.record = folder, Tail(folder / "metrics.jsonl"), {}
 
     @property
     def status(self) -> str:
@@ -131,7 +138,8 @@ def is_locked(path: Path) -> bool | None:
 
 
 def watched(folder: Path, name: str, title: str) -> Watched:
-    return Watched(name, folder / name, Tail(folder / name / "metrics.jsonl"), title)
+    home = folder / name
+    return Watched(name, home, home, Tail(home / "metrics.jsonl"), title)
 
 
 class Watch:
@@ -159,6 +167,7 @@ class Watch:
         changed = False
         self._find_rounds()
         for stage in self.stages:
+            stage.follow(under_way(stage.home))
             record = read_json(stage.folder / "stage.json")
             held = is_locked(stage.folder / ".lock")
             # Where the system does not tell, a stage that is not complete counts as running while its files change.

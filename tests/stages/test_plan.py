@@ -1,6 +1,8 @@
 """`rlhf plan`: the table, the verdict, plan.json, and how long it takes to start."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +42,9 @@ def test_the_verdict_is_one_line_that_names_what_would_do(capsys):
 
 def test_a_plan_is_not_overwritten_unasked(capsys, tmp_path):
     path = tmp_path / "a" / "mine.json"
+    with pytest.raises(UserError, match=r"there is no folder .*/a: make it first"):
+        run(capsys, f"out={path}")
+    path.parent.mkdir()
     run(capsys, f"out={path}")
     with pytest.raises(UserError, match=r"mine\.json: exists already: .*overwrite=true"):
         run(capsys, f"out={path}")
@@ -48,10 +53,13 @@ def test_a_plan_is_not_overwritten_unasked(capsys, tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["mine.json"]
 
 
-def test_a_disk_that_refuses_is_one_line(capsys, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write"):
-        run(capsys, f"out={tmp_path / 'file' / 'below'}")
+def test_a_disk_that_refuses_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
+    )
+    with pytest.raises(UserError, match="cannot write: No space left"):
+        run(capsys, f"out={tmp_path}")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_are_written_for_people():

@@ -1,0 +1,116 @@
+"""The JSON files of a run folder, checked against a schema where they are read: a damaged one is one line, no traceback.
+
+Imports pydantic only when a file is read.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf.errors import UserError
+
+Kind = Literal["stage", "manifest", "pipeline", "results"]
+
+
+@functools.cache
+def _schemas() -> dict[str, Any]:
+    from typing import Annotated, Self
+
+    from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+    def inside(name: str) -> str:
+        if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError("a file outside the folder")
+        return name
+
+    Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    Files = dict[Annotated[str, AfterValidator(inside)], Digest]
+
+    class Record(BaseModel):
+        model_config = ConfigDict(extra="allow", strict=True)
+
+    class StageRecord(Record):
+        """stage.json. `files` and `hash` come when the stage is complete."""
+
+        stage: str
+        status: Literal["running", "complete"]
+        settings: dict[str, JsonValue]
+        parents: dict[str, str]
+        data: dict[str, str]
+        seconds: float = 0.0
+        steps: int | None = None
+        config: dict[str, JsonValue] = Field(default_factory=dict)
+        summary: dict[str, float | None] = Field(default_factory=dict)
+        files: Files | None = None
+        hash: Digest | None = None
+
+        @model_validator(mode="after")
+        def has_output(self) -> Self:
+            if self.status == "complete" and (self.files is None or self.hash is None):
+                raise ValueError("complete, but without files or hash")
+            return self
+
+    class Manifest(Record):
+        """manifest.json of a checkpoint."""
+
+        files: Annotated[Files, Field(min_length=1)]
+        figure: float | None = None
+
+    class Row(Record):
+        state: str
+        seconds: float | None = None
+        peak_rss_mb: float | None = None
+        summary: dict[str, float | None] | None = None
+
+    class Pipeline(Record):
+        """pipeline.json."""
+
+        run: str
+        stages: dict[str, Row]
+
+    class Interval(Record):
+        value: float
+        ci95: tuple[float, float] = Field(strict=False)
+
+    class Gold(Record):
+        win_rate_vs_sft: Interval
+        win_rate_greedy: Interval
+
+    class Results(Record):
+        """evaluate/results.json, as far as other commands read it."""
+
+        kl_to_sft_nats: float
+        gold: Gold | None = None
+
+    return {"stage": StageRecord, "manifest": Manifest, "pipeline": Pipeline, "results": Results}
+
+
+def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
+    """What a run file holds, or None if there is none. Raises: UserError if it is damaged or cannot be read."""
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a folder, want a file: {REMEDY[kind]}") from error
+    from pydantic import ValidationError
+
+    try:
+        value = json.loads(text)
+        _schemas()[kind].model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][:3])
+        raise UserError(f"{path}: damaged ({where + ': ' if where else ''}{first['msg']}): {REMEDY[kind]}") from None
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, nested too deeply
+        raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}): {REMEDY[kind]}") from None
+    return value
+
+
+REMEDY: dict[Kind, str] = {
+    "stage": "restore the file, or run the stage again with overwrite=true",
+    "manifest": "remove the checkpoint",
+    "pipeline": "run `rlhf pipeline` again",
+    "results": "run `rlhf evaluate overwrite=true` again",
+}
