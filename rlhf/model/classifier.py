@@ -21,6 +21,7 @@ from rlhf.data.records import Message
 from rlhf.errors import UserError, reason_of
 from rlhf.model.batching import by_length
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
+from rlhf.model.loading import load_whole
 from rlhf.model.rendering import TextEncoder, TextRow
 
 RECORD = "text_reward.json"  # what makes a model folder one of a TextRewardModel
@@ -77,7 +78,7 @@ class TextRewardModel(nn.Module):
         bare = tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id
         if bare:
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-        network = _read_network(source, config, tokenizer, ignore_mismatched_sizes=True)
+        network = _read_network(source, config, tokenizer, ignore_mismatched_sizes=True, new_head=True)
         if bare:  # only now: its row of the embedding is new
             network.config.pad_token_id = tokenizer.pad_token_id
         return cls(network, tokenizer)
@@ -183,9 +184,7 @@ def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel |
     try:
         ours = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type") == "rlhf_reward"
         if ours:
-            return (
-                RewardModel.from_pretrained(str(path), local_files_only=True, trust_remote_code=False).eval().to(device)
-            )  # type: ignore[arg-type]
+            return load_whole(RewardModel, str(path), local_files_only=True).eval().to(device)
     except (OSError, ValueError, RuntimeError, AttributeError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable reward model ({reason_of(error)}): "
                         "run `rlhf reward overwrite=true` again") from error  # fmt: skip
@@ -220,13 +219,12 @@ def _read_network(source: str, config: Any, tokenizer: Any, own: bool = False, *
             load_model(network, str(Path(source) / "model.safetensors"))
         elif config.is_encoder_decoder:
             network = EncoderClassifier(
-                AutoModel.from_pretrained(source, config=config, dtype=torch.float32, trust_remote_code=False)
+                load_whole(AutoModel, source, headless=True, config=config, dtype=torch.float32)
             )
         else:
             config.num_labels = 1
-            network = AutoModelForSequenceClassification.from_pretrained(
-                source, config=config, dtype=torch.float32, trust_remote_code=False, **keywords
-            )
+            loader = AutoModelForSequenceClassification
+            network = load_whole(loader, source, config=config, dtype=torch.float32, **keywords)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UserError(f"{source}: not a readable text classifier ({reason_of(error)}): "
                         "want a transformers model for which there is a sequence classifier") from error  # fmt: skip

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from rlhf.model.loading import load_whole
 from rlhf.model.trunk import hidden_at
 from rlhf.ops.masked import upcast
 
@@ -68,6 +69,7 @@ class RewardConfig(PreTrainedConfig):
         else:
             self.trunk = copy.deepcopy(self.trunk)
         without_dropout(self.trunk)
+        self.trunk._name_or_path = ""  # where it was loaded from: equal models are equal files
         super().__post_init__(**kwargs)
 
 
@@ -107,7 +109,7 @@ class RewardModel(PreTrainedModel):
         if isinstance(source, PreTrainedModel):
             trunk: Any = source.base_model
         else:
-            trunk = AutoModel.from_pretrained(source, trust_remote_code=False, **kwargs)
+            trunk = load_whole(AutoModel, str(source), headless=True, **kwargs)
         model = cls(RewardConfig(trunk=trunk.config))
         nn.Module.to(model, device=trunk.device, dtype=trunk.dtype)
         model.trunk.load_state_dict(trunk.state_dict())

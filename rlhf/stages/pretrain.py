@@ -12,6 +12,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus, iterate_documents, pack_corpus
 from rlhf.errors import UserError
+from rlhf.files import sha256_file
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.processes import on_first_rank
@@ -72,8 +73,12 @@ def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast") -> PackedCo
 
     def ensure() -> None:
         with contextlib.suppress(UserError):
-            if PackedCorpus.load(folder).tokenizer_hash == tokenizer_hash(tokenizer):
-                return
+            corpus = PackedCorpus.load(folder)
+            if all(sha256_file(folder / name) == digest for name, digest in corpus.sha256.items()):
+                if corpus.tokenizer_hash == tokenizer_hash(tokenizer):
+                    return
+            else:
+                stage.say(f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packed anew")
         documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
         with progress(None, "pretrain: packing", unit="token") as bar:
             pack_corpus(

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from rlhf.config import Config
 from rlhf.errors import UserError, reason_of
 from rlhf.interrupts import request_stop
+from rlhf.model.loading import load_whole
 from rlhf.processes import Ranks, connect, on_first_rank, wait_for_all
 from rlhf.runs.checkpoints import (
     checkpoint_due,
@@ -89,9 +90,8 @@ def load_policy(folder: Path, **overrides: Any) -> Any:
 
     be_quiet()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), local_files_only=True, dtype=torch.float32, trust_remote_code=False, **overrides
-        )
+        loader = transformers.AutoModelForCausalLM
+        model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, **overrides)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{folder}: not a readable model ({reason_of(error)}): run the stage that writes it again"

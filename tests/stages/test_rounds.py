@@ -76,11 +76,8 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     assert rounds_before(run.folder) == [early] and rounds_before(early) == []
 
     whole = read_stage(early / "label")
-    write_json(
-        early / "label" / "stage.json", whole | {"settings": whole["settings"] | {"gold.comparison_prompts": 80}}
-    )
-    with pytest.raises(UserError, match=r"round before had other settings \(gold.comparison_prompts 80 -> 40\)"):
-        run.stage("label", *ROUNDS, "overwrite=true")
+    with pytest.raises(UserError, match=r"round before had other settings \(gold.comparison_prompts 40 -> 30\)"):
+        run.stage("label", *ROUNDS, "gold.comparison_prompts=60", "overwrite=true")
     changed = whole | {"data": {"x": "y"}}
     write_json(early / "label" / "stage.json", changed | {"hash": hash_of(changed)})
     with pytest.raises(UserError, match=r"copy-round-1/reward: built on another label than .*copy-round-1/label"):

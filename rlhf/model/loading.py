@@ -1,0 +1,29 @@
+"""Models from disk, whole: a weight that the file lacks would stay random, one that the model lacks would be dropped."""
+
+import re
+from typing import Any
+
+from rlhf.errors import UserError
+
+LAYER = re.compile(r"\.\d+\.")  # in the name of a weight: it belongs to a numbered layer
+
+
+def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool = False, **keywords: Any) -> Any:
+    """`loader.from_pretrained(source, …)`, which must find every weight of the model in the file, and no other.
+
+    new_head: what is no layer of the trunk may be missing, since it is to be trained; headless: only the trunk is
+    loaded, so that a head in the file is passed over. No code of the folder is run.
+
+    Raises: UserError if weights are missing, left over or of another shape.
+    """
+    model, told = loader.from_pretrained(source, output_loading_info=True, trust_remote_code=False, **keywords)
+    missing, left = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
+    if new_head:
+        missing = [name for name in missing if LAYER.search(name) and name.startswith(model.base_model_prefix)]
+    if headless or new_head:
+        left = [name for name in left if LAYER.search(name)]
+    for names, what in ((missing, "missing from the file"), (left, "not in the model of config.json")):
+        if names:
+            raise UserError(f"{source}: {len(names)} weights are {what} ({', '.join(names[:2])}): the weights do not fit "
+                            "config.json: restore both")  # fmt: skip
+    return model

@@ -1,0 +1,54 @@
+"""A model is loaded whole: no weight stays random, none is dropped, and equal models are equal files."""
+
+import json
+
+import pytest
+import torch
+
+from rlhf.errors import UserError
+from rlhf.files import hash_files
+from rlhf.model.classifier import load_reward_model
+from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.model.heads import RewardModel
+from rlhf.training.setup import load_policy
+
+
+@pytest.fixture
+def policy(tmp_path):
+    torch.manual_seed(0)
+    model = GPTForCausalLM(GPTConfig(vocab_size=32, n_layer=2, n_head=2, width=16, context_length=16))
+    model.save_pretrained(str(tmp_path / "model"))
+    return tmp_path / "model"
+
+
+def edit(path, **values):
+    config = json.loads((path / "config.json").read_text())
+    (config.get("trunk") or config).update(values)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("layers", "told"), [(3, "missing from the file"), (1, "not in the model of config.json")])
+def test_other_numbers_of_layers_are_refused(policy, tmp_path, layers, told):
+    reward = RewardModel.from_causal_lm(str(policy))
+    reward.save_pretrained(str(tmp_path / "reward"))
+    assert load_policy(policy) is not None and load_reward_model(tmp_path / "reward", torch.device("cpu")) is not None
+    for folder in (policy, tmp_path / "reward"):
+        edit(folder, n_layer=layers)
+    with pytest.raises(UserError, match=told):
+        load_policy(policy)
+    with pytest.raises(UserError, match=told):
+        RewardModel.from_causal_lm(str(policy))
+    with pytest.raises(UserError, match=told):
+        load_reward_model(tmp_path / "reward", torch.device("cpu"))
+
+
+def test_a_reward_model_does_not_say_where_its_trunk_came_from(policy, tmp_path):
+    other = tmp_path / "elsewhere"
+    policy.rename(other)
+    hashes = []
+    for place in (other, policy):
+        other.rename(place) if place != other else None
+        torch.manual_seed(1)
+        RewardModel.from_causal_lm(str(place)).save_pretrained(str(tmp_path / "reward"))
+        hashes.append(hash_files(tmp_path / "reward"))
+    assert hashes[0] == hashes[1]
