@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", "data.format", "data.dev", "data.test",
            "data.split_seed")  # fmt: skip
-REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_combine", "ppo.calibrated")
+REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.calibrated")
 
 
 @dataclass(frozen=True, slots=True)

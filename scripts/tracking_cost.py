@@ -51,7 +51,7 @@ def other_seconds() -> float:
 
 def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.cli import compose_config
-    from rlhf.ppo.setup import make_trainer
+    from rlhf.ppo.setup import make_ppo_run
     from rlhf.recipe import ancestors
     from rlhf.runs.folders import open_stage
     from rlhf.runs.sources import hash_sources
@@ -67,7 +67,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
             [*overrides, f"runs_dir={home}", f"run={name}", "ppo.eval_every=1", "ppo.samples_every=1"]
         )
         with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
-            trainer = make_trainer(config, stage, set_up(config))
+            trainer = make_ppo_run(config, stage, set_up(config))
             options: dict[str, Any] = {"run": name, "stage": "ppo", "config": {"seed": config.seed}}
             wandb = Timed(make_tracker("wandb", folder=Path(home) / "on", **options))
             off = make_tracker("silent", folder=Path(home) / "off", **options)

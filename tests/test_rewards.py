@@ -20,24 +20,19 @@ def episodes(*texts: str) -> Episodes:
 
 
 @pytest.mark.parametrize(
-    ("combine", "weights", "wanted"),
+    ("weights", "wanted"),
     [
-        ("sum", [1.0, 1.0], [4.0, 0.0, 1.0]),
-        ("sum", [2.0, -0.5], [0.5, -5.0, 0.75]),  # 2 * 1 - .5 * 3;  2 * -2 - .5 * 2;  2 * .5 - .5 * .5
-        ("mean", [1.0, 3.0], [2.5, 1.0, 0.5]),  # (1 + 9) / 4;  (-2 + 6) / 4;  (.5 + 1.5) / 4
-        ("min", [1.0, 1.0], [1.0, -2.0, 0.5]),
-        ("uncertainty", [1.0, 1.0], [1.0, -2.0, 0.5]),  # mean 2, std 1;  mean 0, std 2;  mean .5, std 0
+        ([1.0, 1.0], [4.0, 0.0, 1.0]),
+        ([2.0, -0.5], [0.5, -5.0, 0.75]),  # 2 * 1 - .5 * 3;  2 * -2 - .5 * 2;  2 * .5 - .5 * .5
     ],
 )
-def test_scores_combine_by_hand(combine, weights, wanted):
-    assert combine_scores(SCORES, weights, combine).tolist() == pytest.approx(wanted)
+def test_scores_combine_by_hand(weights, wanted):
+    assert combine_scores(SCORES, weights).tolist() == pytest.approx(wanted)
 
 
-def test_wrong_weights_and_rules_are_refused():
+def test_wrong_weights_are_refused():
     with pytest.raises(ValueError, match="1 weights for 2 sources"):
-        combine_scores(SCORES, [1.0], "sum")
-    with pytest.raises(ValueError, match="'max' is no rule"):
-        combine_scores(SCORES, [1.0, 1.0], "max")
+        combine_scores(SCORES, [1.0])
 
 
 def test_a_combination_keeps_the_scores_of_its_parts():

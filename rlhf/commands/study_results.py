@@ -19,9 +19,8 @@ from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, 
 from rlhf.evaluation.statistics import win_rate
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
-from rlhf.ppo.held_out import held_out_prompts
 from rlhf.ppo.rewards import pay
-from rlhf.ppo.setup import make_reward
+from rlhf.ppo.setup import held_out_prompts, make_reward
 from rlhf.runs.folders import read_stage, settings_of
 from rlhf.runs.sources import fractions
 from rlhf.stages import evaluate

@@ -144,7 +144,7 @@ class PpoConfig:
     missing_eos_rule: str = setting(
         "min",
         "score of a response without end token; min: at most missing_eos_score",
-        choices=("min", "replace", "subtract", "none"),
+        choices=("min", "replace", "none"),
     )
     missing_eos_score: float = setting(-1.0, "what that rule refers to", any_finite=True)
     truncation: str = setting(
@@ -156,11 +156,6 @@ class PpoConfig:
         None, "reward models (runs or folders) and functions (module:name); none: the run's own", kind="rewards"
     )
     reward_weights: Any = setting(None, "one number per source; none: 1 each", kind="numbers")
-    reward_combine: str = setting(
-        "sum",
-        "of several sources; uncertainty: mean minus a standard deviation, over an ensemble",
-        choices=("sum", "mean", "min", "uncertainty"),
-    )
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)
     ptx_blocks_per_episode: float = setting(8.0, "pretraining blocks per episode", above=0)
     ema_decay: float | None = setting(
@@ -183,7 +178,6 @@ class KlConfig:
     penalty: str = setting(
         "reward", "where it acts: on the tokens' rewards, or (as in GRPO) k3 in the loss", choices=("reward", "loss")
     )
-    stop: float | None = setting(None, "nats per token (approxkl) at which an update ends early; none: never", above=0)
     ceiling: float | None = setting(
         None, "nats per sequence (objective/kl) at which the run ends; none: never", above=0
     )

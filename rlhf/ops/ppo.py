@@ -10,14 +10,14 @@ from torch import Tensor
 
 from rlhf.ops.masked import AllReduce, check_mask, masked_moments, masked_sum, resolve_denominator, upcast
 
-MISSING_EOS_RULES = ("min", "replace", "subtract", "none")
+MISSING_EOS_RULES = ("min", "replace", "none")
 
 
 def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, rule: str = "min") -> Tensor:
     """Lower the score of every response that has no end token.
 
     score := min(score, missing_eos_score)   (rule "min")   or   missing_eos_score   (rule "replace")
-    or   score - |missing_eos_score|   (rule "subtract")   or   score   (rule "none")
+    or   score   (rule "none")
 
     scores (B,) float, calibrated; ended (B,) bool, True where the response has its end token; returns (B,).
 
@@ -34,8 +34,6 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, r
         return torch.where(ended, scores, scores.clamp(max=missing_eos_score))
     if rule == "replace":
         return torch.where(ended, scores, missing_eos_score)
-    if rule == "subtract":
-        return torch.where(ended, scores, scores - abs(missing_eos_score))
     raise ValueError(f"apply_missing_eos: rule is {rule!r}: give one of {', '.join(MISSING_EOS_RULES)}")
 
 

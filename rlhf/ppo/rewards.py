@@ -126,43 +126,23 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 class CombinedReward:
-    """Several sources as one: their weighted sum or mean, the least of them, or mean less standard deviation.
+    """Several sources as one: score = sum_s w_s x_s. `parts` holds each source's scores of the last call, before weights."""
 
-    The last two make an ensemble conservative: a response earns what the most doubtful member grants, or pays for the
-    members' disagreement. `parts` holds each source's scores of the last call, before weights.
-    Source: Coste et al. 2023 (worst-case and uncertainty-weighted optimisation, with coefficient 1).
-    """
-
-    def __init__(self, sources: dict[str, Reward], weights: Sequence[float], combine: str = "sum"):
-        self.sources, self.weights, self.combine = sources, list(weights), combine
+    def __init__(self, sources: dict[str, Reward], weights: Sequence[float]):
+        self.sources, self.weights = sources, list(weights)
         self.parts: dict[str, Tensor] = {}
 
     def __call__(self, episodes: Episodes) -> Tensor:
         self.parts = {name: source(episodes) for name, source in self.sources.items()}
-        return combine_scores(torch.stack(list(self.parts.values())), self.weights, self.combine)
+        return combine_scores(torch.stack(list(self.parts.values())), self.weights)
 
 
-def combine_scores(scores: Tensor, weights: Sequence[float], combine: str) -> Tensor:
-    """(B,) from scores (sources, B) and a weight a source.
-
-    sum: sum_s w_s x_s; mean: that over sum_s w_s; min: min_s w_s x_s; uncertainty: mean less the (biased) standard
-    deviation of w_s x_s over sources.
-
-    Raises: ValueError for an unknown rule, or weights that do not fit.
-    """
+def combine_scores(scores: Tensor, weights: Sequence[float]) -> Tensor:
+    """(B,) from scores (sources, B) and a weight per source: sum_s w_s x_s. Raises: ValueError for weights that do not fit."""
     w = torch.tensor(weights, dtype=scores.dtype, device=scores.device)
     if w.shape != scores.shape[:1]:
         raise ValueError(f"combine_scores: {len(w)} weights for {scores.shape[0]} sources: give one each")
-    weighted = scores * w[:, None]
-    if combine == "sum":
-        return weighted.sum(0)
-    if combine == "mean":
-        return weighted.sum(0) / w.sum()
-    if combine == "min":
-        return weighted.min(0).values
-    if combine == "uncertainty":
-        return weighted.mean(0) - weighted.std(0, correction=0)
-    raise ValueError(f"combine_scores: {combine!r} is no rule: give sum, mean, min or uncertainty")
+    return (scores * w[:, None]).sum(0)
 
 
 def pay(config: Config, scores: Tensor, ended: Tensor) -> Tensor:

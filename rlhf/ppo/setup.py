@@ -1,9 +1,8 @@
-"""What a run of PPO holds: the models by their settings, the prompts, and what pays. Not here: the loop (`ppo.py`)."""
+"""What a run of PPO holds: the models by their settings, the prompts, and what pays. Not here: the loop (`stages/ppo.py`)."""
 
-import contextlib
-import copy
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,94 +11,36 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.chat_template import decode_response
 from rlhf.config import Config
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
-from rlhf.model.trunk import hidden_at
+from rlhf.model.generate import Samples
+from rlhf.model.heads import RewardModel
 from rlhf.ops.kl import AdaptiveKL, FixedKL
-from rlhf.ppo.held_out import held_out_prompts
+from rlhf.ppo.actor_critic import ActorCritic, Reference, add_adapters, make_critic, without_dropout
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
-from rlhf.ppo.ptx import PretrainingBlocks, pretraining_loss
+from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
-from rlhf.ppo.rollout import Rollout, before_responses, logprobs_of_hidden, response_logprobs, unpacked
+from rlhf.ppo.rollout import Prompts, Rollout, RolloutSetup, sample_responses, score_responses
 from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, stage_folder
 from rlhf.runs.sources import fractions, is_function, need_source, reward_folder, reward_sources
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, make_engine, shard_frozen
+from rlhf.training.loop import refuse_nonfinite
 from rlhf.training.setup import check_tokenizer, load_policy
 from rlhf.training.zero import zero_stage
 
 SHARED_VALUE_COEF = 0.1
 
 
-class ActorCritic(nn.Module):
-    """Policy and critic as one module: one engine, one optimizer, a learning rate each.
-
-    critic: a model of its own; or a head (D -> 1) on the policy's trunk; or None where advantages need no values.
-    """
-
-    def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None):
-        super().__init__()
-        self.policy, self.critic = policy, critic
-
-    @property
-    def shared(self) -> bool:
-        return isinstance(self.critic, ScalarHead)
-
-    def forward(self, *arguments: Any, method: str = "evaluate") -> Any:
-        """`evaluate` or another method: an engine knows no other way in."""
-        return getattr(self, method)(*arguments)
-
-    def evaluate(
-        self, batch: Rollout, with_policy: bool = True, entropy_gradient: bool = False
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log-probs, entropies and values, each (B, A), of the batch's responses; None for what is not asked for."""
-        tokens, starts, mask = batch.tokens, batch.prompt_lengths, batch.response_mask
-        before = before_responses(starts, tokens.shape[1], mask)  # (N,)
-        hidden: Any = None
-        logp = entropies = None
-        if with_policy or self.shared:
-            hidden = hidden_at(self.policy.base_model, tokens, before)  # (N, D)
-        if with_policy:
-            chosen = tokens.flatten()[before + 1]
-            logp, entropies = logprobs_of_hidden(self.policy, hidden, chosen, mask, True, entropy_gradient)
-        if self.critic is None:
-            return logp, entropies, None
-        if hidden is not None and not with_policy:
-            hidden = hidden.detach()  # of a shared trunk the head learns alone: the trunk is the policy
-        values = self._values(hidden) if self.shared else self.values_at(tokens, before)
-        return logp, entropies, unpacked(values, mask)
-
-    def values_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Values (N,) after the tokens of (B, T) that `kept` names, by row * T + position."""
-        if isinstance(self.critic, RewardModel):
-            return self.critic.values_at(tokens, kept)
-        return self._values(hidden_at(self.policy.base_model, tokens, kept))
-
-    def policy_logprobs(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
-        """Log-probs (B, A) of the response tokens."""
-        return response_logprobs(self.policy, tokens, starts, mask)[0]
-
-    def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
-        return pretraining_loss(self.policy, batch, denominator)
-
-    def _values(self, hidden: Tensor) -> Tensor:
-        assert isinstance(self.critic, ScalarHead)
-        return self.critic(hidden).squeeze(-1).float()
-
-    def parts(self) -> dict[str, nn.Module]:
-        """{"policy": …, "critic": …}, without a critic that is not there."""
-        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
-
-
 @dataclass(slots=True)
-class Trainer:
+class PpoRun:
     """Everything that one run of PPO holds."""
 
     config: Config
@@ -108,14 +49,15 @@ class Trainer:
     reference: Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs of the SFT model
     reward: Reward
     tokenizer: Any
-    prompts: list[tuple[PromptRecord, list[int]]]  # of the training split, with their tokens
-    held_out: list[tuple[PromptRecord, list[int]]]  # of the dev split: what the policy is looked at with
+    prompts: Prompts  # of the training split
+    held_out: Prompts  # of the dev split: what the policy is looked at with
     kl: FixedKL | AdaptiveKL
     device: torch.device
     blocks: PretrainingBlocks | None = None  # of PPO-ptx
     ema: Ema | None = None
     adapters: Any = None  # the policy as PEFT's model, which can set its adapters aside
     tokens: int = 0  # response tokens trained on so far
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last update
     spent: dict[str, float] = field(default_factory=dict)
     mark: float = field(default_factory=time.monotonic)
 
@@ -124,6 +66,36 @@ class Trainer:
         now = time.monotonic()
         self.spent[phase] = self.spent.get(phase, 0.0) + now - self.mark
         self.mark = now
+
+    def sample(self, prompts: Prompts, keys: list[tuple]) -> Samples:
+        """One response to each prompt, at temperature 1; (seed, key) fixes it."""
+        self.actor_critic.eval()
+        with self.engine.autocast():
+            samples = sample_responses(self.rollout_setup, prompts, keys)
+        self.clock("rollout")
+        return samples
+
+    def score(self, prompts: Prompts, samples: Samples) -> Rollout:
+        """The responses with log-probs, values and scores. Raises: UserError where one is not finite."""
+        with self.engine.autocast():
+            rollout = score_responses(self.rollout_setup, prompts, samples)
+        self.clock("score")
+        names = ("scores", "logp_old", "logp_ref", "values")
+        refuse_nonfinite(self.stage, {name: getattr(rollout, name) for name in names}, rollout._asdict())
+        return rollout
+
+    @property
+    def rollout_setup(self) -> RolloutSetup:
+        config, engine, tokenizer = self.config, self.engine, self.tokenizer
+        return RolloutSetup(
+            policy=lambda: engine.whole(self.actor_critic.policy),
+            recompute=functools.partial(engine, method="policy_logprobs") if engine.bfloat16 else None,
+            reference=self.reference, reward=self.reward,
+            values=None if self.actor_critic.critic is None else functools.partial(engine, method="values_at"),
+            texts=lambda responses: [decode_response(tokenizer, ids).strip() for ids in responses], seed=config.seed,
+            max_new_tokens=config.rollout.max_new_tokens, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id,
+            decode_batch=config.rollout.batch_size, forward_batch=2 * config.ppo.micro_batch_episodes,
+        )  # fmt: skip
 
     @property
     def ranks(self) -> Ranks:
@@ -149,7 +121,7 @@ class Trainer:
         return given if given is not None else SHARED_VALUE_COEF if self.config.ppo.shared_critic else 1.0
 
 
-def make_trainer(config: Config, stage: Stage, device: torch.device) -> Trainer:
+def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     """Load the models and the prompts. The policy starts from the SFT model, the critic as ppo.critic says."""
     settings = config.ppo
     folder = stage_folder(config, "sft") / "model"
@@ -166,6 +138,25 @@ def make_trainer(config: Config, stage: Stage, device: torch.device) -> Trainer:
         if isinstance(critic, RewardModel):
             add_adapters(critic, config)
             critic.head.requires_grad_(True)
+    engine = make_actor_critic_engine(config, policy, critic, device)
+    frozen = policy if adapters is not None else load_policy(folder).requires_grad_(False)
+    reference = Reference(frozen, adapters)
+    if adapters is None:
+        reference = shard_frozen(config, reference, device)  # type: ignore[assignment]
+    kl: FixedKL | AdaptiveKL = FixedKL(config.kl.coef)
+    if config.kl.target is not None:
+        kl = AdaptiveKL(init=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
+    prompts, held_out = load_ppo_prompts(config, stage, tokenizer)
+    return PpoRun(
+        config, stage, engine, reference, reward, tokenizer, prompts, held_out, kl, device,
+        blocks=PretrainingBlocks.load(config, tokenizer) if settings.ptx_coef else None,
+        ema=Ema(policy, settings.ema_decay) if settings.ema_decay is not None else None, adapters=adapters,
+    )  # fmt: skip
+
+
+def make_actor_critic_engine(config: Config, policy: Any, critic: Any, device: torch.device) -> Engine:
+    """One engine for policy and critic, with a learning rate each. Raises: UserError for ranks or adapters that do not fit."""
+    settings = config.ppo
     if config.gradient_checkpointing:
         for module in (policy, critic):
             if isinstance(module, PreTrainedModel):
@@ -181,61 +172,7 @@ def make_trainer(config: Config, stage: Stage, device: torch.device) -> Trainer:
     if config.lora.rank and engine.sharded and engine.bfloat16:
         raise UserError(f"lora.rank={config.lora.rank}: with deepspeed={config.deepspeed} adapters would be added to weights rounded to "
                         "bfloat16: use deepspeed=none, or precision=float32")  # fmt: skip
-    frozen = policy if adapters is not None else load_policy(folder).requires_grad_(False)
-    reference = Reference(frozen, adapters)
-    if adapters is None:
-        reference = shard_frozen(config, reference, device)  # type: ignore[assignment]
-    kl: FixedKL | AdaptiveKL = FixedKL(config.kl.coef)
-    if config.kl.target is not None:
-        kl = AdaptiveKL(init=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
-    return Trainer(
-        config, stage, engine, reference, reward, tokenizer,
-        *load_ppo_prompts(config, stage, tokenizer), kl, device,
-        blocks=PretrainingBlocks.load(config, tokenizer) if settings.ptx_coef else None,
-        ema=Ema(policy, settings.ema_decay) if settings.ema_decay is not None else None, adapters=adapters,
-    )  # fmt: skip
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode)."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout", "attn_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
-class Reference(nn.Module):
-    """Log-probs of the SFT model: a frozen copy; with LoRA the policy itself, its adapters set aside."""
-
-    def __init__(self, model: Any, adapters: Any = None):
-        super().__init__()
-        self.model, self.adapters = model, adapters
-
-    def forward(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
-        with self.adapters.disable_adapter() if self.adapters is not None else contextlib.nullcontext():
-            return response_logprobs(self.model, tokens, starts, mask)[0]
-
-
-def add_adapters(model: Any, config: Config) -> Any:
-    """Put low-rank adapters on every linear layer but the output's, and freeze the rest; returns PEFT's model."""
-    try:
-        import peft
-    except ImportError:
-        raise UserError("lora.rank: needs PEFT: pip install 'rlhf-recipe[peft]', or set lora.rank=0") from None
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    skip = {id(output), id(getattr(model, "head", None))}
-    targets = [
-        name for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and id(module) not in skip
-    ]  # fmt: skip
-    settings = peft.LoraConfig(
-        r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, target_modules=targets,
-        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
-    )  # fmt: skip
-    return peft.PeftModel(model, settings)
+    return engine
 
 
 def check_shares(config: Config, ranks: Ranks) -> None:
@@ -286,29 +223,7 @@ def make_reward(
             say(f"{folder}: scores text with a tokenizer of its own")
     if len(sources) == 1 and weights == [1.0]:
         return next(iter(sources.values())), own
-    return CombinedReward(sources, weights, settings.reward_combine), own
-
-
-def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
-    """The critic by ppo.critic; a head alone where the trunk is shared; None where advantages need no values."""
-    settings = config.ppo
-    if settings.advantages != "gae":
-        return None
-    if settings.shared_critic:
-        return ScalarHead(policy.config.hidden_size).initialise()
-    start = settings.critic
-    if start == "reward" and reward_model is None:
-        stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
-        start = "sft"
-    if start == "reward":
-        assert reward_model is not None
-        return copy.deepcopy(reward_model).requires_grad_(True).fold_calibration()
-    if start == "sft":
-        return RewardModel.from_causal_lm(policy)
-    return RewardModel(RewardConfig(trunk=policy.base_model.config))
-
-
-Prompts = list[tuple[PromptRecord, list[int]]]
+    return CombinedReward(sources, weights), own
 
 
 def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prompts, Prompts]:
@@ -335,11 +250,17 @@ def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prom
     return found, held_out_prompts(config, records, tokenizer, shares)
 
 
-@contextlib.contextmanager
-def merged_adapters(adapters: Any) -> Iterator[Any]:
-    """The policy with its adapters added to the weights, for saving; afterwards they are apart again."""
-    adapters.merge_adapter()
-    try:
-        yield adapters
-    finally:
-        adapters.unmerge_adapter()
+def held_out_prompts(
+    config: Config, records: Sequence[PromptRecord], tokenizer: Any, shares: dict[str, float]
+) -> Prompts:
+    """The first `ppo.eval_prompts` prompts of the dev split that fit the context, with their tokens."""
+    room = tokenizer.model_max_length - config.rollout.max_new_tokens
+    found: Prompts = []
+    for record in records:
+        if len(found) == config.ppo.eval_prompts:
+            break
+        if record_split(record, config.data.split_seed, shares) == "dev":
+            fitted = encode_prompt_within(tokenizer, record.prompt, room)
+            if fitted is not None:
+                found.append((record, fitted[0]))
+    return found

@@ -2,7 +2,7 @@
 
 A minibatch is the same set of episodes on any number of ranks, each rank holding some of them; it is split into
 micro-batches, whose losses are sums divided by the minibatch's global count of response tokens. So neither split changes
-a loss or a gradient. Not here: rollouts, rewards and advantages (`ppo.py`).
+a loss or a gradient. Not here: rollouts, rewards and advantages (`stages/ppo.py`).
 """
 
 import math
@@ -16,17 +16,17 @@ from rlhf.ops.kl import kl_estimate
 from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.invariants import check_first_minibatch
 from rlhf.ppo.rollout import Rollout
-from rlhf.ppo.setup import Trainer
+from rlhf.ppo.setup import PpoRun
 from rlhf.tracking.metrics import Sums
 from rlhf.training.engine import ZeroEngine
 from rlhf.training.loop import gradient_norm, refuse_nonfinite
 
 
 def optimize(
-    trainer: Trainer, update: int, rollout: Rollout, advantages: Tensor, returns: Tensor, places: list[int], sums: Sums
+    run: PpoRun, update: int, rollout: Rollout, advantages: Tensor, returns: Tensor, places: list[int], sums: Sums
 ) -> None:
     """All minibatches of one update. `places`: where this rank's episodes stand among those of all ranks."""
-    config = trainer.config.ppo
+    config = run.config.ppo
     begins = 1 + config.critic_warmup_updates  # the first update of the policy
     with_policy = update >= begins
     warmth = {
@@ -34,33 +34,21 @@ def optimize(
         "critic": warm_up(update - 1, config.warmup_updates),
     }
     # Dropout is 0 everywhere; what else training mode changes is gradient checkpointing, which needs it.
-    trainer.engine.module.train(trainer.config.gradient_checkpointing)
+    run.engine.module.train(run.config.gradient_checkpointing)
     local = {place: i for i, place in enumerate(places)}
     size = config.episodes_per_update // config.minibatches
-    steps = 0
     for epoch in range(config.epochs):
         order = list(range(config.episodes_per_update))
-        random.Random(f"minibatch-{trainer.config.seed}-{update}-{epoch}").shuffle(order)
+        random.Random(f"minibatch-{run.config.seed}-{update}-{epoch}").shuffle(order)
         for number in range(config.minibatches):
             chosen = [local[place] for place in order[number * size : (number + 1) * size] if place in local]
             first = update == begins and epoch == 0 and number == 0
-            stop, sharded = trainer.config.kl.stop, trainer.engine.sharded
-            if stop is not None and with_policy and sharded and measure_change(trainer, rollout, chosen) > stop:
-                break
-            change = train_minibatch(
-                trainer, rollout, advantages, returns, chosen, sums, with_policy, first, key=(update, epoch, number)
-            )
-            if stop is not None and not sharded and change > stop:
-                trainer.engine.discard()
-                break
-            step(trainer, warmth, with_policy, sums)
-            steps += 1
-        else:
-            continue
-        break
-    sums.add("optim/steps", steps)
+            key = (update, epoch, number)
+            train_minibatch(run, rollout, advantages, returns, chosen, sums, with_policy, first, key=key)
+            step(run, warmth, with_policy, sums)
+    sums.add("optim/steps", config.epochs * config.minibatches)
     sums.add("optim/lr", config.lr * warmth["policy"] if with_policy else 0.0)
-    if trainer.actor_critic.critic is not None:
+    if run.actor_critic.critic is not None:
         sums.add("optim/critic_lr", config.critic_lr * warmth["critic"])
 
 
@@ -69,95 +57,79 @@ def warm_up(done: int, updates: int) -> float:
     return min(1.0, 0.1 + 0.9 * max(0, done) / updates) if updates else 1.0
 
 
-def step(trainer: Trainer, warmth: dict[str, float], with_policy: bool, sums: Sums) -> None:
+def step(run: PpoRun, warmth: dict[str, float], with_policy: bool, sums: Sums) -> None:
     """One optimizer step at a share of each model's learning rate."""
-    rates = {"policy": trainer.config.ppo.lr, "critic": trainer.config.ppo.critic_lr}
-    engine = trainer.engine
-    engine.step([rates[name] * warmth[name] for name in trainer.actor_critic.parts()])
+    rates = {"policy": run.config.ppo.lr, "critic": run.config.ppo.critic_lr}
+    engine = run.engine
+    engine.step([rates[name] * warmth[name] for name in run.actor_critic.parts()])
     if isinstance(engine, ZeroEngine):
         norm = engine.gradient_norm()
-        refuse_nonfinite(trainer.stage, {"optim/grad_norm": norm}, {})
+        refuse_nonfinite(run.stage, {"optim/grad_norm": norm}, {})
         sums.add("optim/grad_norm", norm)
         if not with_policy:  # plainly, AdamW passes over parameters that have no gradient
             engine.forget_steps(0)
-    if trainer.ema is not None and with_policy:
-        trainer.ema.update()
-
-
-@torch.no_grad()
-def measure_change(trainer: Trainer, rollout: Rollout, chosen: list[int]) -> float:
-    """approxkl of a minibatch before its backward, nats a token: ZeRO reduces gradients at once and cannot drop them."""
-    total = 0.0
-    for index in by_length_on_all_ranks(trainer, rollout, chosen):
-        part = rollout.rows(index or [0])
-        logp, _, _ = trainer.engine(part, True, False)
-        if index:
-            total += torch.where(part.response_mask, logp - part.logp_old, 0.0).square().sum().item() / 2
-    tokens = trainer.ranks.sum(rollout.response_mask[chosen].sum())
-    return trainer.ranks.sum(total) / tokens
+    if run.ema is not None and with_policy:
+        run.ema.update()
 
 
 def train_minibatch(
-    trainer: Trainer, rollout: Rollout, advantages: Tensor, returns: Tensor, chosen: list[int], sums: Sums,
+    run: PpoRun, rollout: Rollout, advantages: Tensor, returns: Tensor, chosen: list[int], sums: Sums,
     with_policy: bool, check: bool, key: tuple = (),
-) -> float:  # fmt: skip
-    """Gradients of one minibatch; returns approxkl of the minibatch, nats a token. `chosen`: this rank's part of it."""
-    config, ranks = trainer.config.ppo, trainer.ranks
+) -> None:  # fmt: skip
+    """Gradients of one minibatch. `chosen`: this rank's part of it."""
+    config, ranks = run.config.ppo, run.ranks
     tokens = int(ranks.sum(rollout.response_mask[chosen].sum()))  # N
-    clipped = log_ratio_max = change = 0.0
+    clipped = log_ratio_max = 0.0
     least_entropy, above_log_v = math.inf, -math.inf
-    for index in by_length_on_all_ranks(trainer, rollout, chosen):
+    for index in by_length_on_all_ranks(run, rollout, chosen):
         part = rollout.rows(index or [0])
         if not index:  # a rank with fewer micro-batches takes part with one that counts nothing
             part = part._replace(response_mask=torch.zeros_like(part.response_mask))
-        loss, figures = micro_batch_loss(trainer, part, advantages, returns, index or [0], tokens, sums, with_policy)
-        refuse_nonfinite(trainer.stage, {"loss": loss}, part._asdict())
-        trainer.engine.backward(loss)
+        loss, figures = micro_batch_loss(run, part, advantages, returns, index or [0], tokens, sums, with_policy)
+        refuse_nonfinite(run.stage, {"loss": loss}, part._asdict())
+        run.engine.backward(loss)
         clipped += figures["clipfrac"] * tokens
-        change += figures["approxkl"]
         log_ratio_max = max(log_ratio_max, figures["log_ratio_max"])
         least_entropy = min(least_entropy, figures["entropy_min"])
-        above_log_v = max(above_log_v, figures["entropy_max"] - math.log(trainer.actor_critic.policy.config.vocab_size))
-    model = trainer.actor_critic
+        above_log_v = max(above_log_v, figures["entropy_max"] - math.log(run.actor_critic.policy.config.vocab_size))
+    model = run.actor_critic
     # A policy that does not train yet has no gradient on one rank, and must have none on several.
-    trainer.engine.reduce(list((model if with_policy or model.critic is None else model.critic).parameters()))
+    run.engine.reduce(list((model if with_policy or model.critic is None else model.critic).parameters()))
     if check:
         entropies = (-ranks.max(-least_entropy), ranks.max(above_log_v))
-        check_first_minibatch(ranks.max(log_ratio_max), ranks.sum(clipped), entropies, trainer.ratio_tolerance)
-    if trainer.blocks is not None and with_policy:
-        add_pretraining_gradient(trainer, key, sums)
-    if not trainer.engine.sharded:  # ZeRO knows and clips one norm, that of both models, when it steps
+        check_first_minibatch(ranks.max(log_ratio_max), ranks.sum(clipped), entropies, run.ratio_tolerance)
+    if run.blocks is not None and with_policy:
+        add_pretraining_gradient(run, key, sums)
+    if not run.engine.sharded:  # ZeRO knows and clips one norm, that of both models, when it steps
         norms = {name: gradient_norm(module.parameters()) for name, module in model.parts().items()}
         sums.add("optim/grad_norm", torch.stack(list(norms.values())).norm().item())
-        refuse_nonfinite(trainer.stage, norms, rollout.rows(chosen or [0])._asdict())
+        refuse_nonfinite(run.stage, norms, rollout.rows(chosen or [0])._asdict())
         for name, module in model.parts().items():
             sums.add(f"optim/{name}_grad_norm", norms[name].item())
             nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
-    return ranks.sum(change)
 
 
-def by_length_on_all_ranks(trainer: Trainer, rollout: Rollout, chosen: list[int]) -> list[list[int]]:
+def by_length_on_all_ranks(run: PpoRun, rollout: Rollout, chosen: list[int]) -> list[list[int]]:
     """Micro-batches of similar length, as many on every rank; an empty one where a rank has run out."""
     groups = [
         [chosen[i] for i in group]
-        for group in by_length(rollout.lengths[chosen].tolist(), trainer.config.ppo.micro_batch_episodes)
+        for group in by_length(rollout.lengths[chosen].tolist(), run.config.ppo.micro_batch_episodes)
     ]
-    return groups + [[]] * (int(trainer.ranks.max(len(groups))) - len(groups))
+    return groups + [[]] * (int(run.ranks.max(len(groups))) - len(groups))
 
 
 def micro_batch_loss(
-    trainer: Trainer, part: Rollout, advantages: Tensor, returns: Tensor, index: list[int], tokens: int, sums: Sums,
+    run: PpoRun, part: Rollout, advantages: Tensor, returns: Tensor, index: list[int], tokens: int, sums: Sums,
     with_policy: bool,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
     """The losses of one micro-batch over the minibatch's N = `tokens`, and what is watched while training."""
-    config, kl = trainer.config.ppo, trainer.config.kl
+    config, kl = run.config.ppo, run.config.kl
     mask = part.response_mask
     columns, n = mask.shape[1], int(mask.sum())
-    logp, entropies, values = trainer.engine(part, with_policy, config.entropy_coef > 0)
+    logp, entropies, values = run.engine(part, with_policy, config.entropy_coef > 0)
     loss = torch.zeros((), device=mask.device)
     figures = {
         "clipfrac": 0.0,
-        "approxkl": 0.0,
         "log_ratio_max": 0.0,
         "entropy_min": math.inf,
         "entropy_max": -math.inf,
@@ -166,7 +138,7 @@ def micro_batch_loss(
         loss, value = value_loss(
             values, part.values, returns[index, :columns], mask, clip_range=config.value_clip_range, denominator=tokens
         )
-        loss = trainer.value_coef * loss
+        loss = run.value_coef * loss
         sums.add("loss/value_avg", float(value["loss"]) * tokens, n)
         sums.add("val/clipfrac_avg", float(value["clipfrac"]) * tokens, n)
     if with_policy:
@@ -178,27 +150,27 @@ def micro_batch_loss(
             loss = loss - config.entropy_coef * entropies.sum() / tokens
         if kl.penalty == "loss":
             k3 = torch.where(mask, kl_estimate(logp, part.logp_ref, kind="k3"), 0.0).sum() / tokens
-            loss = loss + trainer.kl.coef * k3
+            loss = loss + run.kl.coef * k3
         sums.add("loss/policy_avg", float(found["loss"]) * tokens, n)
         sums.add("policy/approxkl_avg", float(found["approxkl"]) * tokens, n)
         sums.add("policy/clipfrac_avg", float(found["clipfrac"]) * tokens, n)
         sums.add("policy/ratio_max", float(found["ratio_max"]))
         sums.add("policy/entropy_avg", float(entropies.detach().sum()), n)
-        figures |= {name: float(found[name]) for name in ("clipfrac", "approxkl")}
+        figures["clipfrac"] = float(found["clipfrac"])
         if n:
             figures["entropy_min"], figures["entropy_max"] = (float(x) for x in entropies.detach()[mask].aminmax())
         figures["log_ratio_max"] = float(torch.where(mask, logp.detach() - part.logp_old, 0.0).abs().max())
     return loss, figures
 
 
-def add_pretraining_gradient(trainer: Trainer, key: tuple, sums: Sums) -> None:
+def add_pretraining_gradient(run: PpoRun, key: tuple, sums: Sums) -> None:
     """PPO-ptx: add ptx_coef times the gradient of the pretraining loss to the policy's, and log both norms.
 
     ZeRO adds gradients up as they come, so that there the two norms are not known apart.
     """
-    config, ranks, engine, blocks = trainer.config.ppo, trainer.ranks, trainer.engine, trainer.blocks
+    config, ranks, engine, blocks = run.config.ppo, run.ranks, run.engine, run.blocks
     assert blocks is not None
-    parameters = [p for p in trainer.actor_critic.policy.parameters() if p.requires_grad]
+    parameters = [p for p in run.actor_critic.policy.parameters() if p.requires_grad]
     ours = [p.grad for p in parameters]
     if not engine.sharded:
         sums.add("optim/rl_grad_norm", gradient_norm(parameters).item())
@@ -209,13 +181,13 @@ def add_pretraining_gradient(trainer: Trainer, key: tuple, sums: Sums) -> None:
     width = blocks.blocks[0]["input_ids"].shape[0]
     tokens = len(drawn) * (width - 1)
     mine = drawn[ranks.rank :: ranks.count]
-    size = trainer.config.pretrain.micro_batch_sequences
+    size = run.config.pretrain.micro_batch_sequences
     most = -(-len(drawn) // ranks.count)
     for start in range(0, most, size):
         counted = mine[start : start + size]
-        batch = blocks.batch(counted or drawn[:1], trainer.device)  # a rank that has run out counts nothing
+        batch = blocks.batch(counted or drawn[:1], run.device)  # a rank that has run out counts nothing
         loss = engine(batch, tokens, method="pretraining_loss") * bool(counted)
-        refuse_nonfinite(trainer.stage, {"loss/ptx_avg": loss}, batch)
+        refuse_nonfinite(run.stage, {"loss/ptx_avg": loss}, batch)
         engine.backward(config.ptx_coef * loss)
         sums.add("loss/ptx_avg", loss.item() * tokens, len(counted) * (width - 1))
     if engine.sharded:

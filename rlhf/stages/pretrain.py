@@ -15,19 +15,15 @@ from rlhf.errors import UserError
 from rlhf.files import sha256_file
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.processes import on_first_rank
+from rlhf.processes import Ranks, on_first_rank
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.tracking.progress import progress
+from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, make_adamw
-from rlhf.training.setup import (
-    StageCallback,
-    newest_checkpoint,
-    open_tracker,
-    set_up,
-)
-from rlhf.training.trainer import StageTrainer, save_output, shared_arguments, train
+from rlhf.training.setup import set_up
+from rlhf.training.trainer import StageTrainer, one_device, save_output, shared_arguments, train
 from rlhf.training.zero import offloads
 
 if TYPE_CHECKING:
@@ -47,23 +43,26 @@ def run(config: Config) -> None:
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
         stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
 
+        corpus.blocks("heldout", config.model.context_length)  # refuses less than one block, before the work
+
         # 2. A GPT with random weights
         model = make_model(config, tokenizer)
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
         # 3. Train
-        resume = newest_checkpoint(stage)
-        resume_step = int(resume.name.split("-")[-1]) if resume else 0
-        with open_tracker(stage, resume_step) as tracker, progress(steps, "pretrain", initial=resume_step) as bar:
-            callback = StageCallback(stage, tracker, bar, "pretrain/loss", config.pretrain.global_batch_tokens)
-            trainer = make_trainer(config, stage, model, blocks, steps, device, callback)
-            train(trainer, resume, steps)
+        with open_loop(stage, Ranks(device), steps) as loop:
+            train(
+                make_trainer(stage, model, blocks, steps, device),
+                loop,
+                "pretrain/loss",
+                config.pretrain.global_batch_tokens,
+            )
+            save_output(model, tokenizer, stage)
 
             # 4. Held-out loss
             summary = held_out_loss(config, model, corpus, tokenizer)
-            tracker.log({f"eval/heldout/{name}": value for name, value in summary.items()}, step=steps)
-        stage.say(f"held-out loss {summary['loss']:.3f} nats a token, {summary['bpb']:.3f} bits per byte")
-        save_output(model, tokenizer, stage)
+            loop.tracker.log({f"eval/heldout/{name}": value for name, value in summary.items()}, step=steps)
+            stage.say(f"held-out loss {summary['loss']:.3f} nats per token, {summary['bpb']:.3f} bits per byte")
         stage.finish(summary)
 
 
@@ -136,19 +135,16 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
     return MuonAdamW(model, muon_lr=settings.muon_lr, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
 
 
-def make_trainer(
-    config: Config, stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, device: torch.device,
-    callback: StageCallback,
-) -> Any:  # fmt: skip
+def make_trainer(stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, device: torch.device) -> Any:
     """transformers' Trainer over the blocks, with our optimizer and schedule."""
     from transformers import Trainer, TrainingArguments
 
-    settings = config.pretrain
+    config, settings = stage.config, stage.config.pretrain
     warmup = settings.warmup_tokens // settings.global_batch_tokens
     arguments = TrainingArguments(
         train_sampling_strategy="random" if settings.shuffle else "sequential", remove_unused_columns=False,
         **shared_arguments(
-            config, stage, device, rows=settings.global_batch_tokens // config.model.context_length,
+            stage, device, rows=settings.global_batch_tokens // config.model.context_length,
             micro=settings.micro_batch_sequences, setting=f"pretrain.global_batch_tokens={settings.global_batch_tokens}",
             steps=steps, max_grad_norm=settings.max_grad_norm,
         ),
@@ -160,8 +156,8 @@ def make_trainer(
 
     return PretrainTrainer(
         stage=stage, optimizer=lambda: make_optimizer(config, model),
-        factor=lambda step: cosine_schedule(step, steps, warmup, settings.final_lr_fraction), callback=callback,
-        model=model, args=arguments, train_dataset=blocks,
+        factor=lambda step: cosine_schedule(step, steps, warmup, settings.final_lr_fraction),
+        model=model, args=one_device(arguments), train_dataset=blocks,
         data_collator=make_collator(blocks.separator, settings.isolate_documents),
     )  # fmt: skip
 

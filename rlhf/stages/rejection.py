@@ -4,7 +4,6 @@ The simplest way to use a reward model for training (Touvron et al. 2023, Llama 
 Differs: one round, always from the SFT model.
 """
 
-import dataclasses
 import json
 from typing import Any
 
@@ -16,12 +15,14 @@ from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, draw_candidates
 from rlhf.ppo.setup import load_ppo_prompts, make_reward
+from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import hash_sources
 from rlhf.stages.sft import make_trainer
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
-from rlhf.training.setup import StageCallback, load_policy, newest_checkpoint, open_tracker, set_up
+from rlhf.training.loop import open_loop
+from rlhf.training.setup import load_policy, set_up
 from rlhf.training.trainer import save_output, train
 
 
@@ -44,15 +45,10 @@ def run(config: Config) -> None:
 
         # 2. Fine-tune on them
         rows = encode_demonstrations(kept, tokenizer, policy.config.max_position_embeddings)
-        settings = dataclasses.replace(config.sft, epochs=config.rejection.epochs)
-        steps = settings.epochs * -(-len(rows) // settings.batch_size)
-        resume = newest_checkpoint(stage)
-        resume_step = int(resume.name.split("-")[-1]) if resume else 0
         model = load_policy(folder, dropout=config.sft.dropout)
-        with open_tracker(stage, resume_step) as tracker, progress(steps, "rejection", initial=resume_step) as bar:
-            callback = StageCallback(stage, tracker, bar, "sft/loss", None)
-            tuned = dataclasses.replace(config, sft=settings)
-            train(make_trainer(tuned, stage, model, tokenizer, rows, steps, device, callback), resume, steps)
+        trainer = make_trainer(stage, model, tokenizer, rows, config.rejection.epochs, device)
+        with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
+            train(trainer, loop, "sft/loss")
         model.config.dropout = 0.0
         save_output(model, tokenizer, stage)
         stage.finish({"demonstrations": float(len(kept))})

@@ -6,9 +6,10 @@ deviation 1. The model is the SFT trunk with a scalar head, or any text classifi
 reward model is worth on held-out comparisons (`rlhf.evaluation.reward_report`).
 """
 
+import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,23 +35,21 @@ from rlhf.evaluation.scoring import (
     score_rows,
 )  # fmt: skip
 from rlhf.gold.labelers import make_held_out_labelers
-from rlhf.interrupts import finish_step
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.ops.ranking import ranking_loss
-from rlhf.processes import Ranks, on_first_rank
-from rlhf.runs.checkpoints import checkpoint_due, checkpoint_step, latest_checkpoint, save_checkpoint
+from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
-from rlhf.tracking.progress import progress
-from rlhf.training.engine import Engine, ZeroEngine, make_engine, put_weights, read_state, write_state
+from rlhf.training.engine import Engine, ZeroEngine, make_engine
 from rlhf.training.gather import gathered_state, save_model_checked
-from rlhf.training.loop import due_and_stop, gradient_norm, refuse_nonfinite
+from rlhf.training.loop import StageLoop, gradient_norm, open_loop, refuse_nonfinite
 from rlhf.training.optim import cosine_schedule, decay_groups
-from rlhf.training.setup import load_policy, open_tracker, set_up
+from rlhf.training.setup import load_policy, set_up
+from rlhf.training.state import put_random_state, put_weights, read_state, write_checkpoint
 from rlhf.training.usage import training_flops, usage_metrics
 
 EVALUATED_TOGETHER = 128  # responses a forward of the held-out figures
@@ -78,21 +77,33 @@ def run(config: Config) -> None:
         items = load_items(config, stage, records, item_encoder(config, model, tokenizer))
 
         # 3. Train, then calibrate
-        def calibrated(engine: Engine) -> dict[str, float]:
+        settings = config.reward
+        groups = decay_groups(model, settings.weight_decay)
+        engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
+        steps = settings.epochs * -(-len(items["train"]) // settings.batch_prompts)
+        with open_loop(stage, engine.ranks, steps) as loop:
+            train(loop, engine, items["train"], tokenizer.pad_token_id)
             gain, shift = calibrate(config, engine, tokenizer, records, device)
-            stage.say(f"calibrated: demonstrations average 0 (shift {shift:.3f}), SFT samples have deviation 1 "
-                      f"(gain {gain:.3f})")  # fmt: skip
-            return {"calibration/gain": gain, "calibration/shift": shift}
+            save_output(model, tokenizer, stage)
 
-        summary = train(config, stage, model, items, tokenizer.pad_token_id, device, calibrated)
-        state = gathered_state(model)
-        if isinstance(model, RewardModel):
-            save_model_checked(model, stage.model, state)
-        elif state is not None:  # in bfloat16 under ZeRO the optimizer's float32 weights are what was trained
-            put_weights(model.float(), state)
-        if stage.writes:
-            (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
-        stage.finish(summary)
+            # 4. Held-out figures
+            summary = held_out_figures(loop, engine, items["dev"], tokenizer.pad_token_id)
+            loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=steps)
+        stage.say(
+            f"calibrated: demonstrations average 0 (shift {shift:.3f}), SFT samples have deviation 1 (gain {gain:.3f})"
+        )
+        stage.finish(summary | {"gain": gain, "shift": shift})
+
+
+def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
+    """The stage's model folder, read back. All processes must call it."""
+    state = gathered_state(model)
+    if isinstance(model, RewardModel):
+        save_model_checked(model, stage.model, state)
+    elif state is not None:  # in bfloat16 under ZeRO the optimizer's float32 weights are what was trained
+        put_weights(model.float(), state)
+    if stage.writes:
+        (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
 
 
 def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
@@ -145,67 +156,42 @@ def batches(items: list[Item], size: int, epochs: int, seed: int) -> Iterator[li
             yield [items[i] for i in order[start : start + size]]
 
 
-def train(
-    config: Config, stage: Stage, model: Any, items: dict[str, list[Item]], pad: int, device: torch.device,
-    then: Callable[[Engine], dict[str, float]] = lambda engine: {},
-) -> dict[str, float]:  # fmt: skip
-    """The ranking loss over all prompts, `epochs` times; returns the held-out figures.
-
-    then: called with the model trained; its metrics are logged and, by their last word, returned too.
-    """
+def train(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> None:
+    """The ranking loss over all prompts, `epochs` times."""
+    stage, config, tokens = loop.stage, loop.stage.config, 0
     settings = config.reward
-    steps = settings.epochs * -(-len(items["train"]) // settings.batch_prompts)
-    groups = decay_groups(model, settings.weight_decay)
-    engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
-    first = tokens = 0
-    if found := on_first_rank(lambda: latest_checkpoint(stage.checkpoints, stage.say)):
-        state, notes = read_state(found)
-        engine.restore(state, lambda: score_items(engine, items["train"][:1], pad, device).sum())
-        first, tokens = checkpoint_step(found), notes["tokens"]
-        stage.say(f"resuming from step {first}")
-    saved_at = stage.elapsed()
-    stage.plan(steps)
+    if loop.resume:
+        state, notes = read_state(loop.resume)
+        engine.restore(state)
+        put_random_state(loop.resume)
+        tokens = notes["tokens"]
     started, counted = time.monotonic(), tokens
-    bar = progress(steps, "reward", initial=first)
-    with open_tracker(stage, first) as tracker, bar:
-        with finish_step("reward"):
-            for step, batch in enumerate(
-                batches(items["train"], settings.batch_prompts, settings.epochs, config.seed), 1
-            ):
-                if step <= first:
-                    continue
-                lr = settings.lr * cosine_schedule(step - 1, steps, 0, settings.final_lr_fraction)
-                metrics = engine.ranks.merge(train_step(config, stage, engine, batch, lr, pad)).reduce()
-                tokens += sum(len(row) for item in batch for row in item.rows)
-                if step % config.tracking.log_every == 0 or step == steps:
-                    now = time.monotonic()
-                    metrics |= speed_metrics(config, engine, tokens - counted, now - started)
-                    started, counted = now, tokens
-                    tracker.log(
-                        metrics, step=step, episodes=prompts_seen(config, len(items["train"]), step), tokens=tokens
-                    )
-                bar.update(1, loss=metrics["reward/loss"], accuracy=metrics["reward/accuracy"])
-                due, stop = due_and_stop(
-                    engine.ranks, checkpoint_due(config.checkpoints, step, stage.elapsed() - saved_at)
-                )
-                if due or stop:
-                    save(config, stage, engine, step, tokens)
-                    saved_at = stage.elapsed()
-                if stop:
-                    raise KeyboardInterrupt
-        held_out = {}
-        if items["dev"]:
-            held_out = evaluate_items(engine, items["dev"], pad, device)
-            baseline = length_baseline(items["dev"])
-            tracker.log(
-                {f"eval/dev/{name}": value for name, value in (held_out | {"length_baseline": baseline}).items()},
-                step=steps,
-            )
-            stage.say(f"held out: accuracy {held_out['accuracy']:.3f}, loss {held_out['loss']:.3f}")
-        last = then(engine)
-        if last:
-            tracker.log(last, step=steps)
-    return held_out | {name.split("/")[-1]: value for name, value in last.items()}
+
+    def save(step: int) -> None:
+        write_checkpoint(stage, step, engine.state(), {"tokens": tokens})
+
+    drawn = batches(items, settings.batch_prompts, settings.epochs, config.seed)
+    for step, batch in zip(loop.steps(save), itertools.islice(drawn, loop.first, None), strict=True):
+        lr = settings.lr * cosine_schedule(step - 1, loop.total, 0, settings.final_lr_fraction)
+        metrics = engine.ranks.merge(train_step(config, stage, engine, batch, lr, pad)).reduce()
+        tokens += sum(len(row) for item in batch for row in item.rows)
+        if step % config.tracking.log_every == 0 or step == loop.total:
+            now = time.monotonic()
+            metrics |= speed_metrics(config, engine, tokens - counted, now - started)
+            started, counted = now, tokens
+            loop.tracker.log(metrics, step=step, episodes=prompts_seen(config, len(items), step), tokens=tokens)
+        loop.bar.update(1, loss=metrics["reward/loss"], accuracy=metrics["reward/accuracy"])
+
+
+def held_out_figures(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> dict[str, float]:
+    """Loss and accuracy on held-out prompts, beside the accuracy of the longer answer; empty without such prompts."""
+    if not items:
+        return {}
+    found = evaluate_items(engine, items, pad, engine.device)
+    shown = found | {"length_baseline": length_baseline(items)}
+    loop.tracker.log({f"eval/dev/{name}": value for name, value in shown.items()}, step=loop.total)
+    loop.stage.say(f"held out: accuracy {found['accuracy']:.3f}, loss {found['loss']:.3f}")
+    return found
 
 
 def speed_metrics(config: Config, engine: Engine, tokens: int, seconds: float) -> dict[str, float]:
@@ -214,15 +200,6 @@ def speed_metrics(config: Config, engine: Engine, tokens: int, seconds: float) -
     seconds = max(seconds, 1e-9)
     found = usage_metrics(config, engine.device, flops, seconds, engine.ranks.count)
     return {"time/tokens_per_s": tokens / seconds} | found
-
-
-def save(config: Config, stage: Stage, engine: Engine, step: int, tokens: int) -> None:
-    """A checkpoint; every rank has to call it, and the first one writes."""
-    state = engine.state()
-    if state is not None:
-        notes = {"tokens": tokens}
-        save_checkpoint(stage.checkpoints, step, lambda path: write_state(path, state, notes), config.checkpoints)
-        stage.note_progress()
 
 
 def prompts_seen(config: Config, prompts: int, step: int) -> int:

@@ -16,20 +16,14 @@ from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.ragged import RaggedLoss
 from rlhf.ops.logprobs import token_logprobs
+from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.progress import progress
+from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
-from rlhf.training.setup import (
-    StageCallback,
-    check_tokenizer,
-    load_policy,
-    newest_checkpoint,
-    open_tracker,
-    set_up,
-)
-from rlhf.training.trainer import IGNORED, StageTrainer, save_output, shared_arguments, train
+from rlhf.training.setup import check_tokenizer, load_policy, set_up
+from rlhf.training.trainer import IGNORED, StageTrainer, one_device, save_output, shared_arguments, train
 from rlhf.training.zero import offloads
 
 
@@ -61,22 +55,18 @@ def run(config: Config) -> None:
             raise UserError("data.demonstrations: none is left to train on: lower data.dev and data.test, or add some")
 
         # 2. Train
-        steps = config.sft.epochs * -(-len(rows["train"]) // config.sft.batch_size)
-        resume = newest_checkpoint(stage)
-        resume_step = int(resume.name.split("-")[-1]) if resume else 0
-        with open_tracker(stage, resume_step) as tracker, progress(steps, "sft", initial=resume_step) as bar:
-            callback = StageCallback(stage, tracker, bar, "sft/loss", None)
-            trainer = make_trainer(config, stage, model, tokenizer, rows["train"], steps, device, callback)
-            train(trainer, resume, steps)
+        trainer = make_trainer(stage, model, tokenizer, rows["train"], config.sft.epochs, device)
+        with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
+            train(trainer, loop, "sft/loss")
+            model.config.dropout = 0.0  # every later stage runs without
+            save_output(model, tokenizer, stage)
 
             # 3. Held-out loss
             summary = {}
             if rows["dev"]:
                 summary["loss"] = response_loss(model, rows["dev"], tokenizer.pad_token_id)
-                tracker.log({"eval/dev/loss": summary["loss"]}, step=steps)
-                stage.say(f"held-out loss {summary['loss']:.3f} nats a response token")
-        model.config.dropout = 0.0  # every later stage runs without
-        save_output(model, tokenizer, stage)
+                loop.tracker.log({"eval/dev/loss": summary["loss"]}, step=loop.total)
+                stage.say(f"held-out loss {summary['loss']:.3f} nats per response token")
         stage.finish(summary)
 
 
@@ -91,15 +81,17 @@ def divide(config: Config, records: list[Demonstration]) -> dict[str, list[Demon
 
 
 def make_trainer(
-    config: Config, stage: Stage, model: Any, tokenizer: Any, rows: list[dict[str, list[int]]], steps: int,
-    device: torch.device, callback: StageCallback,
-) -> Any:  # fmt: skip
-    """SFTTrainer over tokenised demonstrations, with AdamW and a cosine without warm-up."""
+    stage: Stage, model: Any, tokenizer: Any, rows: list[dict[str, list[int]]], epochs: int, device: torch.device
+) -> Any:
+    """SFTTrainer over tokenised demonstrations, with AdamW and a cosine without warm-up.
+
+    Its steps (`args.max_steps`) are `epochs` passes over its rows, each of which holds several demonstrations with sft.pack.
+    """
     import datasets
     from trl import SFTConfig, SFTTrainer
 
     datasets.disable_progress_bars()
-    settings = config.sft
+    settings = stage.config.sft
     data = datasets.Dataset.from_dict(
         {
             "input_ids": [row["prompt"] + row["response"] for row in rows],
@@ -110,19 +102,23 @@ def make_trainer(
         include_num_input_tokens_seen="non_padding", packing=settings.pack, eos_token=tokenizer.eos_token,
         max_length=model.config.max_position_embeddings,
         **shared_arguments(
-            config, stage, device, rows=settings.batch_size, micro=settings.micro_batch_size,
-            setting=f"sft.batch_size={settings.batch_size}", steps=steps, max_grad_norm=settings.max_grad_norm,
+            stage, device, rows=settings.batch_size, micro=settings.micro_batch_size,
+            setting=f"sft.batch_size={settings.batch_size}", steps=1, max_grad_norm=settings.max_grad_norm,
         ),
     )  # fmt: skip
 
     class SftTrainer(StageTrainer, RaggedLoss, SFTTrainer):
         pass
 
-    return SftTrainer(
-        stage=stage, factor=lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction), callback=callback,
-        optimizer=lambda: make_adamw(decay_groups(model, settings.weight_decay), lr=settings.lr, on_host=offloads(config)),
-        model=model, args=arguments, train_dataset=data, processing_class=tokenizer,
+    on_host = offloads(stage.config)
+    trainer = SftTrainer(
+        stage=stage, factor=lambda step: cosine_schedule(step, trainer.args.max_steps, 0, settings.final_lr_fraction),
+        optimizer=lambda: make_adamw(decay_groups(model, settings.weight_decay), lr=settings.lr, on_host=on_host),
+        model=model, args=one_device(arguments), train_dataset=data, processing_class=tokenizer,
     )  # fmt: skip
+    packed: Any = trainer.train_dataset
+    trainer.args.max_steps = epochs * -(-len(packed) // settings.batch_size)
+    return trainer
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("optim/critic_lr", _PPO, "", "-", "last", "learning rate of the critic"),
     Metric("optim/policy_grad_norm", _PPO, "", "-", "last", "gradient norm of the policy before clipping"),
     Metric("optim/critic_grad_norm", _PPO, "", "-", "last", "gradient norm of the critic before clipping"),
-    Metric("optim/steps", _PPO, "steps", "-", "last", "optimizer steps of an update; fewer where kl.stop ended it"),
+    Metric("optim/steps", _PPO, "steps", "-", "last", "optimizer steps of an update"),
     Metric("optim/rl_grad_norm", _PPO, "", "-", "last",
            "gradient norm of the policy without the pretraining term"),
     Metric("optim/ptx_grad_norm", _PPO, "", "-", "last",

@@ -82,7 +82,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 }  # fmt: skip
 # Logged, and in no panel on purpose.
 NOT_SHOWN = {
-    "optim/steps": "a constant, unless kl.stop ends an update early; in the report",
+    "optim/steps": "a constant; in the report",
     "calibration/gain": "one number a run, in its summary",
     "calibration/shift": "one number a run, in its summary",
     "progress/step": "an x axis",

@@ -1,7 +1,7 @@
 """An exponential moving average of a model's weights (Ouyang et al. 2022, appendix C.4: decay 0.992)."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ class Ema:
 
     share = (1 - decay) / (1 - decay^n) at the n-th step, so that the weights of k steps ago count in proportion to
     decay^k and those before the first step nothing. Only weights that train are averaged; under ZeRO-3 each rank
-    averages its slices, of the optimizer's float32 weights.
+    averages its slices. What is averaged are the optimizer's float32 weights, also where those that the forward sees are
+    bfloat16: an average of rounded weights would not move by less than their rounding.
 
     Differs: the paper does not say what its average starts from. The correction of Kingma & Ba 2015, section 3, matters
     only to runs that are short beside 1 / (1 - decay) steps: theirs would still be mostly the SFT model.
@@ -41,17 +42,17 @@ class Ema:
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """The model with the average as its weights, in their dtype; afterwards its own are back."""
-        own = {name: slice_of(p).clone() for name, p in self._trained().items()}
-        self._write(self.average)
+        before = {name: slice_of(p).clone() for name, p in self._trained().items()}
+        self._write(lambda name, p: whole(p, self.average[name]))
         try:
             yield self.model
         finally:
-            self._write(own)
+            self._write(lambda name, p: joined(p, before[name]))
 
     @torch.no_grad()
-    def _write(self, values: Mapping[str, Tensor]) -> None:
+    def _write(self, value_of: Callable[[str, Any], Tensor]) -> None:
         for name, p in self._trained().items():
-            value = whole(p, values[name])
+            value = value_of(name, p)
             with gathered([p], write=True):  # which also reaches what ZeRO-3 keeps whole beside its slices
                 p.data.copy_(value)
 
@@ -63,7 +64,7 @@ class Ema:
         """Take whole tensors for the average after so many steps."""
         self.steps = steps
         for name, p in self._trained().items():
-            self.average[name].copy_(own_slice(p, state[name]).to(self.average[name]))
+            self.average[name].copy_(own_part(p, state[name]).to(self.average[name]))
 
 
 def slice_of(p: Any) -> Tensor:
@@ -72,27 +73,52 @@ def slice_of(p: Any) -> Tensor:
 
 
 def held(p: Any) -> Tensor:
-    """The same of the optimizer's float32 weights, where a rank's slice of them is a slice of the parameter."""
-    if not hasattr(p, "_z3_optimizer"):
-        return slice_of(p)
-    from deepspeed.utils import safe_get_local_fp32_param
+    """What this rank holds of the optimizer's float32 weights of a parameter, flat under ZeRO; perhaps nothing."""
+    if hasattr(p, "_z3_optimizer"):
+        from deepspeed.utils import safe_get_local_fp32_param
 
-    return safe_get_local_fp32_param(p).detach()
+        return safe_get_local_fp32_param(p).detach()
+    if hasattr(p, "_hp_mapping"):  # ZeRO-1 and 2: the ranks' slices are cut from all parameters in a row
+        return (
+            p.new_empty(0, dtype=torch.float32) if p._hp_mapping is None else p._hp_mapping.get_hp_fragment().detach()
+        )
+    return p.detach()
 
 
-def whole(p: Any, held: Tensor) -> Tensor:
-    """A whole tensor of what the ranks hold of it."""
+def whole(p: Any, part: Tensor) -> Tensor:
+    """A whole tensor of what the ranks `held` of it."""
+    if not hasattr(p, "_hp_mapping"):
+        return joined(p, part)
+    value = torch.zeros(p.numel(), dtype=part.dtype, device=p.device)
+    value[place_of(p)] = part.to(p.device)
+    dist.all_reduce(value)
+    return value.view(p.shape)
+
+
+def joined(p: Any, part: Tensor) -> Tensor:
+    """A whole tensor of the ranks' slices under ZeRO-3; elsewhere the part is whole."""
     if not is_partitioned(p):
-        return held
-    parts = [torch.empty_like(held) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, held.contiguous())
+        return part
+    part = part.to(p.device)
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
     return torch.cat(parts)[: p.ds_numel].view(p.ds_shape)
 
 
-def own_slice(p: Any, value: Tensor) -> Tensor:
+def own_part(p: Any, value: Tensor) -> Tensor:
     """What this rank holds of a whole tensor."""
+    if hasattr(p, "_hp_mapping"):
+        return value.flatten()[place_of(p)]
     if not is_partitioned(p):
         return value
     size, rank = p.ds_tensor.numel(), dist.get_rank()
     flat = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
     return flat[size * rank : size * (rank + 1)]
+
+
+def place_of(p: Any) -> slice:
+    """Where this rank's part lies in a flattened parameter under ZeRO-1 and 2."""
+    if p._hp_mapping is None:
+        return slice(0, 0)
+    address = p._hp_mapping.lp_fragment_address
+    return slice(address.start, address.start + address.numel)

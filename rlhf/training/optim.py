@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 BETAS = (0.9, 0.95)  # of AdamW (RECIPE, sections 2 to 4)
 
@@ -76,3 +76,15 @@ class MuonAdamW(torch.optim.Optimizer):
         self.muon.load_state_dict(state_dict["muon"])
         self.adamw.load_state_dict(state_dict["adamw"])
         self._share()
+
+
+def state_holder(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.optim.Optimizer:
+    """The optimizer whose `state` holds a parameter's moments."""
+    if not isinstance(optimizer, MuonAdamW):
+        return optimizer
+    return optimizer.muon if any(p is parameter for p in optimizer.muon.param_groups[0]["params"]) else optimizer.adamw
+
+
+def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether AdamW counts its steps in a tensor on the parameters' device, as its fused form does."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

@@ -1,37 +1,46 @@
 """transformers' Trainer and TRL's as pretraining and SFT use them: one process or several, plain or under ZeRO.
 
 The global batch is the same on any number of processes, and so are the losses: sums over ranks, divided by the global
-number of labels. Not here: our own loops (`engine.py`), resuming on other processes (`reshard.py`).
+number of labels. Checkpoints are those of our own loops (`state.py`). Not here: what trains there (`engine.py`).
 """
 
+import dataclasses
+import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 from transformers import TrainerCallback
 
-from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.interrupts import finish_step, stop_requested
+from rlhf.interrupts import finish_step, request_stop, stop_requested
 from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
-from rlhf.runs.checkpoints import checkpoint_step
 from rlhf.runs.folders import Stage
 from rlhf.training.gather import gathered_state, save_model_checked
-from rlhf.training.loop import gradient_norm, refuse_nonfinite
-from rlhf.training.reshard import fitting_checkpoint
-from rlhf.training.setup import StageCallback
+from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
+from rlhf.training.state import (
+    plain_state,
+    put_plain_state,
+    put_random_state,
+    put_weights,
+    read_state,
+    write_checkpoint,
+)
+from rlhf.training.usage import training_flops, usage_metrics
 from rlhf.training.zero import deepspeed_settings, need_deepspeed, wants_bfloat16, zero_stage
+from rlhf.training.zero_state import ZeroState, group_numbers
 
 if TYPE_CHECKING:  # what the class below is mixed into; importing it takes a second
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
 
+TRAINER_STATE = "trainer_state.json"  # of a checkpoint: where Trainer stands in its data
 IGNORED = -100  # the label of a token that the loss leaves out
 
 
@@ -51,10 +60,10 @@ def split_batch(setting: str, rows: int, micro: int, processes: int) -> tuple[in
 
 
 def shared_arguments(
-    config: Config, stage: Stage, device: torch.device, *, rows: int, micro: int, setting: str, steps: int,
-    max_grad_norm: float,
+    stage: Stage, device: torch.device, *, rows: int, micro: int, setting: str, steps: int, max_grad_norm: float
 ) -> dict[str, Any]:  # fmt: skip
     """What TrainingArguments and SFTConfig have in common. rows, micro, setting: as in `split_batch`."""
+    config = stage.config
     need_deepspeed(config)
     micro, accumulation = split_batch(setting, rows, micro, process_count())
     bfloat16 = wants_bfloat16(config, device)
@@ -76,6 +85,14 @@ def shared_arguments(
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if config.gradient_checkpointing else None,
         "dataloader_pin_memory": device.type == "cuda", "deepspeed": sharding, "ddp_find_unused_parameters": False,
     }  # fmt: skip
+
+
+def one_device(arguments: Any) -> Any:
+    """The same TrainingArguments, for one device: a process that sees several GPUs and has no launcher would otherwise spread
+    each batch over all of them (nn.DataParallel) and multiply the global batch."""
+    arguments.device  # noqa: B018 (what counts the GPUs)
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 class WithSpares(Dataset):
@@ -114,6 +131,56 @@ class ThenSpares(Sampler[int]):
             self.sampler.set_epoch(epoch)
 
 
+class StageCallback(TrainerCallback):
+    """Trainer's events as this project's metrics, progress and checkpoints.
+
+    tokens_per_step: where it is fixed; otherwise the Trainer counts.
+    """
+
+    def __init__(self, loop: StageLoop, loss_name: str, tokens_per_step: int | None = None):
+        self.loop, self.loss_name, self.tokens_per_step = loop, loss_name, tokens_per_step
+        self.logged_at = time.monotonic()
+        self.logged_step = self.logged_tokens = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logged_step, self.logged_tokens = state.global_step, self.tokens_seen(state)
+        self.loop.saved_at = self.logged_at = time.monotonic()
+
+    def tokens_seen(self, state: Any) -> int:
+        """Tokens trained on so far, on all ranks."""
+        return state.num_input_tokens_seen if self.tokens_per_step is None else state.global_step * self.tokens_per_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.loop.bar.update(1)
+        due, stop = self.loop.after(state.global_step)
+        if due:
+            control.should_log = control.should_save = True  # the log comes first, so that no step is lost
+        if stop:
+            request_stop()
+            control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        metrics = {self.loss_name: logs["loss"], "optim/lr": logs.get("learning_rate", 0.0)}
+        if "grad_norm" in logs:
+            metrics["optim/grad_norm"] = float(logs["grad_norm"])
+        tokens, now = self.tokens_seen(state), time.monotonic()
+        done, seconds = tokens - self.logged_tokens, max(1e-9, now - self.logged_at)
+        sequences = (state.global_step - self.logged_step) * args.train_batch_size * args.gradient_accumulation_steps
+        sequences *= args.world_size
+        if sequences:
+            metrics |= {"time/tokens_per_s": done / seconds, "time/samples_per_s": sequences / seconds}
+            flops = training_flops(kwargs["model"], done, done / sequences)
+            metrics |= usage_metrics(self.loop.stage.config, args.device, flops, seconds, args.world_size)
+        self.logged_step, self.logged_tokens, self.logged_at = state.global_step, tokens, now
+        self.loop.tracker.log(metrics, step=state.global_step, tokens=tokens)
+        self.loop.bar.update(0, loss=logs["loss"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.loop.saved()
+
+
 class StageTrainer(_Trainer):
     """Mixed into a Trainer: our optimizer and schedule, steps only on what is finite, equal work for all processes.
 
@@ -121,39 +188,75 @@ class StageTrainer(_Trainer):
     """
 
     def __init__(
-        self, *, stage: Stage, optimizer: Callable[[], torch.optim.Optimizer], factor: Callable[[int], float],
-        callback: StageCallback, **keywords: Any,
-    ):  # fmt: skip
+        self,
+        *,
+        stage: Stage,
+        optimizer: Callable[[], torch.optim.Optimizer],
+        factor: Callable[[int], float],
+        **keywords: Any,
+    ):
         from transformers import PrinterCallback
 
         self.stage, self._make_optimizer, self._factor = stage, optimizer, factor
-        super().__init__(callbacks=[callback], **keywords)
+        self._nats: Tensor | float = 0.0  # of all labels since the last line
+        self._labels: list[int] = []  # of each step since then, over all ranks
+        super().__init__(**keywords)
         self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = self._own_optimizer = self._make_optimizer()
-            groups = self._own_optimizer.param_groups
-            self._own_settings = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
+            self._groups = group_numbers(self.model, self.optimizer.param_groups)  # type: ignore[arg-type]
         return self.optimizer
-
-    def mend_optimizer(self) -> None:
-        """Undo what loading a universal checkpoint under ZeRO-3 does to AdamW.
-
-        It gives all groups the first one's settings, weight decay among them, and one tensor to count their steps, which
-        each group then raises.
-        """
-        for group, settings in zip(self._own_optimizer.param_groups, self._own_settings, strict=True):
-            group.update(settings)
-        for state in self._own_optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].clone()
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """On our optimizer itself: ZeRO's wrapper reads the learning rates from it."""
         if self.lr_scheduler is None:
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self._own_optimizer, self._factor)
         return self.lr_scheduler
+
+    # --- checkpoints: ours in the place of Trainer's, which are pickles under ZeRO ---------------------------------
+
+    def _zero_state(self) -> ZeroState:
+        engine: Any = self.model_wrapped
+        return ZeroState(
+            self.model, engine.optimizer, zero_stage(self.stage.config), self._groups, Ranks(self.args.device)  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _whole_state(self) -> dict[str, dict[str, Tensor]] | None:
+        if self.is_deepspeed_enabled:
+            return self._zero_state().read()
+        return plain_state(self.model, self._own_optimizer)  # type: ignore[arg-type]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Every rank calls it."""
+        state = self._whole_state()
+        progress = json.dumps(dataclasses.asdict(self.state))
+        write_checkpoint(
+            self.stage,
+            self.state.global_step,
+            state,
+            {},
+            more=lambda folder: (folder / TRAINER_STATE).write_text(progress),
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights come with the optimizer's state."""
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if resume_from_checkpoint is not None:
+            state, _ = read_state(Path(resume_from_checkpoint))
+            if self.is_deepspeed_enabled:
+                self._zero_state().write(state)
+            else:
+                put_plain_state(self.model, self._own_optimizer, state)  # type: ignore[arg-type]
+            continue_schedule(self.lr_scheduler, self.state.global_step)  # type: ignore[arg-type]
+        return prepared
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            put_random_state(Path(checkpoint))
 
     def get_train_dataloader(self) -> DataLoader:
         """As the Trainer's, but for spare rows in the place of accelerate's repeated ones, which would count twice."""
@@ -185,13 +288,25 @@ class StageTrainer(_Trainer):
         """Raises: UserError where the gradient is not finite: before the step, or under ZeRO, which steps itself, after
         it and before anything is saved."""
         loss = super().training_step(model, inputs, *args, **kwargs)
+        labels = int(kwargs.get("num_items_in_batch", args[0] if args else None) or 0)
+        self._nats = self._nats + loss.double() * labels
         if self.accelerator.sync_gradients:
+            self._labels.append(labels)
             norm: Any = gradient_norm(model.parameters())
             if self.is_deepspeed_enabled:
                 norm = self.model_wrapped.get_global_grad_norm()  # type: ignore[union-attr,operator]
                 norm = float("nan") if norm is None else norm
             self._stop_unless_finite({"gradient": norm}, inputs)
         return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The loss since the last line as a mean over labels; Trainer's is a mean of the steps' means."""
+        if "loss" in logs:
+            if len(set(self._labels)) > 1:
+                ranks = Ranks(self.args.device)
+                logs["loss"] = ranks.sum(self._nats) / ranks.count / sum(self._labels)
+            self._nats, self._labels = 0.0, []
+        super().log(logs, *args, **kwargs)
 
     def _stop_unless_finite(self, values: dict[str, Any], inputs: dict[str, Any]) -> None:
         """Every process stops where one must, with the same message; the first such one saves its batch."""
@@ -208,41 +323,32 @@ class StageTrainer(_Trainer):
                 message = str(error)
         raise UserError(share(message, source=bad.index(True)))
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Whole weights, read back after they are written. All processes must call it."""
-        model: Any = self.model
-        save_model_checked(model, Path(output_dir or self.stage.checkpoints), gathered_state(model))
+
+def continue_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
+    """Set the learning rates to those after so many steps."""
+    schedule.last_epoch = step
+    rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
 
 
-class _MendAfterLoading(TrainerCallback):
-    """Trainer loads a checkpoint right before it begins."""
-
-    def __init__(self, trainer: StageTrainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.trainer.mend_optimizer()
-
-
-def train(trainer: Any, resume: Path | None, steps: int) -> None:
+def train(trainer: Any, loop: StageLoop, loss_name: str, tokens_per_step: int | None = None) -> None:
     """Trainer's loop, from a checkpoint if there is one.
 
     From a checkpoint of the last step Trainer would take one step more, so that only the weights are read then.
 
-    Raises: KeyboardInterrupt after a signal, once the step under way has its checkpoint; UserError for a full disk, and for
-    a checkpoint that this launch cannot go on from.
+    Raises: KeyboardInterrupt after a signal, once the step under way has its checkpoint; UserError for a full disk.
     """
+    trainer.add_callback(StageCallback(loop, loss_name, tokens_per_step))
     try:
-        if resume is not None and checkpoint_step(resume) >= steps:
-            load_model(trainer.model, str(resume / "model.safetensors"))
+        if loop.resume is not None and loop.first >= loop.total:
+            put_weights(trainer.model, read_state(loop.resume)[0]["weights"])
             return
-        trainer.stage.plan(steps)
-        with fitting_checkpoint(trainer.stage, resume, trainer.args) as fitting, finish_step(trainer.stage.name):
+        with finish_step(loop.stage.name):
             if process_count() > 1:  # so that dropout differs among the processes; a checkpoint brings its own state
                 torch.manual_seed(trainer.args.seed + rank())
-            if fitting != resume:
-                trainer.add_callback(_MendAfterLoading(trainer))
-            trainer.train(resume_from_checkpoint=str(fitting) if fitting else None)
+            trainer.train(resume_from_checkpoint=str(loop.resume) if loop.resume else None)
             if stop_requested():
                 raise KeyboardInterrupt
     finally:

@@ -82,7 +82,7 @@ def write_parents(config: Any, spec: Spec) -> None:
 def ours(spec: Spec, turns: Turns) -> None:
     from rlhf.cli import compose_config
     from rlhf.data.records import PromptRecord
-    from rlhf.ppo.setup import make_trainer
+    from rlhf.ppo.setup import make_ppo_run
     from rlhf.runs.folders import open_stage
     from rlhf.stages.ppo import one_update
     from rlhf.tracking.writers import make_tracker
@@ -101,7 +101,7 @@ def ours(spec: Spec, turns: Turns) -> None:
         ])  # fmt: skip
         write_parents(config, spec)
         with open_stage(config, "ppo") as stage:
-            trainer = make_trainer(config, stage, set_up(config))
+            trainer = make_ppo_run(config, stage, set_up(config))
             trainer.prompts = [
                 (PromptRecord(id=str(i), prompt="any"), tokens) for i, tokens in enumerate(make_prompts(spec))
             ]

@@ -78,23 +78,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     from rlhf.cli import compose_config
     from rlhf.runs.folders import open_stage
     from rlhf.stages import sft
-    from rlhf.training.setup import StageCallback, be_quiet
-
-    class Silent(StageCallback):
-        """The stage's callback, without its progress and metrics."""
-
-        def __init__(self, stage: Any) -> None:
-            super().__init__(stage, None, None, "sft/loss", None)  # type: ignore[arg-type]
-            self.by_turns = by_turns(turns, spec["steps"], spec["batch"])
-
-        def on_step_begin(self, *arguments: Any, **more: Any) -> None:
-            self.by_turns.on_step_begin(*arguments, **more)
-
-        def on_step_end(self, *arguments: Any, **more: Any) -> None:
-            self.by_turns.on_step_end(*arguments, **more)
-
-        def on_log(self, *arguments: Any, **more: Any) -> None:
-            return None
+    from rlhf.training.setup import be_quiet
 
     be_quiet()
     with tempfile.TemporaryDirectory() as home:
@@ -109,7 +93,9 @@ def ours(spec: Spec, turns: Turns) -> None:
         with open_stage(config, "tokenizer") as stage:
             model = harness.ours_like(harness.gpt2(spec["size"]))
             device = torch.device(spec["device"])
-            trainer = sft.make_trainer(config, stage, model, tokenizer, make_rows(spec), 100_000, device, Silent(stage))
+            trainer = sft.make_trainer(stage, model, tokenizer, make_rows(spec), 1, device)
+            trainer.args.max_steps = 100_000
+            trainer.add_callback(by_turns(turns, spec["steps"], spec["batch"]))
             run(trainer)
             stage.finish()
 

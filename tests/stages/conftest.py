@@ -33,6 +33,11 @@ def run_stage(name: str, config: Any) -> None:
     import_module(COMMANDS[name][0]).run(config)
 
 
+def collect(run: Any, prompts: Any, keys: list[tuple]) -> Any:
+    """PPO's steps 1 and 2: one response to each prompt, scored."""
+    return run.score(prompts, run.sample(prompts, keys))
+
+
 @dataclass(frozen=True)
 class Run:
     """A run and the overrides that made it."""

@@ -19,13 +19,14 @@ from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker
 from rlhf.training.setup import set_up
+from tests.stages.conftest import collect
 
 
 def main() -> None:
     recorded, out, *overrides = sys.argv[1:]
     config = compose_config(overrides)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_trainer(config, stage, set_up(config))
+        trainer = ppo.make_ppo_run(config, stage, set_up(config))
         places = ppo.own_places(trainer)
         tensors = load_file(recorded)
         advantages, returns = (tensors.pop(name)[places] for name in ("advantages", "returns"))
@@ -39,7 +40,7 @@ def main() -> None:
         trainer.engine.optimizer.zero_grad()
         trainer.config.ppo.max_grad_norm = 1.0
         index = ppo.choose_prompts(trainer, 1)
-        live = ppo.sample_and_score(
+        live = collect(
             trainer, [trainer.prompts[index[place]] for place in places], [("ppo", 1, place) for place in places]
         )
         everything = gather(dict(zip(places, live.tokens.tolist(), strict=True)))

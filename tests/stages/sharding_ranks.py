@@ -17,8 +17,8 @@ from rlhf.cli import compose_config
 from rlhf.interrupts import leave
 from rlhf.processes import disconnect, is_first
 from rlhf.stages import pretrain, sft
-from rlhf.training import setup as common
 from rlhf.training import trainer
+from rlhf.training.loop import StageLoop
 
 
 class CutOff(Exception):
@@ -36,11 +36,11 @@ def held(model: torch.nn.Module, engine: Any) -> dict[str, float]:
 def main() -> None:
     out, *jobs = sys.argv[1:]
     found: list[Any] = []
-    save = common.StageCallback.on_save
+    save = StageLoop.saved
     train = trainer.train
 
-    def measured(made: Any, resume: Any, steps: int) -> None:
-        train(made, resume, steps)
+    def measured(made: Any, *arguments: Any) -> None:
+        train(made, *arguments)
         if made.is_deepspeed_enabled and made.deepspeed is not None:
             found[-1] = held(made.model, made.deepspeed)
 
@@ -56,7 +56,7 @@ def main() -> None:
             if left == 0:
                 raise CutOff
 
-        common.StageCallback.on_save = cutting
+        StageLoop.saved = cutting
         found.append(None)
         with contextlib.suppress(CutOff):
             import_module(f"rlhf.stages.{stage}").run(compose_config(overrides.split()))

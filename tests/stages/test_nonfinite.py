@@ -57,9 +57,7 @@ def test_a_model_with_nan_is_not_trained(copy_until, monkeypatch, steps, module,
 
 def test_a_reward_model_with_nan_is_not_trained(copy_until, monkeypatch, steps):
     train = reward.train
-    monkeypatch.setattr(
-        reward, "train", lambda config, stage, model, *a: poison(model) or train(config, stage, model, *a)
-    )
+    monkeypatch.setattr(reward, "train", lambda loop, engine, *a: poison(engine.module) or train(loop, engine, *a))
     assert_stopped(copy_until("reward"), "reward")
     assert not steps
 

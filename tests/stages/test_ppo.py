@@ -24,7 +24,7 @@ from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker
 from rlhf.training.setup import load_policy, set_up
 
-from .conftest import Run
+from .conftest import Run, collect
 
 CPU = torch.device("cpu")
 # The first update trains policy and critic at the full learning rate.
@@ -32,24 +32,24 @@ AT_ONCE = ["ppo.critic_warmup_updates=0", "ppo.warmup_updates=0"]
 
 
 @contextmanager
-def open_trainer(run: Run, *more: str) -> Iterator[ppo.Trainer]:
+def open_trainer(run: Run, *more: str) -> Iterator[ppo.PpoRun]:
     config = run.config(*more)
     with open_stage(config, "ppo") as stage:
-        yield ppo.make_trainer(config, stage, set_up(config))
+        yield ppo.make_ppo_run(config, stage, set_up(config))
 
 
 @pytest.fixture
-def trainer(copy_until) -> Iterator[ppo.Trainer]:
+def trainer(copy_until) -> Iterator[ppo.PpoRun]:
     with open_trainer(copy_until("ppo"), *AT_ONCE, "ppo.episodes_per_update=32", "ppo.episodes=32") as found:
         yield found
 
 
-def collect(trainer: ppo.Trainer, count: int = 16) -> Rollout:
+def respond(trainer: ppo.PpoRun, count: int = 16) -> Rollout:
     """Responses to the first prompts, one each."""
-    return ppo.sample_and_score(trainer, trainer.prompts[:count], [("test", i) for i in range(count)])
+    return collect(trainer, trainer.prompts[:count], [("test", i) for i in range(count)])
 
 
-def update(trainer: ppo.Trainer, number: int = 1) -> dict[str, float]:
+def update(trainer: ppo.PpoRun, number: int = 1) -> dict[str, float]:
     return ppo.one_update(
         trainer, number, make_tracker("off", folder=trainer.stage.folder, run="", stage="", config={})
     )
@@ -69,7 +69,7 @@ def changed(before: dict[str, torch.Tensor], module: nn.Module) -> bool:
 @pytest.fixture
 def off_policy(trainer) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
     """Recorded rollouts, cut to unequal lengths, whose ratios are not 1; with advantages and returns."""
-    rollout = collect(trainer)
+    rollout = respond(trainer)
     answers = torch.minimum(rollout.lengths - rollout.prompt_lengths, torch.arange(2, 18))
     mask = torch.arange(rollout.response_mask.shape[1]) < answers[:, None]
     assert answers.unique().numel() > 8
@@ -87,7 +87,7 @@ def off_policy(trainer) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
     return rollout, whiten(random_like(1.0), mask), random_like(1.0)
 
 
-def gradients(trainer: ppo.Trainer, batch: tuple, chosen: list[int], micro: int) -> tuple[dict, dict]:
+def gradients(trainer: ppo.PpoRun, batch: tuple, chosen: list[int], micro: int) -> tuple[dict, dict]:
     """Unclipped gradients of one minibatch, and its metrics."""
     trainer.config.ppo.micro_batch_episodes, trainer.config.ppo.max_grad_norm = micro, 1e9
     trainer.engine.optimizer.zero_grad()
@@ -125,7 +125,7 @@ def test_order_and_padding_change_no_gradient_and_no_metric(trainer, off_policy)
 
 def test_the_end_token_gets_gradient(trainer):
     """An advantage on the end token alone moves its logit's row of the unembedding."""
-    rollout, row, eos = collect(trainer), 0, trainer.tokenizer.eos_token_id
+    rollout, row, eos = respond(trainer), 0, trainer.tokenizer.eos_token_id
     rollout.tokens[row, int(rollout.lengths[row]) - 1] = eos
     advantages = torch.zeros_like(rollout.logp_old)
     advantages[row, int(rollout.response_mask[row].sum()) - 1] = 1.0
@@ -190,7 +190,7 @@ def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
     settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_rule=none", f"ppo.lr={lr}", "ppo.critic_lr=3e-3",
                 "ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=4"]  # fmt: skip
     with open_trainer(copy_until("ppo"), *AT_ONCE, *settings) as trainer:
-        rollout = collect(trainer, 64)
+        rollout = respond(trainer, 64)
         answers = [t for i, row in enumerate(rollout.tokens.tolist())
                    for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]]  # fmt: skip
         trainer.reward = pay(Rigged(Counter(answers).most_common(1)[0][0], sign))
@@ -232,7 +232,7 @@ def test_reference_and_reward_model_never_change(trainer):
 
 def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
     """Its value at a response's last token is the calibrated score, before any step."""
-    rollout = collect(trainer)
+    rollout = respond(trainer)
     critic = trainer.actor_critic.critic
     with torch.no_grad():
         last = critic.token_values(rollout.tokens).gather(1, rollout.lengths[:, None] - 1)[:, 0]
@@ -242,7 +242,7 @@ def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
 # --- invariants of the first update --------------------------------------------------------------------------------
 
 
-def assert_refused(trainer: ppo.Trainer, invariant: int) -> None:
+def assert_refused(trainer: ppo.PpoRun, invariant: int) -> None:
     before = weights(trainer.engine.module)
     with pytest.raises(UserError, match=f"invariant {invariant} fails on the first update"):
         update(trainer)
@@ -295,7 +295,7 @@ def test_logprobs_of_the_wrong_token_are_refused(trainer, monkeypatch):
 
 
 @pytest.fixture
-def half(copy_until) -> Iterator[ppo.Trainer]:
+def half(copy_until) -> Iterator[ppo.PpoRun]:
     """In bfloat16; training forwards see batches of another shape than those of the rollout."""
     # 32 rows a forward of the rollout, 16 in training
     settings = ["ppo.episodes_per_update=64", "ppo.episodes=64", "ppo.minibatches=2"]
@@ -306,7 +306,7 @@ def half(copy_until) -> Iterator[ppo.Trainer]:
         yield found
 
 
-def off_by(trainer: ppo.Trainer, gap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def off_by(trainer: ppo.PpoRun, gap: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A reference whose log-probs are off by gap(mask), nats a token."""
     right = trainer.reference
     trainer.reference = lambda tokens, starts, mask: right(tokens, starts, mask) + gap(mask) * mask

@@ -18,11 +18,13 @@ from rlhf.chat_template import decode_response
 from rlhf.errors import UserError
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
+from rlhf.ops.kl import AdaptiveKL
 from rlhf.ppo import invariants
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rewards import CombinedReward
 from rlhf.ppo.rollout import Rollout
-from rlhf.ppo.setup import Trainer
+from rlhf.ppo.setup import PpoRun
+from rlhf.runs.checkpoints import checkpoint_figure
 from rlhf.runs.folders import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import DERIVED, METRICS
@@ -44,7 +46,7 @@ LENGTH_WEIGHT = 0.1  # of a second source of reward beside the reward model: the
 class Seen:
     """A tracker that keeps what an update logs, and all that its metrics follow from."""
 
-    trainer: Trainer
+    trainer: PpoRun
     logged: dict[str, float] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     rollouts: list[Rollout] = field(default_factory=list)  # of the update, and of the held-out prompts
@@ -84,7 +86,7 @@ def trainer(gold_run, tmp_path_factory):
     run = gold_run.copy(tmp_path_factory.mktemp("metrics"), "ppo", "copy")
     config = run.config(*SETTINGS)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_trainer(config, stage, set_up(config))
+        trainer = ppo.make_ppo_run(config, stage, set_up(config))
         config.pretrain.micro_batch_sequences = 2  # of the 3 blocks of a minibatch
         trainer.engine.optimizer.step = lambda: None
         yield trainer
@@ -94,15 +96,15 @@ def trainer(gold_run, tmp_path_factory):
 def seen(trainer) -> Seen:
     """The third update, the policy's second, of disturbed rollouts that two sources of reward pay."""
     found = Seen(trainer)
-    collect, train, draw = ppo.sample_and_score, ppo_update.train_minibatch, trainer.blocks.draw
+    score, train, draw = ppo.PpoRun.score, ppo_update.train_minibatch, trainer.blocks.draw
 
     def count_tokens(episodes):
         found.lengths.append(np.array([len(response) for response in episodes.responses]))
         return torch.tensor([float(len(response)) for response in episodes.responses])
 
-    def collect_disturbed(trainer, prompts, keys):
+    def score_disturbed(trainer, prompts, samples):
         found.records.append([record for record, _ in prompts])
-        found.rollouts.append(disturbed(collect(trainer, prompts, keys), seed=len(found.rollouts)))
+        found.rollouts.append(disturbed(score(trainer, prompts, samples), seed=len(found.rollouts)))
         return found.rollouts[-1]
 
     def train_watched(trainer, rollout, advantages, returns, chosen, *rest, **named):
@@ -114,7 +116,7 @@ def seen(trainer) -> Seen:
         return found.blocks[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "sample_and_score", collect_disturbed)
+        patch.setattr(ppo.PpoRun, "score", score_disturbed)
         patch.setattr(ppo_update, "train_minibatch", train_watched)
         patch.setattr(trainer.blocks, "draw", draw_watched)
         sources = {"model_0": trainer.reward, "function_1": count_tokens}
@@ -126,7 +128,7 @@ def seen(trainer) -> Seen:
 # --- the same numbers, slowly --------------------------------------------------------------------------------------
 
 
-def forward_alone(trainer: Trainer, tokens: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_alone(trainer: PpoRun, tokens: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (A, V) and values (A,) in float64 before each response token of one row, without padding."""
     policy, critic = trainer.actor_critic.policy, trainer.actor_critic.critic
     row, before = tokens[None, :end], slice(start - 1, end - 1)
@@ -134,7 +136,7 @@ def forward_alone(trainer: Trainer, tokens: torch.Tensor, start: int, end: int) 
 
 
 @torch.no_grad()
-def evaluated(trainer: Trainer, rollout: Rollout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def evaluated(trainer: PpoRun, rollout: Rollout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Log-probs, entropies and values (B, A) in float64, one row at a time."""
     found = [np.zeros(rollout.response_mask.shape) for _ in range(3)]
     for row, tokens in enumerate(rollout.tokens):
@@ -164,7 +166,7 @@ def sequence_sums(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
     return np.where(mask.numpy(), x.double().numpy(), 0.0).sum(1)
 
 
-def judged(trainer: Trainer, records: list[Any], rollout: Rollout, name: str) -> dict[str, float]:
+def judged(trainer: PpoRun, records: list[Any], rollout: Rollout, name: str) -> dict[str, float]:
     """The mean of each part of the judge's view over the responses, called name + part."""
     views = []
     for row, record in enumerate(records):
@@ -251,7 +253,7 @@ def gradients_wanted(seen: Seen) -> dict[str, float]:
     for p, gradient in zip(policy.parameters(), ours, strict=True):
         p.grad += gradient
     both = norm(policy)
-    trainer.engine.discard()
+    trainer.engine.optimizer.zero_grad()
     assert min(both, of_critic, rl, ptx) > 0.01, "ppo.max_grad_norm cuts all of them"
     return {
         "optim/rl_grad_norm": rl,
@@ -344,3 +346,12 @@ def test_an_entropy_outside_its_bounds_is_refused():
     for entropies in ((-0.01, -0.5), (0.1, 0.01)):
         with pytest.raises(UserError, match="invariant 7 fails"):
             invariants.check_first_minibatch(0.0, 0.0, entropies)
+
+
+def test_the_best_checkpoint_is_not_chosen_by_a_moving_coefficient(trainer, monkeypatch):
+    """kl.coef is 0.3: 2 - 0.3 * 4 = 0.8, whatever the coefficient has adapted to by then."""
+    monkeypatch.setattr(trainer, "kl", AdaptiveKL(init=7.0, target=1.0, horizon=100))
+    monkeypatch.setattr(trainer, "metrics", {"eval/dev/scores": 2.0, "eval/dev/kl": 4.0})
+    monkeypatch.setattr(trainer.config.checkpoints, "keep_best", 1)
+    ppo.save(trainer, 1)
+    assert checkpoint_figure(trainer.stage.checkpoints / "step-1") == pytest.approx(0.8, abs=1e-9)

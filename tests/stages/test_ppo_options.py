@@ -19,7 +19,7 @@ from rlhf.tracking.writers import make_tracker
 from rlhf.training.ema import Ema
 from rlhf.training.setup import load_policy, set_up
 
-from .conftest import Run
+from .conftest import Run, collect
 
 SMALL = ["ppo.critic_warmup_updates=0", "ppo.warmup_updates=0", "ppo.episodes_per_update=32", "ppo.episodes=32",
          "ppo.minibatches=2", "ppo.epochs=1", "kl.target=null"]  # fmt: skip
@@ -32,15 +32,15 @@ def open_trainer(copy_until) -> Callable[..., Any]:
     run: Run = copy_until("ppo")
 
     @contextmanager
-    def opened(*settings: str) -> Iterator[ppo.Trainer]:
+    def opened(*settings: str) -> Iterator[ppo.PpoRun]:
         config = run.config(*SMALL, *settings, "overwrite=true")
         with open_stage(config, "ppo") as stage:
-            yield ppo.make_trainer(config, stage, set_up(config))
+            yield ppo.make_ppo_run(config, stage, set_up(config))
 
     return opened
 
 
-def update(trainer: ppo.Trainer, number: int = 1) -> dict[str, float]:
+def update(trainer: ppo.PpoRun, number: int = 1) -> dict[str, float]:
     tracker = make_tracker("off", folder=trainer.stage.folder, run="", stage="", config={})
     return ppo.one_update(trainer, number, tracker)
 
@@ -49,14 +49,14 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.named_parameters()}
 
 
-def first_rollout(trainer: ppo.Trainer, number: int = 1) -> Rollout:
+def first_rollout(trainer: ppo.PpoRun, number: int = 1) -> Rollout:
     """What update `number` samples."""
     index = ppo.choose_prompts(trainer, number)
     keys = [("ppo", number, place) for place in range(len(index))]
-    return ppo.sample_and_score(trainer, [trainer.prompts[i] for i in index], keys)
+    return collect(trainer, [trainer.prompts[i] for i in index], keys)
 
 
-def gradients(trainer: ppo.Trainer) -> dict[str, torch.Tensor]:
+def gradients(trainer: ppo.PpoRun) -> dict[str, torch.Tensor]:
     """Gradients of one minibatch of fresh rollouts whose ratios are not 1."""
     trainer.config.ppo.max_grad_norm = 1e9
     rollout = first_rollout(trainer)
@@ -162,14 +162,6 @@ def test_several_sources_with_weights(open_trainer, gold_run):
     assert metrics["objective/scores"] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_an_ensemble_takes_the_least(open_trainer, gold_run):
-    own = str(gold_run.folder)
-    settings = [f"ppo.rewards=['{own}','{__name__}:pays_two']", "ppo.reward_combine=min", "ppo.missing_eos_rule=none"]
-    with open_trainer(*settings) as trainer:
-        metrics = update(trainer)
-    assert metrics["objective/scores"] <= min(2.0, metrics["objective/scores/model_0"]) + 1e-6
-
-
 def test_a_reward_that_is_not_finite_stops_the_run_before_any_step(open_trainer):
     with open_trainer(f"ppo.rewards='{__name__}:pays_infinity'") as trainer:
         before = weights(trainer.engine.module)
@@ -189,13 +181,13 @@ def test_scores_are_cut_before_they_pay(open_trainer):
         assert abs(update(trainer)["objective/scores"]) <= 0.1 + 1e-6
 
 
-@pytest.mark.parametrize("rule", ["replace", "subtract", "none"])
+@pytest.mark.parametrize("rule", ["replace", "none"])
 def test_rules_for_a_response_without_end_token(open_trainer, rule):
     with open_trainer(f"ppo.missing_eos_rule={rule}", "ppo.missing_eos_score=-4.0") as trainer:
         trainer.reward = lambda episodes: torch.ones(len(episodes.texts))
         metrics = update(trainer)
     ended = metrics["rollout/eos_fraction"]
-    worth = {"replace": -4.0, "subtract": 1.0 - 4.0, "none": 1.0}[rule]
+    worth = {"replace": -4.0, "none": 1.0}[rule]
     assert 0 < ended < 1
     assert metrics["objective/scores"] == pytest.approx(ended + worth * (1 - ended), abs=1e-5)
 
@@ -224,17 +216,6 @@ def test_truncation_as_bootstrap_values_what_would_come(open_trainer, monkeypatc
 
 
 # --- how far it goes -----------------------------------------------------------------------------------------------
-
-
-def test_an_update_ends_where_the_policy_has_moved_too_far(open_trainer):
-    free = ["ppo.epochs=2", "ppo.lr=3e-3"]
-    with open_trainer(*free) as trainer:
-        whole = update(trainer)
-    with open_trainer(*free, "kl.stop=0.002") as trainer:
-        stopped = update(trainer)
-    assert whole["optim/steps"] == 4
-    assert 1 <= stopped["optim/steps"] < 4
-    assert stopped["policy/approxkl_avg"] < whole["policy/approxkl_avg"]
 
 
 def test_the_run_ends_above_the_ceiling_and_keeps_the_policy(copy_until, capsys):
@@ -368,7 +349,7 @@ def test_adapters_train_alone_with_the_base_as_reference(copy_until, gold_run):
     settings = [*SMALL, "lora.rank=4", "ppo.lr=3e-3", "ppo.episodes=96"]
     config = run.config(*settings)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_trainer(config, stage, set_up(config))
+        trainer = ppo.make_ppo_run(config, stage, set_up(config))
         trained = [n for n, p in trainer.actor_critic.policy.named_parameters() if p.requires_grad]
         assert trained and all(".lora_" in name for name in trained)
         assert trainer.reference.model is trainer.actor_critic.policy, "no second copy of the weights"
@@ -409,7 +390,7 @@ def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
     run = copy_until("ppo")
     config = run.config(*SMALL, f"data.prompts='{tmp_path / 'prompts.jsonl'}'", "gold.enabled=true")
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_trainer(config, stage, set_up(config))
+        trainer = ppo.make_ppo_run(config, stage, set_up(config))
         ids = trainer.prompts[0][1]
         roles = [trainer.tokenizer.convert_ids_to_tokens(i) for i in ids]
         assert roles.count("<|user|>") == 2 and roles.count("<|assistant|>") == 2
@@ -439,8 +420,8 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
         update(trainer, 2)
         wanted = weights(trainer.engine.module) | ({} if trainer.ema is None else dict(trainer.ema.average))
         path = trainer.stage.checkpoints / "step-1"
-        restarted = ppo.make_trainer(trainer.config, trainer.stage, trainer.device)
-        assert ppo.restore(restarted, path) == 1
+        restarted = ppo.make_ppo_run(trainer.config, trainer.stage, trainer.device)
+        ppo.restore(restarted, path)
         update(restarted, 2)
         found = weights(restarted.engine.module) | ({} if restarted.ema is None else dict(restarted.ema.average))
     assert found.keys() == wanted.keys() and all(found[n].equal(wanted[n]) for n in wanted)

@@ -13,6 +13,7 @@ from rlhf.ops.masked import whiten
 from rlhf.runs.folders import open_stage
 from rlhf.stages import ppo
 from rlhf.training.setup import set_up
+from tests.stages.conftest import collect
 
 # Updates that begin with the same policy but for rounding draw the same responses, unless a random number falls between
 # the two roundings of a token's bound: with seed 0 one of 26 responses does so in the third update.
@@ -27,8 +28,8 @@ def recorded(gold_run, tmp_path_factory) -> tuple[Path, Path]:
     run = gold_run.copy(folder, "ppo", "one")
     config = run.config(*SETTINGS)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_trainer(config, stage, set_up(config))
-        rollout = ppo.sample_and_score(trainer, trainer.prompts[:26], [("recorded", i) for i in range(26)])
+        trainer = ppo.make_ppo_run(config, stage, set_up(config))
+        rollout = collect(trainer, trainer.prompts[:26], [("recorded", i) for i in range(26)])
     answers = torch.minimum(rollout.lengths - rollout.prompt_lengths, torch.arange(2, 28))
     mask = torch.arange(rollout.response_mask.shape[1]) < answers[:, None]
     generator = torch.Generator().manual_seed(1)

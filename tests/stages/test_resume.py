@@ -8,9 +8,8 @@ from safetensors.torch import load_file
 from rlhf.errors import UserError
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import read_stage
-from rlhf.stages import ppo, reward
 from rlhf.tracking.writers import read_jsonl
-from rlhf.training import setup as common
+from rlhf.training.loop import StageLoop
 
 from .conftest import Run
 
@@ -21,7 +20,7 @@ class Interrupted(Exception):
     """What the tests raise after a checkpoint."""
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, stage: str, saves: int) -> None:
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
     """Raise Interrupted right after the stage has written its `saves`-th checkpoint."""
     count = 0
 
@@ -36,16 +35,12 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, stage: str, saves: int) -> 
 
         return call
 
-    if stage in ("pretrain", "sft"):
-        monkeypatch.setattr(common.StageCallback, "on_save", counted(common.StageCallback.on_save))
-    else:
-        module = {"reward": reward, "ppo": ppo}[stage]
-        monkeypatch.setattr(module, "save_checkpoint", counted(module.save_checkpoint))
+    monkeypatch.setattr(StageLoop, "saved", counted(StageLoop.saved))
 
 
 def interrupt(run: Run, stage: str, saves: int, *more: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        interrupt_after(patch, stage, saves)
+        interrupt_after(patch, saves)
         with pytest.raises(Interrupted):
             run.stage(stage, EVERY_STEP, *more)
     assert read_stage(run.folder / stage)["status"] == "running"

@@ -26,6 +26,8 @@ from rlhf.stages import reward
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.engine import make_engine
+from rlhf.training.loop import open_loop
+from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_policy
 
 CPU = torch.device("cpu")
@@ -234,8 +236,13 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
     items = {"train": make_items(rankings(64, "t"), tokenizer, 128, 24)[0]}
     items["dev"] = make_items(rankings(40, "d"), tokenizer, 128, 24)[0]
     config = copy_until("reward").config("reward.epochs=3", "reward.batch_prompts=8", "reward.lr=1e-3")
-    with open_stage(config, "reward") as stage:
-        after = reward.train(config, stage, model, items, 0, CPU)
+    engine = make_engine(config, model, decay_groups(model, 0.0), CPU)
+    with (
+        open_stage(config, "reward") as stage,
+        open_loop(stage, engine.ranks, 3 * 8) as loop,
+    ):  # 64 prompts in batches of 8
+        reward.train(loop, engine, items["train"], 0)
+        after = reward.held_out_figures(loop, engine, items["dev"], 0)
     assert after["accuracy"] > 0.95 and after["loss"] < 0.2
 
 

@@ -12,6 +12,7 @@ from rlhf.runs.folders import open_stage, read_stage
 from rlhf.stages import ppo
 from rlhf.tracking.writers import make_tracker, read_jsonl
 from rlhf.training.setup import set_up
+from tests.stages.conftest import collect
 
 from ..model.classifiers import ARCHITECTURES, save_classifier
 
@@ -61,8 +62,8 @@ def test_every_architecture_learns_from_comparisons_and_pays_in_ppo(copy_until, 
 
     config = run.config(*QUICK)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_trainer(config, stage, set_up(config))
-        rollout = ppo.sample_and_score(trainer, trainer.prompts[:12], [("test", i) for i in range(12)])
+        trainer = ppo.make_ppo_run(config, stage, set_up(config))
+        rollout = collect(trainer, trainer.prompts[:12], [("test", i) for i in range(12)])
         ids = [row[start:end].tolist() for row, start, end in
                zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)]  # fmt: skip
         texts = [decode_response(trainer.tokenizer, answer) for answer in ids]

@@ -1,13 +1,21 @@
-"""SFT: which tokens its loss counts."""
+"""SFT: what its loss counts, how long it trains, and what it runs on."""
+
+import contextlib
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from rlhf.chat_template import encode_prompt, encode_response
-from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
+from rlhf.runs.folders import open_stage, read_stage
+from rlhf.stages import sft
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
+from rlhf.training.trainer import one_device
+
+STILL = ["sft.lr=1e-12", "sft.dropout=0", "sft.epochs=1"]  # the weights stay those of the base
 
 
 def test_the_loss_counts_response_tokens_and_their_end_token_alone(copy_until, gold_run):
@@ -34,3 +42,55 @@ def test_the_loss_counts_response_tokens_and_their_end_token_alone(copy_until, g
             nats -= logp[t - 1, (prompt + response)[t]].item()
         count += len(response)
     assert logged == pytest.approx(nats / count, abs=1e-3)
+
+
+def test_the_loss_is_the_mean_over_all_response_tokens(copy_until):
+    """Of five steps of unequal size, the last of 40 rows after four of 90; prompts and other steps' sizes do not count."""
+    run = copy_until("sft")
+    folder = run.stage("sft", *STILL, "sft.batch_size=90", "sft.micro_batch_size=30", "tracking.log_every=5")
+    logged = [row["sft/loss"] for row in read_jsonl(folder / "metrics.jsonl") if "sft/loss" in row]
+    base = load_policy(run.folder / "pretrain" / "model")
+    tokenizer = load_tokenizer(folder / "model")
+    records, _ = load_demonstrations(str(run.folder / "world" / "demonstrations.jsonl"), "auto", False)
+    rows = encode_demonstrations(
+        sft.divide(run.config(), records)["train"], tokenizer, base.config.max_position_embeddings
+    )
+    assert len(logged) == -(-len(rows) // 90 // 5)
+    wanted = sft.response_loss(base, rows, tokenizer.pad_token_id)
+    assert abs(logged[-1] - wanted) < 1e-4
+
+
+def test_packing_does_not_multiply_epochs(copy_until):
+    """An epoch is one pass over the demonstrations, however many of them a row holds."""
+    run = copy_until("sft")
+    device = torch.device("cpu")
+    rows = [{"prompt": [1, 2, 3], "response": [4, 5, 6, 7, 8]}] * 64  # 8 tokens each
+    config = run.config("sft.pack=true", "sft.batch_size=4")
+    with open_stage(config, "sft") as stage:
+        folder = run.folder / "pretrain" / "model"
+        trainer = sft.make_trainer(stage, load_policy(folder), load_tokenizer(folder), rows, 3, device)
+    packed = len(trainer.train_dataset)
+    assert packed < 32, "several demonstrations in a row"
+    assert trainer.args.max_steps == 3 * -(-packed // 4)
+
+
+def test_the_model_is_saved_before_it_is_evaluated(copy_until, monkeypatch):
+    run = copy_until("sft")
+
+    def fail(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(sft, "response_loss", fail)
+    with contextlib.suppress(MemoryError):
+        run.stage("sft", "sft.epochs=1", "sft.batch_size=200")
+    assert load_policy(run.folder / "sft" / "model") is not None
+    assert read_stage(run.folder / "sft")["status"] == "running"
+
+
+def test_a_process_uses_one_device(tmp_path, monkeypatch):
+    """Without a launcher transformers counts all GPUs that it sees and would train on all of them (nn.DataParallel)."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    arguments._n_gpu = 2  # as its set-up leaves it on a machine with two GPUs
+    assert arguments.train_batch_size == 2 * arguments.per_device_train_batch_size
+    assert one_device(arguments).n_gpu == 1
+    assert arguments.train_batch_size == arguments.per_device_train_batch_size

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,40 +122,30 @@ def test_greedy_answers_are_the_same(single, launched, stage):
     assert torch.equal(told[0], told[1])
 
 
-def test_resume_by_one_process_of_what_two_began(single, launched, tmp_path, capfd):
+def test_checkpoints_hold_no_pickles(launched):
+    """Reading a pickle can run code. What two processes under ZeRO-3 left is safetensors and JSON."""
+    left = launched[0]["pretrain", "left"].folder / "pretrain" / "checkpoints"
+    kinds = {path.suffix for path in left.rglob("*") if path.is_file()}
+    assert kinds == {".safetensors", ".json"}
+
+
+def test_resume_by_one_process_without_zero_of_what_two_began(single, launched):
     run = launched[0]["pretrain", "left"]
-    launch(tmp_path / "held.json", 1, [job(run, "pretrain", 0, "deepspeed=zero3")])
-    assert "the checkpoint is of 2 process(es) with zero3: put together for 1 with zero3" in capfd.readouterr().out
-    assert_same(single["pretrain"], run, "pretrain", 1e-6)
-    assert not (run.folder / "pretrain" / "resharded").exists()
+    run.stage("pretrain", *SETTINGS["pretrain"])
+    assert_same(single["pretrain"], run, "pretrain", 1e-5)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["zero1", "zero2", "zero3"])
-def test_resume_on_another_number_of_processes(single, gold_run, tmp_path, capfd, way):
+@pytest.mark.parametrize("way", ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"])
+def test_resume_on_another_number_of_processes(single, gold_run, tmp_path, way):
     """Three steps by two processes and three by one; three by one and three by two."""
     fewer, more = (gold_run.copy(tmp_path, "pretrain", name) for name in ("fewer", "more"))
     launch(tmp_path / "held.json", 1, [job(more, "pretrain", CUT_AT, f"deepspeed={way}")])
     two = [job(more, "pretrain", 0, f"deepspeed={way}"), job(fewer, "pretrain", CUT_AT, f"deepspeed={way}")]
     launch(tmp_path / "held.json", 2, two)
     launch(tmp_path / "held.json", 1, [job(fewer, "pretrain", 0, f"deepspeed={way}")])
-    told = capfd.readouterr().out
-    for before, now in ((1, 2), (2, 1)):
-        assert re.search(
-            rf"the checkpoint is of {before} process\S* with {way}: put together for {now} with {way}", told
-        )
     for run in (fewer, more):
-        assert_same(single["pretrain"], run, "pretrain", 1e-6)
-        assert not (run.folder / "pretrain" / "resharded").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", ["zero2_offload", "zero3_offload"])
-def test_offload_resumes_on_another_number_of_processes(single, gold_run, tmp_path, way):
-    run = gold_run.copy(tmp_path, "pretrain", "run")
-    launch(tmp_path / "held.json", 2, [job(run, "pretrain", CUT_AT, f"deepspeed={way}")])
-    launch(tmp_path / "held.json", 1, [job(run, "pretrain", 0, f"deepspeed={way}")])
-    assert_same(single["pretrain"], run, "pretrain", 1e-4)
+        assert_same(single["pretrain"], run, "pretrain", 1e-4 if "offload" in way else 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from rlhf.runs import checkpoints as saving
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
 from rlhf.runs.folders import read_stage
 from rlhf.stages import ppo, reward
 from rlhf.tracking.writers import read_jsonl
-from rlhf.training import setup as common
+from rlhf.training.trainer import StageCallback
 from tests.stages.conftest import Run
 from tests.stages.test_resume import SHORT, assert_same_weights, values_by_step
 
@@ -25,14 +26,14 @@ ROOT = Path(__file__).parents[2]
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
     """Have the Trainer's stages send themselves a signal in the middle of a step."""
-    real = common.StageCallback.on_step_begin
+    real = StageCallback.on_step_begin
 
     def on_step_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         real(self, args, state, control, **kwargs)
         if state.global_step == step - 1:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(common.StageCallback, "on_step_begin", on_step_begin)
+    monkeypatch.setattr(StageCallback, "on_step_begin", on_step_begin)
 
 
 @pytest.mark.parametrize(("stage", "number", "metric", "steps"), [
@@ -123,9 +124,9 @@ def test_of_a_trainers_checkpoints_those_stay_that_the_settings_say(copy_until: 
         real(path, step, keep)
         kept.append([checkpoint_step(p) for p in checkpoints(path)])
 
-    real = common.prune_checkpoints
+    real = saving.prune_checkpoints
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "prune_checkpoints", counted)
+        patch.setattr(saving, "prune_checkpoints", counted)
         run.stage("sft", *SHORT["sft"], "checkpoints.every_seconds=0", "checkpoints.keep=1", "checkpoints.keep_every=2")
     assert kept == [[1], [2], [2, 3], [2, 4]]
     assert [checkpoint_step(p) for p in checkpoints(run.folder / "sft" / "checkpoints")] == [2, 4], "at the end too"
@@ -134,14 +135,14 @@ def test_of_a_trainers_checkpoints_those_stay_that_the_settings_say(copy_until: 
 def test_the_newest_checkpoint_is_never_gone_before_the_next_is_whole(copy_until: Callable[..., Run]) -> None:
     """checkpoints.keep=1: whenever the Trainer has written a second one, the first is still there and whole."""
     run = copy_until("sft")
-    real, seen = common.seal, []
+    real, seen = saving.seal, []
 
     def looked(folder: Path, *arguments: Any) -> None:
         seen.append(latest_checkpoint(folder.parent, lambda text: None))
         real(folder, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "seal", looked)
+        patch.setattr(saving, "seal", looked)
         run.stage("sft", *SHORT["sft"], "checkpoints.every_seconds=0", "checkpoints.keep=1")
     assert [None if path is None else checkpoint_step(path) for path in seen] == [None, 1, 2, 3]
 
@@ -152,13 +153,13 @@ def test_a_full_disk_under_the_trainer_is_one_line(copy_until: Callable[..., Run
     script = (
         "import resource, signal, sys\n"
         "from rlhf.cli import main\n"
-        "import rlhf.stages.sft, rlhf.training.setup, trl\n"
-        "real = rlhf.training.setup.StageCallback.on_step_end\n"
+        "import rlhf.stages.sft, rlhf.training.trainer, trl\n"
+        "real = rlhf.training.trainer.StageCallback.on_step_end\n"
         "def limited(self, args, state, control, **kwargs):\n"
         "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "    if state.global_step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
         "    real(self, args, state, control, **kwargs)\n"
-        "rlhf.training.setup.StageCallback.on_step_end = limited\n"
+        "rlhf.training.trainer.StageCallback.on_step_end = limited\n"
         "main(sys.argv[1:])"
     )
     overrides = [

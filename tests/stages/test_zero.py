@@ -18,8 +18,8 @@ from rlhf.ppo.rollout import Rollout
 from rlhf.runs.folders import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
-from rlhf.training.engine import read_state
 from rlhf.training.setup import set_up
+from rlhf.training.state import read_state
 from tests.stages.test_ppo_ranks import SETTINGS, recorded  # noqa: F401 (a fixture)
 
 WAYS = ("zero1", "zero2", "zero3")
@@ -157,8 +157,8 @@ def test_one_process_goes_on_where_two_under_zero3_stopped(gold_run, recorded, s
     tensors = load_file(rollouts)
     advantages, returns = tensors.pop("advantages"), tensors.pop("returns")
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_trainer(config, stage, set_up(config))
-        trainer.engine.restore(read_state(sharded / "zero3-state")[0], lambda: ppo.probe(trainer))
+        trainer = ppo.make_ppo_run(config, stage, set_up(config))
+        trainer.engine.restore(read_state(sharded / "zero3-state")[0])
         for _ in range(2):
             batch, sums = Rollout(**tensors), Sums()
             ppo_update.train_minibatch(trainer, batch, advantages, returns, list(range(13)), sums, True, False)

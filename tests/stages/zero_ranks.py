@@ -23,10 +23,12 @@ from rlhf.runs.folders import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
-from rlhf.training.engine import Engine, ZeroEngine, make_engine, read_state, write_state
+from rlhf.training.engine import Engine, ZeroEngine, make_engine
 from rlhf.training.gather import gathered_state
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import set_up
+from rlhf.training.state import read_state, write_state
+from tests.stages.conftest import collect
 
 STEPS, SAVED_AT = 5, 3
 WARM = {"policy": 1.0, "critic": 1.0}
@@ -38,7 +40,7 @@ def share_held(engine: Engine) -> dict[str, float]:
     whole = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     weights = sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in parameters)
     if isinstance(engine, ZeroEngine):
-        moments = sum(state["exp_avg"].numel() for _, state in engine._flat_states())
+        moments = sum(state["exp_avg"].numel() for _, state in engine.whole_state.flat_states())
     else:
         moments = sum(state["exp_avg"].numel() for state in engine.optimizer.state.values())
     return {"weights": weights / whole, "moments": moments / whole}
@@ -58,7 +60,7 @@ def ppo_steps(trainer: Any, tensors: dict, steps: int, sums: list) -> None:
 def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dict[str, Any]:
     with open_stage(config, "ppo") as stage:
         found: list[Sums] = []
-        trainer = ppo.make_trainer(config, stage, set_up(config))
+        trainer = ppo.make_ppo_run(config, stage, set_up(config))
         ppo_steps(trainer, tensors, 1, found)
         once = trainer.engine.state()  # the first moment after one step is a tenth of the gradient
         ppo_steps(trainer, tensors, SAVED_AT - 1, found)
@@ -80,11 +82,11 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
         with trainer.engine.whole(trainer.actor_critic.policy) as policy:
             greedy = sample(policy, prompts, max_new_tokens=16, eos_token_id=trainer.tokenizer.eos_token_id, greedy=True,
                             pad_token_id=trainer.tokenizer.pad_token_id).responses  # fmt: skip
-        live = ppo.sample_and_score(trainer, trainer.prompts[:4], [("live", i) for i in range(4)])
+        live = collect(trainer, trainer.prompts[:4], [("live", i) for i in range(4)])
         # Back to the third step, in an engine of its own, and on from there
         wait_for_all()
-        again = ppo.make_trainer(config, stage, set_up(config))
-        again.engine.restore(read_state(Path(source or out / f"{way}-state"))[0], lambda: ppo.probe(again))
+        again = ppo.make_ppo_run(config, stage, set_up(config))
+        again.engine.restore(read_state(Path(source or out / f"{way}-state"))[0])
         ppo_steps(again, tensors, STEPS - SAVED_AT, [])
         resumed = gathered_state(again.actor_critic)
         if weights is not None and resumed is not None and once is not None:

@@ -1,0 +1,156 @@
+"""The models of PPO: policy and critic as one module, the frozen reference, and low-rank adapters on them."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
+from rlhf.model.trunk import hidden_at
+from rlhf.ppo.ptx import pretraining_loss
+from rlhf.ppo.rollout import Rollout, before_responses, logprobs_of_hidden, response_logprobs, unpacked
+from rlhf.runs.folders import Stage
+
+
+class ActorCritic(nn.Module):
+    """Policy and critic as one module: one engine, one optimizer, a learning rate each.
+
+    critic: a model of its own; or a head (D -> 1) on the policy's trunk; or None where advantages need no values.
+    """
+
+    def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None):
+        super().__init__()
+        self.policy, self.critic = policy, critic
+
+    @property
+    def shared(self) -> bool:
+        return isinstance(self.critic, ScalarHead)
+
+    def forward(self, *arguments: Any, method: str = "evaluate") -> Any:
+        """`evaluate` or another method: an engine knows no other way in."""
+        return getattr(self, method)(*arguments)
+
+    def evaluate(
+        self, batch: Rollout, with_policy: bool = True, entropy_gradient: bool = False
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Log-probs, entropies and values, each (B, A), of the batch's responses; None for what is not asked for."""
+        tokens, starts, mask = batch.tokens, batch.prompt_lengths, batch.response_mask
+        before = before_responses(starts, tokens.shape[1], mask)  # (N,)
+        hidden: Any = None
+        logp = entropies = None
+        if with_policy or self.shared:
+            hidden = hidden_at(self.policy.base_model, tokens, before)  # (N, D)
+        if with_policy:
+            chosen = tokens.flatten()[before + 1]
+            logp, entropies = logprobs_of_hidden(self.policy, hidden, chosen, mask, True, entropy_gradient)
+        if self.critic is None:
+            return logp, entropies, None
+        if hidden is not None and not with_policy:
+            hidden = hidden.detach()  # of a shared trunk the head learns alone: the trunk is the policy
+        values = self._values(hidden) if self.shared else self.values_at(tokens, before)
+        return logp, entropies, unpacked(values, mask)
+
+    def values_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Values (N,) after the tokens of (B, T) that `kept` names, by row * T + position."""
+        if isinstance(self.critic, RewardModel):
+            return self.critic.values_at(tokens, kept)
+        return self._values(hidden_at(self.policy.base_model, tokens, kept))
+
+    def policy_logprobs(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
+        """Log-probs (B, A) of the response tokens."""
+        return response_logprobs(self.policy, tokens, starts, mask)[0]
+
+    def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
+        return pretraining_loss(self.policy, batch, denominator)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        assert isinstance(self.critic, ScalarHead)
+        return self.critic(hidden).squeeze(-1).float()
+
+    def parts(self) -> dict[str, nn.Module]:
+        """{"policy": …, "critic": …}, without a critic that is not there."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+
+class Reference(nn.Module):
+    """Log-probs of the SFT model: a frozen copy; with LoRA the policy itself, its adapters set aside."""
+
+    def __init__(self, model: Any, adapters: Any = None):
+        super().__init__()
+        self.model, self.adapters = model, adapters
+
+    def forward(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
+        with self.adapters.disable_adapter() if self.adapters is not None else contextlib.nullcontext():
+            return response_logprobs(self.model, tokens, starts, mask)[0]
+
+
+def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
+    """The critic by ppo.critic; a head alone where the trunk is shared; None where advantages need no values."""
+    settings = config.ppo
+    if settings.advantages != "gae":
+        return None
+    if settings.shared_critic:
+        return ScalarHead(policy.config.hidden_size).initialise()
+    start = settings.critic
+    if start == "reward" and reward_model is None:
+        stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
+        start = "sft"
+    if start == "reward":
+        assert reward_model is not None
+        return copy.deepcopy(reward_model).requires_grad_(True).fold_calibration()
+    if start == "sft":
+        return RewardModel.from_causal_lm(policy)
+    return RewardModel(RewardConfig(trunk=policy.base_model.config))
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode)."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def add_adapters(model: Any, config: Config) -> Any:
+    """Put low-rank adapters on every linear layer but the output's, and freeze the rest; returns PEFT's model."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError("lora.rank: needs PEFT: pip install 'rlhf-recipe[peft]', or set lora.rank=0") from None
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    skip = {id(output), id(getattr(model, "head", None))}
+    targets = [
+        name for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and id(module) not in skip
+    ]  # fmt: skip
+    settings = peft.LoraConfig(
+        r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, target_modules=targets,
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
+    )  # fmt: skip
+    return peft.PeftModel(model, settings)
+
+
+@contextlib.contextmanager
+def merged_adapters(adapters: Any) -> Iterator[Any]:
+    """The policy with its adapters added to the weights, for saving; afterwards they are apart again."""
+    adapters.merge_adapter()
+    try:
+        yield adapters
+    finally:
+        adapters.unmerge_adapter()
+
+
+def plain_weights(policy: Any) -> dict[str, Tensor]:
+    """The weights under their own names, without what PEFT put around them."""
+    return {
+        name.replace(".base_layer.", "."): value.detach().cpu().clone()
+        for name, value in policy.state_dict().items()
+        if ".lora_" not in name
+    }

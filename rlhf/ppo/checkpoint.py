@@ -1,0 +1,78 @@
+"""What PPO resumes from and what it leaves: its checkpoints, and the model folders at its end."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from rlhf.config import Config
+from rlhf.model.heads import RewardModel
+from rlhf.ppo.actor_critic import merged_adapters, plain_weights
+from rlhf.ppo.setup import PpoRun
+from rlhf.training.gather import gathered_state, save_model_checked
+from rlhf.training.state import on_cpu, put_random_state, read_state, write_checkpoint
+
+
+def save(run: PpoRun, update: int) -> None:
+    """A checkpoint; every rank has to call it, and rank 0 writes."""
+    state, average = run.engine.state(), average_state(run)
+    notes = {"tokens": run.tokens, "kl": run.kl.state_dict()}
+    if run.ema is not None:
+        notes["averaged_steps"] = run.ema.steps
+    if state is not None and average is not None:
+        state["ema"] = average
+    write_checkpoint(run.stage, update, state, notes, figure=figure_of(run.config, run.metrics))
+
+
+def figure_of(config: Config, metrics: dict[str, float]) -> float | None:
+    """What checkpoints.keep_best goes by: the held-out score less kl.coef times the held-out KL.
+
+    kl.coef is the setting, not the coefficient in force: where that adapts, checkpoints would be ranked by how far it had moved.
+    """
+    if "eval/dev/scores" not in metrics:
+        return None
+    return metrics["eval/dev/scores"] - config.kl.coef * metrics["eval/dev/kl"]
+
+
+def average_state(run: PpoRun) -> dict[str, Tensor] | None:
+    """The policy's averaged weights, whole, on the CPU."""
+    return None if run.ema is None else {name: on_cpu(t) for name, t in run.ema.state_dict().items()}
+
+
+def restore(run: PpoRun, folder: Path) -> None:
+    """Read a checkpoint."""
+    state, notes = read_state(folder)
+    run.engine.restore(state)
+    put_random_state(folder)
+    if run.ema is not None:
+        run.ema.load_state_dict(state["ema"], notes["averaged_steps"])
+    run.kl.load_state_dict(notes["kl"])
+    run.tokens = notes["tokens"]
+
+
+def write_models(run: PpoRun) -> None:
+    """The stage's output: `model` (the average where there is one, adapters merged in), and the critic beside it."""
+    stage, model = run.stage, run.actor_critic
+    write_policy(run, stage.model if run.ema is None else stage.folder / "last", {})
+    if run.ema is not None:
+        average = average_state(run)
+        with run.ema.applied():
+            write_policy(run, stage.model, average or {})
+    if isinstance(model.critic, RewardModel) and not run.config.lora.rank:
+        save_model_checked(model.critic, stage.folder / "critic", gathered_state(model.critic))
+
+
+def write_policy(run: PpoRun, folder: Path, average: dict[str, Tensor]) -> None:
+    """A model that loads without PEFT; the adapters by themselves beside it. Every rank has to call it.
+
+    average: weights that are written instead of the policy's own.
+    """
+    policy = run.actor_critic.policy
+    if run.adapters is None:
+        state = gathered_state(policy)
+        save_model_checked(policy, folder, None if state is None else state | average)
+    elif run.stage.writes:
+        run.adapters.save_pretrained(str(folder.with_name(f"{folder.name}_adapters")))
+        with merged_adapters(run.adapters):
+            save_model_checked(policy, folder, plain_weights(policy))
+    if run.stage.writes:
+        run.tokenizer.save_pretrained(str(folder))

@@ -1,0 +1,134 @@
+"""What a run resumes from: whole float32 tensors by parameter name, as safetensors, from which no code can run.
+
+A checkpoint fits any number of processes and any ZeRO stage or none: slices are put together when it is written
+(`zero_state.py`) and cut again when it is read.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rlhf.errors import UserError
+from rlhf.processes import gather, rank
+from rlhf.runs.checkpoints import save_checkpoint
+from rlhf.runs.folders import Stage
+from rlhf.training.gather import gathered, gathered_state
+from rlhf.training.optim import state_holder, steps_on_device
+
+# {"weights", "steps", and a tensor kind of the optimizer such as "exp_avg": {parameter's name: tensor}}
+State = Mapping[str, Mapping[str, Tensor]]
+
+
+def plain_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]] | None:
+    """The state of a module whose optimizer holds whole tensors, on the CPU; None on every rank but the first.
+
+    Parameters that have taken no step yet have weights only. Every rank has to call it.
+    """
+    weights = gathered_state(module)
+    if weights is None:
+        return None
+    found: dict[str, dict[str, Tensor]] = {"weights": weights, "steps": {}}
+    for name, p in module.named_parameters():
+        for kind, value in state_holder(optimizer, p).state.get(p, {}).items():
+            if kind == "step":
+                found["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
+            elif isinstance(value, Tensor):
+                found.setdefault(kind, {})[name] = on_cpu(value)
+    return found
+
+
+@torch.no_grad()
+def put_plain_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Read what `plain_state` gave."""
+    put_weights(module, state["weights"])
+    kinds = [kind for kind in state if kind not in ("weights", "steps")]
+    on_device = steps_on_device(optimizer)
+    for name, p in module.named_parameters():
+        held: dict[str, Any] = {kind: state[kind][name].to(p, copy=True) for kind in kinds if name in state[kind]}
+        if name in state["steps"]:
+            held["step"] = state["steps"][name].to(p.device if on_device else "cpu", copy=True)
+        if held:
+            state_holder(optimizer, p).state[p] = held
+
+
+def write_checkpoint(
+    stage: Stage, step: int, state: State | None, notes: Mapping[str, Any], *, figure: float | None = None,
+    more: Callable[[Path], Any] = lambda folder: None,
+) -> None:  # fmt: skip
+    """checkpoints/step-N: the state, the loop's notes, every rank's random numbers. Every rank has to call it; rank 0, whose
+    `state` is not None, writes.
+
+    figure: what checkpoints.keep_best goes by. more: writes further files.
+    """
+    random = {name: value for part in gather(random_state()) for name, value in part.items()}
+
+    def write(folder: Path) -> None:
+        assert state is not None
+        write_state(folder, state, notes)
+        save_file(random, str(folder / "rng.safetensors"))
+        more(folder)
+
+    if state is not None:
+        save_checkpoint(stage.checkpoints, step, write, stage.config.checkpoints, figure)
+
+
+def write_state(folder: Path, state: State, notes: Mapping[str, Any]) -> None:
+    """Whole tensors as safetensors, the loop's own notes as JSON."""
+    for name, tensors in state.items():
+        save_file(dict(tensors), str(folder / f"{name}.safetensors"))
+    (folder / "state.json").write_text(json.dumps(notes))
+
+
+def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """What `write_state` wrote. Raises: UserError for a checkpoint of an earlier version."""
+    if not (folder / "state.json").exists():
+        raise UserError(f"{folder}: was written by an earlier version, in a form that is no longer read: "
+                        "add overwrite=true to start anew")  # fmt: skip
+    files = [path for path in folder.glob("*.safetensors") if path.stem != "rng"]
+    return {path.stem: load_file(str(path)) for path in files}, json.loads((folder / "state.json").read_text())
+
+
+def random_state() -> dict[str, Tensor]:
+    """torch's random state of this process."""
+    suffix = f"-{rank()}" if rank() else ""
+    found = {f"rng{suffix}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found[f"cuda{suffix}"] = torch.cuda.get_rng_state()
+    return found
+
+
+def put_random_state(folder: Path) -> None:
+    """Put torch's random state back as this rank wrote it; a rank that was not there then keeps its own."""
+    found = load_file(str(folder / "rng.safetensors"))
+    suffix = f"-{rank()}" if rank() else ""
+    if f"rng{suffix}" in found:
+        torch.set_rng_state(found[f"rng{suffix}"])
+    if f"cuda{suffix}" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found[f"cuda{suffix}"])
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, each once."""
+    kept = module.state_dict(keep_vars=True).keys()
+    buffers = {name: b for name, b in module.named_buffers() if name in kept}
+    return dict(module.named_parameters()) | buffers
+
+
+@torch.no_grad()
+def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into a module, wherever its own are."""
+    for name, tensor in tensors_of(module).items():
+        with gathered([tensor], write=True):
+            if tensor.numel():
+                tensor.copy_(weights[name].reshape(tensor.shape))
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A copy in float32 (integers stay) that shares nothing."""
+    copied = tensor.detach().cpu().clone()
+    return copied.float() if copied.is_floating_point() else copied

@@ -1,0 +1,134 @@
+"""The whole state of what DeepSpeed trains: weights and AdamW's moments, put together from the ranks' slices and cut again."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.processes import Ranks
+from rlhf.training.gather import gathered_state
+from rlhf.training.optim import steps_on_device
+from rlhf.training.state import State, on_cpu, put_weights
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch and DeepSpeed call them
+
+
+def group_numbers(module: nn.Module, groups: list[dict[str, Any]]) -> dict[str, int]:
+    """The parameter group of each trained parameter by name; ask before DeepSpeed puts its flat slices into the groups."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
+
+
+class ZeroState:
+    """Reads and writes the state of a module whose optimizer DeepSpeed shards.
+
+    optimizer: ZeRO's. stage: 1 to 3. group_of: as `group_numbers` gives it.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, stage: int, group_of: dict[str, int], ranks: Ranks):
+        self.module, self.optimizer, self.stage, self.group_of, self.ranks = module, optimizer, stage, group_of, ranks
+
+    def read(self) -> dict[str, dict[str, Tensor]] | None:
+        """As `rlhf.training.state.plain_state`. Every rank has to call it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        first = self.ranks.rank == 0
+        found: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module) or {}, "steps": {}}
+        found |= {kind: {} for kind in MOMENTS}
+        steps = self.steps()
+        self._link()
+        for name, p in self._trained():
+            taken = steps.get(self.group_of[name], 0.0)
+            for kind in MOMENTS if taken else ():
+                value = safe_get_full_optimizer_state(p, kind)
+                if first:
+                    found[kind][name] = on_cpu(value).reshape(shape_of(p))
+            if first and taken:
+                found["steps"][name] = torch.tensor(taken)
+        return found if first else None
+
+    @torch.no_grad()
+    def write(self, state: State) -> None:
+        """Put a whole state in the place of the ranks' slices."""
+        put_weights(self.module, state["weights"])
+        self._make_moments()
+        self._link()
+        steps = dict.fromkeys(self.group_of.values(), 0.0)
+        for name, p in self._trained():
+            self._put(p, state["weights"][name].float())
+            for kind in MOMENTS:
+                value = state.get(kind, {}).get(name)
+                self._put(p, torch.zeros(shape_of(p)) if value is None else value, kind)
+            if name in state["steps"]:
+                group = self.group_of[name]
+                steps[group] = max(steps[group], float(state["steps"][name]))
+        self.set_steps(steps)
+
+    def steps(self) -> dict[int, float]:
+        """Steps taken by parameter group; none before the first."""
+        return {group: float(state["step"]) for group, state in self.flat_states()}
+
+    def set_steps(self, steps: Mapping[int, float]) -> None:
+        for group, state in self.flat_states():
+            if group in steps:
+                kind = state["step"]
+                state["step"] = torch.full_like(kind, steps[group]) if isinstance(kind, Tensor) else int(steps[group])
+
+    def flat_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(group, AdamW's state) of each flat slice that this rank updates; none before the first step."""
+        states = self.optimizer.optimizer.state
+        yield from ((group, states[flat]) for group, flat in self._slices() if "step" in states.get(flat, {}))
+
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+
+    def _slices(self) -> Iterator[tuple[int, Tensor]]:
+        zero = self.optimizer
+        if self.stage == 3:
+            where = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp32_partitioned_groups_flat))]
+            return zip(where, zero.fp32_partitioned_groups_flat, strict=True)
+        return enumerate(zero.single_partition_of_fp32_groups)
+
+    def _make_moments(self) -> None:
+        """Begin AdamW's state as its first step would, so that there is something to write over."""
+        inner = self.optimizer.optimizer
+        on_device = steps_on_device(inner)
+        for _, flat in self._slices():
+            if "step" in inner.state.get(flat, {}):
+                continue
+            counts = isinstance(inner, torch.optim.AdamW)  # in a tensor; DeepSpeed's own AdamW in an integer
+            step: Any = torch.zeros((), device=flat.device if on_device else "cpu") if counts else 0
+            inner.state[flat] = {"step": step, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS}}
+
+    def _put(self, p: Any, value: Tensor, kind: str | None = None) -> None:
+        """Write a whole tensor over this rank's slice of a master weight or, with `kind`, of a moment."""
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        value = value.to(self.ranks.device)
+        if self.stage < 3:
+            safe_set_full_fp32_param(p, value) if kind is None else safe_set_full_optimizer_state(p, value, kind)
+            return
+        size = -(-value.numel() // self.ranks.count)  # ZeRO-3 cuts each tensor in equal slices, the last filled up
+        flat = nn.functional.pad(value.flatten(), (0, size * self.ranks.count - value.numel()))
+        own = flat[size * self.ranks.rank : size * (self.ranks.rank + 1)]
+        safe_set_local_fp32_param(p, own) if kind is None else safe_set_local_optimizer_state(p, own, kind)
+
+    def _link(self) -> None:
+        """Show DeepSpeed the moments of every group: by itself it looks once, when only the first group has any."""
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        zero = self.optimizer
+        if self.stage < 3 and self.steps():
+            for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """The whole shape, also where ZeRO-3 left a slice."""
+    return getattr(parameter, "ds_shape", parameter.shape)
