@@ -8,6 +8,7 @@ tests fail.
 
     python scripts/mutations.py                  # all of them; exit code 1 if one survives
     python scripts/mutations.py --only kl gae    # those whose place or text contains one of these words
+    python scripts/mutations.py --part 2/3       # every third, from the second on: three calls share the work
     python scripts/mutations.py --list
 
 One row per run: number, place, what is wrong, precision, outcome, killer, seconds. Outcomes: killed; SURVIVED: the tests
@@ -177,12 +178,15 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="*", default=[], help="words; a mutation runs if its place or text contains one"
     )
+    parser.add_argument("--part", default="1/1", help="2/3: every third mutation, from the second on")
     parser.add_argument("--list", action="store_true", help="print the table and stop")
     arguments = parser.parse_args()
     rows = [
         (number, mutation) for number, mutation in enumerate(read_table(), 1)
         if not arguments.only or any(word in f"{mutation.where} {mutation.wrong} {mutation.new}" for word in arguments.only)
     ]  # fmt: skip
+    part, parts = map(int, arguments.part.split("/"))
+    rows = rows[part - 1 :: parts]
     if arguments.list:
         for number, mutation in rows:
             print(number, mutation.where, mutation.wrong, mutation.float32, mutation.bfloat16, sep=" | ")

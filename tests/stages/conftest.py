@@ -86,6 +86,7 @@ def gold_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not complete.exists():
+            shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was killed
             for stage in GOLD_STAGES:
                 run.stage(stage)
             complete.touch()
