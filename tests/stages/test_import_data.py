@@ -311,7 +311,7 @@ def test_what_came_before_a_damage_is_kept(tmp_path, capsys, monkeypatch):
     [
         (["path=missing.jsonl"], "missing.jsonl: no such file or folder"),
         (["path={folder}/empty.jsonl"], "empty.jsonl: the file is empty"),
-        (["path={folder}/odd.jsonl"], "no format recognised: rows have the keys what. Formats are "),
+        (["path={folder}/odd.jsonl"], "no format recognised: rows have the keys what. "),
         (["path={folder}/good.jsonl", "format=nope"], "format=nope: no such format: want auto, alpaca"),
         (["path={folder}/good.jsonl", "format=hh"], "not of format=hh, .* it looks like native"),
         (["path={folder}/cut.jsonl.gz"], "damaged .gz file"),

@@ -5,10 +5,12 @@ nothing of files or of validation; a row that it cannot turn raises `BadRow` and
 good rows go on.
 """
 
+import difflib
 import hashlib
 import importlib
 import json
 import pkgutil
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from rlhf.errors import UserError
 
 LOOK_AHEAD = 20  # rows that recognition looks at
 _SHOWN_PROBLEMS = 5
+_KEYS = 12  # of a row, in a message
+_NEAREST = 3  # formats, in a message
 
 
 class BadRow(Exception):
@@ -115,8 +119,19 @@ class SourceInfo:
         ]
 
 
-def _all_wants() -> str:
-    return "; ".join(f"{f.name}: {f.wants}" for f in sorted(formats().values(), key=lambda f: f.name))
+def _nearest(row: Mapping[str, Any]) -> str:
+    """The formats whose keys are most like those of a row, with what they want; none if nothing is alike."""
+
+    def likeness(one: Format) -> float:
+        named = set(re.findall(r"\w+", one.wants.lower()))
+        keys = [str(key).lower() for key in list(row)[:_KEYS]]
+        return sum(1.0 if key in named else 0.5 * bool(difflib.get_close_matches(key, named, 1, 0.75)) for key in keys)
+
+    ranked = sorted(((likeness(one), one) for one in formats().values()), key=lambda pair: (-pair[0], pair[1].name))
+    return "; ".join(f"{one.name}: {one.wants}" for score, one in ranked[:_NEAREST] if score > 0)
+
+
+_OTHERWISE = "name the columns: `rlhf import format=table columns.prompt=…` (docs/importing.md lists all formats)"
 
 
 def _reason(format: Format, row: Mapping[str, Any]) -> str | None:
@@ -137,8 +152,10 @@ def _recognise(name: str, rows: list[Row], setting: str) -> tuple[Format, str]:
             ambiguous = ambiguous or f"{name}:{row.line}: could be {names}: set {setting} to one of them"
     if ambiguous:
         raise UserError(ambiguous)
-    keys = ", ".join(shown(str(key))[1:-1] for key in list(rows[0].value)[:12])
-    raise UserError(f"{name}: no format recognised: rows have the keys {keys}. Formats are {_all_wants()}")
+    keys = ", ".join(shown(str(key))[1:-1] for key in list(rows[0].value)[:_KEYS])
+    nearest = _nearest(rows[0].value)
+    near = f"The nearest formats are {nearest}. " if nearest else ""
+    raise UserError(f"{name}: no format recognised: rows have the keys {keys}. {near}Rename the keys, or {_OTHERWISE}")
 
 
 def choose_format(name: str, rows: list[Row], asked: str, setting: str = "data.format") -> tuple[Format, str]:
@@ -159,7 +176,7 @@ def choose_format(name: str, rows: list[Row], asked: str, setting: str = "data.f
         other, why = _recognise(name, rows[:LOOK_AHEAD], setting)
         instead = f"it looks like {other.name} ({why}): set {setting}={other.name} or auto"
     except UserError:
-        instead = f"formats are {_all_wants()}"
+        instead = f"it has the keys {', '.join(map(str, list(rows[0].value)[:_KEYS]))}" if rows else "it has no row"
     raise UserError(f"{name}: not of {setting}={asked}, which wants {wanted.wants}: {instead}")
 
 
@@ -218,7 +235,7 @@ def import_source(source: Source, format: str, info: SourceInfo) -> Iterator[Rec
     stream = read_rows(source)
     head = list(islice(stream, LOOK_AHEAD))
     if not head:
-        raise UserError(f"{source.name}: the file is empty: want rows of one of these formats: {_all_wants()}")
+        raise UserError(f"{source.name}: the file is empty: want at least one row")
     rows = [row for row in head if isinstance(row, Row)]
     if not rows:
         raise UserError(f"{head[0]} ({len(head)} rows of the first {len(head)} cannot be read)")

@@ -1,6 +1,7 @@
 """Anthropic's HH: two whole dialogues that share everything up to the last answer.
 
-Either {chosen, rejected}, or {text: [a, b], score: [x, y]}, where the higher score wins and equal is a tie.
+Either {chosen, rejected}, or {text: [a, b], score: [x, y]}, where the higher score wins and equal is a tie. The turns
+begin with "Human:" and "Assistant:" after a blank line, or with "## Human:" and "## Assistant:".
 The prompt ends at the last "Assistant:" that both dialogues share, not at each dialogue's own last one: an
 answer may itself contain that marker, and two answers may begin with the same words. White space around each
 turn belongs to the markers and is stripped. An empty answer is a legal response.
@@ -16,10 +17,15 @@ from rlhf.data.records import shown
 
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+_BEGINS_WITH_HEADING = re.compile(r"\s*#{2,3} ?Human:")
+_HEADING = re.compile(r"(?:\A|\n)\s*#{2,3} ?(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def _dialogue(text: str) -> str:
+    """The text with HH's own markers; some sets write them as headings, "## Human:"."""
+    if _BEGINS_WITH_HEADING.match(text):
+        text = _HEADING.sub(r"\n\n\1:", text)
     return "\n\n" + text.lstrip()
 
 

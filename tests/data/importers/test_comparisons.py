@@ -70,6 +70,17 @@ def test_hh(load, row, prompt, answers):
     assert record.pair_list() == [(0, 1)] and record.metadata == {"n": 1}
 
 
+def test_hh_with_headings_as_markers(load):
+    row = {
+        "text": ["## Human: Hi\n\n## Assistant: Hello ## Human: no", "## Human: Hi\n\n## Assistant: Go\n\n## away"],
+        "score": [1, 0],
+    }
+    [record] = load("hh", row)
+    assert [(m.role, m.content) for m in record.prompt] == [("user", "Hi")]
+    assert [r.text for r in record.responses] == ["Hello ## Human: no", "Go\n\n## away"]
+    assert record.ranking == [["a"], ["b"]]
+
+
 @pytest.mark.parametrize(
     ("scores", "ranking"), [([1.0, 0.0], [["a"], ["b"]]), ([-2, 3], [["b"], ["a"]]), ([0.5, 0.5], [["a", "b"]])]
 )

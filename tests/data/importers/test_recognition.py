@@ -3,14 +3,20 @@
 import copy
 import json
 
+import pyarrow
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import ipc, parquet
 from pydantic import ValidationError
 
+from rlhf.config import Config, DataConfig
+from rlhf.data.comparisons import load_comparisons
 from rlhf.data.importers import BadRow, convert_row, formats, load_all, make_records
 from rlhf.data.reading.readers import Row
 from rlhf.errors import UserError
+from rlhf.runs.sources import hash_sources
+from tests.data import sheets
 from tests.data.importers.samples import SAMPLES, USER
 
 IDS = [f"{format}-{i}" for i, (format, *_) in enumerate(SAMPLES)]
@@ -54,12 +60,66 @@ def test_samples_do_not_share_ids_by_accident(write_jsonl):
         {"turns": [1, 2]},
     ],
 )
-def test_a_foreign_shape_is_refused_with_its_keys_and_the_formats(write_jsonl, row):
+def test_a_foreign_shape_is_refused_with_its_keys_and_the_nearest_formats(write_jsonl, row):
     with pytest.raises(UserError) as caught:
         load_all(write_jsonl([row]))
     message = str(caught.value)
-    assert f"no format recognised: rows have the keys {', '.join(row)}. Formats are alpaca: keys" in message
-    assert "\n" not in message and all(f"{name}: " in message for name in formats())
+    assert f"no format recognised: rows have the keys {', '.join(row)}. The nearest formats are " in message
+    assert "\n" not in message and "`rlhf import format=table columns.prompt=…`" in message
+    assert sum(f" {name}: " in message for name in formats()) == 3
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("keys", "nearest"),
+    [
+        ("instruction input outputs", "alpaca"),
+        ("question answers", "question_answer"),
+        ("conversation chosen", "sharegpt"),
+    ],
+)
+def test_the_nearest_format_comes_first(write_jsonl, keys, nearest):
+    with pytest.raises(UserError, match=f"The nearest formats are {nearest}: "):
+        load_all(write_jsonl([dict.fromkeys(keys.split(), 1)]))
+
+
+def test_keys_like_no_other_name_no_format(write_jsonl):
+    with pytest.raises(
+        UserError, match=r"rows have the keys q, zz. Rename the keys, or name the columns: `rlhf import"
+    ):
+        load_all(write_jsonl([{"q": 1, "zz": 2}]))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "arrow", "xlsx"])
+def test_tables_are_read_where_labels_are_named(tmp_path, suffix):
+    rows = [
+        {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+        {"prompt": "Who?", "chosen": "I.", "rejected": "U."},
+    ]
+    path = tmp_path / f"labels.{suffix}"
+    if suffix in ("parquet", "arrow"):
+        table = pyarrow.Table.from_pylist(rows)
+        if suffix == "parquet":
+            parquet.write_table(table, path)
+        else:
+            with ipc.new_file(path, table.schema) as file:
+                file.write_table(table)
+    elif suffix == "xlsx":
+        lines = [list(rows[0]), *(list(one.values()) for one in rows)]
+        cells = [
+            sheets.row(n, *(sheets.text(f"{c}{n}", v) for c, v in zip("ABC", line, strict=True)))
+            for n, line in enumerate(lines, 1)
+        ]
+        sheets.write_xlsx(path, {"S": "".join(cells)})
+    else:
+        mark = "," if suffix == "csv" else "\t"
+        path.write_text("\n".join(mark.join(line) for line in [rows[0], *(one.values() for one in rows)]) + "\n")
+    rankings, info = load_comparisons(str(path))
+    assert info.files[0].format == "trl" and [r.prompt[0].content for r in rankings] == ["Why?", "Who?"]
+    assert [response.text for response in rankings[1].responses] == ["I.", "U."]
+    assert list(hash_sources(Config(data=DataConfig(comparisons=str(path))), "reward")) == [
+        f"comparisons:labels.{suffix}"
+    ]
 
 
 JSON = st.recursive(
