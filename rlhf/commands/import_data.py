@@ -1,6 +1,6 @@
 """`rlhf import`: foreign files -> records in Arrow, in a folder that is there as a whole or not at all.
 
-The rows are read by `data/importing.py`. Here is what surrounds it: the temporary folder, which is renamed once its
+The rows are read by `data/importing/importer.py`. Here is what surrounds it: the temporary folder, which is renamed once its
 manifest is written, what a killed import left behind, and what the screen shows.
 """
 
@@ -26,7 +26,7 @@ def run(config: ImportConfig) -> None:
     Raises: UserError where nothing can be read or written, and, after the accepted rows were written under
     `<out>.partial`, where there are more rejects than max_rejects.
     """
-    from rlhf.data.importing.job import Importer
+    from rlhf.data.importing.importer import Importer
     from rlhf.data.importing.report import describe
     from rlhf.data.reading.sources import RECORD_SUFFIXES, given_names, resolve_sources, size_of
     from rlhf.data.storage import seal

@@ -5,7 +5,7 @@
         dataset.json           the manifest: sha256 of every file; written last, so that without it nothing is trusted
 
 Parts without a fixed form (metadata, ratings, flags, further keys of a message) are JSON text in a column. How rows
-become records is in `importing.py`.
+become records is in `importing/importer.py`.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Labelling tasks: rankings that nobody has filled in yet, written for the tool in which people will fill them in.
 
 A task is a `Ranking` whose `ranking` is None, with the responses in the order in which a labeler will see them. Not here:
-drawing responses (`stages/sample.py`) and reading what comes back (`importers/label_studio.py`, `importers/tasks_csv.py`).
+drawing responses (`commands/sample.py`) and reading what comes back (`importers/label_studio.py`, `importers/tasks_csv.py`).
 """
 
 import csv

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlhf.config import Config
-from rlhf.data.agreement.job import pairwise_agreement
+from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.items import Item, join_rankings

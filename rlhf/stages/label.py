@@ -10,7 +10,7 @@ import random
 
 from rlhf.chat_template import decode_response, encode_prompts
 from rlhf.config import Config
-from rlhf.data.agreement.job import pairwise_agreement
+from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking

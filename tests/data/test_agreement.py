@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.data.agreement import job as agreement
+from rlhf.data.agreement import judgements as agreement
 from rlhf.data.agreement.figures import compute_cohen, compute_fleiss
-from rlhf.data.agreement.job import AgreementCounter, agreement_report, describe, pairwise_agreement
+from rlhf.data.agreement.judgements import AgreementCounter, agreement_report, describe, pairwise_agreement
 from rlhf.data.records import Message, RankedResponse, Ranking
 
 FIGURES = ("pairwise", "cohen_kappa", "fleiss_kappa", "krippendorff_alpha", "kendall_tau")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf.config import ImportConfig
 from rlhf.data.importing.assignments import Assignments, read_assignments
-from rlhf.data.importing.job import Importer
+from rlhf.data.importing.importer import Importer
 from rlhf.data.reading.sources import resolve_sources
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import SPLITS, key_hash, record_split, split_key

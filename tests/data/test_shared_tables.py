@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.cli import compose_config
 from rlhf.data.importing.assignments import Assignments
-from rlhf.data.importing.job import Importer
+from rlhf.data.importing.importer import Importer
 from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.reading.tables import read_table
 from rlhf.data.storage import read_records

@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from rlhf.config import GoldConfig
-from rlhf.data.agreement.job import pairwise_agreement
+from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.records import Message, Ranking
 from rlhf.gold.judge import judge
 from rlhf.gold.labelers import NOISE, Labeler, make_labelers, mean_utility, rank_responses

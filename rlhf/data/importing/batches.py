@@ -1,6 +1,6 @@
 """Rows made into checked records in Arrow, a batch at a time: the part of an import that several processes can share.
 
-What is done here looks at one row by itself. Duplicates, splits and files are in `importing.py`.
+What is done here looks at one row by itself. Duplicates, splits and files are in `importer.py`.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from rlhf.config import ColumnsConfig, WordsConfig
-from rlhf.data.agreement.job import Judgement, judgement_of
+from rlhf.data.agreement.judgements import Judgement, judgement_of
 from rlhf.data.importers import BadRow, Format, convert_row, formats, make_records, row_bytes
 from rlhf.data.importing.cleaning import FACT, KIND_NUMBERS, PII_KINDS, fact_of
 from rlhf.data.reading.json_rows import Block, parse_block

@@ -142,7 +142,7 @@ def reject_line(reject: Reject) -> str:
 
 def describe(report: dict[str, Any]) -> list[str]:
     """The report as lines for the screen."""
-    from rlhf.data.agreement import job as agreement
+    from rlhf.data.agreement import judgements as agreement
 
     lines = []
     for file in report["files"]:

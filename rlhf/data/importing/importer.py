@@ -2,7 +2,7 @@
 
 Memory holds hashes of the records, not the records: they are written as they come, without a split, and divided once
 all of them were seen, since a user's prompts stay together. Rows become records in `batches.py`; folders, temporary
-names and messages are the business of `stages/import_data.py`.
+names and messages are the business of `commands/import_data.py`.
 """
 
 import json
@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhf.config import ImportConfig
 from rlhf.config.setting import NOTHING, settings_in
-from rlhf.data.agreement.job import AgreementCounter
+from rlhf.data.agreement.judgements import AgreementCounter
 from rlhf.data.importers import Format, choose_format, formats, stem_of
 from rlhf.data.importing.assignments import FILE, Assigner, Assignments, describe_splits, write_assignments
 from rlhf.data.importing.batches import Batch, BatchMaker, Held, Plan, process, table_format
