@@ -12,6 +12,7 @@ from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, write_json
 from rlhf.runs.records import read_record
+from rlhf.terminal import say
 
 MANIFEST = "manifest.json"
 # torch.save's words for a full disk; safetensors says "os error 28".
@@ -63,7 +64,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=checkpoint_step)
 
 
-def latest_checkpoint(folder: Path, say: Callable[[str], None] = print) -> Path | None:
+def latest_checkpoint(folder: Path, say: Callable[[str], None] = say) -> Path | None:
     """The newest whole checkpoint; damaged ones are named and passed over."""
     for path in reversed(checkpoints(folder)):
         if is_whole(path):

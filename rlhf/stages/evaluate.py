@@ -33,6 +33,7 @@ from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
 from rlhf.runs.folders import Stage, open_stage, read_stage, rounds_before, run_folder, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source, reward_sources
+from rlhf.terminal import say
 from rlhf.tokenizer import encode_texts, load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.tracking.results import log_results
@@ -89,7 +90,7 @@ def run(config: Config) -> None:
 
 
 def load_test_prompts(
-    config: Config, tokenizer: Any, source: Any, say: Callable[[str], None] = print
+    config: Config, tokenizer: Any, source: Any, say: Callable[[str], None] = say
 ) -> tuple[list[PromptRecord], list[list[int]]]:
     """The first `evaluate.prompts` prompts of the test split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)

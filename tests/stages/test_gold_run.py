@@ -2,7 +2,11 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,3 +241,17 @@ def test_report_is_one_page_with_the_run_in_it(gold_run, capsys):
     run(gold_run.config())
     page = (gold_run.folder / "report.html").read_text()
     assert "</html>" in page and "held-out prompts" in page
+
+
+@pytest.mark.parametrize(("shell", "said"), [
+    ("<&-", "chat: standard input is closed"), ("< bytes", "chat: a message that is not UTF-8"),
+    ("< bytes LC_ALL=C", "chat: a message that is not UTF-8"), ("< /", "Is a directory")])  # fmt: skip
+def test_chat_with_an_input_that_cannot_be_read_is_one_line(gold_run, tmp_path, shell, said):
+    (tmp_path / "bytes").write_bytes(b"caf\xe9\n")
+    redirect = shell.removesuffix(" LC_ALL=C")
+    locale = {"LC_ALL": "C"} if "LC_ALL" in shell else {}
+    line = f"'{sys.executable}' -m rlhf chat run=gold runs_dir='{gold_run.runs_dir}' device=cpu {redirect}"
+    done = subprocess.run(line, shell=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path.cwd())} | locale,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert said in done.stderr

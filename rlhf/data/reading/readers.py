@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from rlhf.data.reading.sources import ROW_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
+from rlhf.terminal import say
 
 MAX_RECORD_BYTES = 64 * 2**20  # of one JSON record: what memory is bounded by
 KEPT_BYTES = 1 << 20  # of a reject; of a longer one its sha256 and length are kept
@@ -202,7 +203,7 @@ def read_rows(
 
 
 def _read_hub(name: str) -> Iterator[Row]:
-    print(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", file=sys.stderr, flush=True)
+    say(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", sys.stderr)
     try:
         splits = _load_hub(name)
         split = "train" if "train" in splits else next(iter(splits))
