@@ -95,4 +95,10 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any] | BadRow]:
         yield {"kind": "prompt", "id": _id(root), "prompt": [_turn(root)], "metadata": about}
 
 
-FORMAT = Format("oasst", "key prompt with the first message of a tree: text, role and replies", recognise, convert)
+FORMAT = Format(
+    "oasst",
+    "key prompt with the first message of a tree: text, role and replies; flat messages (message_id, parent_id, text, role, "
+    "rank) are not read: take the file of trees",
+    recognise,
+    convert,
+)

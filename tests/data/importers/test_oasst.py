@@ -4,9 +4,10 @@ import copy
 
 import pytest
 
-from rlhf.data.importers import SourceInfo, import_source
+from rlhf.data.importers import SourceInfo, import_source, load_all
 from rlhf.data.reading.readers import Reject
 from rlhf.data.reading.sources import Source
+from rlhf.errors import UserError
 from tests.data.importers.samples import OASST
 
 
@@ -89,3 +90,9 @@ def test_a_root_that_is_no_message_is_a_reject(rejects):
     assert rejects("oasst", OASST, {"prompt": "Hi"}) == [
         ("prompt", "prompt: got 'Hi', want the first message of a tree")
     ]
+
+
+def test_flat_messages_are_told_to_come_as_trees(write_jsonl):
+    row = {"message_id": "m", "parent_id": None, "text": "Hi", "role": "prompter", "rank": None}
+    with pytest.raises(UserError, match=r"The nearest formats are oasst: .*take the file of trees"):
+        load_all(write_jsonl([row]))
