@@ -5,11 +5,15 @@ A command's module, and with it torch, is imported only when the command runs, s
 
 import difflib
 import importlib
+import os
+import re
 import sys
+import tempfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.composing import first_line, jobs_of, to_settings
 from rlhf.errors import UserError
 from rlhf.exits import check_launch, ending
 from rlhf.interrupts import interrupt_on_signals, leave
@@ -59,6 +63,7 @@ WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML file
 # Hydra's flags that are followed by a value.
 FLAGS_WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name",
                     "-cd", "--config-dir")  # fmt: skip
+FLAGS_ALONE = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
 
 
 def conf_dir() -> Path:
@@ -107,12 +112,23 @@ def _dispatch(arguments: list[str]) -> None:
     if any(flag in overrides for flag in ("-h", "--help")):
         write(_command_help(command) + "\n")
         return
+    text = None
+    if "--" in overrides:
+        if command != "chat":
+            raise UserError(
+                f"--: only `rlhf chat` takes text after it: write the settings of `rlhf {command}` as key=value"
+            )
+        at = overrides.index("--")
+        overrides, text = overrides[:at], " ".join(overrides[at + 1 :])
     shared = SHARED_FLAG in overrides
     overrides = [o for o in overrides if o != SHARED_FLAG]
-    check_overrides(split_flags(overrides)[1], command)
+    # `+` adds a group to Hydra's list of defaults; ours are in it already
+    overrides = [o[1:] if o.startswith("+") and o[1:].partition("=")[0] in CONFIG_GROUPS else o for o in overrides]
+    flags, plain = split_flags(overrides)
+    check_overrides(plain, command, read_flags(flags, command)[1])
     if not shared and not {"-c", "--cfg", "-i", "--info"}.intersection(split_flags(overrides)[0]):
         check_used(split_flags(overrides)[1], command)
-    _run_with_hydra(command, overrides)
+    _run_with_hydra(command, overrides, text)
 
 
 def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -152,7 +168,7 @@ def schema_keys(command: str = "") -> dict[str, Any]:
     return keys
 
 
-def check_overrides(overrides: list[str], command: str = "") -> None:
+def check_overrides(overrides: list[str], command: str = "", folder: str | None = None) -> None:
     """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one.
 
     Raises: UserError.
@@ -170,11 +186,12 @@ def check_overrides(overrides: list[str], command: str = "") -> None:
             override = parser.parse_override(text)
         except HydraException as error:
             raise UserError(
-                f"{text!r}: not an override ({_first_line(error)}): write key=value, quote odd values"
+                f"{text!r}: not an override ({first_line(error)}): write key=value, quote odd values"
             ) from None
         key = override.key_or_group
         if key.startswith("hydra") or (key in groups and not text.startswith("~")):
-            _check_choice(key, override.value())
+            if not any(o.startswith("hydra.searchpath=") for o in overrides):  # Hydra knows what lies there
+                _check_choice(key, override.value(), folder)
             continue
         if key not in keys:
             known = [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)
@@ -224,21 +241,25 @@ def _nearest_key(key: str, known: list[str]) -> str:
     return f" (did you mean {same_name[0]!r}?)" if same_name else _nearest(key, known)
 
 
-def _check_choice(group: str, value: Any) -> None:
+def _check_choice(group: str, value: Any, folder: str | None) -> None:
     if group not in CONFIG_GROUPS or not isinstance(value, str):
         return
-    choices = sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
+    places = [conf_dir(), *([] if folder is None else [Path(folder)])]
+    choices = sorted(p.stem for place in places for p in (place / group).glob("*.yaml"))
     if value not in choices:
         raise UserError(f"{group}={value}: want one of {', '.join(choices)}{_nearest(value, choices)}")
 
 
-def _first_line(error: BaseException) -> str:
-    """What Hydra says, less its formatting; the cause, which names the value, goes along."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith(("full_key", "object_type"))][:2]
-    if error.__cause__ is not None and str(error.__cause__).splitlines():
-        told.append(str(error.__cause__).splitlines()[0])
-    return "; ".join(dict.fromkeys(told)) or type(error).__name__
+def _unknown_key(error: BaseException, command: str) -> str | None:
+    """A key of a YAML file that the schema lacks, in the words that the command line has for it."""
+    text = str(error)
+    found = re.search(r"full_key: (\S+)", text)
+    if found is None or "not in" not in text:
+        return None
+    where = re.search(r"In '([^']+)'", text)
+    known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
+    told = f"unknown setting {found[1]!r}{_nearest_key(found[1], known)}: `rlhf <command> --cfg job` shows all"
+    return f"{where[1]}.yaml: {told}" if where else told
 
 
 def config_name(command: str) -> str:
@@ -261,44 +282,9 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
             composed = compose(config_name(command), overrides=overrides)
         return to_settings(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_first_line(error)) from None
+        raise UserError(_unknown_key(error, command) or first_line(error)) from None
     finally:
         ours.hydra = running
-
-
-def to_settings(composed: Any) -> Any:
-    """The schema's own classes, interpolations resolved; text from the environment remembers where it came from."""
-    from omegaconf import OmegaConf
-
-    from rlhf.config.setting import FromEnvironment
-
-    config: Any = OmegaConf.to_object(composed)
-    raw = OmegaConf.to_container(composed, resolve=False)
-    named: set[str] = set()  # settings that come from the environment, also by way of other settings
-
-    def is_named(text: Any) -> bool:
-        return isinstance(text, str) and ("${oc.env:" in text or any(f"${{{key}}}" in text for key in named))
-
-    def mark(text: Any, value: Any, key: str) -> Any:
-        if isinstance(text, dict):
-            for name, inner in text.items():
-                full = f"{key}.{name}" if key else str(name)
-                old = value[name] if isinstance(value, dict) else getattr(value, name)
-                new = mark(inner, old, full)
-                if new is not old:
-                    value.__setitem__(name, new) if isinstance(value, dict) else setattr(value, name, new)
-        elif isinstance(text, list):
-            value[:] = [mark(one, old, key) for one, old in zip(text, value, strict=True)]
-        elif isinstance(value, str) and is_named(text):
-            named.add(key)
-            return FromEnvironment(value, text)
-        return value
-
-    known = -1
-    while len(named) > known:
-        known = len(named)
-        mark(raw, config, "")
-    return config
 
 
 def register_schema() -> None:
@@ -312,31 +298,82 @@ def register_schema() -> None:
         store.store(name=f"{command}_schema", node=schema_of(command))
 
 
-def _run_with_hydra(command: str, overrides: list[str]) -> None:
-    flags, plain = split_flags(overrides)
+def _run_with_hydra(command: str, arguments: list[str], text: str | None) -> None:
+    """Check the configuration (of a sweep: every job's), then have Hydra run the command with it."""
+    flags, plain = split_flags(arguments)
     sweep = any(flag in ("-m", "--multirun") for flag in flags)
-    if not sweep:
-        from rlhf.checks import check_config
-
-        check_config(compose_config([o for o in plain if not o.startswith("hydra")], command), command)
+    name, folder = read_flags(flags, command)
+    ours = [o for o in plain if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
+    searched = [f"hydra.searchpath=['file://{folder}']"] if folder is not None else []
+    if name == config_name(command):  # a user's own primary configuration is checked once Hydra has found it
+        check_jobs([[*job, *searched] for job in jobs_of(ours, sweep)], command)
 
     import hydra
+    from hydra.errors import HydraException
 
-    def task(composed: Any) -> None:
-        config = to_settings(composed)
-        if sweep:
-            from rlhf.checks import check_config
-
-            check_config(config, command)
-        importlib.import_module(COMMANDS[command][0]).run(config)
+    from rlhf.checks import check_config
 
     def guarded(composed: Any) -> None:
         with ending(interrupted=interrupted(command)):  # Hydra would print a traceback of its own
-            task(composed)
+            config = to_settings(composed)
+            if name != config_name(command):
+                check_config(config, command)
+            if text is not None:
+                config.chat.message = text
+            importlib.import_module(COMMANDS[command][0]).run(config)
 
     register_schema()
-    sys.argv = [f"rlhf {command}", *overrides]
-    hydra.main(version_base="1.3", config_path=str(conf_dir().resolve()), config_name=config_name(command))(guarded)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra refuses is told here
+    with tempfile.TemporaryDirectory() as nowhere:  # Hydra's own record of a sweep; a run's record is in its folder
+        sys.argv = [f"rlhf {command}", *flags, *plain, *([f"hydra.sweep.dir={nowhere}"] if sweep else [])]
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf_dir().resolve()), config_name=name)(guarded)()
+        except HydraException as error:
+            raise UserError(first_line(error)) from None
+
+
+def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:
+    """The primary configuration's name and the user's folder of YAML files. Raises: UserError for a flag that is not known."""
+    name, folder = config_name(command), None
+    for i, flag in enumerate(flags):
+        key, equals, value = flag.partition("=")
+        value = value if equals else (flags[i + 1] if i + 1 < len(flags) else "")
+        if flag.startswith("-") and key not in FLAGS_WITH_VALUE + FLAGS_ALONE:
+            raise UserError(
+                f"unknown option {key!r}{_nearest(key, list(FLAGS_WITH_VALUE + FLAGS_ALONE))}: write settings as key=value"
+            )
+        if key in ("-cp", "--config-path"):
+            raise UserError(
+                f"{key}: would hide the schema: use --config-dir {value} for a folder of your own YAML files"
+            )
+        if key in ("-cd", "--config-dir"):
+            if not Path(value).is_dir():
+                raise UserError(
+                    f"{key} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml"
+                )
+            folder = str(Path(value).resolve())
+        if key in ("-cn", "--config-name"):
+            name = value.removesuffix(".yaml")
+    return name, folder
+
+
+def check_jobs(jobs: list[list[str]], command: str) -> None:
+    """Check each job's configuration, and that no two jobs would write one run. Raises: UserError."""
+    from rlhf.checks import check_config
+
+    runs: dict[str, list[str]] = {}
+    for job in jobs:
+        config = compose_config(job, command)
+        check_config(config, command)
+        if command != "import" and (command in STAGES or command == "pipeline"):
+            if config.run in runs:
+                other = sorted(set(job) ^ set(runs[config.run]))
+                key = next((o.partition("=")[0] for o in other if not o.startswith("run=")), "seed")
+                raise UserError(
+                    f"--multirun: several jobs would write run={config.run}: give each a run of its own, such as "
+                    f"'run={config.run}-${{{key}}}'"
+                )
+            runs[config.run] = job
 
 
 def _help() -> str:

@@ -129,7 +129,76 @@ def test_a_sweep_runs_the_command_for_each_value(call, runs):
 def test_a_sweep_refuses_a_value_that_does_not_fit(call, runs):
     code, _, err = call("report", "-m", "seed=3,-1")
     assert (code, err) == (2, "rlhf: error: seed=-1: want 0 to 4294967295\n")
-    assert [config.seed for config in runs] == [3]
+    assert runs == []  # all jobs are checked before the first one runs
+
+
+def test_a_sweep_leaves_no_files_and_may_be_asked_for_last(call, runs):
+    assert call("report", "seed=3,4", "run=x", "-m")[0] == 0
+    assert [config.seed for config in runs] == [3, 4] and not any(Path.cwd().iterdir())
+
+
+def test_jobs_of_a_sweep_that_would_write_one_run_are_refused(call):
+    code, _, err = call("tokenizer", "-m", "seed=1,2", "run=x")
+    assert code == 2
+    assert err == (
+        "rlhf: error: --multirun: several jobs would write run=x: give each a run of its own, such as 'run=x-${seed}'\n"
+    )
+
+
+@pytest.fixture
+def own_files(tmp_path):
+    """A user's folder of YAML files: an experiment, a model, a mistake, and a whole configuration."""
+    folder = tmp_path / "mine"
+    for name, text in {
+        "experiment/mine.yaml": "# @package _global_\nkl:\n  coef: 0.75\n",
+        "experiment/typo.yaml": "# @package _global_\nppo:\n  lrr: 1\n",
+        "model/mine.yaml": "n_layer: 3\n",
+        "whole.yaml": "defaults:\n  - config\n  - _self_\nkl:\n  coef: 0.5\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_own_yaml_files_work(call, runs, own_files):
+    assert call("report", "--config-dir", str(own_files), "+experiment=mine", "model=mine") == (0, "", "")
+    assert (runs[-1].kl.coef, runs[-1].model.n_layer) == (0.75, 3)
+    assert call("report", f"hydra.searchpath=[file://{own_files}]", "experiment=mine") == (0, "", "")
+    assert runs[-1].kl.coef == 0.75
+    assert call("report", f"--config-dir={own_files}", "--config-name", "whole") == (0, "", "")
+    assert runs[-1].kl.coef == 0.5
+    assert [path.name for path in Path.cwd().iterdir()] == ["mine"]
+
+
+def test_a_typo_in_a_users_file_is_told_as_on_the_command_line(call, own_files):
+    code, _, err = call("report", "--config-dir", str(own_files), "experiment=typo")
+    told = "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?): `rlhf <command> --cfg job` shows all"
+    assert (code, err) == (2, f"rlhf: error: experiment/typo.yaml: {told}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config-dir", "none"], "--config-dir none: no such folder"),
+        (["--config-path", "x"], "--config-path: would hide the schema: use --config-dir x"),
+        (["--multirum"], "unknown option '--multirum' (did you mean '--multirun'?)"),
+        (["hydra/nothing=x"], ""),
+        (["hydra/launcher=none"], ""),
+        (["--", "some", "text"], "--: only `rlhf chat` takes text after it"),
+    ],
+)
+def test_a_mistake_in_an_option_is_one_line(call, runs, arguments, said):
+    code, _, err = call("report", *arguments)
+    assert code == 2 and err.startswith(f"rlhf: error: {said}") and err.count("\n") == 1
+
+
+def test_text_for_chat_needs_no_quotes(call, monkeypatch):
+    from rlhf.commands import chat
+
+    seen: list = []
+    monkeypatch.setattr(chat, "run", lambda config: seen.append((config.run, config.chat.message)))
+    assert call("chat", "run=x", "--", "What's 2+2,", "${x} [a]=b?") == (0, "", "")
+    assert seen == [("x", "What's 2+2, ${x} [a]=b?")]
 
 
 @pytest.mark.parametrize("flag", ["--cfg", "-c"])
