@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlhf.model.gpt import GPTModel
+from rlhf.model.gpt import GPTForCausalLM, GPTModel
 
 
 def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
@@ -15,3 +16,30 @@ def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
     if isinstance(trunk, GPTModel):
         return trunk(input_ids=tokens, use_cache=False, kept=kept).last_hidden_state
     return trunk(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, kept)
+
+
+def logits_at(model: Any, tokens: Tensor, kept: Tensor) -> Tensor:
+    """Logits (N, V) after the tokens that `kept` names, through the model's own forward, whatever it does to them."""
+    return model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).index_select(0, kept)
+
+
+def multiplies_plainly(model: Any) -> bool:
+    """Whether logits are the output embedding's product with the last hidden states, and nothing more.
+
+    Soft-capping (Gemma 2) and logit scales (Cohere, Granite) come after it: of such models take `logits_at`. Measured once
+    a model, with three tokens.
+    """
+    if isinstance(model, GPTForCausalLM):
+        return True
+    if (known := vars(model).get("multiplies_plainly")) is not None:
+        return known
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        tokens = torch.tensor([[0, 1, 2]], device=model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        product = model.get_output_embeddings()(hidden)
+    model.train(was_training)
+    model.multiplies_plainly = bool(torch.allclose(product.float(), logits.float(), rtol=1e-4, atol=1e-5))
+    return model.multiplies_plainly

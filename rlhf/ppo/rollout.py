@@ -17,7 +17,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.generate import Samples, sample
-from rlhf.model.trunk import hidden_at
+from rlhf.model.trunk import hidden_at, logits_at, multiplies_plainly
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.ppo.rewards import Episodes, Reward
@@ -64,8 +64,13 @@ def response_logprobs(
     Only response positions go through the last block's MLP and the unembedding: logits are never (B, T, V).
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
+    chosen = tokens.flatten()[before + 1]
+    if not multiplies_plainly(policy):
+        logits = logits_at(policy, tokens, before)  # (N, V)
+        spread = unpacked(entropy(logits.detach()), mask) if with_entropy else None
+        return unpacked(token_logprobs(logits, chosen), mask), spread
     hidden = hidden_at(policy.base_model, tokens, before)  # (N, D)
-    return logprobs_of_hidden(policy, hidden, tokens.flatten()[before + 1], mask, with_entropy)
+    return logprobs_of_hidden(policy, hidden, chosen, mask, with_entropy)
 
 
 def logprobs_of_hidden(

@@ -1,0 +1,162 @@
+"""A pretrained checkpoint before anything is loaded: where it is, what its configuration says, which files hold weights."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf.errors import UserError
+from rlhf.model.convert import why_not_native
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+# What is read of a hub repository before its weights are.
+DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What `read_checkpoint` found; nothing is loaded yet."""
+
+    source: str
+    folder: Path  # with its files; of a hub id, the local copy
+    gguf_file: str | None  # its name in the folder
+    revision: str | None
+    config: Any  # transformers' configuration, without quantization_config
+    parameters: int
+    dtype: str  # of the stored weights
+    licence: str | None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the weights in float32."""
+        return 4 * self.parameters
+
+    @property
+    def context(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def arguments(self) -> dict[str, Any]:
+        """What every from_pretrained of it gets: never code that came with it, never a pickle's."""
+        gguf = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+        return {"pretrained_model_name_or_path": str(self.folder), "trust_remote_code": False, **gguf}
+
+    def weight_files(self) -> list[Path]:
+        """Raises: UserError if there are none, or of no kind that is safe to read."""
+        if self.gguf_file is not None:
+            return [self.folder / self.gguf_file]
+        for pattern in ("*.safetensors", "pytorch_model*.bin"):
+            if found := sorted(self.folder.glob(pattern)):
+                return found
+        raise UserError(f"{self.source}: no weights: want *.safetensors, pytorch_model*.bin or a .gguf file")
+
+    def weight_hashes(self) -> dict[str, str]:
+        """SHA-256 (hex) of every weight file."""
+        hashes = {}
+        for path in self.weight_files():
+            with path.open("rb") as file:
+                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashes
+
+    def describe(self) -> str:
+        """One line: architecture, size, precision, memory, licence, and whether it runs natively."""
+        reasons = why_not_native(self.config)
+        way = "runs natively" if not reasons else f"runs as transformers' class ({'; '.join(reasons)})"
+        return (
+            f"{self.source}: {self.config.model_type}, {self.parameters:,} parameters in {self.dtype}, "
+            f"{self.memory / 2**30:.2f} GiB in float32, licence {self.licence or 'not stated'}; {way}"
+        )
+
+
+def read_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
+    """Inspect a checkpoint: a hub id (optionally `name@revision`), a local folder, or a .gguf file.
+
+    Raises: UserError in one line for what cannot be read or needs code of its own.
+    """
+    source = str(source)
+    path = Path(source).expanduser()
+    gguf = path.name if path.suffix == ".gguf" else None
+    if path.is_dir() or (gguf and path.is_file()):
+        folder, revision = (path if gguf is None else path.parent), None
+    elif gguf or path.is_absolute() or source.startswith(".") or not HUB_ID.fullmatch(source):
+        raise UserError(f"model.pretrained={source}: no such file or folder: give a hub id, a folder or a .gguf file")
+    else:
+        name, _, after = source.partition("@")
+        revision = revision or after or None
+        folder = download(name, revision, DESCRIPTION)
+        revision = folder.name  # the commit
+    if gguf is None and not (folder / "config.json").is_file():
+        raise UserError(f"model.pretrained={source}: no config.json in it: want a folder that save_pretrained wrote")
+    config = _read_config(source, folder, gguf)
+    return Checkpoint(
+        source, folder, gguf, revision, config, count_parameters(source, config),
+        str(getattr(config, "dtype", None) or "float32").removeprefix("torch.") if gguf is None else "GGUF",
+        _read_licence(folder, gguf),
+    )  # fmt: skip
+
+
+def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    """The local copy of a hub repository's files."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # the library raises many kinds for what is missing, private or out of reach
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"model.pretrained={name}: not readable from the hub ({reason}): "
+                        "check the name and the connection, or give a local folder") from error  # fmt: skip
+
+
+def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
+    if gguf is not None:
+        try:
+            import gguf as _  # noqa: F401
+        except ImportError:
+            raise UserError(
+                f"model.pretrained={source}: needs the package gguf: pip install 'rlhf-recipe[gguf]'"
+            ) from None
+    try:
+        more = {} if gguf is None else {"gguf_file": gguf}
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, **more)
+    except Exception as error:  # of many kinds; an unknown model type among them
+        reason = str(error).splitlines()[0]
+        advice = "give a checkpoint of an architecture that transformers knows"
+        if "trust_remote_code" in str(error) or "auto_map" in str(error):
+            reason = "it needs code of its own, which is not run"
+        raise UserError(f"model.pretrained={source}: no readable configuration ({reason}): {advice}") from error
+    if config.is_encoder_decoder:
+        raise UserError(f"model.pretrained={source}: a {config.model_type} has an encoder: give a decoder-only model")
+    if gguf is None and getattr(config, "quantization_config", None):
+        raise UserError(f"model.pretrained={source}: its weights are quantised: give the checkpoint in full precision")
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def count_parameters(source: str, config: Any) -> int:
+    """Parameters of the causal language model, a tied matrix once; nothing is allocated."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError as error:
+        raise UserError(f"model.pretrained={source}: a {config.model_type} is no causal language model: "
+                        "give one that generates text") from error  # fmt: skip
+    return sum(p.numel() for p in model.parameters())
+
+
+def _read_licence(folder: Path, gguf: str | None) -> str | None:
+    """As the model card's header or the GGUF file states it."""
+    card = folder / "README.md"
+    if gguf is None and card.is_file():
+        header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+        found = re.search(r"^license:\s*(\S+)", header[1], re.MULTILINE) if header else None
+        return found[1].strip("'\"") if found else None
+    if gguf is not None:
+        from gguf import GGUFReader
+
+        field = GGUFReader(str(folder / gguf)).get_field("general.license")
+        return str(field.contents()) if field is not None else None
+    return None

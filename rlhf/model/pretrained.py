@@ -1,0 +1,182 @@
+"""Adopt a pretrained checkpoint: its weights in float32, its tokenizer and chat template, and a record of what came in."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from rlhf.chat_template import ENDS, find_end_of_turn
+from rlhf.errors import UserError
+from rlhf.model.checkpoint import Checkpoint, download, read_checkpoint
+from rlhf.model.convert import from_transformers, why_not_native
+from rlhf.model.trunk import multiplies_plainly
+from rlhf.tokenizer import CHAT_TEMPLATE, END, ROLES
+
+Native = Literal["auto"] | bool
+TOLERANCE = 1e-4  # of a logit, in float32, between transformers' class and ours
+PROBED = 64  # tokens of the longest probe row
+
+
+@dataclass(slots=True)
+class Adopted:
+    """model: our GPT or transformers' class, in float32 and evaluation mode; record: JSON of what was adopted."""
+
+    model: Any
+    tokenizer: Any
+    record: dict[str, Any]
+
+
+def adopt(
+    source: str | Path, native: Native = "auto", revision: str | None = None, say: Callable[[str], None] = print
+) -> Adopted:
+    """Load a checkpoint's weights and tokenizer. See `read_checkpoint` for `source`.
+
+    native: "auto" converts to our GPT if the architecture is covered and a probe batch has the same logits within
+    TOLERANCE, and else says in one line why not; True refuses instead; False keeps transformers' class.
+
+    Raises: UserError in one line.
+    """
+    checkpoint = read_checkpoint(source, revision)
+    say(checkpoint.describe())
+    tokenizer, notes = adopt_tokenizer(checkpoint)
+    model = load_weights(checkpoint)
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        model.resize_token_embeddings(len(tokenizer))
+        notes.append(f"embeddings grew from {rows} to {len(tokenizer)} rows for new tokens")
+    model, reason = choose_way(checkpoint, model, native)
+    if reason:
+        notes.append(f"runs as transformers' {type(model).__name__}: {reason}")
+    ends = tokenizer.init_kwargs[ENDS]
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=ends
+    )
+    for note in notes:
+        say(note)
+    record = {
+        "source": checkpoint.source,
+        "revision": checkpoint.revision,
+        "architecture": checkpoint.config.model_type,
+        "parameters": checkpoint.parameters,
+        "dtype": checkpoint.dtype,
+        "licence": checkpoint.licence,
+        "sha256": checkpoint.weight_hashes(),
+        "native": not reason,
+        "plain_logits": multiplies_plainly(model),
+        "end_token_ids": ends,
+        "context": getattr(model.config, "max_position_embeddings", None),
+        "notes": notes,
+    }
+    return Adopted(model, tokenizer, record)
+
+
+def adopt_tokenizer(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
+    """A checkpoint's tokenizer with a pad token, a chat template and its end tokens recorded; and what was added, in words.
+
+    Pad may be the end token: masks come from lengths.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint.arguments())
+    except Exception as error:  # the library raises many kinds
+        raise UserError(f"model.pretrained={checkpoint.source}: no readable tokenizer ({str(error).splitlines()[0]}): "
+                        "give a checkpoint with its tokenizer") from error  # fmt: skip
+    if not tokenizer.is_fast:
+        raise UserError(f"model.pretrained={checkpoint.source}: its tokenizer has no tokenizer.json: save it with "
+                        "AutoTokenizer.from_pretrained(…).save_pretrained(…)")  # fmt: skip
+    notes = []
+    if not tokenizer.chat_template:
+        tokenizer.add_special_tokens({"extra_special_tokens": [*ROLES.values(), END]})
+        tokenizer.chat_template = CHAT_TEMPLATE
+        notes.append(f"no chat template: given ours, with the new tokens {' '.join([*ROLES.values(), END])}")
+    known = _end_tokens(checkpoint)
+    if tokenizer.eos_token_id is None and not known and find_end_of_turn(tokenizer) is None:
+        raise UserError(f"model.pretrained={checkpoint.source}: it has no end token: set eos_token in its tokenizer")
+    if tokenizer.chat_template == CHAT_TEMPLATE or tokenizer.eos_token_id is None:
+        turn = find_end_of_turn(tokenizer)
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(known[0] if turn is None else turn)
+    ends = [find_end_of_turn(tokenizer), tokenizer.eos_token_id, *known]
+    tokenizer.init_kwargs[ENDS] = list(dict.fromkeys(i for i in ends if i is not None))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if checkpoint.context:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, checkpoint.context)
+    tokenizer.padding_side = "right"
+    return tokenizer, notes
+
+
+def _end_tokens(checkpoint: Checkpoint) -> list[int]:
+    """Those that the generation configuration and the configuration name."""
+    named = [checkpoint.config.eos_token_id]
+    if (checkpoint.folder / "generation_config.json").is_file() and checkpoint.gguf_file is None:
+        named.insert(0, GenerationConfig.from_pretrained(str(checkpoint.folder)).eos_token_id)
+    return [i for value in named for i in (value if isinstance(value, list) else [value]) if i is not None]
+
+
+def load_weights(checkpoint: Checkpoint) -> Any:
+    """transformers' causal language model in float32, in evaluation mode.
+
+    Raises: UserError if weights are unreadable or some are missing.
+    """
+    if checkpoint.revision is not None and not list(checkpoint.folder.glob("*.safetensors")):
+        for pattern in ("*.safetensors", "pytorch_model*.bin"):
+            download(checkpoint.source.partition("@")[0], checkpoint.revision, (pattern,))
+            if list(checkpoint.folder.glob(pattern)):
+                break
+    formats = {} if checkpoint.gguf_file else {"use_safetensors": checkpoint.weight_files()[0].suffix == ".safetensors"}
+    arguments: dict[str, Any] = {**checkpoint.arguments(), **formats, "weights_only": True, "output_loading_info": True}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**arguments, dtype=torch.float32)
+    except Exception as error:  # the libraries raise many kinds for what is damaged
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"model.pretrained={checkpoint.source}: not readable weights ({reason}): "
+                        "download them again") from error  # fmt: skip
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"model.pretrained={checkpoint.source}: {len(missing)} tensors are missing ({missing[0]} …): "
+                        "give a checkpoint of the whole language model")  # fmt: skip
+    if checkpoint.gguf_file:  # a model that remembers having been quantised cannot be saved
+        config = copy.deepcopy(model.config)
+        del config.quantization_config
+        fresh = type(model)._from_config(config)
+        fresh.load_state_dict(model.state_dict(), assign=True)
+        fresh.tie_weights()
+        model = fresh
+    return model.eval()
+
+
+def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any, str]:
+    """Our GPT and "", or transformers' class and the reason why, in one line."""
+    if native is False:
+        return model, "model.native=false"
+    reason = "; ".join(why_not_native(checkpoint.config))
+    if not reason:
+        ours = from_transformers(model)
+        difference = compare_logits(model, ours)
+        if difference <= TOLERANCE:
+            return ours, ""
+        reason = f"logits of a probe batch differ by {difference:.1e}, more than {TOLERANCE}"
+    if native is True:
+        raise UserError(f"model.native=true: {checkpoint.source}: {reason}: use model.native=auto")
+    return model, reason
+
+
+@torch.no_grad()
+def compare_logits(theirs: Any, ours: Any) -> float:
+    """The largest difference of logits of real tokens: rows of unequal lengths, padded on either side, up to PROBED tokens or
+    our whole context.
+    """
+    width = min(PROBED, ours.config.context_length)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, ours.config.vocab_size, (4, width), generator=generator)
+    lengths = torch.tensor([width, width // 2, width, max(1, width // 3)])[:, None]
+    place = torch.arange(width)
+    mask = torch.where(torch.tensor([[True], [True], [False], [False]]), place < lengths, place >= width - lengths)
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    inputs: dict[str, Tensor] = {"input_ids": tokens, "attention_mask": mask.long(), "position_ids": positions}
+    pair = [model(**inputs, use_cache=False).logits[mask] for model in (theirs, ours)]
+    return float((pair[0] - pair[1]).abs().max())
