@@ -13,6 +13,7 @@ from rlhf.data.records import Message, Ranking
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
 MOST_ANSWERS = 64  # of one item; further rankings of the prompt make another one
@@ -31,6 +32,7 @@ class Judgement:
     pairs: list[tuple[int, int]]  # (better, worse), each once
     gaps: list[int] | None  # of each pair, by how many ranks; None where the judgements are pairs without ranks
     weight: float = 1.0  # of the labeler
+    ranks: dict[int, int] | None = None  # of answers, by place; None where pairs say what ranks cannot
 
 
 @dataclass(slots=True)
@@ -48,13 +50,22 @@ class Item:
         """(better, worse) of every labeler, repeats included."""
         return [pair for judgement in self.judgements for pair in judgement.pairs]
 
-    def weights(self) -> list[list[float]]:
-        """(K, K): the labelers who found i better than j, each by weight."""
-        matrix = [[0.0] * len(self.rows) for _ in self.rows]
-        for judgement in self.judgements:
-            for better, worse in judgement.pairs:
-                matrix[better][worse] += judgement.weight
-        return matrix
+    def weights(self) -> "Tensor":
+        """(K, K) float32: the labelers who found i better than j, each by weight; 0 without a judgement."""
+        import torch
+
+        from rlhf.ops.ranking import combine_pair_weights, pair_weights, pair_weights_from_pairs
+
+        K = len(self.rows)
+        if not self.judgements:
+            return torch.zeros(K, K)
+        judged = [
+            pair_weights_from_pairs(j.pairs, K)
+            if j.ranks is None
+            else pair_weights(torch.tensor([j.ranks.get(place, -1) for place in range(K)]))
+            for j in self.judgements
+        ]
+        return combine_pair_weights(judged, [j.weight for j in self.judgements])
 
     def of_labelers(self, labelers: Collection[str | None]) -> "Item":
         """The same answers with the judgements of these labelers only."""
@@ -116,6 +127,8 @@ def join_rankings(
             gap_of.setdefault((place[given[i]], place[given[j]]), ranks[j] - ranks[i] if ranks else 0)
         item.judgements.append(Judgement(record.labeler, sorted(gap_of), None, weight))
         if ranks:
+            if len(set(given)) == len(given):  # of answers that are alike, each could have a rank of its own
+                item.judgements[-1].ranks = {place[answer]: rank for answer, rank in zip(given, ranks, strict=True)}
             item.judgements[-1].gaps = [gap_of[pair] for pair in sorted(gap_of)]
 
     items = []

@@ -66,7 +66,7 @@ def pad_weights(items: list[Item], device: torch.device) -> Tensor:
     weights = torch.zeros(len(items), most, most)
     for i, item in enumerate(items):
         k = len(item.rows)
-        weights[i, :k, :k] = torch.tensor(item.weights())
+        weights[i, :k, :k] = item.weights()
     return weights.to(device)
 
 

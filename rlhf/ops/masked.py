@@ -13,40 +13,6 @@ from torch import Tensor
 AllReduce = Callable[[Tensor], Tensor]
 
 
-def lengths_to_mask(lengths: Tensor, T: int) -> Tensor:
-    """Mask of right-padded rows: True at the first `lengths` positions.
-
-    mask[b, t] = t < lengths[b]
-
-    lengths (B,) integer, T the padded size; returns (B, T) bool.
-
-    Raises ValueError: lengths not (B,) integers, or outside 0…T.
-    """
-    return response_mask(torch.zeros_like(lengths), lengths, T)
-
-
-def response_mask(prompt_lengths: Tensor, lengths: Tensor, T: int) -> Tensor:
-    """Mask of the response tokens in right-padded rows of prompt + response.
-
-    mask[b, t] = prompt_lengths[b] <= t < lengths[b]
-
-    prompt_lengths (B,) integer, tokens of the prompt; lengths (B,) integer, prompt and response together, end
-    token included; returns (B, T) bool.
-
-    Raises ValueError: a length not (B,) integers, or not 0 <= prompt_lengths <= lengths <= T.
-    """
-    for name, value in (("lengths", lengths), ("prompt_lengths", prompt_lengths)):
-        if value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
-            raise ValueError(f"{name} is {value.dtype} of shape {tuple(value.shape)}: give (B,) int64")
-    if prompt_lengths.shape != lengths.shape:
-        raise ValueError(f"prompt_lengths has {len(prompt_lengths)} rows, lengths {len(lengths)}: give one a row")
-    in_order = (prompt_lengths >= 0) & (prompt_lengths <= lengths) & (lengths <= T)
-    if not bool(in_order.all()):
-        raise ValueError(f"lengths of {int((~in_order).sum())} rows break 0 <= prompt <= prompt + response <= {T}")
-    positions = torch.arange(T, device=lengths.device)[None, :]  # (1, T)
-    return (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
-
-
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x where mask is True, over everything or over one dimension.
 
@@ -94,11 +60,6 @@ def masked_moments(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None)
     mean = total / count
     var = reduce(masked_sum((x - mean) ** 2, mask)) / count  # two passes: E[x^2] - E[x]^2 cancels in float32
     return count, mean, var
-
-
-def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Biased variance of x where mask is True: sum((x - mean)^2) / count. All else as masked_moments."""
-    return masked_moments(x, mask)[2]
 
 
 def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tensor:

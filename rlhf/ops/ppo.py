@@ -8,7 +8,7 @@ count is global.
 import torch
 from torch import Tensor
 
-from rlhf.ops.masked import AllReduce, check_mask, masked_moments, masked_sum, resolve_denominator, upcast
+from rlhf.ops.masked import check_mask, masked_sum, resolve_denominator, upcast
 
 MISSING_EOS_RULES = ("min", "replace", "none")
 
@@ -151,25 +151,6 @@ def value_loss(
             "squared_error": masked_sum(squared, mask) / N,
         }
     return loss, statistics
-
-
-@torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tensor:
-    """Share of the variance of the returns that the critic accounts for.
-
-    explained_variance = 1 - var(returns - values) / var(returns)        biased variances where mask
-
-    1 is perfect, 0 no better than a constant, negative is worse; 0 by convention where the returns do not
-    vary (to float32's precision). Tensors of one shape, mask bool; all_reduce as in masked_moments; returns a
-    scalar.
-
-    Raises ValueError: wrong shapes or types; no True on any rank.
-    """
-    _check_tokens("explained_variance", mask, values=values, returns=returns)
-    _, mean, var_returns = masked_moments(returns, mask, all_reduce)
-    _, _, var_residual = masked_moments(upcast(returns) - upcast(values), mask, all_reduce)
-    varies = var_returns > 1e-12 * mean**2  # a constant 0.1 has a variance of 1e-17 by rounding
-    return torch.where(varies, 1.0 - var_residual / var_returns, 0.0)
 
 
 def _check_tokens(where: str, mask: Tensor, **tensors: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import UserError
+from rlhf.ops.masked import masked_mean
 from rlhf.ppo.rollout import Rollout
 
 RATIO_TOLERANCE = 1e-4  # of |log rho| a token, and of a token's gap to the reference; nats, float32
@@ -69,8 +70,9 @@ def check_sampler(rollout: Rollout) -> None:
     mask = rollout.response_mask
     if torch.equal(rollout.logp_sampled, rollout.logp_old) or not mask.any():
         return
-    gap = (rollout.logp_sampled - rollout.logp_old)[mask].abs().sort().values  # (N,)
-    mean, most = gap.mean().item(), gap[round(SAMPLER_SHARE * (len(gap) - 1))].item()
+    gap = (rollout.logp_sampled - rollout.logp_old).abs()  # (B, A)
+    ordered = gap[mask].sort().values
+    mean, most = masked_mean(gap, mask).item(), ordered[round(SAMPLER_SHARE * (len(ordered) - 1))].item()
     spread = max(rollout.logp_old[mask].std(correction=0).item(), SAMPLER_FLOOR)
     if not (mean <= SAMPLER_MEAN * spread and most <= SAMPLER_QUANTILE * spread):
         refuse(1, f"the sampler's log-probs are {mean:.2e} nats off a forward's on average and {most:.2e} at the "
@@ -82,7 +84,7 @@ def check_reference(rollout: Rollout, tolerance: float) -> None:
     """Invariant 2: log-probs of policy and reference are the same. Raises: UserError."""
     mask = rollout.response_mask
     gap = torch.where(mask, rollout.logp_old - rollout.logp_ref, 0.0)  # (B, A)
-    most, mean = gap.abs().max().item(), (gap.abs().sum() / mask.sum().clamp(min=1)).item()
+    most, mean = gap.abs().max().item(), masked_mean(gap.abs(), mask, mask.sum().clamp(min=1)).item()
     kl = gap.sum(1).mean().item()  # nats a sequence
     limits = [most <= tolerance]
     wanted = f"want at most {tolerance:.2g} on a token"

@@ -29,7 +29,7 @@ def test_an_item_is_a_prompt_with_all_its_answers(tokenizer):
     assert item.lengths == [len(answer) for answer in answers]
     assert all(row[-1] == special_id(tokenizer, END) for row in item.rows)
     assert item.pairs() == [(0, 2), (1, 0), (1, 2)]  # b over a, b over c, a over c
-    assert item.weights() == [[0, 0, 1], [1, 0, 1], [0, 0, 0]]
+    assert item.weights().tolist() == [[0, 0, 1], [1, 0, 1], [0, 0, 0]]
     assert unpaired == 0
 
 
@@ -41,7 +41,7 @@ def test_several_labelers_of_the_same_answers_share_an_item(tokenizer):
     ]
     [item], unpaired = make_items(records, tokenizer, 64, 32)
     # a over b: x, y; b over a: z; a over c: x, y; b over c: x
-    assert item.weights() == [[0, 2, 2], [1, 0, 1], [0, 0, 0]]
+    assert item.weights().tolist() == [[0, 2, 2], [1, 0, 1], [0, 0, 0]]
     assert [(j.labeler, len(j.pairs)) for j in item.judgements] == [("x", 3), ("y", 2), ("z", 1)]
     assert len(item.pairs()) == 6 and unpaired == 0 and item.record == records[0]
 
@@ -59,7 +59,7 @@ def test_labelers_who_saw_the_answers_in_another_order_share_an_item(tokenizer):
     [item], _ = make_items(records, tokenizer, 64, 32)
     assert [text for text, _ in item.answers] == list(texts) and len(item.rows) == 3
     # x: blue > green > cat; y: cat > blue > green
-    assert item.weights() == [[0, 2, 1], [0, 0, 1], [1, 1, 0]]
+    assert item.weights().tolist() == [[0, 2, 1], [0, 0, 1], [1, 1, 0]]
 
 
 def test_an_answer_that_stands_in_several_rankings_of_a_prompt_is_there_once(tokenizer):
@@ -107,7 +107,7 @@ def test_labelers_count_by_their_weights(tokenizer):
     records = [ranking("a", "b", "c", labeler="x"), ranking("b", "a", labeler="y"), ranking("c", "a", labeler=None)]
     encode = token_encoder(tokenizer, 64, 32)
     [item], unpaired = join_rankings(records, encode, {"x": 2.0, "y": 0.5})
-    assert item.weights() == [[0, 2, 2], [0.5, 0, 2], [1, 0, 0]] and unpaired == 0
+    assert item.weights().tolist() == [[0, 2, 2], [0.5, 0, 2], [1, 0, 0]] and unpaired == 0
     [item], unpaired = join_rankings(records, encode, {"x": 0.0})
     assert [j.labeler for j in item.judgements] == ["y", None] and len(item.rows) == 3 and unpaired == 1
     assert join_rankings(records[:1], encode, {"x": 0.0}) == ([], 1)

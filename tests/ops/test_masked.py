@@ -7,12 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf.ops.masked import (
-    lengths_to_mask,
     masked_mean,
     masked_moments,
     masked_sum,
-    masked_var,
-    response_mask,
     whiten,
 )
 from tests import oracles
@@ -22,35 +19,7 @@ X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 MASK = torch.tensor([[True, True, False], [False, False, True]])
 
 
-def test_lengths_to_mask():
-    mask = lengths_to_mask(torch.tensor([0, 2, 3]), 3)
-    assert mask.dtype == torch.bool
-    assert mask.tolist() == [[False, False, False], [True, True, False], [True, True, True]]
-
-
-def test_response_mask_holds_the_end_token_and_no_prompt():
-    # row 0: prompt 2, response 2 of 5; row 1: prompt 1, response 4; row 2: no response
-    mask = response_mask(torch.tensor([2, 1, 3]), torch.tensor([4, 5, 3]), 5)
-    assert mask.int().tolist() == [[0, 0, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "lengths", "says"),
-    [
-        ([3], [2], "break 0 <= prompt"),
-        ([0], [6], "break 0 <= prompt"),
-        ([-1], [2], "break 0 <= prompt"),
-        ([1, 1], [2], "rows"),
-        ([[1]], [[2]], "give \\(B,\\) int64"),
-        ([1.0], [2.0], "give \\(B,\\) int64"),
-    ],
-)
-def test_response_mask_refuses(prompt, lengths, says):
-    with pytest.raises(ValueError, match=says):
-        response_mask(torch.tensor(prompt), torch.tensor(lengths), 5)
-
-
-def test_masked_sum_mean_var_by_hand():
+def test_sum_mean_and_variance_by_hand():
     # counted: 1, 2, 6
     assert masked_sum(X, MASK).item() == 9.0
     assert masked_sum(X, MASK, dim=1).tolist() == [3.0, 6.0]
@@ -58,7 +27,7 @@ def test_masked_sum_mean_var_by_hand():
     assert masked_mean(X, MASK, denominator=6).item() == 1.5  # 9 / 6
     assert masked_mean(X, MASK, denominator=torch.tensor(4)).item() == 2.25  # 9 / 4
     # ((1 - 3)^2 + (2 - 3)^2 + (6 - 3)^2) / 3 = (4 + 1 + 9) / 3 = 14 / 3
-    assert masked_var(X, MASK).item() == pytest.approx(14 / 3, rel=1e-6)
+    assert masked_moments(X, MASK)[2].item() == pytest.approx(14 / 3, rel=1e-6)
 
 
 def test_whiten_by_hand():
@@ -74,7 +43,7 @@ def test_whiten_of_a_constant_is_zero():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_outside_the_mask_reaches_neither_result_nor_gradient(bad):
     x = torch.where(MASK, X, bad).requires_grad_()
-    total = masked_mean(x, MASK) + whiten(x, MASK).square().sum() + masked_var(x, MASK)
+    total = masked_mean(x, MASK) + whiten(x, MASK).square().sum() + masked_moments(x, MASK)[2]
     total.backward()
     assert torch.isfinite(total)
     assert torch.isfinite(x.grad).all()
@@ -101,7 +70,9 @@ def test_padding_and_order_change_nothing(batch, left, right, random):
     random.shuffle(order)
     x, mask = pad(batch.a, left, right, float("nan"))[order], pad(batch.mask, left, right, False)[order]
     assert masked_mean(x, mask).item() == pytest.approx(masked_mean(batch.a, batch.mask).item(), rel=1e-5)
-    assert masked_var(x, mask).item() == pytest.approx(masked_var(batch.a, batch.mask).item(), rel=1e-4, abs=1e-7)
+    assert masked_moments(x, mask)[2].item() == pytest.approx(
+        masked_moments(batch.a, batch.mask)[2].item(), rel=1e-4, abs=1e-7
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -171,7 +142,7 @@ def test_half_precision_is_summed_in_float32():
     assert masked_sum(x.double(), mask).dtype == torch.float64
 
 
-@pytest.mark.parametrize("function", [masked_sum, masked_mean, masked_var, whiten])
+@pytest.mark.parametrize("function", [masked_sum, masked_mean, masked_moments, whiten])
 def test_bad_masks_are_refused(function):
     with pytest.raises(ValueError, match=r"want torch\.bool"):
         function(X, MASK.float())

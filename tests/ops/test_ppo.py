@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.masked import masked_sum, whiten
-from rlhf.ops.ppo import apply_missing_eos, explained_variance, policy_loss, token_rewards, value_loss
+from rlhf.ops.ppo import apply_missing_eos, policy_loss, token_rewards, value_loss
 from tests import oracles
 from tests.ops.strategies import batches, make_batch, pad
-from tests.ops.test_masked import on_ranks
 
 NAN, INF = float("nan"), float("inf")
 
@@ -254,38 +253,3 @@ def test_losses_refuse(function):
     loss, statistics = function(x.clone().requires_grad_(), x, x, nothing, clip_range=0.2, denominator=5)
     loss.backward()  # a part without tokens takes part in the backward pass all the same
     assert loss.item() == 0.0 and all(value.item() == 0.0 for value in statistics.values())
-
-
-def test_explained_variance_by_hand():
-    returns, mask = torch.tensor([[1.0, 2.0, 3.0, NAN]]), torch.tensor([[True, True, True, False]])
-    # residuals 0, 0, 1: variance 1/3 - 1/9 = 2/9; variance of returns 2/3: 1 - (2/9) / (2/3) = 2/3
-    assert explained_variance(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), returns, mask).item() == pytest.approx(2 / 3)
-    assert explained_variance(returns, returns, mask).item() == 1.0
-    assert explained_variance(torch.full((1, 4), 7.0), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
-    assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)  # residual 2R: 1 - 4
-
-
-def test_explained_variance_of_returns_that_do_not_vary_is_0():
-    mask = torch.ones(1, 7, dtype=torch.bool)
-    values = torch.arange(7.0)[None]
-    assert explained_variance(values, torch.full((1, 7), 0.1), mask).item() == 0.0
-    assert explained_variance(values, torch.zeros(1, 7), mask).item() == 0.0
-
-
-@settings(max_examples=30, deadline=None)
-@given(batches(min_rows=2, min_length=2))
-def test_explained_variance_agrees_with_the_oracle(batch):
-    got = explained_variance(batch.a, batch.c, batch.mask).item()
-    expected = oracles.explained_variance(batch.a.numpy(), batch.c.numpy(), batch.mask.numpy())
-    assert got == pytest.approx(expected, rel=1e-3, abs=1e-3)
-
-
-def test_explained_variance_over_ranks_is_that_of_the_whole():
-    batch = make_batch(7, [(0, 5), (1, 3), (2, 2), (3, 4)], T=7)
-    batch.c[2:] += 5.0  # the ranks' means differ, so that a mean of ranks would be wrong
-    shards = [(batch.a[i : i + 2], batch.c[i : i + 2], batch.mask[i : i + 2]) for i in (0, 2)]
-    whole = explained_variance(batch.a, batch.c, batch.mask)
-    alone = sum(explained_variance(*shard) for shard in shards) / 2
-    for result in on_ranks(explained_variance, shards):
-        torch.testing.assert_close(result, whole)
-    assert abs(alone - whole) > 0.1

@@ -70,7 +70,7 @@ def test_one_item_a_prompt_with_every_labelers_pairs(tokenizer):
     items, unpaired = make_items(records, tokenizer, 128, 24)
     assert len(items) == 1 and unpaired == 1
     #                          beats:  a    b    c
-    assert items[0].weights() == [[0.0, 1.0, 2.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    assert items[0].weights().tolist() == [[0.0, 1.0, 2.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
     assert all(row[-1] == tokenizer.eos_token_id for row in items[0].rows)
 
 
