@@ -10,10 +10,3 @@ from rlhf.errors import UserError
 def test_nothing_to_measure_the_held_out_loss_on_is_refused(gold_run, setting):
     with pytest.raises(UserError, match=setting):
         check_config(gold_run.config(setting), "pretrain")
-
-
-def test_too_little_held_out_text_is_refused_before_training(copy_until):
-    run = copy_until("pretrain")
-    with pytest.raises(UserError, match=r"heldout has .* less than one block .*raise data.held_out"):
-        run.stage("pretrain", "pretrain.tokens=8192", "data.held_out=0.0001")
-    assert not (run.folder / "pretrain" / "metrics.jsonl").exists()
