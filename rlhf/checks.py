@@ -54,6 +54,9 @@ def _relations(config: Config, command: str) -> list[str]:
         )
     if config.gold.enabled and command in ("world", "label", "pipeline"):
         problems += _gold_relations(config, command)
+    if config.gold.enabled and config.data.prompts is not None and command in ("evaluate", "pipeline"):
+        problems.append(f"data.prompts={config.data.prompts}: the gold world's evaluation judges its own prompts only: "
+                        "leave it out, or set gold.enabled=false")  # fmt: skip
     problems += _pretrain_relations(config)
     problems += _ppo_relations(config, command)
     problems += _kl_relations(config)

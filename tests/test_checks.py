@@ -219,3 +219,14 @@ def test_checking_changes_nothing():
     before = dataclasses.asdict(config)
     check_config(config, "pipeline")
     assert dataclasses.asdict(config) == before
+
+
+@pytest.mark.parametrize(("command", "refused"), [("pipeline", True), ("evaluate", True), ("ppo", False)])
+def test_the_gold_worlds_evaluation_takes_no_prompts_of_others(command, refused):
+    config = with_settings(gold__enabled=True, data__prompts="mine.jsonl", rollout__max_new_tokens=40)
+    if not refused:
+        return check_config(config, command)
+    with pytest.raises(
+        UserError, match=r"data.prompts=mine.jsonl: the gold world's evaluation judges its own prompts only"
+    ):
+        check_config(config, command)
