@@ -22,6 +22,7 @@ from rlhf.runs.folders import (
     collect_parents,
     differences,
     earlier_run,
+    has_begun,
     is_complete,
     is_needed,
     read_stage,
@@ -42,16 +43,31 @@ def run(config: Config) -> None:
     check_before(config)
     started = time.monotonic()
     done: dict[str, str] = {}
-    for stage in PIPELINE:
-        if is_needed(config, stage) and getattr(config.parents, stage, None) is None:
-            if stage == "label":
-                done |= ensure_rounds(config, overrides)
-            done[stage] = ensure_stage(config, stage, overrides)
+    for stage in stages_to_run(config):
+        if stage == "label":
+            done |= ensure_rounds(config, overrides)
+        done[stage] = ensure_stage(config, stage, overrides)
     if any(state != "complete before" for state in done.values()) or not (folder / "report.html").exists():
         write(folder)
     table = summarize(config, done)
     write_json(folder / "pipeline.json", table)
     show(config, table, time.monotonic() - started)
+
+
+def stages_to_run(config: Config) -> list[str]:
+    """The stages that this run needs and that no `parents.<stage>` gives, in the order of the pipeline."""
+    wanted: set[str] = set()
+
+    def want(stage: str) -> None:
+        if stage not in wanted and is_needed(config, stage) and getattr(config.parents, stage, None) is None:
+            wanted.add(stage)
+            for parent in STAGES[stage].parents:
+                want(parent)
+
+    for stage in PIPELINE:
+        if not any(stage in STAGES[child].parents for child in PIPELINE):
+            want(stage)
+    return [stage for stage in PIPELINE if stage in wanted]
 
 
 def forwarded_overrides() -> list[str]:
@@ -64,11 +80,14 @@ def forwarded_overrides() -> list[str]:
 
 def check_before(config: Config) -> None:
     """Find what would only fail after minutes: data that is missing, a disk that is full. Raises: UserError."""
-    missing = [kind for kind in ("corpus", "demonstrations", "comparisons") if data_source(config, kind) is None]
+    stages = stages_to_run(config)
+    read = {kind for stage in stages for kind in STAGES[stage].data}
+    kinds = [kind for kind in ("corpus", "demonstrations", "comparisons") if kind in read]
+    missing = [kind for kind in kinds if data_source(config, kind) is None]
     if missing:
         raise UserError(f"{' and '.join('data.' + kind for kind in missing)} not set: give a file, a folder or a hub id, "
                         "or run the embedded world with experiment=gold")  # fmt: skip
-    for stage in PIPELINE:
+    for stage in stages:
         hash_sources(config, stage)  # a missing file is found here
     folder = run_folder(config)
     if not is_complete(folder / "reward"):
@@ -109,6 +128,8 @@ def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
             check_output(folder)
             say(f"{stage}: complete, skipped")
             return "complete before"
+        if reason is not None and recorded["status"] == "running" and not has_begun(folder, stage):
+            reason = None  # nothing is lost when it starts anew
         if reason is not None and not config.overwrite:
             raise UserError(f"{folder}: {reason}: choose another run=…, or add overwrite=true to redo this stage and those "
                             "that build on it")  # fmt: skip

@@ -75,6 +75,10 @@ def make_skipped(run: RunFiles) -> list[str]:
         elif stage.status == "unfinished":
             steps = [xs[-1] for xs, _ in stage.points.values()]
             notes.append(f"{name}: unfinished" + (f", at step {max(steps):,.0f}." if steps else "."))
+        if stage.unreadable:
+            notes.append(
+                f"{name}: {stage.unreadable:,} lines of metrics.jsonl cannot be read and are missing from its curves."
+            )
         if stage.gaps:
             notes.append(f"{name}: {stage.gaps:,} values that were not finite are gaps in its curves.")
     if not run.results:

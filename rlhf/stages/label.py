@@ -61,7 +61,7 @@ def run(config: Config) -> None:
                 bar.update(len(part))
 
         # 2. Rank
-        policy_id = f"{source.parent.name}/{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
+        policy_id = f"{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
         rankings, alike = rank_all(config, prompts, responses, policy_id)
         before = (
             [] if earlier is None else load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0]

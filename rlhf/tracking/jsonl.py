@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf.terminal import say
+
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON Lines file; a torn or foreign line is passed over, a missing file is empty."""
@@ -15,6 +17,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if (row := parse_line(line)) is not None:
                 yield row
+
+
+def count_unreadable(path: Path) -> int:
+    """Whole lines of a JSON Lines file that hold no object; a last one without a line end may still be written."""
+    if not path.is_file():
+        return 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return sum(line.endswith("\n") and parse_line(line) is None for line in lines)
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
@@ -35,6 +45,8 @@ def truncate_jsonl(path: Path, key: str, last: int) -> dict[str, Any]:
     newest: dict[str, Any] = {}
     if not path.is_file():
         return newest
+    if lost := count_unreadable(path):
+        say(f"{path}: {lost} lines cannot be read and are left out: the curves have gaps there")
     kept = path.with_name(path.name + ".kept")
     with kept.open("w", encoding="utf-8", errors="backslashreplace") as out:
         for row in read_jsonl(path):

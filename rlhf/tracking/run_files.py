@@ -14,7 +14,7 @@ from rlhf.recipe import GOLD_STAGES, PIPELINE
 from rlhf.report.charts import Points
 from rlhf.report.figures import is_number
 from rlhf.runs.replacing import under_way
-from rlhf.tracking.jsonl import read_json, read_jsonl
+from rlhf.tracking.jsonl import count_unreadable, read_json, read_jsonl
 from rlhf.tracking.metrics import find
 from rlhf.tracking.progress import format_seconds
 
@@ -32,6 +32,7 @@ class StageFiles:
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
     gaps: int = 0  # values that were not finite
+    unreadable: int = 0  # lines of metrics.jsonl that hold no values
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -73,6 +74,7 @@ def read_stage(folder: Path) -> StageFiles:
         list(read_jsonl(folder / "samples.jsonl")),
         config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         sum(value is None for row in rows for value in row.values()),
+        count_unreadable(folder / "metrics.jsonl"),
     )
 
 

@@ -49,8 +49,8 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     assert second[: len(first)] == first and len({r.id for r in second}) == len(second)
     new = second[len(first) :]
     sft, ppo = (read_stage(folder)["hash"][:8] for folder in (run.folder / "sft", early / "ppo"))
-    assert {x.policy for r in first for x in r.responses} == {f"copy/sft@{sft}"}
-    assert {x.policy for r in new for x in r.responses} == {f"copy-round-1/ppo@{ppo}"}
+    assert {x.policy for r in first for x in r.responses} == {f"sft@{sft}"}
+    assert {x.policy for r in new for x in r.responses} == {f"ppo@{ppo}"}
 
     asked = {p.id: p for p in choose_prompts(run.config(*ROUNDS))}
     some = [r for r in new if r.labeler == new[0].labeler][:6]

@@ -1,0 +1,88 @@
+"""Damaged run files: reading one is one line that says what to do, never a traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.commands.pipeline import check_before, stages_to_run
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.report.settings import make_skipped
+from rlhf.runs import folders as runs
+from rlhf.runs.checkpoints import is_whole
+from rlhf.runs.records import read_record
+from rlhf.tracking.jsonl import truncate_jsonl
+from rlhf.tracking.run_files import read_run
+
+GOOD = {
+    "stage": "sft", "status": "complete", "settings": {}, "parents": {}, "data": {}, "files": {}, "hash": "0" * 64,
+    "seconds": 1.0,
+}  # fmt: skip
+DAMAGE: dict[str, bytes | None] = {
+    "without files": json.dumps({k: v for k, v in GOOD.items() if k != "files"}).encode(),
+    "a list": b"[]",
+    "a list of files": json.dumps(GOOD | {"files": ["a"]}).encode(),
+    "null": b"null",
+    "null settings": json.dumps(GOOD | {"settings": None}).encode(),
+    "deep": b'{"a":' * 50_000,
+    "no utf-8": b'{"stage": "\xff\xfe"}',
+    "empty": b"",
+    "a file outside": json.dumps(GOOD | {"files": {"../../x": "0" * 64}}).encode(),
+    "a folder": None,
+}
+
+
+def damage(path: Path, content: bytes | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if content is None else path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_record_is_one_line(tmp_path, name):
+    config = Config(run="x", runs_dir=str(tmp_path))
+    damage(tmp_path / "x" / "sft" / "stage.json", DAMAGE[name])
+    for read in (
+        lambda: runs.read_stage(tmp_path / "x" / "sft"),
+        lambda: runs.check_output(tmp_path / "x" / "sft"),
+        lambda: runs.collect_parents(config, "reward"),
+    ):
+        with pytest.raises(UserError, match=r"sft/stage.json: (damaged|is a folder)[^\n]*overwrite=true$"):
+            read()
+    read_run(tmp_path / "x")  # the report is patient
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_checkpoint_with_a_damaged_manifest_is_not_whole(tmp_path, name):
+    damage(tmp_path / "step-1" / "manifest.json", DAMAGE[name])
+    assert not is_whole(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize(("kind", "value"), [("pipeline", {"run": "x", "stages": []}), ("results", {"gold": {}})])
+def test_other_run_files_have_schemas_too(tmp_path, kind, value):
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    with pytest.raises(UserError, match=r"a.json: damaged \("):
+        read_record(tmp_path / "a.json", kind)
+    assert read_record(tmp_path / "b.json", kind) is None
+
+
+def test_unreadable_lines_of_metrics_are_reported(tmp_path, capsys):
+    stage = tmp_path / "x" / "sft"
+    stage.mkdir(parents=True)
+    rows = ['{"progress/step": 1, "sft/loss": 2.0}', "garbage", '{"progress/step": 2, "sft/loss": 1.0}', '{"torn']
+    (stage / "metrics.jsonl").write_text("\n".join(rows))
+    (stage / "stage.json").write_text(json.dumps(GOOD | {"status": "running"}))
+    assert any(
+        "sft: 1 lines of metrics.jsonl cannot be read" in note for note in make_skipped(read_run(tmp_path / "x"))
+    )
+    truncate_jsonl(stage / "metrics.jsonl", "progress/step", 2)
+    assert "metrics.jsonl: 1 lines cannot be read and are left out" in capsys.readouterr().out
+
+
+def test_the_pipeline_asks_only_for_data_that_a_stage_reads(tmp_path):
+    config = Config(run="x", runs_dir=str(tmp_path))
+    assert stages_to_run(config) == ["tokenizer", "pretrain", "sft", "reward", "ppo", "evaluate"]
+    config.parents.pretrain = "other"
+    assert stages_to_run(config) == ["sft", "reward", "ppo", "evaluate"]
+    with pytest.raises(UserError, match=r"^data.demonstrations and data.comparisons not set"):
+        check_before(config)
