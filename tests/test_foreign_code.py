@@ -78,7 +78,7 @@ def test_every_load_says_that_code_is_not_trusted():
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             assert given.get("trust_remote_code") == "False", f"{path.relative_to(ROOT)}:{node.lineno}"
             seen += 1
-    assert seen >= 8
+    assert seen >= 4
 
 
 def test_standard_input_is_read_by_the_chat_alone():
