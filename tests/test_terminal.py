@@ -17,7 +17,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.exits import fail
 from rlhf.model import generate
-from rlhf.runs.folders import Stage, check_output
+from rlhf.runs.folders import Stage, check_output, hash_of
 from rlhf.terminal import one_line, printable, say
 from rlhf.tokenizer import encode_text, train_tokenizer
 from rlhf.tracking.progress import progress
@@ -80,8 +80,10 @@ def test_a_command_line_is_answered_without_controls(capsys, tmp_path, monkeypat
 def test_records_of_others_are_quoted_without_controls(capsys, tmp_path):
     """stage.json's contents, in an error line and in the pipeline's table."""
     (tmp_path / "sft").mkdir()
-    (tmp_path / "sft" / "stage.json").write_text(json.dumps({"stage": HOSTILE, "status": "complete", "files": {}}))
-    with pytest.raises(UserError) as refusal:
+    record = {"stage": HOSTILE, "status": "complete", "settings": {}, "parents": {}, "data": {}, "run": "x", "seconds": 1.0,
+              "files": {}}  # fmt: skip
+    (tmp_path / "sft" / "stage.json").write_text(json.dumps(record | {"hash": hash_of(record)}))
+    with pytest.raises(UserError, match="was written by") as refusal:
         check_output(tmp_path / "sft")
     with pytest.raises(SystemExit):
         fail(str(refusal.value))
