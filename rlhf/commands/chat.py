@@ -55,7 +55,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
 
     Raises: UserError if the last message alone does not fit.
     """
-    from rlhf.chat_template import decode_response
+    from rlhf.chat_template import decode_response, end_ids
     from rlhf.data.prompts import encode_prompt_within
     from rlhf.data.records import Message
     from rlhf.model.generate import stream
@@ -73,7 +73,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     ids: list[int] = []
     shown = ""
     for token in stream(
-        policy, fitted[0], max_new_tokens=length, eos_token_id=tokenizer.eos_token_id,
+        policy, fitted[0], max_new_tokens=length, eos_token_id=end_ids(tokenizer),
         temperature=config.rollout.temperature, greedy=config.chat.greedy,
         seed=config.seed, key=("chat", turn),
     ):  # fmt: skip

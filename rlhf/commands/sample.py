@@ -171,14 +171,14 @@ def draw(
     config: Config, policy: Any, tokenizer: Any, part: list[tuple[PromptRecord, list[int]]], length: int
 ) -> list[list[tuple[str, bool]]]:
     """K + SPARE responses (text, ended) a prompt; which ones depends on (seed, prompt id) and the model alone."""
-    from rlhf.chat_template import decode_response
+    from rlhf.chat_template import decode_response, end_ids
     from rlhf.model.generate import sample
 
     count = config.sample.responses + SPARE
     samples = sample(
         policy, [ids for _, ids in part for _ in range(count)], seed=config.seed,
         keys=[("sample", record.id, j) for record, _ in part for j in range(count)], max_new_tokens=length,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end_ids(tokenizer), pad_token_id=tokenizer.pad_token_id,
         temperature=config.sample.temperature, batch_size=config.rollout.batch_size,
     )  # fmt: skip
     texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlhf.chat_template import end_ids
 from rlhf.cli import compose_config
 from rlhf.commands.study import EVAL_PROMPTS, Cell, cached, mean_interval
 from rlhf.config import Config
@@ -219,7 +220,7 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
 
     def answers_of(folder: Path, name: str) -> dict[str, Any]:
-        drawn = evaluate.draw(own, load_policy(folder).to(device), prompts, tokenizer.eos_token_id, tokenizer, name)
+        drawn = evaluate.draw(own, load_policy(folder).to(device), prompts, end_ids(tokenizer), tokenizer, name)
         return drawn | {
             kind: [
                 [judge(task, t, ended=e) for t, e in zip(texts, ended, strict=True)]

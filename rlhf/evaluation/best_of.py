@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf.chat_template import decode_response
+from rlhf.chat_template import decode_response, end_ids
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.model.generate import sample
@@ -127,7 +127,7 @@ def draw_candidates(
         repeated = [prompts[i] for i in part for _ in range(n)]
         samples = sample(
             policy, repeated, seed=config.seed, keys=[("best_of", records[i].id, j) for i in part for j in range(n)],
-            max_new_tokens=config.rollout.max_new_tokens, eos_token_id=tokenizer.eos_token_id,
+            max_new_tokens=config.rollout.max_new_tokens, eos_token_id=end_ids(tokenizer),
             pad_token_id=tokenizer.pad_token_id, batch_size=config.rollout.batch_size,
         )  # fmt: skip
         texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]

@@ -123,7 +123,7 @@ class RolloutSetup:
     texts: Callable[[list[list[int]]], list[str]]  # responses as text
     seed: int
     max_new_tokens: int
-    eos: int
+    eos: int | list[int]  # any of them ends a response
     pad: int
     decode_batch: int  # responses decoded at once
     forward_batch: int  # episodes per forward

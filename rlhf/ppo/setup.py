@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.chat_template import decode_response
+from rlhf.chat_template import decode_response, end_ids
 from rlhf.config import Config
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
@@ -93,7 +93,7 @@ class PpoRun:
             reference=self.reference, reward=self.reward,
             values=None if self.actor_critic.critic is None else functools.partial(engine, method="values_at"),
             texts=lambda responses: [decode_response(tokenizer, ids).strip() for ids in responses], seed=config.seed,
-            max_new_tokens=config.rollout.max_new_tokens, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id,
+            max_new_tokens=config.rollout.max_new_tokens, eos=end_ids(tokenizer), pad=tokenizer.pad_token_id,
             decode_batch=config.rollout.batch_size, forward_batch=2 * config.ppo.micro_batch_episodes,
         )  # fmt: skip
 

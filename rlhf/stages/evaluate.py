@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf.chat_template import decode_response
+from rlhf.chat_template import decode_response, end_ids
 from rlhf.config import Config
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
@@ -126,35 +126,37 @@ def answer_all(
         for name in names:
             parent = "pretrain" if name.startswith("base") else name
             policy = load_policy(stage_folder(config, parent) / "model").to(device)
-            asked, end = prompts, tokenizer.eos_token_id
+            asked, ends = prompts, end_ids(tokenizer)
             if name == "base_prompted":  # it continues a text of the kind it was trained on, and picks the speaker
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
-                asked, end = encode_texts(tokenizer, texts), tokenizer.bos_token_id
-            answers[name] = Answers(prompts=asked, **draw(config, policy, asked, end, tokenizer, name))
+                asked, ends = encode_texts(tokenizer, texts), [tokenizer.bos_token_id]
+            answers[name] = Answers(prompts=asked, **draw(config, policy, asked, ends, tokenizer, name))
             bar.update(len(prompts))
     return answers
 
 
-def draw(config: Config, policy: Any, prompts: list[list[int]], end: int, tokenizer: Any, name: str) -> dict[str, Any]:
+def draw(
+    config: Config, policy: Any, prompts: list[list[int]], ends: list[int], tokenizer: Any, name: str
+) -> dict[str, Any]:
     """{"ids", "texts", "ended"}: lists a prompt of `evaluate.samples` responses; and the greedy ones."""
     count = config.evaluate.samples
     settings = {
-        "max_new_tokens": config.rollout.max_new_tokens, "eos_token_id": end, "pad_token_id": tokenizer.pad_token_id,
+        "max_new_tokens": config.rollout.max_new_tokens, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id,
         "batch_size": config.rollout.batch_size,
     }  # fmt: skip
     repeated = [prompt for prompt in prompts for _ in range(count)]
     keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
-    drawn = unpack(sample(policy, repeated, seed=config.seed, keys=keys, **settings), tokenizer, end, count)
-    greedy = unpack(sample(policy, prompts, greedy=True, **settings), tokenizer, end, 1)
+    drawn = unpack(sample(policy, repeated, seed=config.seed, keys=keys, **settings), tokenizer, ends, count)
+    greedy = unpack(sample(policy, prompts, greedy=True, **settings), tokenizer, ends, 1)
     return drawn | {f"greedy_{key}": value for key, value in greedy.items()}
 
 
-def unpack(samples: Samples, tokenizer: Any, end: int, count: int) -> dict[str, list[list[Any]]]:
+def unpack(samples: Samples, tokenizer: Any, ends: list[int], count: int) -> dict[str, list[list[Any]]]:
     ended = samples.ended.tolist()
     texts = []
     for ids in samples.responses:
-        text = decode_response(tokenizer, ids[:-1] if ids and ids[-1] == end else ids)
-        if end != tokenizer.eos_token_id:  # the base's answer follows a line with its speaker's name
+        text = decode_response(tokenizer, ids[:-1] if ids and ids[-1] in ends else ids)
+        if ends != end_ids(tokenizer):  # the base's answer follows a line with its speaker's name
             text = text.split("\n", 1)[-1]
         texts.append(text.strip())
     groups = range(0, len(texts), count)

@@ -8,7 +8,7 @@ and 3.2): its responses differ in what the reward model before could not tell ap
 import itertools
 import random
 
-from rlhf.chat_template import decode_response, encode_prompts
+from rlhf.chat_template import decode_response, encode_prompts, end_ids
 from rlhf.config import Config
 from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
@@ -52,7 +52,7 @@ def run(config: Config) -> None:
                 samples = sample(
                     policy, [encoded[i] for i in part for _ in range(counts[i])], seed=config.seed,
                     keys=[("label", prompts[i].id, j) for i in part for j in range(counts[i])],
-                    max_new_tokens=config.rollout.max_new_tokens, eos_token_id=tokenizer.eos_token_id,
+                    max_new_tokens=config.rollout.max_new_tokens, eos_token_id=end_ids(tokenizer),
                     pad_token_id=tokenizer.pad_token_id, batch_size=config.rollout.batch_size,
                 )  # fmt: skip
                 texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]

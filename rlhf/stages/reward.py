@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.chat_template import decode_response
+from rlhf.chat_template import decode_response, end_ids
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
@@ -316,7 +316,7 @@ def score_samples(
     asked = [(prompt, found[0]) for prompt, found in fitted if found is not None]
     rows = [ids for _, ids in asked]
     samples = sample(
-        policy, rows, max_new_tokens=length, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        policy, rows, max_new_tokens=length, eos_token_id=end_ids(tokenizer), pad_token_id=tokenizer.pad_token_id,
         seed=config.seed, keys=[("calibrate", i) for i in range(len(rows))], batch_size=config.rollout.batch_size,
     )  # fmt: skip
     own = getattr(model, "module", model)  # what an engine holds
