@@ -31,7 +31,7 @@ def multiplies_plainly(model: Any) -> bool:
     """
     if isinstance(model, GPTForCausalLM):
         return True
-    if (known := vars(model).get("multiplies_plainly")) is not None:
+    if (known := getattr(model, "multiplies_plainly", None)) is not None:
         return known
     was_training = model.training
     model.eval()
