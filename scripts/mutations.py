@@ -137,7 +137,7 @@ def place_of(mutation: Mutation, folder: Path) -> Path | None:
 def killer(log: Path) -> str:
     """The test that failed, and the check of PPO's first update if it was that which noticed."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.M)
     check = FIRST_UPDATE.search(text)
     return (failed[0] if failed else "?") + (f" ({check[0]})" if check and failed else "")
 

@@ -11,7 +11,7 @@ from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.generate import _Decoder, sample
 from rlhf.ppo import rollout as rollout_module
-from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, check_first_rollout
+from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, check_first_rollout, check_sampler
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import (
     Rollout,
@@ -299,3 +299,18 @@ def test_a_sound_sampler_in_bfloat16_passes(spread, layers):
 def test_a_wrong_sampler_in_bfloat16_is_refused(spread, fault):
     with pytest.raises(UserError, match="invariant 1 fails on the first update: the sampler's log-probs are"):
         check(rollout_of_four_layers(spread, fault))
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0], ids=["much on a few tokens", "a little on all"])
+def test_a_sampler_is_refused_by_its_mean_or_by_its_quantile(rollout, share):
+    """1 in 100 tokens off by 1 spread: mean 0.01 (at most 0.06), quantile 1 (at most 0.3). All off by 0.1: the reverse."""
+    many = rollout._replace(**{name: getattr(rollout, name).repeat(40, 1) for name in ("response_mask", "logp_old")})
+    spread = many.logp_old[many.response_mask].std(correction=0).item()
+    off = torch.zeros(int(many.response_mask.sum()))
+    off[: round(share * len(off))] = spread if share < 1 else 0.1 * spread
+    wrong = many._replace(
+        logp_sampled=many.logp_old + torch.zeros_like(many.logp_old).masked_scatter(many.response_mask, off)
+    )
+    with pytest.raises(UserError, match="the sampler's log-probs are"):
+        check_sampler(wrong)
+    check_sampler(many._replace(logp_sampled=many.logp_old + 0.01 * spread * many.response_mask))
