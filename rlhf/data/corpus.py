@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf.data.reading.readers import Reject, read_rows, read_text
 from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resolve_sources
@@ -375,3 +376,25 @@ class Blocks(torch.utils.data.Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tokens": None}
+
+
+def document_positions(tokens: Tensor, separator: int) -> Tensor:
+    """Position of each token (B, T) within its document, which ends with a separator.
+
+    Restarting positions are what tells the model that the documents of a block must not see each other.
+    """
+    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    starts = torch.nn.functional.pad(tokens[:, :-1] == separator, (1, 0))
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def make_collator(separator: int, isolate: bool):
+    """Stack blocks; with `isolate`, add the positions that keep documents apart."""
+
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        if isolate:
+            batch["position_ids"] = document_positions(batch["input_ids"], separator)
+        return batch
+
+    return collate

@@ -24,6 +24,7 @@ from rlhf.evaluation.scoring import (
     Scores,
     accuracy,
     count_right,
+    held_out_labelers,
     item_encoder,
     length_scores,
     score_demonstrations,
@@ -33,7 +34,6 @@ from rlhf.evaluation.scoring import (
 from rlhf.evaluation.statistics import ratio_interval
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import fractions, need_source
-from rlhf.stages.reward import held_out_labelers
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
 HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; what lies beyond is in the last bin

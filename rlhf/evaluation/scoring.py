@@ -8,9 +8,10 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.data.demonstrations import encode_demonstrations
-from rlhf.data.items import Answer, Encode, Item, token_encoder
-from rlhf.data.records import Demonstration, Message
+from rlhf.data.items import Answer, Encode, Item, check_labelers, names_of, token_encoder
+from rlhf.data.records import Demonstration, Message, Ranking
 from rlhf.evaluation.statistics import ratio_interval
+from rlhf.gold.labelers import make_held_out_labelers
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.classifier import TextRewardModel
 
@@ -132,3 +133,15 @@ def length_baseline(items: list[Item]) -> float:
     """The accuracy of length alone."""
     right, count = count_right(items, length_scores(items)[0])
     return sum(right) / sum(count)
+
+
+def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
+    """Whose rankings train nothing: those of data.held_out_labelers, and the gold world's own.
+
+    Raises: UserError where the setting names someone who ranked nothing.
+    """
+    names = names_of(config.data.held_out_labelers)
+    check_labelers("data.held_out_labelers", names, records)
+    if config.gold.enabled:
+        names += [labeler.name for labeler in make_held_out_labelers(config.gold.held_out_labelers)]
+    return set(names)

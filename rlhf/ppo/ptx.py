@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.corpus import PackedCorpus
+from rlhf.data.corpus import PackedCorpus, make_collator
 from rlhf.errors import UserError
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import read_stage, stage_folder
@@ -18,8 +18,6 @@ class PretrainingBlocks:
     """Blocks of the corpus that the base was pretrained on, drawn by (seed, update, epoch, minibatch)."""
 
     def __init__(self, blocks: Any, isolate: bool, seed: int):
-        from rlhf.stages.pretrain import make_collator
-
         self.blocks, self.seed = blocks, seed
         self.collate = make_collator(blocks.separator, isolate)
 

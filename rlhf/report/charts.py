@@ -24,8 +24,8 @@ from rlhf.report.figures import (
 )
 from rlhf.report.inline_svg import draw, interval_text
 from rlhf.tracking.metrics import find
+from rlhf.tracking.run_files import Points
 
-Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
 Runs = Sequence[tuple[str, Points]]  # (run's name, what it measured)
 
 

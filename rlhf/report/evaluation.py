@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf.report.charts import Picture, make_calibration, make_choices, make_histogram, make_paths, make_study
-from rlhf.report.figures import is_number
 from rlhf.report.overview import interval
+from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.run_files import RunFiles, get, number, visible
 
 MODELS = ("base", "sft", "ppo")

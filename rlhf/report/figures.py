@@ -286,8 +286,3 @@ def _plot(axes: Any, one: Series, bars: bool) -> None:
         axes.plot(xs, ys, linewidth=1, alpha=0.3, **style | {"linestyle": "-"})
         average = moving_average(one.ys, reach=len(one.ys) // 40)
         axes.plot(*thin(one.xs, average), linewidth=1.6, label=one.label, **style)
-
-
-def is_number(value: object) -> bool:
-    """Whether a value read from JSON is a number that a picture or a table can show."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30

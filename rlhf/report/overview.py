@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rlhf.report.figures import is_number
+from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.run_files import RunFiles, StageFiles, decimal, duration, get, memory, number, percent, visible
 
 

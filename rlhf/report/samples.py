@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlhf.report.evaluation import MODELS
-from rlhf.report.figures import is_number
+from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.run_files import RunFiles, number, prompt_text, visible
 
 SHOWN_SAMPLES, MORE_SAMPLES = 4, 20

@@ -4,8 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf.recipe import GOLD_STAGES
-from rlhf.report.figures import MAX_POINTS, format_value, is_number
+from rlhf.report.figures import MAX_POINTS, format_value
 from rlhf.report.samples import MORE_SAMPLES, SHOWN_SAMPLES
+from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.run_files import RunFiles, get, number, visible
 
 # What changes no result: where things lie, and how they are shown.

@@ -7,10 +7,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.corpus import PackedCorpus, iterate_documents, pack_corpus
+from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, pack_corpus
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
@@ -102,28 +101,6 @@ def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCa
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     return GPTForCausalLM(shape)
-
-
-def document_positions(tokens: Tensor, separator: int) -> Tensor:
-    """Position of each token (B, T) within its document, which ends with a separator.
-
-    Restarting positions are what tells the model that the documents of a block must not see each other.
-    """
-    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    starts = torch.nn.functional.pad(tokens[:, :-1] == separator, (1, 0))
-    return index - torch.where(starts, index, 0).cummax(1).values
-
-
-def make_collator(separator: int, isolate: bool):
-    """Stack blocks; with `isolate`, add the positions that keep documents apart."""
-
-    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
-        if isolate:
-            batch["position_ids"] = document_positions(batch["input_ids"], separator)
-        return batch
-
-    return collate
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:

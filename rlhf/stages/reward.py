@@ -9,7 +9,7 @@ reward model is worth on held-out comparisons (`rlhf.evaluation.reward_report`).
 import itertools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from rlhf.chat_template import decode_response, end_ids
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
-from rlhf.data.items import Encode, Item, check_labelers, join_rankings, names_of
+from rlhf.data.items import Encode, Item, check_labelers, join_rankings
 from rlhf.data.prompts import encode_prompt_within, prompts_of
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import (
+    held_out_labelers,
     item_encoder,
     length_baseline,
     make_inputs,
@@ -34,7 +35,6 @@ from rlhf.evaluation.scoring import (
     score_items,
     score_rows,
 )  # fmt: skip
-from rlhf.gold.labelers import make_held_out_labelers
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
@@ -104,18 +104,6 @@ def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
         put_weights(model.float(), state)
     if stage.writes:
         (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
-
-
-def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
-    """Whose rankings train nothing: those of data.held_out_labelers, and the gold world's own.
-
-    Raises: UserError where the setting names someone who ranked nothing.
-    """
-    names = names_of(config.data.held_out_labelers)
-    check_labelers("data.held_out_labelers", names, records)
-    if config.gold.enabled:
-        names += [labeler.name for labeler in make_held_out_labelers(config.gold.held_out_labelers)]
-    return set(names)
 
 
 def make_model(config: Config) -> RewardModel | TextRewardModel:

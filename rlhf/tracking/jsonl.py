@@ -69,3 +69,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def is_number(value: object) -> bool:
+    """Whether a value read from JSON is a number that can be shown."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30

@@ -6,7 +6,7 @@ results.json stays the record; what is missing there is missing here.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf.report.figures import is_number
+from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.panels import TABLES
 from rlhf.tracking.writers import Tracker
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.recipe import GOLD_STAGES, PIPELINE
-from rlhf.report.charts import Points
-from rlhf.report.figures import is_number
 from rlhf.runs.replacing import under_way
-from rlhf.tracking.jsonl import count_unreadable, read_json, read_jsonl
+from rlhf.tracking.jsonl import count_unreadable, is_number, read_json, read_jsonl
 from rlhf.tracking.metrics import find
 from rlhf.tracking.progress import format_seconds
 
 TEXT_LIMIT = 1500
+
+Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
 
 
 @dataclass(slots=True)

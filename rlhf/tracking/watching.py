@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.recipe import PIPELINE, ROUND_STAGES
-from rlhf.report.figures import is_number
 from rlhf.runs.replacing import under_way
 from rlhf.terminal import printable
-from rlhf.tracking.jsonl import parse_line, read_json
+from rlhf.tracking.jsonl import is_number, parse_line, read_json
 from rlhf.tracking.progress import format_figure, format_seconds
 from rlhf.tracking.run_files import get
 

@@ -1,0 +1,125 @@
+"""The rules of the layout: imports point one way, and heavy packages stay where they are needed."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "rlhf"
+# From the bottom up: a module imports from its own line or from the lines above it. Names without a folder are modules.
+LAYERS = (
+    (
+        "__init__",
+        "ops",
+        "errors",
+        "exits",
+        "config",
+        "precision",
+        "rendezvous",
+        "recipe",
+        "interrupts",
+        "processes",
+        "files",
+        "terminal",
+    ),
+    ("model", "data", "tracking", "runs", "gold", "planning", "tokenizer", "chat_template", "checks"),
+    ("training", "report"),
+    ("ppo", "evaluation"),
+    ("stages",),
+    ("commands",),
+    ("cli", "__main__"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+HEAVY = {"deepspeed", "wandb", "hydra", "omegaconf"}
+
+
+def part_of(module: str) -> str:
+    """ "ops" for rlhf.ops.gae, "cli" for rlhf.cli."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether it is imported when the file is) of each import in a file; imports for types only are left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node)
+    }
+    found: list[tuple[str, bool]] = []
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) not in inside) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, id(node) not in inside))
+    return found
+
+
+MODULES = {".".join(("rlhf", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in PACKAGE.rglob("*.py")}
+
+
+def test_every_part_of_the_package_has_a_layer():
+    assert {part_of(module) for module in MODULES} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_down(module):
+    upward = [
+        target
+        for target, _ in imports(MODULES[module])
+        if target.split(".")[0] == "rlhf" and LEVEL[part_of(target)] > LEVEL[part_of(module)]
+    ]
+    assert upward == []
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {
+        module: {target for target, top in imports(path) if top and target in MODULES}
+        for module, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for target in graph[module]:
+                visit(target, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("folder", ["ops", "model"])
+def test_ops_and_model_never_import_deepspeed_wandb_or_hydra(folder):
+    found = {
+        target.split(".")[0]
+        for module, path in MODULES.items()
+        if part_of(module) == folder
+        for target, _ in imports(path)
+    }
+    assert not found & HEAVY
+    if folder == "ops":
+        assert found <= {"torch", "rlhf", "collections", "math", "typing", "dataclasses", "enum", "functools"}
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from rlhf.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'hydra', 'datasets', 'wandb'}))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "[]"
