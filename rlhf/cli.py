@@ -3,17 +3,27 @@
 A command's module, and with it torch, is imported only when the command runs, so that help and mistakes are fast.
 """
 
-import difflib
 import importlib
 import os
-import re
 import sys
 import tempfile
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.composing import first_line, jobs_of, to_settings
+from rlhf.composing import (
+    compose_config,
+    conf_dir,
+    config_name,
+    first_line,
+    jobs_of,
+    nearest,
+    nearest_key,
+    register_schema,
+    schema_keys,
+    schema_of,
+    to_settings,
+)
 from rlhf.errors import UserError
 from rlhf.exits import check_launch, ending
 from rlhf.interrupts import interrupt_on_signals, leave
@@ -56,20 +66,12 @@ _OF_SEVERAL = (
     "import",
 )  # commands that read the settings of several, or have a schema of their own
 SHARED_FLAG = "--shared-settings"  # the overrides are those of several commands: what this one does not use is ignored
-# Commands that have a schema of their own, by the class in rlhf/config/; all others share `Config`.
-SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
 # Hydra's flags that are followed by a value.
 FLAGS_WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name",
                     "-cd", "--config-dir")  # fmt: skip
 FLAGS_ALONE = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
-
-
-def conf_dir() -> Path:
-    """The folder of YAML files: inside an installed package, beside it in a checkout."""
-    inside = Path(__file__).parent / "conf"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -108,7 +110,7 @@ def _dispatch(arguments: list[str]) -> None:
 
         overrides = rewrite_arguments(overrides)
     if command not in COMMANDS:
-        raise UserError(f"unknown command {command!r}{_nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
+        raise UserError(f"unknown command {command!r}{nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
     if any(flag in overrides for flag in ("-h", "--help")):
         write(_command_help(command) + "\n")
         return
@@ -141,33 +143,6 @@ def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def schema_of(command: str) -> type[Any]:
-    """The dataclass that a command's configuration is composed to."""
-    from rlhf import config
-
-    return getattr(config, SCHEMAS.get(command, "Config"))
-
-
-def schema_keys(command: str = "") -> dict[str, Any]:
-    """Every key of a command's schema, dotted, with its default; groups too."""
-    keys: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        for item in fields(value):
-            inner = getattr(value, item.name)
-            keys[prefix + item.name] = inner
-            if is_dataclass(inner):
-                add(f"{prefix}{item.name}.", inner)
-
-    add("", schema_of(command)())
-    return keys
-
-
 def check_overrides(overrides: list[str], command: str = "", folder: str | None = None) -> None:
     """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one.
 
@@ -181,7 +156,7 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
     parser = OverridesParser.create()
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
-            raise UserError(f"{text!r}: want key=value: write for example `seed=1`{_nearest(text, list(keys))}")
+            raise UserError(f"{text!r}: want key=value: write for example `seed=1`{nearest(text, list(keys))}")
         try:
             override = parser.parse_override(text)
         except HydraException as error:
@@ -195,7 +170,7 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
             continue
         if key not in keys:
             known = [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)
-            raise UserError(f"unknown setting {key!r}{_nearest_key(key, known)}: `rlhf <command> --cfg job` shows all")
+            raise UserError(f"unknown setting {key!r}{nearest_key(key, known)}: `rlhf <command> --cfg job` shows all")
 
 
 def uses(command: str, key: str) -> bool:
@@ -235,67 +210,13 @@ def check_used(overrides: list[str], command: str) -> None:
         )
 
 
-def _nearest_key(key: str, known: list[str]) -> str:
-    last = key.rsplit(".", 1)[-1]
-    same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
-    return f" (did you mean {same_name[0]!r}?)" if same_name else _nearest(key, known)
-
-
 def _check_choice(group: str, value: Any, folder: str | None) -> None:
     if group not in CONFIG_GROUPS or not isinstance(value, str):
         return
     places = [conf_dir(), *([] if folder is None else [Path(folder)])]
     choices = sorted(p.stem for place in places for p in (place / group).glob("*.yaml"))
     if value not in choices:
-        raise UserError(f"{group}={value}: want one of {', '.join(choices)}{_nearest(value, choices)}")
-
-
-def _unknown_key(error: BaseException, command: str) -> str | None:
-    """A key of a YAML file that the schema lacks, in the words that the command line has for it."""
-    text = str(error)
-    found = re.search(r"full_key: (\S+)", text)
-    if found is None or "not in" not in text:
-        return None
-    where = re.search(r"In '([^']+)'", text)
-    known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
-    told = f"unknown setting {found[1]!r}{_nearest_key(found[1], known)}: `rlhf <command> --cfg job` shows all"
-    return f"{where[1]}.yaml: {told}" if where else told
-
-
-def config_name(command: str) -> str:
-    """What Hydra composes for a command: conf/config.yaml, or the file of a command with a schema of its own."""
-    return command if command in SCHEMAS else "config"
-
-
-def compose_config(overrides: list[str], command: str = "") -> Any:
-    """The `Config` (or the command's own schema) that these overrides give. Raises: UserError for what Hydra refuses."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    register_schema()
-    ours = GlobalHydra.instance()
-    running, ours.hydra = ours.hydra, None  # a study composes its cells' settings while Hydra runs its command
-    try:
-        with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
-            composed = compose(config_name(command), overrides=overrides)
-        return to_settings(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_unknown_key(error, command) or first_line(error)) from None
-    finally:
-        ours.hydra = running
-
-
-def register_schema() -> None:
-    from hydra.core.config_store import ConfigStore
-
-    from rlhf.config import Config
-
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    for command in SCHEMAS:
-        store.store(name=f"{command}_schema", node=schema_of(command))
+        raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
 
 
 def _run_with_hydra(command: str, arguments: list[str], text: str | None) -> None:
@@ -340,7 +261,7 @@ def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:
         value = value if equals else (flags[i + 1] if i + 1 < len(flags) else "")
         if flag.startswith("-") and key not in FLAGS_WITH_VALUE + FLAGS_ALONE:
             raise UserError(
-                f"unknown option {key!r}{_nearest(key, list(FLAGS_WITH_VALUE + FLAGS_ALONE))}: write settings as key=value"
+                f"unknown option {key!r}{nearest(key, list(FLAGS_WITH_VALUE + FLAGS_ALONE))}: write settings as key=value"
             )
         if key in ("-cp", "--config-path"):
             raise UserError(

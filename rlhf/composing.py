@@ -1,8 +1,19 @@
-"""What Hydra composed, as the schema's own classes; the jobs of a sweep; what Hydra says of a mistake, in one line."""
+"""Settings composed by Hydra: from overrides and YAML files to the schema's classes, with mistakes in one line.
 
+Hydra is imported only when something is composed.
+"""
+
+import difflib
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from rlhf.config.setting import FromEnvironment
+from rlhf.errors import UserError
+
+# Commands that have a schema of their own, by the class in rlhf/config/; all others share `Config`.
+SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
 
 
 def to_settings(composed: Any) -> Any:
@@ -56,3 +67,93 @@ def first_line(error: BaseException) -> str:
     if error.__cause__ is not None and str(error.__cause__).splitlines():
         told.append(str(error.__cause__).splitlines()[0])
     return "; ".join(dict.fromkeys(told)) or type(error).__name__
+
+
+def conf_dir() -> Path:
+    """The folder of YAML files: inside an installed package, beside it in a checkout."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def schema_of(command: str) -> type[Any]:
+    """The dataclass that a command's configuration is composed to."""
+    from rlhf import config
+
+    return getattr(config, SCHEMAS.get(command, "Config"))
+
+
+def schema_keys(command: str = "") -> dict[str, Any]:
+    """Every key of a command's schema, dotted, with its default; groups too."""
+    keys: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        for item in fields(value):
+            inner = getattr(value, item.name)
+            keys[prefix + item.name] = inner
+            if is_dataclass(inner):
+                add(f"{prefix}{item.name}.", inner)
+
+    add("", schema_of(command)())
+    return keys
+
+
+def config_name(command: str) -> str:
+    """What Hydra composes for a command: conf/config.yaml, or the file of a command with a schema of its own."""
+    return command if command in SCHEMAS else "config"
+
+
+def compose_config(overrides: list[str], command: str = "") -> Any:
+    """The `Config` (or the command's own schema) that these overrides give. Raises: UserError for what Hydra refuses."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_schema()
+    ours = GlobalHydra.instance()
+    running, ours.hydra = ours.hydra, None  # a study composes its cells' settings while Hydra runs its command
+    try:
+        with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
+            composed = compose(config_name(command), overrides=overrides)
+        return to_settings(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(unknown_key(error, command) or first_line(error)) from None
+    finally:
+        ours.hydra = running
+
+
+def register_schema() -> None:
+    """Tell Hydra the schemas."""
+    from hydra.core.config_store import ConfigStore
+
+    from rlhf.config import Config
+
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for command in SCHEMAS:
+        store.store(name=f"{command}_schema", node=schema_of(command))
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """A hint that names the known word nearest to this one, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def nearest_key(key: str, known: list[str]) -> str:
+    """As `nearest`, first by the last part of a dotted key."""
+    last = key.rsplit(".", 1)[-1]
+    same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
+    return f" (did you mean {same_name[0]!r}?)" if same_name else nearest(key, known)
+
+
+def unknown_key(error: BaseException, command: str) -> str | None:
+    """A key of a YAML file that the schema lacks, in the words that the command line has for it."""
+    text = str(error)
+    found = re.search(r"full_key: (\S+)", text)
+    if found is None or "not in" not in text:
+        return None
+    where = re.search(r"In '([^']+)'", text)
+    known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
+    told = f"unknown setting {found[1]!r}{nearest_key(found[1], known)}: `rlhf <command> --cfg job` shows all"
+    return f"{where[1]}.yaml: {told}" if where else told

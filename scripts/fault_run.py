@@ -164,7 +164,8 @@ def import_everything() -> None:
     import contextlib
     import importlib
 
-    from rlhf.cli import COMMANDS, compose_config
+    from rlhf.cli import COMMANDS
+    from rlhf.composing import compose_config
 
     compose_config(list(SMALL))
     for stage in PLAN:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.cli import compose_config
+from rlhf.composing import compose_config
 from rlhf.runs.sources import need_source
 from rlhf.stages.evaluate import Answers, draw, judge_answers, kl_between, load_test_prompts, summarize_gold
 from rlhf.tokenizer import load_tokenizer

@@ -37,7 +37,7 @@ def shoot(page_path: Path, folder: Path) -> list[str]:
     address = page_path.resolve().as_uri()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=chromium)
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for screen, (width, height) in SCREENS.items():
             for scheme in ("light", "dark"):
                 context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)

@@ -50,7 +50,7 @@ def other_seconds() -> float:
 
 
 def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
-    from rlhf.cli import compose_config
+    from rlhf.composing import compose_config
     from rlhf.ppo.setup import make_ppo_run
     from rlhf.recipe import ancestors
     from rlhf.runs.folders import open_stage

@@ -6,7 +6,8 @@ import typing
 import pytest
 
 from rlhf.checks import check_config
-from rlhf.cli import COMMANDS, compose_config
+from rlhf.cli import COMMANDS
+from rlhf.composing import compose_config
 from rlhf.config import Config, ImportConfig, PlanConfig
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, get, settings_in
 from rlhf.errors import UserError

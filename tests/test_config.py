@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf import cli
+from rlhf import cli, composing
 from rlhf.checks import check_config
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -92,7 +92,7 @@ def test_every_commands_help_runs(command, capsys):
         for key, value in cli.schema_keys(command).items():
             if key.rpartition(".")[0] == group.rstrip(".") and not is_dataclass(value):
                 assert f"\n  {key}=" in out
-    assert command in cli.SCHEMAS or ("model=gpt1 | gpt2" in out and "experiment=gold | real" in out)
+    assert command in composing.SCHEMAS or ("model=gpt1 | gpt2" in out and "experiment=gold | real" in out)
 
 
 def test_every_setting_is_documented(capsys):

@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from rlhf.cli import compose_config
 from rlhf.commands.pipeline import misfit
+from rlhf.composing import compose_config
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, settings_in
 from rlhf.precision import precision_of
 from rlhf.recipe import STAGES

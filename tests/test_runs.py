@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf.cli import schema_keys
+from rlhf.composing import schema_keys
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import hash_files, sha256_file

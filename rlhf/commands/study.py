@@ -160,7 +160,7 @@ def parent_stage(config: Config, parent: Path, stage: str) -> Path:
 
 def must_run(config: Config, cell: Cell) -> bool:
     """Whether a cell is missing or half done. Raises: UserError for one of other settings, parents or data."""
-    from rlhf.cli import compose_config
+    from rlhf.composing import compose_config
 
     recorded = read_stage(cell.ppo)
     if recorded is None:
@@ -175,7 +175,7 @@ def must_run(config: Config, cell: Cell) -> bool:
 
 
 def collect_parents_of(cell: Cell) -> dict[str, str]:
-    from rlhf.cli import compose_config
+    from rlhf.composing import compose_config
 
     return collect_parents(compose_config(list(cell.overrides)), "ppo")
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rlhf.chat_template import end_ids
-from rlhf.cli import compose_config
 from rlhf.commands.study import EVAL_PROMPTS, Cell, cached, mean_interval
+from rlhf.composing import compose_config
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.prompts import load_prompts

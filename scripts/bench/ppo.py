@@ -80,7 +80,7 @@ def write_parents(config: Any, spec: Spec) -> None:
 
 
 def ours(spec: Spec, turns: Turns) -> None:
-    from rlhf.cli import compose_config
+    from rlhf.composing import compose_config
     from rlhf.data.records import PromptRecord
     from rlhf.ppo.setup import make_ppo_run
     from rlhf.runs.folders import open_stage

@@ -75,7 +75,7 @@ def make_tokenizer(size: str) -> Any:
 def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
-    from rlhf.cli import compose_config
+    from rlhf.composing import compose_config
     from rlhf.runs.folders import open_stage
     from rlhf.stages import sft
     from rlhf.training.setup import be_quiet

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.cli import compose_config
 from rlhf.commands import import_data
+from rlhf.composing import compose_config
 from rlhf.data.importers import formats
 from rlhf.errors import UserError
 

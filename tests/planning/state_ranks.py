@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf.cli import compose_config
+from rlhf.composing import compose_config
 from rlhf.interrupts import leave
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.processes import disconnect, is_first

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf.cli import compose_config
+from rlhf.composing import compose_config
 from rlhf.interrupts import leave
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Rollout

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf.cli import compose_config
+from rlhf.composing import compose_config
 from rlhf.interrupts import leave
 from rlhf.processes import disconnect, is_first
 from rlhf.stages import pretrain, sft

@@ -244,7 +244,7 @@ def test_a_study_that_cannot_run_is_told(gold_run, settings, message):
 
 def test_every_detail_composes():
     from rlhf.checks import check_config
-    from rlhf.cli import compose_config
+    from rlhf.composing import compose_config
 
     for changed in DETAILS.values():
         check_config(compose_config(["experiment=gold", *changed]), "ppo")

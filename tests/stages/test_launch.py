@@ -13,8 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf.checks import check_config
-from rlhf.cli import compose_config
 from rlhf.commands.launch import environments, run_processes
+from rlhf.composing import compose_config
 from rlhf.errors import UserError
 from rlhf.processes import LOST_PROCESS, disconnect, lost_another, on_first_rank, process_count, rank, share
 from rlhf.runs.checkpoints import checkpoints

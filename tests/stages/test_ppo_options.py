@@ -441,7 +441,7 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
 )
 def test_options_that_do_not_fit_are_refused(settings, message):
     from rlhf.checks import check_config
-    from rlhf.cli import compose_config
+    from rlhf.composing import compose_config
 
     with pytest.raises(UserError, match=message):
         check_config(compose_config(["experiment=gold", "ppo.critic_warmup_updates=0", *settings]), "ppo")

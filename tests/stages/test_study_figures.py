@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.cli import compose_config
 from rlhf.commands import study_results
 from rlhf.commands.study import PARENTS, Cell, make_cells, mean_interval
+from rlhf.composing import compose_config
 from rlhf.files import read_json, write_json
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import reward_folder

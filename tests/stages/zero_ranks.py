@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf.cli import compose_config
+from rlhf.composing import compose_config
 from rlhf.evaluation.scoring import item_encoder, score_items
 from rlhf.interrupts import leave
 from rlhf.model.generate import sample

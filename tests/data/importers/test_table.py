@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlhf.cli import compose_config
+from rlhf.composing import compose_config
 from rlhf.config import ColumnsConfig, WordsConfig
 from rlhf.data.importers import BadRow, convert_row, formats, make_records
 from rlhf.data.importers.table import make_format
