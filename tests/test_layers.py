@@ -9,27 +9,17 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "rlhf"
 # From the bottom up: a module imports from its own line or from the lines above it. Names without a folder are modules.
-LAYERS = (
-    (
-        "__init__",
-        "ops",
-        "errors",
-        "exits",
-        "config",
-        "precision",
-        "rendezvous",
-        "recipe",
-        "interrupts",
-        "processes",
-        "files",
-        "terminal",
-    ),
-    ("model", "data", "tracking", "runs", "gold", "planning", "tokenizer", "chat_template", "checks"),
-    ("training", "report"),
-    ("ppo", "evaluation"),
-    ("stages",),
-    ("commands",),
-    ("cli", "__main__"),
+LAYERS = tuple(
+    tuple(line.split())
+    for line in (
+        "__init__ ops errors exits config composing precision rendezvous recipe interrupts processes files terminal",
+        "model data tracking runs gold planning tokenizer chat_template checks",
+        "training report",
+        "ppo evaluation",
+        "stages",
+        "commands",
+        "cli __main__",
+    )
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {"deepspeed", "wandb", "hydra", "omegaconf"}
