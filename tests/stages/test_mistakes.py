@@ -20,7 +20,7 @@ def refused(capsys) -> Callable[..., str]:
     def call(*arguments: str) -> str:
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
+            main([*arguments, "--shared-settings"])  # the runs' settings are those of all stages
         assert caught.value.code == 2
         err = capsys.readouterr().err
         lines = err.splitlines()

@@ -39,10 +39,10 @@ def assert_stopped(run, stage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "maker"), [(pretrain, "make_model"), (sft, "load_policy"), (ppo_setup, "load_policy")]
+    ("stage", "module", "maker"),
+    [("pretrain", pretrain, "make_model"), ("sft", sft, "load_policy"), ("ppo", ppo_setup, "load_policy")],
 )
-def test_a_model_with_nan_is_not_trained(copy_until, monkeypatch, steps, module, maker):
-    stage = module.__name__.rsplit(".", 1)[-1].removesuffix("_setup")
+def test_a_model_with_nan_is_not_trained(copy_until, monkeypatch, steps, stage, module, maker):
     make = getattr(module, maker)
 
     def poisoned(*args, **kwargs):
