@@ -47,6 +47,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
                ("columns", "words")),
     "sample": ("rlhf.commands.sample", "draw K responses a prompt and write the tasks of a labelling round",
                ("sample", "data")),
+    "generate": ("rlhf.commands.generate", "have a model answer a file of prompts, for judges and labelers", ("generate",)),
     "plan": ("rlhf.commands.plan", "memory a GPU and a stage, hours and compute-optimal sizes, before anyone pays",
              ("model", "tokenizer")),
     **{name: row for name, row in _STAGES.items() if name in GOLD_STAGES},
@@ -58,6 +59,17 @@ _EVERY_STAGE = ("tracking", "checkpoints", "parents", "gold.enabled", "data.allo
 _ALSO_READ = {
     "chat": ("rollout.max_new_tokens", "rollout.temperature", "parents"),
     "export": ("parents",),
+    "generate": (
+        "rollout.max_new_tokens",
+        "rollout.batch_size",
+        "parents",
+        "gold.enabled",
+        "data.prompts",
+        "data.demonstrations",
+        "data.comparisons",
+        "data.format",
+        "data.allow_partial",
+    ),
     "sample": ("rollout.max_new_tokens", "rollout.batch_size", "parents", "gold.enabled"),
 }
 _OF_SEVERAL = (
@@ -92,6 +104,8 @@ def interrupted(command: str) -> str:
     """What an interrupted command says: how to go on, if it can."""
     if command == "pipeline" or command in STAGES:
         return "interrupted: run the same command again, it resumes from the last checkpoint"
+    if command == "generate":
+        return "interrupted: run the same command again, it goes on where it stopped"
     return "interrupted"
 
 

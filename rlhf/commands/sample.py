@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
-from rlhf.data.prompts import encode_prompt_within, load_prompts
+from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import prompt_key, record_split
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
@@ -141,13 +141,14 @@ def draw_tasks(
     config: Config, folder: Path, prompts: list[PromptRecord], policy_id: str
 ) -> tuple[list[Ranking], int, int]:
     """Tasks of K distinct responses (at least 2); how many prompts had fewer, and how many do not fit the context."""
+    from rlhf.evaluation.answers import fit_prompts, room_for
     from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_policy, set_up
 
     device = set_up(config)
     policy, tokenizer = load_policy(folder / "model").to(device), load_tokenizer(folder / "model")
-    length = min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)
-    fitted = [encode_prompt_within(tokenizer, r.prompt, tokenizer.model_max_length - length) for r in prompts]
+    length, room = room_for(tokenizer, config.rollout.max_new_tokens)
+    fitted = fit_prompts(tokenizer, [record.prompt for record in prompts], room)
     # A labeler would judge the answer to a prompt of which the model had seen only a part.
     whole = [(record, found[0]) for record, found in zip(prompts, fitted, strict=True) if found and not found[1]]
     tasks: list[Ranking] = []
@@ -171,18 +172,13 @@ def draw(
     config: Config, policy: Any, tokenizer: Any, part: list[tuple[PromptRecord, list[int]]], length: int
 ) -> list[list[tuple[str, bool]]]:
     """K + SPARE responses (text, ended) a prompt; which ones depends on (seed, prompt id) and the model alone."""
-    from rlhf.chat_template import decode_response, end_ids
-    from rlhf.model.generate import sample
+    from rlhf.evaluation.answers import Drawing, draw_answers
 
     count = config.sample.responses + SPARE
-    samples = sample(
-        policy, [ids for _, ids in part for _ in range(count)], seed=config.seed,
-        keys=[("sample", record.id, j) for record, _ in part for j in range(count)], max_new_tokens=length,
-        eos_token_id=end_ids(tokenizer), pad_token_id=tokenizer.pad_token_id,
-        temperature=config.sample.temperature, batch_size=config.rollout.batch_size,
-    )  # fmt: skip
-    texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
-    both = list(zip(texts, samples.ended.tolist(), strict=True))
+    keys = [("sample", record.id, j) for record, _ in part for j in range(count)]
+    how = Drawing(config.seed, length, config.sample.temperature, batch_size=config.rollout.batch_size)
+    drawn = draw_answers(policy, tokenizer, [ids for _, ids in part for _ in range(count)], keys, how)
+    both = [(answer.text, answer.ended) for answer in drawn]
     return [both[start : start + count] for start in range(0, len(both), count)]
 
 

@@ -17,6 +17,9 @@ from rlhf.config.commands import (
     ExportConfig as ExportConfig,
 )
 from rlhf.config.commands import (
+    GenerateConfig as GenerateConfig,
+)
+from rlhf.config.commands import (
     ImportConfig as ImportConfig,
 )
 from rlhf.config.commands import (
@@ -185,6 +188,7 @@ class Config:
     checkpoints: CheckpointConfig = group(CheckpointConfig, changes=NOTHING)
     parents: ParentsConfig = group(ParentsConfig, changes=NOTHING)
     sample: SampleConfig = group(SampleConfig, changes=NOTHING)
+    generate: GenerateConfig = group(GenerateConfig, changes=NOTHING)
     report: ReportConfig = group(ReportConfig, changes=NOTHING)
     watch: WatchConfig = group(WatchConfig, changes=NOTHING)
     chat: ChatConfig = group(ChatConfig, changes=NOTHING)

@@ -22,6 +22,18 @@ class SampleConfig:
 
 
 @dataclass(slots=True)
+class GenerateConfig:
+    """`rlhf generate`: responses to a file of prompts (data.prompts), one JSON line a prompt."""
+
+    stage: str = setting("ppo", "whose model answers", choices=POLICY_STAGES)
+    samples: int = setting(1, "responses a prompt", min=1)
+    temperature: float = setting(1.0, "of sampling", above=0)
+    greedy: bool = setting(False, "take the likeliest token instead of sampling")
+    logprobs: bool = setting(False, "with the tokens of each response and their log-probs in nats")
+    out: str | None = setting(None, "a file of JSON lines; none: runs/<run>/generate/<stage>.jsonl")
+
+
+@dataclass(slots=True)
 class ReportConfig:
     """`rlhf report`. run=a,b,c draws several runs over each other."""
 

@@ -1,0 +1,157 @@
+"""`rlhf generate`: a stage's model answers a file of prompts; one JSON line a prompt, for judges and labelers.
+
+A line holds `id`, `prompt` (messages), `responses` and `ended` (lists of k), `logprobs` and `token_ids` on request, and what
+the responses depend on: `model`, `model_hash`, `seed`, `temperature`, `greedy`, `max_new_tokens`. They depend on nothing
+else, so that an interrupted call goes on where it stopped: it writes to `<out>.partial`, which becomes `out` when all is done.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rlhf.config import Config
+from rlhf.data.prompts import load_prompts
+from rlhf.data.records import PromptRecord
+from rlhf.data.splits import prompt_key
+from rlhf.errors import UserError
+from rlhf.files import disk_error, held
+from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
+from rlhf.runs.sources import need_source
+from rlhf.terminal import say
+from rlhf.tracking.progress import progress
+
+Row = dict[str, Any]
+CHUNK = 32  # prompts answered between two writes
+
+
+def run(config: Config) -> None:
+    """Write the responses to `generate.out`. Raises: UserError where it is taken, the model is missing or no prompt fits."""
+    settings = config.generate
+    if settings.greedy and settings.samples > 1:
+        raise UserError(
+            f"generate.samples={settings.samples}: greedy responses are all alike: want 1, or generate.greedy=false"
+        )
+    out = Path(settings.out) if settings.out else run_folder(config) / "generate" / f"{settings.stage}.jsonl"
+    refuse_inside_stage(out, "generate.out")
+    with held(out):
+        check_free(out, config.overwrite)
+        folder = stage_folder(config, settings.stage)
+        made = check_output(folder)
+        records, info = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
+        for line in info.describe():
+            say(f"generate: {line}")
+        model = {"model": f"{made['run']}/{settings.stage}@{made['hash'][:8]}", "model_hash": made["hash"]}
+        try:
+            answer_file(config, folder, records, model, out)
+        except OSError as error:
+            raise disk_error(error, out) from error
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Raises: UserError if `out` is there, unless it holds responses that overwrite=true may replace."""
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder, want a file: choose another generate.out=…")
+    if not out.exists():
+        return
+    if not overwrite:
+        raise UserError(f"{out}: exists: choose another generate.out=…, or add overwrite=true")
+    with out.open("rb") as file:
+        first = parsed(file.readline())
+    if first is None or not {"responses", "model_hash"} <= first.keys():
+        raise UserError(f"{out}: was not written by `rlhf generate`: choose another generate.out=…")
+
+
+def answer_file(config: Config, folder: Path, records: list[PromptRecord], model: Row, out: Path) -> None:
+    """Answer every prompt that fits; `out` appears when all are answered. Raises: UserError if none fits."""
+    from rlhf.evaluation.answers import Drawing, fit_prompts, room_for
+    from rlhf.tokenizer import load_tokenizer
+    from rlhf.training.setup import load_policy, set_up
+
+    settings, device = config.generate, set_up(config)
+    tokenizer = load_tokenizer(folder / "model")
+    length, room = room_for(tokenizer, config.rollout.max_new_tokens)
+    how = Drawing(config.seed, length, settings.temperature, settings.greedy, config.rollout.batch_size)
+    fitted = zip(records, fit_prompts(tokenizer, [record.prompt for record in records], room), strict=True)
+    asked = [(record, *found) for record, found in fitted if found is not None]
+    if not asked:
+        raise UserError(
+            f"generate: none of {len(records)} prompts fits the context of {tokenizer.model_max_length} tokens"
+        )
+    drawn_by = {"seed": how.seed, "temperature": how.temperature, "greedy": how.greedy, "max_new_tokens": length}
+    heads = [
+        {"id": record.id, "prompt": [m.model_dump(include={"role", "content"}) for m in record.prompt], "cut": cut}
+        | model
+        | drawn_by
+        for record, _, cut in asked
+    ]
+    partial = out.with_name(f"{out.name}.partial")
+    with partial.open("a+b") as file, progress(len(asked), "generate", unit="prompt") as bar:
+        done = keep_finished(file, heads, settings.samples, settings.logprobs)
+        if done:
+            say(f"generate: {done} of {len(asked)} prompts are answered in {partial}: goes on from there")
+            bar.update(done)
+        policy: Any = load_policy(folder / "model").to(device)
+        for start in range(done, len(asked), CHUNK):
+            part = slice(start, start + CHUNK)
+            for row in answer_rows(config, policy, tokenizer, asked[part], heads[part], how):
+                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+            file.flush()
+            bar.update(len(asked[part]))
+        os.fsync(file.fileno())
+    partial.replace(out)
+    left = len(records) - len(asked)
+    cut = sum(cut for _, _, cut in asked)
+    notes = [f"{cut} prompts cut from the left to fit"] if cut else []
+    notes += [f"{left} left out: they cannot fit the context"] if left else []
+    say(
+        f"generate: {model['model']}: {len(asked):,} prompts with {settings.samples} responses each -> {out}"
+        + (f" ({'; '.join(notes)})" if notes else "")
+    )
+
+
+def answer_rows(
+    config: Config,
+    policy: Any,
+    tokenizer: Any,
+    asked: list[tuple[PromptRecord, list[int], bool]],
+    heads: list[Row],
+    how: Any,
+) -> Iterator[Row]:
+    """The lines of some prompts."""
+    from rlhf.evaluation.answers import draw_answers
+
+    count = config.generate.samples
+    keys = [("generate", prompt_key(record.prompt), j) for record, _, _ in asked for j in range(count)]
+    answers = draw_answers(policy, tokenizer, [ids for _, ids, _ in asked for _ in range(count)], keys, how)
+    for i, head in enumerate(heads):
+        own = answers[i * count : (i + 1) * count]
+        row = head | {"responses": [a.text for a in own], "ended": [a.ended for a in own]}
+        if config.generate.logprobs:
+            row |= {"token_ids": [a.ids for a in own], "logprobs": [a.logprobs for a in own]}
+        yield row
+
+
+def keep_finished(file: BinaryIO, heads: list[Row], samples: int, logprobs: bool) -> int:
+    """How many prompts, from the first on, the file answers as this call would; what comes after them is cut off."""
+    file.seek(0)
+    done = size = 0
+    for head, line in zip(heads, file, strict=False):
+        row = parsed(line)
+        if row is None or any(row.get(name) != value for name, value in head.items()):
+            break
+        if len(row["responses"]) != samples or ("logprobs" in row) != logprobs:
+            break
+        done, size = done + 1, size + len(line)
+    file.truncate(size)
+    return done
+
+
+def parsed(line: bytes) -> Row | None:
+    """A whole line's object; None for what is torn or no object."""
+    try:
+        value = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

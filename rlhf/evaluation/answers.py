@@ -1,0 +1,61 @@
+"""Responses to prompts as text, for whatever has a policy answer a list of prompts: `rlhf sample`, `rlhf generate`, the API.
+
+Not here: the sampler itself (`rlhf.model.generate`), which prompts (`rlhf.data.prompts`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.chat_template import decode_response, end_ids
+from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.records import Message
+from rlhf.model.generate import Key, sample
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How responses are drawn. A response depends on (seed, key), the prompt and the model alone, never on its batch."""
+
+    seed: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    greedy: bool = False
+    batch_size: int | None = None  # sequences decoded at once; none: by memory
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response. ids end with the end token if there is one, and logprobs are theirs, in nats, at the drawing's temperature."""
+
+    text: str
+    ended: bool
+    ids: list[int]
+    logprobs: list[float]
+
+
+def room_for(tokenizer: Any, max_new_tokens: int) -> tuple[int, int]:
+    """Tokens of the longest response, at most half of the context, and those that are left for the prompt."""
+    length = min(max_new_tokens, tokenizer.model_max_length // 2)
+    return length, tokenizer.model_max_length - length
+
+
+def fit_prompts(
+    tokenizer: Any, prompts: Sequence[str | Sequence[Message]], room: int
+) -> list[tuple[list[int], bool] | None]:
+    """Of each prompt its tokens, and whether it was cut to fit; None where it cannot fit."""
+    return [encode_prompt_within(tokenizer, prompt, room) for prompt in prompts]
+
+
+def draw_answers(
+    policy: Any, tokenizer: Any, prompts: Sequence[list[int]], keys: Sequence[Key], how: Drawing
+) -> list[Answer]:
+    """One response to each prompt, in order; the keys tell responses to one prompt apart."""
+    samples = sample(
+        policy, prompts, seed=how.seed, keys=keys, max_new_tokens=how.max_new_tokens, eos_token_id=end_ids(tokenizer),
+        pad_token_id=tokenizer.pad_token_id, temperature=how.temperature, greedy=how.greedy, batch_size=how.batch_size,
+    )  # fmt: skip
+    return [
+        Answer(decode_response(tokenizer, ids).strip(), ended, ids, row[: len(ids)])
+        for ids, ended, row in zip(samples.responses, samples.ended.tolist(), samples.logprobs.tolist(), strict=True)
+    ]

@@ -1,0 +1,132 @@
+"""`rlhf generate` on a small gold run: what it writes, that a line depends on nothing but its prompt, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.chat_template import decode_response, end_ids
+from rlhf.commands.generate import run
+from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.records import Message
+from rlhf.errors import UserError
+from rlhf.ops.logprobs import token_logprobs
+from rlhf.runs.folders import read_stage
+from rlhf.tokenizer import load_tokenizer
+from rlhf.training.setup import load_policy
+
+
+@pytest.fixture(scope="module")
+def prompts(gold_run, tmp_path_factory) -> Path:
+    """A user's own file: forty prompts of the world as lines with nothing but an id and a prompt."""
+    path = tmp_path_factory.mktemp("prompts") / "mine.jsonl"
+    lines = (gold_run.folder / "world" / "prompts.jsonl").read_text().splitlines()[:40]
+    rows = [{"id": f"p{i}", "prompt": json.loads(line)["prompt"]} for i, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def generated(gold_run: Any, prompts: Path, out: Path, *more: str) -> list[dict[str, Any]]:
+    run(gold_run.config(f"data.prompts='{prompts}'", f"generate.out='{out}'", *more))
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows(gold_run, prompts, tmp_path_factory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("generate") / "out.jsonl"
+    return generated(gold_run, prompts, out, "generate.samples=3", "generate.logprobs=true", "rollout.batch_size=16")
+
+
+def test_a_line_a_prompt_says_what_made_it(gold_run, rows):
+    record = read_stage(gold_run.folder / "ppo")
+    assert [row["id"] for row in rows] == [f"p{i}" for i in range(40)]
+    tokenizer = load_tokenizer(gold_run.folder / "ppo" / "model")
+    for row in rows:
+        assert row["model"] == f"gold/ppo@{record['hash'][:8]}" and row["model_hash"] == record["hash"]
+        assert (row["seed"], row["temperature"], row["greedy"], row["max_new_tokens"]) == (0, 1.0, False, 24)
+        assert row["prompt"][-1]["role"] == "user" and row["cut"] is False
+        assert len(row["responses"]) == len(row["ended"]) == len(row["token_ids"]) == len(row["logprobs"]) == 3
+        for text, ended, ids, logp in zip(
+            row["responses"], row["ended"], row["token_ids"], row["logprobs"], strict=True
+        ):
+            assert decode_response(tokenizer, ids).strip() == text and len(logp) == len(ids) <= 24
+            assert ended == (ids[-1] in end_ids(tokenizer))
+    assert any(len(set(row["responses"])) > 1 for row in rows)
+
+
+def test_log_probs_are_the_models_own(gold_run, rows):
+    folder = gold_run.folder / "ppo" / "model"
+    policy, tokenizer = load_policy(folder), load_tokenizer(folder)
+    for row in rows[:5]:
+        prompt, _ = encode_prompt_within(tokenizer, [Message(**m) for m in row["prompt"]], 10_000)
+        for ids, logp in zip(row["token_ids"], row["logprobs"], strict=True):
+            with torch.no_grad():
+                logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            assert torch.allclose(token_logprobs(logits, torch.tensor(ids)), torch.tensor(logp), atol=1e-4)
+
+
+def test_a_response_depends_on_its_prompt_alone(gold_run, prompts, rows, tmp_path):
+    """Other neighbours, another order, other ids, other batches: the same text; another seed: not."""
+    turned = tmp_path / "turned.jsonl"
+    lines = prompts.read_text().splitlines()[30:10:-1]
+    turned.write_text("".join(line.replace('"id": "p', '"id": "other') + "\n" for line in lines))
+    again = generated(gold_run, turned, tmp_path / "a.jsonl", "generate.samples=3", "rollout.batch_size=7")
+    expected = {json.dumps(row["prompt"]): row["responses"] for row in rows}
+    assert len(again) == 20
+    assert all(row["responses"] == expected[json.dumps(row["prompt"])] for row in again)
+    fewer = generated(gold_run, turned, tmp_path / "b.jsonl")
+    assert all(row["responses"] == expected[json.dumps(row["prompt"])][:1] for row in fewer)
+    other = generated(gold_run, turned, tmp_path / "c.jsonl", "generate.samples=3", "seed=1")
+    assert [row["responses"] for row in other] != [row["responses"] for row in again]
+
+
+def test_greedy_is_the_same_for_every_seed_and_stage_chooses_the_model(gold_run, prompts, tmp_path):
+    first, second, sft = (
+        generated(gold_run, prompts, tmp_path / f"{i}.jsonl", "generate.greedy=true", more)
+        for i, more in enumerate(("seed=0", "seed=5", "generate.stage=sft"))
+    )
+    assert [row["responses"] for row in first] == [row["responses"] for row in second]
+    assert {row["model"].split("@")[0] for row in sft} == {"gold/sft"}
+    assert [row["responses"] for row in sft] != [row["responses"] for row in first]
+
+
+def test_an_interrupted_call_goes_on_where_it_stopped(gold_run, prompts, tmp_path, capsys):
+    whole = tmp_path / "whole.jsonl"
+    generated(gold_run, prompts, whole)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    out = tmp_path / "out.jsonl"
+    partial = tmp_path / "out.jsonl.partial"
+    partial.write_bytes(b"".join(lines[:33]) + lines[33][:20])  # killed while it wrote
+    capsys.readouterr()
+    generated(gold_run, prompts, out)
+    assert "33 of 40 prompts are answered" in capsys.readouterr().out
+    assert out.read_bytes() == whole.read_bytes() and not partial.exists()
+    partial.write_bytes(b"".join(lines[:33]))
+    out.unlink()
+    generated(gold_run, prompts, out, "seed=1")
+    assert "are answered" not in capsys.readouterr().out, "those of another seed are not this call's"
+    assert {json.loads(line)["seed"] for line in out.read_text().splitlines()} == {1}
+
+
+def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    before = prompts.read_bytes()
+    for more, message in (
+        ([f"generate.out='{prompts}'"], "exists: choose another"),
+        ([f"generate.out='{prompts}'", "overwrite=true"], "was not written by `rlhf generate`"),
+        (["generate.samples=2", "generate.greedy=true"], "greedy responses are all alike"),
+        ([f"generate.out='{tmp_path}'"], "is a folder, want a file"),
+        ([f"generate.out='{gold_run.folder / 'ppo' / 'x.jsonl'}'"], "lies in the folder of a stage"),
+        (["generate.stage=rejection"], "no finished rejection there"),
+    ):
+        with pytest.raises(UserError, match=message):
+            generated(gold_run, prompts, out, *more)
+    assert prompts.read_bytes() == before and not out.exists()
+    generated(gold_run, prompts, out, "generate.greedy=true")
+    first = out.read_bytes()
+    with pytest.raises(UserError, match="exists"):
+        generated(gold_run, prompts, out)
+    generated(gold_run, prompts, out, "overwrite=true")
+    assert out.read_bytes() != first
