@@ -88,24 +88,24 @@ class TrackingConfig:
     )
     project: str = setting("rlhf", "W&B project")
     entity: str | None = setting(None, "W&B user or team of the dashboard; none: the key's own")
-    artifacts: bool = setting(False, "models and data sets go to W&B as artifacts with their lineage")
+    artifacts: bool = setting(False, "log models and data sets to W&B as artifacts with their lineage")
     log_every: int = setting(10, "optimizer steps between lines (pretraining and SFT)", min=1)
     peak_tflops: float | None = setting(
-        None, "of one device, for time/mfu; none: by the GPU's name, and no MFU on a CPU", above=0
+        None, "peak TFLOP/s of one device, for time/mfu; none: by the GPU's name, and no MFU on a CPU", above=0
     )
 
 
 @dataclass(slots=True)
 class CheckpointConfig:
-    """What a killed run resumes from."""
+    """The checkpoints that a killed run resumes from."""
 
     every_seconds: float = setting(600.0, "seconds between checkpoints", min=0)
-    keep: int = setting(2, "newest checkpoints that stay", min=1)
+    keep: int = setting(2, "newest checkpoints to keep", min=1)
     keep_best: int = setting(
-        0, "checkpoints with the best held-out score (ppo) that stay too, after the stage's end as well", min=0
+        0, "checkpoints with the best held-out score (ppo) to keep, also after the stage's end", min=0
     )
     keep_every: int = setting(
-        0, "a checkpoint at each multiple of so many steps, which stays after the stage's end; 0: none", min=0
+        0, "keep a checkpoint at each multiple of so many steps, also after the stage's end; 0: none", min=0
     )
 
 
@@ -113,14 +113,14 @@ class CheckpointConfig:
 class LauncherConfig:
     """How `rlhf pipeline` starts the stages that train."""
 
-    processes: int = setting(1, "of each of them, on this machine", min=1, max=MAX_PROCESSES)
+    processes: int = setting(1, "processes per stage, on this machine", min=1, max=MAX_PROCESSES)
 
 
 @dataclass(slots=True)
 class ShardingConfig:
-    """What ZeRO is told beside its stage (`deepspeed=…`)."""
+    """Settings of ZeRO, apart from its stage (`deepspeed=…`)."""
 
-    bucket_elements: int = setting(50_000_000, "of each communication buffer", min=1)
+    bucket_elements: int = setting(50_000_000, "elements of each communication buffer", min=1)
     persistence_threshold: int = setting(10_000, "ZeRO-3: tensors with fewer elements stay whole on every rank", min=0)
 
 
@@ -135,7 +135,7 @@ else:
             for gold in [" (the gold world only)" if stage in GOLD_STAGES else ""]
         ],
         namespace={
-            "__doc__": "Where a stage finds what it builds on: a run's name or a path; none: the same run.",
+            "__doc__": "Where the parents of a stage are: a run's name or a path; none: the same run.",
             "__module__": __name__,
         },
         slots=True,
@@ -148,15 +148,15 @@ class Config:
 
     run: str = setting("default", "the run's name, a folder under runs_dir", changes=NOTHING)
     runs_dir: str = setting("runs", "the folder of all runs", changes=NOTHING)
-    seed: int = setting(0, "of all random choices", min=0, max=MAX_SEED)
+    seed: int = setting(0, "seed of all random choices", min=0, max=MAX_SEED)
     overwrite: bool = setting(False, "replace what the run already has", changes=NOTHING)
-    device: str = setting("auto", "where it runs", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
+    device: str = setting("auto", "device", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
     threads: int = setting(
-        0, "CPU threads per process; 0: as many as there are cores", min=0, max=MAX_PROCESSES, changes=ROUNDING
+        0, "CPU threads per process; 0: the number of cores", min=0, max=MAX_PROCESSES, changes=ROUNDING
     )
     precision: str = setting(
         "auto",
-        "of training; bfloat16: mixed; auto: bfloat16 if the GPU has it",
+        "precision of training; bfloat16: mixed; auto: bfloat16 if the GPU supports it",
         choices=("auto", "float32", "bfloat16"),
     )
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, more time", changes=ROUNDING)
@@ -167,7 +167,10 @@ class Config:
         changes=ROUNDING,
     )
     study: str | None = setting(
-        None, "what `rlhf evaluate` runs instead of the final figures", choices=("frontier", "details"), changes=NOTHING
+        None,
+        "study that `rlhf evaluate` runs instead of the final figures",
+        choices=("frontier", "details"),
+        changes=NOTHING,
     )
     launcher: LauncherConfig = group(LauncherConfig, changes=ROUNDING)
     sharding: ShardingConfig = group(ShardingConfig, changes=ROUNDING)
@@ -199,15 +202,17 @@ class Config:
 class PlanConfig(Config):
     """`rlhf plan`: the settings of training, and the machine they are planned for."""
 
-    gpus: int = setting(1, "in all", min=1)
-    gpu_memory_gb: float = setting(80.0, "of one, in 10^9 bytes", above=0)
+    gpus: int = setting(1, "total GPUs", min=1)
+    gpu_memory_gb: float = setting(80.0, "memory of one GPU, in 10^9 bytes", above=0)
     dtype: str = setting("bf16", "bf16: mixed precision", choices=("bf16", "fp32"))
     fused_attention: bool = setting(True, "false: the attention probabilities are kept")
     sequence: int | None = setting(
         None, "tokens of the longest row of SFT, reward model and PPO; none: model.context_length", min=1
     )
-    memory_margin: float = setting(0.1, "share of a GPU's memory kept free", min=0, below=1)
-    mfu: float = setting(0.4, "share of the peak that training reaches", above=0, max=1)
-    peak_tflops: float | None = setting(None, "of one GPU, dense; none: an A100's, 312 (bf16) or 19.5 (fp32)", above=0)
+    memory_margin: float = setting(0.1, "fraction of a GPU's memory kept free", min=0, below=1)
+    mfu: float = setting(0.4, "fraction of the peak rate that training reaches", above=0, max=1)
+    peak_tflops: float | None = setting(
+        None, "peak TFLOP/s of one GPU, dense; none: an A100's, 312 (bf16) or 19.5 (fp32)", above=0
+    )
     bandwidth_gb: float = setting(2039.0, "GB per second of one GPU's memory; default: an A100's with 80 GB", above=0)
-    out: str | None = setting(None, "a file or folder for plan.json")
+    out: str | None = setting(None, "file or folder for plan.json")
