@@ -9,7 +9,8 @@ import torch
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM, RewardModel
-from rlhf.model.generate import _Decoder, sample
+from rlhf.model.decoder import Decoder
+from rlhf.model.generate import sample
 from rlhf.ppo import rollout as rollout_module
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, check_first_rollout, check_sampler
 from rlhf.ppo.rewards import ModelReward
@@ -274,8 +275,8 @@ def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> R
         if fault == "temperature":
             patch.setattr(rollout_module, "sample", partial(sample, temperature=1.3))
         if fault == "padding":
-            begin = _Decoder.__init__
-            patch.setattr(_Decoder, "__init__", lambda self, *a: (begin(self, *a), setattr(self, "gap", None))[0])
+            begin = Decoder.__init__
+            patch.setattr(Decoder, "__init__", lambda self, *a: (begin(self, *a), setattr(self, "gap", None))[0])
         samples = sample_responses(setup, prompts, list(range(40)))
         if fault == "position":
             samples = samples._replace(logprobs=samples.logprobs.roll(1, dims=1) * samples.mask)

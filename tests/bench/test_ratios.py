@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.model.generate import Choice, _sample_transformers, make_uniforms, sample
+from rlhf.model.choosing import Choice, make_uniforms
+from rlhf.model.generate import _sample_transformers, sample
 from rlhf.model.packed import packed_product, packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.model.trunk import hidden_at

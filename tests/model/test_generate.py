@@ -10,8 +10,9 @@ import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.errors import UserError
-from rlhf.model import GPTConfig, GPTForCausalLM, generate
-from rlhf.model.generate import Choice, _cut, _default_batch, choose_tokens, make_uniforms, sample, stream
+from rlhf.model import GPTConfig, GPTForCausalLM, decoder
+from rlhf.model.choosing import Choice, _cut, choose_tokens, make_uniforms
+from rlhf.model.generate import _default_batch, sample, stream
 from rlhf.ppo.rollout import response_logprobs
 from tests.presets import preset
 
@@ -107,7 +108,7 @@ def test_prompts_read_in_parts_change_nothing(kind, monkeypatch):
     whole = sample(model, PROMPTS, **SETTINGS, seed=3)
     empty = torch.Tensor.new_empty  # what a new cache holds may be anything, not a number among it
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
-    monkeypatch.setattr(generate, "PREFILL_ROWS", 2)
+    monkeypatch.setattr(decoder, "PREFILL_ROWS", 2)
     parts = sample(model, PROMPTS, **SETTINGS, seed=3)
     assert parts.responses == whole.responses
     assert torch.allclose(parts.logprobs, whole.logprobs, atol=1e-5)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from rlhf.model import GPTConfig, GPTForCausalLM, packed
-from rlhf.model.generate import PREFILL_ROWS, sample
+from rlhf.model.decoder import PREFILL_ROWS
+from rlhf.model.generate import sample
 from rlhf.model.packed import packed_product, packed_weights
 
 needs_product = pytest.mark.skipif(packed_product() is None, reason="this torch has no packed product")

@@ -134,13 +134,13 @@ def test_cache_logits_and_buffers_by_hand():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_cache_is_what_the_sampler_allocates(dtype):
-    from rlhf.model.generate import _Decoder
+    from rlhf.model.decoder import Decoder
     from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 
     settings = ModelConfig(n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)
     config = GPTConfig(vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-        decoder = _Decoder(GPTForCausalLM(config), [[1] * 10, [1] * 20], 44, 0)
+        decoder = Decoder(GPTForCausalLM(config), [[1] * 10, [1] * 20], 44, 0)
     allocated = sum(side.untyped_storage().nbytes() for pair in decoder.cache for side in pair)
     assert memory.kv_cache_bytes(make_shape(settings, 64), 2, 63, dtype) == allocated
 

@@ -1,0 +1,121 @@
+"""How a token is chosen from logits: the random numbers of a prompt, the cuts of top_k and top_p, and the inverse transform.
+
+Which token a prompt gets depends on (seed, key, step) and the logits alone, never on the batch the prompt is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf.errors import UserError
+
+Key = int | str | tuple
+
+CDF_BLOCK = 64  # tokens that are summed together before the cumulative distribution is searched
+
+
+@dataclass(slots=True)
+class Choice:
+    """How a token is chosen from logits; checked once."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.temperature > 0:
+            problems.append(f"temperature={self.temperature} must be above 0 (or ask for greedy)")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p={self.top_p} must be in (0, 1]")
+        if self.top_k < 0:
+            problems.append(f"top_k={self.top_k} must be 0 (off) or more")
+        if problems:
+            raise UserError("sampling: " + "; ".join(problems))
+
+
+def plain_keys(keys: Sequence[Key] | Tensor | None, count: int) -> list[Key]:
+    if keys is None:
+        return list(range(count))
+    plain = [_plain_key(key) for key in (keys.tolist() if isinstance(keys, Tensor) else keys)]
+    if len(plain) != count:
+        raise UserError(f"sampling: {len(plain)} keys for {count} prompts: give one key a prompt")
+    return plain
+
+
+def _plain_key(key: Any) -> Key:
+    """Of Python's own types, so that equal keys hash alike whatever number type they came in."""
+    if isinstance(key, str):
+        return key
+    return tuple(map(_plain_key, key)) if isinstance(key, tuple | list) else int(key)
+
+
+def make_uniforms(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
+    """Uniform numbers (len(keys), steps) float32 in [0, 1), a function of (seed, key, step) only.
+
+    A counter-based generator: the mixing function of Steele et al. 2014 (splitmix64) over hash(seed, key) +
+    step.
+    """
+    digests = [blake2b(repr((seed, key)).encode(), digest_size=8).digest() for key in keys]
+    state = np.frombuffer(b"".join(digests), dtype=np.uint64)[:, None]  # (B, 1)
+    x = state + np.arange(1, steps + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    return torch.from_numpy(((x >> np.uint64(40)).astype(np.float32)) * np.float32(2**-24))
+
+
+def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) int64 and their log-probs (B,) float32 from logits (B, V) and uniforms (B,).
+
+    Inverse transform sampling: the first token whose cumulative probability exceeds u. The log-prob is that
+    of softmax(logits / temperature), before any cut by top_k or top_p.
+    """
+    logits = logits.float() if choice.temperature == 1.0 else logits.float() / choice.temperature
+    probs = torch.softmax(logits, dim=-1)
+    tokens = logits.argmax(-1, keepdim=True) if choice.greedy else _invert(_cut(probs, choice), uniforms[:, None])
+    # a token that was drawn has a probability well above the smallest float, so that its logarithm is as good as a
+    # log-softmax's, which would take a second pass of exponentials
+    return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()
+
+
+def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token (B, 1) at which the cumulative sum of probs (B, V) exceeds uniforms (B, 1) times their total.
+
+    First the block of tokens, then the place in it: a running sum over all of V is slow on a CPU.
+    """
+    size = probs.shape[-1]
+    blocks = F.pad(probs, (0, -size % CDF_BLOCK)).unflatten(-1, (-1, CDF_BLOCK))  # (B, V/C, C)
+    cumulative = blocks.sum(-1).cumsum(-1)  # (B, V/C)
+    # u is at most 1 - 2^-24, so that the threshold is below the total after rounding too
+    threshold = uniforms * cumulative[:, -1:]
+    block = torch.searchsorted(cumulative, threshold, right=True).clamp(max=cumulative.shape[1] - 1)
+    before = F.pad(cumulative, (1, 0)).gather(-1, block)
+    inside = blocks.gather(1, block[..., None].expand(-1, 1, CDF_BLOCK))[:, 0].cumsum(-1)  # (B, C)
+    # a block's two sums differ by rounding: what is sought in it must stay below the second one
+    sought = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2**-23))
+    tokens = block * CDF_BLOCK + torch.searchsorted(inside, sought, right=True)
+    # logits that are not numbers point past the vocabulary; the log-prob, not a number either, tells of them
+    return tokens.clamp(max=size - 1)
+
+
+def _cut(probs: Tensor, choice: Choice) -> Tensor:
+    """Keep the `top_k` likeliest, then the likeliest that together reach `top_p` of those; 0 elsewhere."""
+    if 0 < choice.top_k < probs.shape[-1]:
+        floor = probs.topk(choice.top_k, dim=-1).values[:, -1:]
+        probs = probs.masked_fill(probs < floor, 0.0)
+    if choice.top_p < 1.0:
+        ordered, order = probs.sort(dim=-1, descending=True)
+        before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens: 0 for the first, so it stays
+        ordered = ordered.masked_fill(before >= choice.top_p * ordered.sum(-1, keepdim=True), 0.0)
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+    return probs

@@ -1,0 +1,144 @@
+"""Our GPT over a preallocated cache of keys and values: prompts in at once, then one token per row and step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf.model.fused_loss import is_plain
+from rlhf.model.gpt import GPTForCausalLM, rotary_factors
+from rlhf.model.packed import is_packed
+from rlhf.ops.unembedding import unembed, unembedding_factor
+
+Prompts = Sequence[Sequence[int]]
+
+PREFILL_ROWS = 32  # prompts that go through the model together on a CPU
+
+
+def computed_in(weight: Tensor) -> torch.dtype:
+    """The precision of products with a weight, and so of keys and values: autocast's where that is on."""
+    device = weight.device.type
+    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if half else weight.dtype
+
+
+class Decoder:
+    """Our GPT over a preallocated cache.
+
+    Prompts stand on the left and are padded on the right, so that the first pass needs no mask; generated
+    tokens go into the columns after the longest prompt, the same column for every row. What lies between a
+    shorter prompt and its response is masked by `gap`; positions count real tokens.
+    """
+
+    def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
+        config, weight = model.config, model.model.embed_tokens.weight
+        self.model, self.trunk = model, model.model
+        self.packed = any(is_packed(module) for module in model.modules())
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=weight.device)
+        self.column = max(map(len, prompts))
+        padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
+        self.tokens = torch.tensor(padded, device=weight.device)  # (B, P)
+        kind = computed_in(weight)
+        # in half precision too the logits are float32, as where training computes log-probs of responses
+        own = kind.itemsize < 4 and is_plain(model.lm_head) and not getattr(model.lm_head, "stands_for_shards", False)
+        self.unembedding = unembedding_factor(model.lm_head.weight.to(kind)) if own else None
+        self.kind = kind
+        columns, heads = self.column + max_new_tokens - 1, config.n_kv_head
+        self.shape = (len(prompts), heads, columns, config.head_dim)
+        self.cache = [tuple(weight.new_empty(self.shape, dtype=kind) for _ in "kv") for _ in self.trunk.layers]
+        self.gap = None
+        if min(map(len, prompts)) < self.column:
+            column = torch.arange(columns, device=weight.device)
+            unseen = (column >= self.lengths[:, None]) & (column < self.column)
+            self.gap = weight.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)  # (B, L)
+            self.gap = self.gap[:, None, None]  # (B, 1, 1, L)
+        self.rope = None
+        if config.positions == "rotary":
+            positions = torch.arange(columns, device=weight.device)
+            # cos and sin, each (L, 1, D/H)
+            self.rope = rotary_factors(positions, config, weight.dtype)
+
+    def prefill(self) -> Tensor:
+        """Logits (B, V) after each prompt; on a CPU a few rows of similar length at a time, to compute little padding."""
+        count = len(self.tokens)
+        size = PREFILL_ROWS if self.tokens.device.type == "cpu" else count
+        last = [self._prefill_rows(slice(start, start + size)) for start in range(0, count, size)]
+        return self._logits(torch.cat(last))
+
+    def _prefill_rows(self, part: slice) -> Tensor:
+        """Hidden states (rows, D) after the prompts of some rows, cut to the longest of them; fills their cache."""
+        lengths, trunk = self.lengths[part], self.trunk
+        width = int(lengths.max()) if len(lengths) < len(self.lengths) else self.column
+        x = trunk.embed_tokens(self.tokens[part, :width])
+        if trunk.embed_positions is not None:
+            x = x + trunk.embed_positions.weight[:width]
+        rope = None if self.rope is None else (self.rope[0][:width], self.rope[1][:width])
+        rows = torch.arange(len(x), device=x.device)
+        for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
+            q, k, v = (t.transpose(1, 2) for t in layer.attention.project(layer.before_attention(x), rope))
+            for side, new in ((keys[part], k), (values[part], v)):
+                side[:, :, :width] = new
+                side[:, :, width : self.column] = 0.0  # masked later, but what is there must be a number
+            grouped = q.shape[1] != k.shape[1]
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            y = y.transpose(1, 2).flatten(2)  # (rows, P, D)
+            if layer is trunk.layers[-1]:  # of its output, only the last token's is read
+                x, y = x[rows, lengths - 1], y[rows, lengths - 1]  # (rows, D)
+            x = layer.after_attention(x, layer.attention.out(y))
+        return x
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token (B,) a row."""
+        trunk, column = self.trunk, self.column
+        x = trunk.embed_tokens(tokens)  # (B, D)
+        if trunk.embed_positions is not None:
+            x = x + trunk.embed_positions(self.lengths)
+        rope = None if self.rope is None else (self.rope[0][self.lengths], self.rope[1][self.lengths])
+        gap = None if self.gap is None else self.gap[..., : column + 1]
+        rows, heads = x.shape[0], self.shape[1]
+        for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
+            q, k, v = layer.attention.project(layer.before_attention(x), rope)  # (B, H or KV, D/H)
+            keys[:, :, column], values[:, :, column] = k, v
+            # the queries that share a key head stand where a sequence would: (B, KV, H/KV, D/H)
+            q = q.reshape(rows, heads, -1, self.shape[-1])
+            y = _attend(q, keys[:, :, : column + 1], values[:, :, : column + 1], gap)
+            x = layer.after_attention(x, layer.attention.out(y.reshape(rows, -1)))
+        self.column += 1
+        self.lengths += 1
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self.trunk.norm(x)
+        if self.unembedding is None:
+            return self.model.lm_head(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return unembed(x.to(self.kind), self.unembedding)
+
+    def drop(self, ended: Tensor) -> Tensor:
+        """Take the ended rows (B,) bool out of the batch; returns the old row at each new one.
+
+        Rows from the end move into the gaps, so that only they are copied.
+        """
+        count = len(ended) - int(ended.sum())
+        holes = ended[:count].nonzero()[:, 0]
+        movers = (~ended[count:]).nonzero()[:, 0] + count
+        for side in (side for pair in self.cache for side in pair):
+            filled = side[:, :, : self.column]
+            filled[holes] = filled[movers]
+        self.cache = [(keys[:count], values[:count]) for keys, values in self.cache]
+        rows = torch.arange(count, device=ended.device)
+        rows[holes] = movers
+        self.lengths = self.lengths[rows]
+        self.gap = None if self.gap is None else self.gap[rows]
+        return rows
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(D/H) + mask) v; the fused CPU kernel is slow where queries are few."""
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (B, KV, H/KV, L)
+    return (scores if mask is None else scores + mask).softmax(-1) @ v
