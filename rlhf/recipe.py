@@ -120,6 +120,17 @@ ROWS = (
         writes_policy=True,
     ),
     StageRow(
+        "dpo",
+        "fine-tune on ranked comparisons directly (DPO)",
+        parents=("world", "sft", "label"),
+        data=("comparisons",),
+        settings=("seed", "precision", "dpo", "reward.labeler_weights", "data.comparisons", "data.format", "data.dev", "data.test",
+                  "data.split_seed", "data.held_out_labelers", "rollout.max_new_tokens"),
+        reads=("gold.held_out_labelers",),
+        optional=True,
+        writes_policy=True,
+    ),
+    StageRow(
         "evaluate",
         "measure the models on held-out prompts and comparisons",
         parents=("world", "pretrain", "sft", "label", "reward", "ppo"),

@@ -18,7 +18,7 @@ def compose(tmp_path):
     return lambda *overrides: compose_config([f"runs_dir='{tmp_path}'", "run=demo", "device=cpu", *overrides])
 
 
-TRAINING = ("pretrain", "sft", "reward", "ppo", "rejection")
+TRAINING = ("pretrain", "sft", "reward", "ppo", "rejection", "dpo")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -41,7 +41,7 @@ def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):
     assert {key for key, changes in stated.items() if changes == ROUNDING} == {
         "device", "threads", "gradient_checkpointing", "deepspeed", "launcher.processes", "sharding.bucket_elements",
         "sharding.persistence_threshold", "pretrain.micro_batch_sequences", "sft.micro_batch_size",
-        "reward.micro_batch_responses", "ppo.micro_batch_episodes",
+        "reward.micro_batch_responses", "ppo.micro_batch_episodes", "dpo.micro_batch_prompts",
     }  # fmt: skip
     assert {stated[key] for key in ("tracking.kind", "checkpoints.keep", "run", "ppo.eval_every")} == {NOTHING}
     for stage, row in STAGES.items():

@@ -39,6 +39,9 @@ from rlhf.config.stages import (
     DataConfig as DataConfig,
 )
 from rlhf.config.stages import (
+    DpoConfig as DpoConfig,
+)
+from rlhf.config.stages import (
     EvaluateConfig as EvaluateConfig,
 )
 from rlhf.config.stages import (
@@ -185,6 +188,7 @@ class Config:
     lora: LoraConfig = group(LoraConfig)
     rollout: RolloutConfig = group(RolloutConfig)
     rejection: RejectionConfig = group(RejectionConfig)
+    dpo: DpoConfig = group(DpoConfig)
     evaluate: EvaluateConfig = group(EvaluateConfig)
     gold: GoldConfig = group(GoldConfig)
     tracking: TrackingConfig = group(TrackingConfig, changes=NOTHING)

@@ -231,6 +231,21 @@ class RejectionConfig:
 
 
 @dataclass(slots=True)
+class DpoConfig:
+    """Direct preference optimisation (Rafailov et al. 2023, appendix B)."""
+
+    beta: float = setting(0.1, "weight of staying near the SFT model", above=0)
+    epochs: int = setting(1, "passes over the comparisons", min=1)
+    batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
+    micro_batch_prompts: int = setting(16, "prompts per forward on one device", min=1, changes=ROUNDING)
+    lr: float = setting(1e-6, "AdamW", above=0, max=10)
+    warmup_steps: int = setting(150, "of linear warm-up", min=0)
+    final_lr_fraction: float = setting(1.0, "where the cosine ends, as a share of lr; 1: constant", min=0, max=1)
+    weight_decay: float = setting(0.0, "on matrices only", min=0, max=10)
+    max_grad_norm: float = setting(1.0, "the gradient is scaled down to this norm", above=0)
+
+
+@dataclass(slots=True)
 class GoldConfig:
     """The gold world: a small built-in world with known right answers."""
 

@@ -91,6 +91,14 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
                                     "time/update_s=update")),
         *_COST,
     ),
+    "dpo": (
+        Chart("Loss", ("dpo/loss=training", "eval/*/loss")),
+        Chart("Pair accuracy", ("dpo/accuracy=training", "eval/*/accuracy")),
+        Chart("Margin between winner and loser", ("dpo/margin=training", "eval/*/margin")),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *_COST,
+    ),
 }  # fmt: skip
 # Told elsewhere on the page.
 NOT_DRAWN = ("time/elapsed_s",)

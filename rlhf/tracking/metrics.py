@@ -47,7 +47,7 @@ REDUCTIONS = {
 }
 
 _PPO = ("ppo",)
-_TRAINED = ("pretrain", "sft", "reward", "ppo")
+_TRAINED = ("pretrain", "sft", "reward", "ppo", "dpo")
 _ALL = ("tokenizer", *_TRAINED, "evaluate")
 _NATS_TOKEN, _NATS_SEQUENCE, _SHARE = "nats per token", "nats per sequence", "share"
 _RESPONSE, _SEQUENCES, _PAIRS = "response tokens", "sequences", "ordered pairs"
@@ -76,6 +76,12 @@ METRICS: tuple[Metric, ...] = (
            "factor that makes scores of SFT samples have standard deviation 1"),
     Metric("calibration/shift", ("reward",), "score", "demonstrations", "last",
            "bias that makes scores of demonstrations 0 on average"),
+    # DPO
+    Metric("dpo/loss", ("dpo",), "nats per prompt", "prompts with an ordered pair", "mean",
+           "ranking loss of beta * (logp - logp_ref)"),
+    Metric("dpo/accuracy", ("dpo",), _SHARE, _PAIRS, "mean", "pairs whose winner gained more log-probability over SFT"),
+    Metric("dpo/margin", ("dpo",), "score", _PAIRS, "mean",
+           "beta * (logp - logp_ref) of the winner minus that of the loser"),
     # PPO: the objective
     Metric("objective/kl", _PPO, _NATS_SEQUENCE, _RESPONSE, "mean",
            "mean over sequences of sum_t (logp_old - logp_ref)"),
@@ -140,10 +146,10 @@ METRICS: tuple[Metric, ...] = (
            "the stage's loss, held out"),
     Metric("eval/<split>/bpb", ("pretrain", "evaluate"), "bits per byte", "text tokens, no separators",
            "mean", "as pretrain/bpb, held out"),
-    Metric("eval/<split>/accuracy", ("reward", "evaluate"), _SHARE, _PAIRS, "mean",
-           "as reward/accuracy, held out"),
-    Metric("eval/<split>/margin", ("reward", "evaluate"), "score", _PAIRS, "mean",
-           "as reward/margin, held out"),
+    Metric("eval/<split>/accuracy", ("reward", "dpo", "evaluate"), _SHARE, _PAIRS, "mean",
+           "as reward/accuracy or dpo/accuracy, held out"),
+    Metric("eval/<split>/margin", ("reward", "dpo", "evaluate"), "score", _PAIRS, "mean",
+           "as reward/margin or dpo/margin, held out"),
     Metric("eval/<split>/mean", ("reward", "evaluate"), "score", "responses", "mean",
            "as reward/mean, held out"),
     Metric("eval/<split>/std", ("reward", "evaluate"), "score", "responses", "std",

@@ -21,6 +21,7 @@ FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
     "reward": (("loss", "reward/loss"), ("accuracy", "reward/accuracy"), ("held out", "eval/dev/accuracy")),
     "ppo": (("reward", "objective/scores"), ("KL", "objective/kl"), ("length", "rollout/response_len"),
             ("gold", "gold/total")),
+    "dpo": (("loss", "dpo/loss"), ("accuracy", "dpo/accuracy"), ("held out", "eval/dev/accuracy")),
 }  # fmt: skip
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Lines over which the speed is measured.

@@ -21,6 +21,7 @@ from rlhf.errors import UserError
 from rlhf.interrupts import finish_step, request_stop, stop_requested
 from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
 from rlhf.runs.folders import Stage
+from rlhf.tracking.metrics import known
 from rlhf.training.gather import gathered_state, save_model_checked
 from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
 from rlhf.training.state import (
@@ -163,6 +164,7 @@ class StageCallback(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         metrics = {self.loss_name: logs["loss"], "optim/lr": logs.get("learning_rate", 0.0)}
+        metrics |= {name: value for name, value in logs.items() if "/" in name and known(name)}  # a stage's own
         if "grad_norm" in logs:
             metrics["optim/grad_norm"] = float(logs["grad_norm"])
         tokens, now = self.tokens_seen(state), time.monotonic()

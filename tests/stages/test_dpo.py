@@ -1,0 +1,161 @@
+"""DPO: its loss against sums by hand and against TRL's own, and what it learns, keeps and resumes."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.data.items import join_rankings, token_encoder
+from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.runs.folders import open_stage, read_stage
+from rlhf.stages import dpo
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.writers import read_jsonl
+from rlhf.training.setup import load_policy
+
+from .test_resume import EVERY_STEP, assert_same_weights, interrupt, values_by_step
+
+BETA = 0.3
+QUICK = ["dpo.lr=1e-3", "dpo.batch_prompts=20", "checkpoints.every_seconds=1000"]
+
+
+def ranking(key: str, prompt: str, texts: list[str], order: list[list[str]]) -> Ranking:
+    """order: names (a, b, …) best first; names of one list are tied."""
+    return Ranking(id=key, prompt=[Message(role="user", content=prompt)], ranking=order,
+                   responses=[RankedResponse(id="abcdef"[i], text=text) for i, text in enumerate(texts)])  # fmt: skip
+
+
+# a > b = c > d: five ordered pairs, and a prompt of one pair
+RANKINGS = [
+    ranking("one", "What colour is the sky?", ["Blue.", "It is green, I think.", "Red", "A dog ran."], [["a"], ["b", "c"], ["d"]]),
+    ranking("two", "Hi", ["Hello to you!", "No"], [["b"], ["a"]]),
+]  # fmt: skip
+
+
+@pytest.fixture
+def trainer(copy_until, tmp_path):
+    """Over RANKINGS, with a policy that has left its reference."""
+    run = copy_until("reward")
+    folder = run.folder / "sft" / "model"
+    tokenizer, model = load_tokenizer(folder), load_policy(folder)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    items, _ = join_rankings(RANKINGS, token_encoder(tokenizer, 64, 24))
+    rows = [dpo.make_row(item, tokenizer, 40) for item in items]
+    with open_stage(run.config(f"dpo.beta={BETA}"), "dpo") as stage:
+        yield dpo.make_trainer(stage, model, load_policy(folder), tokenizer, rows, torch.device("cpu"))
+
+
+def log_ratio(trainer, row: dict, answer: list[int]) -> float:
+    """log pi(y|x) - log pi_sft(y|x) of one answer by itself, in float64."""
+    total = 0.0
+    for model, sign in ((trainer.model, 1), (trainer.ref_model, -1)):
+        double = type(model)(model.config).double().eval()
+        double.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+        with torch.no_grad():
+            logp = double(torch.tensor([answer])).logits[0].log_softmax(-1)
+        assert logp.dtype == torch.float64
+        total += sign * sum(logp[t - 1, answer[t]].item() for t in range(row["prompt_length"], len(answer)))
+    return total
+
+
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+def test_the_loss_is_that_of_every_ordered_pair_each_prompt_weighing_one(trainer):
+    rows = list(trainer.train_dataset)
+    r = [[BETA * log_ratio(trainer, row, answer) for answer in row["answers"]] for row in rows]
+    pairs = [[(0, 1), (0, 2), (0, 3), (1, 3), (2, 3)], [(1, 0)]]
+    each = [sum(softplus(s[j] - s[i]) for i, j in found) / len(found) for s, found in zip(r, pairs, strict=True)]
+    assert abs(r[0][0]) > 0.01, "the policy has left its reference"
+
+    inputs = trainer.data_collator(rows)
+    with torch.no_grad():
+        assert trainer.compute_loss(trainer.model, inputs).item() == pytest.approx(sum(each) / 2, abs=1e-5)
+        parts = [
+            trainer.compute_loss(trainer.model, trainer.data_collator([row]), num_items_in_batch=2) for row in rows
+        ]
+    assert sum(part.item() for part in parts) == pytest.approx(sum(each) / 2, abs=1e-5), "however the batch is split"
+    margins = [s[i] - s[j] for s, found in zip(r, pairs, strict=True) for i, j in found]
+    figures = trainer.sums.reduce()
+    assert figures["dpo/accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 6)
+    assert figures["dpo/margin"] == pytest.approx(sum(margins) / 6, abs=1e-5)
+
+
+def test_on_single_pairs_the_loss_is_trls_own(trainer):
+    """Of a prompt with two answers; TRL puts the chosen one first."""
+    from trl import DPOTrainer
+
+    row = trainer.train_dataset[1]
+    inputs = trainer.data_collator([row])
+    swapped = {name: inputs[name].flip(0) for name in ("input_ids", "attention_mask", "completion_mask")}
+    with torch.no_grad():
+        theirs = DPOTrainer._compute_loss(trainer, trainer.model, swapped, False)
+        ours = trainer.compute_loss(trainer.model, inputs)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
+
+
+def test_labelers_weights_and_ties_reach_the_batch(trainer):
+    other = ranking("one", "What colour is the sky?", ["Blue.", "It is green, I think.", "Red", "A dog ran."],
+                    [["b"], ["a"], ["c", "d"]]).model_copy(update={"labeler": "anna"})  # fmt: skip
+    items, _ = join_rankings(
+        [*RANKINGS, other], token_encoder(trainer.processing_class, 64, 24), labeler_weights={"anna": 0.5}
+    )
+    batch = trainer.data_collator([dpo.make_row(item, trainer.processing_class, 40) for item in items])
+    # 1 for each pair of a > b = c > d, and half for each of b > a > c = d
+    assert batch["weights"][0].tolist() == [[0, 1, 1.5, 1.5], [0.5, 0, 0.5, 1.5], [0, 0, 0, 1], [0, 0, 0, 0]]
+    assert batch["weights"][1, :2, :2].tolist() == [[0, 0], [1, 0]] and not batch["weights"][1, 2:].any()
+
+
+def test_prompt_and_padding_are_no_part_of_an_answer(trainer):
+    row = trainer.train_dataset[0]
+    batch = trainer.data_collator([row])
+    for mask, tokens, answer in zip(batch["completion_mask"], batch["input_ids"], row["answers"], strict=True):
+        counted = tokens[mask.bool()].tolist()
+        assert counted == answer[row["prompt_length"] :]
+        assert counted[-1] == trainer.processing_class.eos_token_id, "the end token counts"
+
+
+def test_it_learns_the_training_pairs(copy_until):
+    """From a half at random to more than nine tenths, and the SFT model stays what it was."""
+    run = copy_until("reward")
+    before = (run.folder / "sft" / "model" / "model.safetensors").read_bytes()
+    folder = run.stage("dpo", *QUICK, "dpo.epochs=10")
+    accuracy = [value for _, value in values_by_step(folder, "dpo/accuracy")]
+    loss = [value for _, value in values_by_step(folder, "dpo/loss")]
+    assert accuracy[0] == 0.5 and loss[0] == pytest.approx(math.log(2), abs=1e-6), (
+        "the policy is its reference at first"
+    )
+    assert sum(accuracy[-4:]) / 4 > 0.9 and sum(loss[-4:]) / 4 < 0.4
+    assert (run.folder / "sft" / "model" / "model.safetensors").read_bytes() == before
+    held_out = [row for row in read_jsonl(folder / "metrics.jsonl") if "eval/dev/accuracy" in row]
+    assert read_stage(folder)["summary"]["accuracy"] == held_out[-1]["eval/dev/accuracy"]
+    assert load_policy(folder / "model").config.dropout == 0.0
+
+
+def test_the_same_however_a_batch_is_split(copy_until):
+    """80 prompts in batches of 32, the last of 16: in parts of 32 and of 4, losses, norms and weights are the same."""
+    runs = [copy_until("reward", name) for name in ("whole", "parts")]
+    settings = ["dpo.batch_prompts=32", "dpo.lr=1e-4"]
+    one, two = (
+        run.stage("dpo", *settings, f"dpo.micro_batch_prompts={n}") for run, n in zip(runs, (32, 4), strict=True)
+    )
+    for name in ("dpo/loss", "optim/grad_norm"):
+        values = [[value for _, value in values_by_step(folder, name)] for folder in (one, two)]
+        assert len(values[0]) == 3 and values[0] == pytest.approx(values[1], abs=1e-5)
+
+
+def test_resumed_equals_undisturbed(copy_until):
+    whole, broken = copy_until("reward", "whole"), copy_until("reward", "broken")
+    settings = ["dpo.batch_prompts=20", "dpo.epochs=2"]  # 8 steps
+    whole.stage("dpo", *settings)
+    interrupt(broken, "dpo", 5, *settings)
+    assert not list(Path(broken.folder / "dpo" / "checkpoints").rglob("*.pt")), "no pickles"
+    broken.stage("dpo", EVERY_STEP, *settings)
+    assert_same_weights(whole.folder / "dpo", broken.folder / "dpo", "model/model.safetensors")
+    one, two = (values_by_step(run.folder / "dpo", "dpo/loss") for run in (whole, broken))
+    assert [step for step, _ in two] == list(range(1, 9)) and one == two
+    assert read_stage(whole.folder / "dpo")["summary"] == read_stage(broken.folder / "dpo")["summary"]
