@@ -155,7 +155,9 @@ class PpoConfig:
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
     rewards: Any = setting(
-        None, "reward models (runs or folders) and functions (module:name); none: the run's own", kind="rewards"
+        None,
+        "reward models (runs or folders), one-label classifiers (folders or hub ids), functions (module:name); none: the run's own",
+        kind="rewards",
     )
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)

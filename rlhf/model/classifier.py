@@ -115,7 +115,9 @@ class TextRewardModel(nn.Module):
         self.eval()
         scores = torch.zeros(len(rows))
         device = next(self.parameters()).device
-        for group in by_length([len(row) for row in rows], SCORED_TOGETHER):
+        # without a pad token the decoders among transformers' classifiers cannot tell where a padded row ends
+        together = 1 if self.network.config.pad_token_id is None else SCORED_TOGETHER
+        for group in by_length([len(row) for row in rows], together):
             inputs = {name: x.to(device) for name, x in self.collate([rows[i] for i in group]).items()}
             scores[group] = self(**inputs, calibrated=calibrated).cpu()
         self.train(was_training)

@@ -28,7 +28,7 @@ from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward
 from rlhf.ppo.rollout import Prompts, Rollout, RolloutSetup, sample_responses, score_responses
 from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, stage_folder
-from rlhf.runs.sources import fractions, is_function, need_source, reward_folder, reward_sources
+from rlhf.runs.sources import fractions, is_function, need_source, reward_folder, reward_model_folder, reward_sources
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, make_engine, shard_frozen
@@ -211,7 +211,7 @@ def make_reward(
             say(f"rewards come from the function {name}")
             continue
         folder = reward_folder(config, name)
-        model = load_reward(folder / "model", device)
+        model = load_reward(reward_model_folder(folder), device)
         if not settings.calibrated:
             model.calibrate(gain=1.0, shift=0.0)
         if isinstance(model, RewardModel):

@@ -39,6 +39,7 @@ from rlhf.runs.replacing import beside, settle, swap
 from rlhf.terminal import say
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+PAID_STAGES = ("ppo", "rejection")  # they read a reward model only to be paid by it
 ROUND = re.compile(r"-round-\d+$")  # what a labelling round before the last adds to the run's name
 
 
@@ -129,6 +130,12 @@ def is_needed(config: Config, stage: str) -> bool:
     return config.gold.enabled or stage not in GOLD_STAGES
 
 
+def pays_itself(config: Config) -> bool:
+    """Whether the run's own reward model is among what pays: ppo.rewards names others, or lists it as null."""
+    given = config.ppo.rewards
+    return given is None or (not isinstance(given, str) and None in list(given))
+
+
 def hash_of(record: dict) -> str:
     """The hash that children store: settings, parents and output files of a complete stage."""
     basis = {key: record[key] for key in ("stage", "settings", "parents", "data", "files")}
@@ -176,7 +183,7 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     """{parent: hash}. Raises: UserError where a parent is missing, damaged, or was built on other grandparents."""
     records = {}
     for parent in STAGES[stage].parents:
-        if is_needed(config, parent) and not (stage == "ppo" and parent == "reward" and config.ppo.rewards is not None):
+        if is_needed(config, parent) and not (parent == "reward" and stage in PAID_STAGES and not pays_itself(config)):
             folder = stage_folder(config, parent)
             records[parent] = check_output(folder, parent) | {"folder": folder}
     earlier = earlier_run(config) if stage == "label" else None

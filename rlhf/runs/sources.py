@@ -1,6 +1,7 @@
 """Where a stage's data comes from, and the hashes that tie a stage to it. Imports neither torch nor transformers."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from rlhf.config import Config
 from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
-from rlhf.files import sha256_file
+from rlhf.files import read_json, sha256_file
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+CLASSIFIER_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def fractions(config: Config) -> dict[str, float]:
@@ -85,27 +89,81 @@ def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
 
 
 def reward_folder(config: Config, name: str | None) -> Path:
-    """The reward stage of this run, or of the run or folder that is named. Raises: UserError."""
+    """The reward stage of this run, or of the run or folder that is named; or a classifier's folder, which has no stage.json.
+
+    Raises: UserError.
+    """
     if name is None:
         return stage_folder(config, "reward")
     for candidate in (Path(config.runs_dir) / name / "reward", Path(name) / "reward", Path(name)):
         if (candidate / "stage.json").exists():
             check_output(candidate, "reward")
             return candidate
-    raise UserError(f"ppo.rewards: {name}: neither a run under {config.runs_dir}/ with a reward model, nor a reward "
-                    "stage's folder, nor a function module:name: check the name")  # fmt: skip
+    return classifier_folder(config, name)
+
+
+def classifier_folder(config: Config, name: str) -> Path:
+    """The files of a finished classifier: a local folder, or a hub id (optionally `owner/name@revision`).
+
+    Raises: UserError for what is neither, or has another number of labels than one.
+    """
+    folder = Path(name) if (Path(name) / "config.json").is_file() else hub_folder(name)
+    if folder is None:
+        raise UserError(f"ppo.rewards: {name}: neither a run under {config.runs_dir}/ with a reward model, nor a reward "
+                        "stage's folder, nor a folder or hub id of a classifier, nor a function module:name: check the "
+                        "name")  # fmt: skip
+    found = read_json(folder / "config.json")
+    described = found if isinstance(found, dict) else {}
+    if described.get("model_type") == "rlhf_reward":
+        raise UserError(f"ppo.rewards: {name}: the model of a reward stage without its record: name the stage's folder, "
+                        "which holds stage.json")  # fmt: skip
+    labels = described.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else 2  # as transformers reads a configuration that is silent
+    if count != 1 and not (folder / "text_reward.json").is_file():
+        raise UserError(f"ppo.rewards: {name}: a {described.get('model_type', 'model')} with {count} labels: want a sequence "
+                        "classifier with one label, or train on it with reward.model")  # fmt: skip
+    return folder
+
+
+def hub_folder(name: str) -> Path | None:
+    """The local copy of a hub repository `owner/name` or `owner/name@revision`; None for what is no such name.
+
+    Raises: UserError where it cannot be had.
+    """
+    if not HUB_ID.fullmatch(name) or Path(name.partition("/")[0]).exists():
+        return None
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(CLASSIFIER_FILES)))
+    except Exception as error:  # the library raises many kinds for what is missing, private or out of reach
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"ppo.rewards: {name}: no such run or folder here, and not readable from the hub ({reason}): "
+                        "check the name and the connection, or give a folder") from error  # fmt: skip
+
+
+def reward_model_folder(folder: Path) -> Path:
+    """Where the model lies in what `reward_folder` found."""
+    return folder / "model" if (folder / "stage.json").exists() else folder
 
 
 def hash_rewards(config: Config) -> dict[str, str]:
-    """Hashes of what scores responses besides the run's own reward model: other runs' ones, the files of functions."""
+    """Hashes of what scores responses besides the run's own reward model: other runs' ones, the files of classifiers and
+    functions."""
     found = {}
     for name in reward_sources(config)[0]:
         if name is None:
             continue
-        if not is_function(name):
-            found[f"reward:{name}"] = check_output(reward_folder(config, name), "reward")["hash"]
-        elif (source := function_source(name)) is not None:
-            found[f"reward:{name}"] = sha256_file(source)
+        if is_function(name):
+            if (source := function_source(name)) is not None:
+                found[f"reward:{name}"] = sha256_file(source)
+            continue
+        folder = reward_folder(config, name)
+        if (folder / "stage.json").exists():
+            found[f"reward:{name}"] = check_output(folder, "reward")["hash"]
+        else:
+            found |= {f"reward:{name}/{p.name}": sha256_file(p) for p in sorted(folder.iterdir()) if p.is_file()}
     return found
 
 

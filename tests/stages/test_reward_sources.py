@@ -4,12 +4,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
 from rlhf.files import sha256_file, write_json
+from rlhf.model.classifier import TextRewardModel
+from rlhf.ppo.rewards import Episodes
+from rlhf.ppo.setup import make_reward
 from rlhf.runs.folders import hash_of, read_stage
+from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 
+from ..model.classifiers import WORDS, save_classifier
 from .conftest import Run
 
 SHORT = ["ppo.episodes=128", "ppo.epochs=1", "ppo.missing_eos_rule=none"]
@@ -57,3 +65,60 @@ def retemplate(folder: Path) -> None:
     assert record is not None
     record["files"][str(path.relative_to(folder))] = sha256_file(path)
     write_json(folder / "stage.json", record | {"hash": hash_of(record)})
+
+
+def one_update(run: Run, *more: str) -> Path:
+    return run.stage("ppo", "ppo.episodes=64", "ppo.epochs=1", "ppo.missing_eos_rule=none", "ppo.eval_every=0", *more)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_finished_classifier_pays_without_a_reward_stage(gold_run, copy_until, tmp_path, name):
+    """A plain transformers classifier with one label is used as it is; its files are the lineage."""
+    folder = Path(save_classifier(tmp_path / "classifier", name, text=[WORDS]))
+    run = copy_until("reward")
+    stage = one_update(run, f"ppo.rewards='{folder}'")
+    record = read_stage(stage)
+    assert "reward" not in record["parents"]
+    hashes = {key: value for key, value in record["data"].items() if key.startswith("reward:")}
+    assert hashes == {f"reward:{folder}/{path.name}": sha256_file(path) for path in folder.iterdir()}
+    assert f"reward:{folder}/model.safetensors" in hashes
+
+    # It pays what plain transformers says, each text alone.
+    config, tokenizer = run.config(f"ppo.rewards='{folder}'"), load_tokenizer(gold_run.folder / "sft" / "model")
+    reward, own = make_reward(config, tokenizer, torch.device("cpu"))
+    records = load_prompts(str(gold_run.folder / "world" / "prompts.jsonl"))[0][:3]
+    texts = ["red .", "a good dog , of course", ""]
+    paid = reward(Episodes(records, [[]] * 3, [[]] * 3, texts, torch.ones(3, dtype=torch.bool)))
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    encode = TextRewardModel.from_pretrained(folder).encode
+    for score, record, text in zip(paid.tolist(), records, texts, strict=True):
+        with torch.no_grad():
+            row = encode(record.prompt, text)
+            kinds = {"token_type_ids": torch.tensor([row.types])} if name == "bert" else {}
+            assert plain(torch.tensor([row.ids]), **kinds).logits.item() == pytest.approx(score, abs=1e-5)
+    assert own is None and len(set(paid.tolist())) == 3
+
+
+def test_what_is_no_classifier_is_refused_before_anything_is_written(copy_until, tmp_path, monkeypatch):
+    run = copy_until("ppo")
+    monkeypatch.chdir(tmp_path)
+    two = save_classifier(tmp_path / "two", "bert", num_labels=3)
+    own = run.folder / "reward" / "model"
+    (tmp_path / "bare").mkdir()
+    for source, message in (
+        (two, "a bert with 3 labels: want a sequence classifier with one label"),
+        (own, "name the stage's folder"),
+        ("bare", "neither a run under"),
+        ("nobody/nothing", "no such run or folder here, and not readable from the hub"),
+    ):
+        with pytest.raises(UserError, match=message):
+            one_update(run, f"ppo.rewards='{source}'")
+    assert not (run.folder / "ppo").exists()
+
+
+def test_the_runs_own_reward_model_in_a_list_is_a_parent(copy_until, tmp_path):
+    """ppo.rewards=[null, …] pays by it too, so that it is part of the lineage and must be there."""
+    folder = save_classifier(tmp_path / "classifier", "bert")
+    run = copy_until("reward")
+    with pytest.raises(UserError, match="no finished reward there"):
+        one_update(run, f"ppo.rewards=[null,'{folder}']")
