@@ -114,7 +114,7 @@ def share(folder: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON of a file, or None where it does not exist or is damaged."""
+    """The JSON of a file, or None if it does not exist or is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):

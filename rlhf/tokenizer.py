@@ -1,7 +1,4 @@
-"""The tokenizer: byte-level BPE trained on the pretraining text, or an adopted one; and ordinary text as ids.
-
-Not here: chats (`rlhf.chat_template`).
-"""
+"""The tokenizer: byte-level BPE trained on the pretraining text, or an adopted one; and ordinary text as ids."""
 
 import hashlib
 import json
@@ -45,7 +42,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
     Training takes time in proportion to the text times the longest word, so a longer run without a space than
     LONGEST_WORD is learned from in parts. A signal ends it at once.
 
-    Raises: UserError where `vocab_size` is too small or there is no text.
+    Raises: UserError if `vocab_size` is too small or there is no text.
     Source: Radford et al. 2019, section 2.2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -140,7 +137,7 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:
 def special_id(tokenizer: "PreTrainedTokenizerFast", token: str) -> int:
     """The id of a special token of the chat format.
 
-    Raises: UserError where the tokenizer has no such token.
+    Raises: UserError if the tokenizer has no such token.
     """
     found = tokenizer.backend_tokenizer.token_to_id(token)
     if found is None:
@@ -154,7 +151,7 @@ def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 
     Bits per byte of any stretch of tokens = nats of its text tokens / (ln 2 * sum of these lengths).
 
-    Raises: UserError where the tokenizer is not byte-level, since its tokens have no fixed number of bytes.
+    Raises: UserError if the tokenizer is not byte-level, since its tokens have no fixed number of bytes.
     """
     from tokenizers import decoders
 
@@ -171,7 +168,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
 
     Pad and end token may be the same, as in many adopted ones: masks come from lengths.
 
-    Raises: UserError where the folder is missing or holds no tokenizer with a pad token.
+    Raises: UserError if the folder is missing or holds no tokenizer with a pad token.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -17,7 +17,7 @@ TIMEOUT = 60.0
 def run(config: Config) -> None:
     """Write runs_dir/dashboard.json and, where WANDB_API_KEY is set, the dashboard of the project.
 
-    Raises: UserError where the folder cannot be written or the server refuses or does not answer.
+    Raises: UserError if the folder cannot be written or the server refuses or does not answer.
     """
     from rlhf.tracking.dashboard import make_specification
 
@@ -52,7 +52,7 @@ def _read(path: Path) -> dict:
 def send_within(seconds: float, project: str, entity: str | None, remembered: Path) -> str:
     """The dashboard's address; in a thread, since W&B's own retries last for minutes.
 
-    Raises: UserError where the server refuses or does not answer in time.
+    Raises: UserError if the server refuses or does not answer in time.
     """
     found: list[str] = []
     failed: list[BaseException] = []

@@ -11,7 +11,7 @@ from rlhf.terminal import say
 
 
 def run(config: Config) -> None:
-    """Write the model of `export.stage` to `export.out`. Raises: UserError where the folder is taken."""
+    """Write the model of `export.stage` to `export.out`. Raises: UserError if the folder is taken."""
     source = stage_folder(config, config.export.stage)
     check_output(source)
     out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / config.export.stage

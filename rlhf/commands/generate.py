@@ -1,4 +1,4 @@
-"""`rlhf generate`: a stage's model answers a file of prompts; one JSON line a prompt, for judges and labelers.
+"""`rlhf generate`: a stage's model answers a file of prompts; one JSON line per prompt, for judges and labelers.
 
 A line holds `id`, `prompt` (messages), `responses` and `ended` (lists of k), `logprobs` and `token_ids` on request, and what
 the responses depend on: `model`, `model_hash`, `seed`, `temperature`, `greedy`, `max_new_tokens`. They depend on nothing
@@ -27,7 +27,7 @@ CHUNK = 32  # prompts answered between two writes
 
 
 def run(config: Config) -> None:
-    """Write the responses to `generate.out`. Raises: UserError where it is taken, the model is missing or no prompt fits."""
+    """Write the responses to `generate.out`. Raises: UserError if it is taken, the model is missing or no prompt fits."""
     settings = config.generate
     if settings.greedy and settings.samples > 1:
         raise UserError(

@@ -23,7 +23,7 @@ from rlhf.terminal import say
 def run(config: ImportConfig) -> None:
     """Import `config.path` into `config.out`.
 
-    Raises: UserError where nothing can be read or written, and, after the accepted rows were written under
+    Raises: UserError if nothing can be read or written, and, after the accepted rows were written under
     `<out>.partial`, where there are more rejects than max_rejects.
     """
     from rlhf.data.importing.importer import Importer
@@ -105,7 +105,7 @@ def disk_problem(error: OSError, path: Path) -> UserError:
 def _working_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     """An empty folder beside `out`, locked; removed where the import fails.
 
-    Raises: UserError where `out` is there already, another process imports to it, or the disk refuses.
+    Raises: UserError if `out` is there already, another process imports to it, or the disk refuses.
     """
     folder = out.with_name(f".{out.name}.importing")
     try:
@@ -164,7 +164,7 @@ def _remove(path: Path) -> None:
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
-    """Raises: UserError where `out` must stay. A link is no import: what it points to belongs to someone else."""
+    """Raises: UserError if `out` must stay. A link is no import: what it points to belongs to someone else."""
     from rlhf.data.reading.sources import is_import
 
     if not overwrite:

@@ -117,7 +117,7 @@ def read_labels(config: Config) -> None:
 
 
 def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
-    """Run a stage unless it is complete and fits; returns what was done. Raises: UserError where it does not fit."""
+    """Run a stage unless it is complete and fits; returns what was done. Raises: UserError if it does not fit."""
     folder = stage_folder(config, stage)
     recorded = read_stage(folder)
     parents = collect_parents(config, stage)

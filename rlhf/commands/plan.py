@@ -14,7 +14,7 @@ from rlhf.terminal import say
 
 
 def run(config: PlanConfig) -> None:
-    """Print the plan; write it to `out` where that is given. Raises: UserError where that cannot be written."""
+    """Print the plan; write it to `out` where that is given. Raises: UserError if that cannot be written."""
     plan = make_plan(config)
     for line in (*describe(plan), "", verdict(plan)):
         say(line)

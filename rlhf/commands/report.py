@@ -58,7 +58,7 @@ def check_out(config: Config) -> None:
 
 
 def run_folders(config: Config) -> list[Path]:
-    """The folders of run=a,b,c. Raises: UserError where one is no run, or is named twice."""
+    """The folders of run=a,b,c. Raises: UserError if one is no run, or is named twice."""
     names = [name.strip() for name in config.run.split(",") if name.strip()]
     folders = []
     for name in names:

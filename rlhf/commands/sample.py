@@ -1,7 +1,6 @@
-"""`rlhf sample`: draw K responses a prompt from a model of the run, and write the tasks of a labelling round.
+"""`rlhf sample`: draw K responses per prompt from a model of the run, and write the tasks of a labelling round.
 
-What the labelers' tool exports comes back with `rlhf import`. Not here: the files of each tool (`data/tasks.py`), and the
-gold world's own labelers (`stages/label.py`).
+What the labelers' tool exports comes back with `rlhf import`.
 """
 
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ CHUNK = 32  # prompts drawn between two moves of the progress bar
 def run(config: Config) -> None:
     """Write the tasks, and a record of what drew them, to runs/<run>/sample or `sample.out`.
 
-    Raises: UserError where the output exists, the model is missing, or no prompt is left to label.
+    Raises: UserError if the output exists, the model is missing, or no prompt is left to label.
     """
     settings = config.sample
     if not 2 <= settings.responses <= MOST_RESPONSES:
@@ -110,7 +109,7 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
 
     A prompt is labelled where the run's comparisons rank responses to it.
 
-    Raises: UserError where none is left.
+    Raises: UserError if none is left.
     """
     records, _ = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
     split = config.sample.split
@@ -129,7 +128,7 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
 
 
 def labelled_prompts(config: Config) -> set[str]:
-    """Keys of the prompts that the comparisons of the run rank responses to; empty where there are none yet."""
+    """Keys of the prompts that the comparisons of the run rank responses to; empty if there are none yet."""
     source = data_source(config, "comparisons")
     if source is None or (config.data.comparisons is None and not Path(source).is_file()):
         return set()

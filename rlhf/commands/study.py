@@ -3,8 +3,8 @@
     frontier    learned and true reward against sqrt(KL) for a sweep of kl.coef, beside best-of-n (Gao et al. 2022)
     details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, averaging, baselines
 
-A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; what is complete is not
-run again. The result is runs/<run>/study/<name>.json. Not here: PPO itself, and the pictures (`rlhf.tracking`).
+A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; what is
+complete is not run again. The result is runs/<run>/study/<name>.json.
 """
 
 import hashlib

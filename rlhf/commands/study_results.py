@@ -187,7 +187,7 @@ def best_of_curve(cell: Cell) -> list[dict[str, float]]:
 
 
 def details_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
-    """One row a choice: its figures, mean and interval over seeds; and its difference from the default, seed by seed."""
+    """One row per choice: its figures, mean and interval over seeds; and its difference from the default, seed by seed."""
     table: dict[str, dict[int, dict[str, float]]] = {}
     for cell in cells:
         basis = [EVAL_PROMPTS, config.evaluate.samples, hashes(cell.stages), hashes({"ppo": cell.ppo})]

@@ -19,7 +19,7 @@ PLAIN_INTERVAL, PATIENCE = 10.0, 30.0
 
 
 def run(config: Config) -> None:
-    """Show where the run stands until it ends. Raises: UserError where there is no such run, or where it stopped."""
+    """Show where the run stands until it ends. Raises: UserError if there is no such run, or if it stopped."""
     folder = run_folder(config)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
@@ -78,7 +78,7 @@ def follow_live(folder: Path, every: float, wait: bool, out: TextIO, patience: f
 
 
 def conclude(watch: Watch, wait: bool) -> None:
-    """Raises: UserError where the run was left half done and nobody works on it."""
+    """Raises: UserError if the run was left half done and nobody works on it."""
     stopped = [stage for stage in watch.begun if stage.status == "stopped"]
     if wait and stopped:
         stage = stopped[-1]

@@ -25,7 +25,7 @@ class SampleConfig:
 
 @dataclass(slots=True)
 class GenerateConfig:
-    """`rlhf generate`: responses to a file of prompts (data.prompts), one JSON line a prompt."""
+    """`rlhf generate`: responses to a file of prompts (data.prompts), one JSON line per prompt."""
 
     stage: str = setting("ppo", "stage whose model answers", choices=POLICY_STAGES)
     samples: int = setting(1, "responses a prompt", min=1)

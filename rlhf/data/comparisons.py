@@ -11,6 +11,6 @@ def load_comparisons(
 ) -> tuple[list[Ranking], SourceInfo]:
     """The rankings of the sources in order, those without an ordered pair (one response, all ties) included.
 
-    Raises: UserError where a source cannot be read, a row is bad or there is no ranking.
+    Raises: UserError if a source cannot be read, a row is bad or there is no ranking.
     """
     return load_kind(sources, format, Ranking, allow_partial)

@@ -88,7 +88,7 @@ def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
     A .txt file is one document, or several where `<|endoftext|>` stands between them; in .jsonl and .json
     files and in hub data sets each row is one, under the key `text`. `encoding` is that of .txt files.
 
-    Raises: UserError where a file is missing, empty or undecodable, or a row has no text.
+    Raises: UserError if a file is missing, empty or undecodable, or a row has no text.
     """
     for source in resolve_sources(sources, TEXT_SUFFIXES + ROW_SUFFIXES):
         empty = True
@@ -228,7 +228,7 @@ def pack_corpus(
     twentieth of the corpus, or one context if that is at most a quarter. Bounded memory; meta.json comes
     last, so that a killed run leaves none. `progress(documents, tokens)` is called after each batch.
 
-    Raises: UserError where there is no text, or too little to divide.
+    Raises: UserError if there is no text, or too little to divide.
     """
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"data.held_out={held_out_fraction}: want a share from 0 to below 1")
@@ -290,7 +290,7 @@ class PackedCorpus:
     def load(cls, path: Path | str) -> "PackedCorpus":
         """Open a packed corpus.
 
-        Raises: UserError where it is missing, unfinished or not of the size that its meta.json says.
+        Raises: UserError if it is missing, unfinished or not of the size that its meta.json says.
         """
         folder = Path(path)
         try:
@@ -338,7 +338,7 @@ class PackedCorpus:
     def blocks(self, split: str, context_length: int) -> "Blocks":
         """The split as full blocks of `context_length` tokens; what is left at the end is not served.
 
-        Raises: UserError where the split has less than one block.
+        Raises: UserError if the split has less than one block.
         """
         if self.token_count(split) < context_length:
             mend = "raise data.held_out" if split == "heldout" else "add text"

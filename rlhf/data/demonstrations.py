@@ -18,7 +18,7 @@ def load_demonstrations(
 ) -> tuple[list[Demonstration], SourceInfo]:
     """The demonstrations of the sources in order.
 
-    Raises: UserError where a source cannot be read, a row is bad or there is no demonstration.
+    Raises: UserError if a source cannot be read, a row is bad or there is no demonstration.
     """
     return load_kind(sources, format, Demonstration, allow_partial)
 

@@ -1,7 +1,4 @@
-"""Comparisons as the reward model sees them: one item a prompt, with all its answers and every labeler's judgement.
-
-Not here: the loss (`rlhf.ops.ranking`), and how a model scores an item's answers (`rlhf.stages.reward`).
-"""
+"""Comparisons as the reward model sees them: one item per prompt, with all its answers and every labeler's judgement."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 MOST_ANSWERS = 64  # of one item; further rankings of the prompt make another one
 
 Answer = tuple[str, bool]  # text, and whether its author ended it
-# Prompt and answers to one model input an answer (anything with a length) and the answers' lengths in tokens; None where
+# Prompt and answers to one model input an answer (anything with a length) and the answers' lengths in tokens; None if
 # the prompt does not fit.
 Encode = Callable[[Sequence[Message], Sequence[Answer]], tuple[list[Any], list[int]] | None]
 
@@ -30,9 +27,9 @@ class Judgement:
 
     labeler: str | None
     pairs: list[tuple[int, int]]  # (better, worse), each once
-    gaps: list[int] | None  # of each pair, by how many ranks; None where the judgements are pairs without ranks
+    gaps: list[int] | None  # of each pair, by how many ranks; None if the judgements are pairs without ranks
     weight: float = 1.0  # of the labeler
-    ranks: dict[int, int] | None = None  # of answers, by place; None where pairs say what ranks cannot
+    ranks: dict[int, int] | None = None  # of answers, by place; None if pairs say what ranks cannot
 
 
 @dataclass(slots=True)
@@ -100,7 +97,7 @@ def make_items(
 def join_rankings(
     records: Sequence[Ranking], encode: Encode, labeler_weights: Mapping[str, float] | None = None
 ) -> tuple[list[Item], int]:
-    """One item a prompt with at least one ordered pair, and how many rankings gave none.
+    """One item per prompt with at least one ordered pair, and how many rankings gave none.
 
     Rankings of one prompt share an item whoever judged, in whatever order the answers stand, and where only some
     answers are the same: each different answer is there once. Two answers that say the same and end alike are one, and
@@ -167,7 +164,7 @@ def names_of(given: Any) -> list[str]:
 
 
 def check_labelers(setting: str, names: Collection[str], records: Sequence[Ranking]) -> None:
-    """Raises: UserError where `names` holds someone who judged nothing, with who did."""
+    """Raises: UserError if `names` holds someone who judged nothing, with who did."""
     seen = labelers_of(records)
     unknown = [name for name in names if name not in seen]
     if unknown:

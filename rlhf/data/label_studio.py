@@ -1,7 +1,6 @@
 """What a Label Studio task shows, and what the results of an annotation say about it.
 
-`task_fields` finds the prompt and the responses among the keys of a task, `read_result` reads one result. Not here: files,
-annotators and records (`importers/label_studio.py`), and writing tasks (`tasks.py`).
+`task_fields` finds the prompt and the responses among the keys of a task, `read_result` reads one result.
 """
 
 import re
@@ -52,7 +51,7 @@ def is_own(data: Mapping[str, Any]) -> bool:
 
 
 def own_task(data: Mapping[str, Any]) -> Task:
-    """A task that `rlhf sample` wrote. Raises: BadRow where its responses lack an id or a text."""
+    """A task that `rlhf sample` wrote. Raises: BadRow if its responses lack an id or a text."""
     found: list[tuple[Any, Any]]
     if isinstance(data.get("responses"), list):
         found = [(r.get("id"), r.get("body")) if isinstance(r, dict) else (None, r) for r in data["responses"]]
@@ -164,7 +163,7 @@ class Judgement:
         return self.ranking is not None or bool(self.scores) or bool(self.flags)
 
     def rank(self, ranking: list[list[str]], control: str) -> None:
-        """Raises: BadRow where another control said something else."""
+        """Raises: BadRow if another control said something else."""
         if self.ranking is not None and self.ranking != ranking:
             raise BadRow("result", f"got {shown(self.ranking)} from {self.control} and {shown(ranking)} from {control}, "
                          "want one judgement: remove the other")  # fmt: skip
@@ -198,7 +197,7 @@ def named_response(control: str, task: Task, *, glued: bool = True) -> str | Non
 
 
 def preferred(choice: str, task: Task) -> list[list[str]] | None:
-    """The ranking of two responses that a choice states ("A", "response 2 is better", "tie"); None where it states none."""
+    """The ranking of two responses that a choice states ("A", "response 2 is better", "tie"); None if it states none."""
     if len(task.responses) != 2:
         return None
     one, other = task.ids

@@ -41,7 +41,7 @@ def load_prompts(
 ) -> tuple[list[PromptRecord], SourceInfo]:
     """The distinct prompts of the sources, whose records may be of any kind.
 
-    Raises: UserError where a source cannot be read or a row is bad.
+    Raises: UserError if a source cannot be read or a row is bad.
     """
     records, info = load_all(sources, format, allow_partial)
     prompts = prompts_of(records)
@@ -53,7 +53,7 @@ def load_prompts(
 def encode_prompt_within(
     tokenizer: "PreTrainedTokenizerFast", prompt: str | Sequence[Message], room: int
 ) -> tuple[list[int], bool] | None:
-    """Encode a prompt in at most `room` tokens: its ids and whether it was cut; None where it cannot fit.
+    """Encode a prompt in at most `room` tokens: its ids and whether it was cut; None if it cannot fit.
 
     Cut from the left: first the oldest turns go (a system turn stays as long as it can), until a user turn
     begins the dialogue; then the last turn loses the beginning of its text. What the template

@@ -217,7 +217,7 @@ class Ranking(_Record):
     def ranks(self) -> list[int]:
         """The rank of each response in the order of `responses`: 0 best, equal = tie, -1 unranked.
 
-        Raises: ValueError where the judgements are `pairs`, which have no ranks: use `pair_list`.
+        Raises: ValueError if the judgements are `pairs`, which have no ranks: use `pair_list`.
         """
         if self.pairs is not None:
             raise ValueError(f"ranking {self.id} is given as pairs, which have no ranks: use pair_list")
@@ -242,7 +242,7 @@ KINDS: dict[str, type[Demonstration] | type[Ranking] | type[PromptRecord]] = {
 
 
 def first_repeat(names: Iterable[str]) -> str | None:
-    """The first name that stood before; None where each is there once."""
+    """The first name that stood before; None if each is there once."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
@@ -332,7 +332,7 @@ def join_judgements(n: int, judgements: Iterable[tuple[int, int, int]]) -> Joine
     They are one ranking when they form a weak order, what follows by transitivity included; else they stay
     `pairs`.
 
-    Raises: CycleError where the strict judgements go in a circle.
+    Raises: CycleError if the strict judgements go in a circle.
     """
     strict: set[tuple[int, int]] = set()
     ties: set[tuple[int, int]] = set()

@@ -112,7 +112,7 @@ def uniform(key: str, seed: int) -> float:
 def choose(u: float, fractions: Mapping[str, float]) -> str:
     """The split at u in [0, 1): `fractions` maps split names to shares that add up to 1.
 
-    Raises: ValueError where the shares are negative or do not add up to 1.
+    Raises: ValueError if the shares are negative or do not add up to 1.
     """
     if any(share < 0 for share in fractions.values()) or abs(sum(fractions.values()) - 1) > 1e-6:
         raise ValueError(f"split shares are {dict(fractions)}: want shares of at least 0 that add up to 1")
@@ -130,7 +130,7 @@ def choose(u: float, fractions: Mapping[str, float]) -> str:
 def split_of(text: "str | Sequence[Message]", seed: int, fractions: Mapping[str, float]) -> str:
     """The split of a text such as a group's key, by its `prompt_key`.
 
-    Raises: ValueError where the shares are negative or do not add up to 1.
+    Raises: ValueError if the shares are negative or do not add up to 1.
     """
     return choose(uniform(prompt_key(text), seed), fractions)
 
@@ -152,7 +152,7 @@ def record_split(record: "Record", seed: int, fractions: Mapping[str, float]) ->
     Records of one group (the same request in other words, or one user) are kept together, and so are prompts with
     one `split_key`.
 
-    Raises: UserError where the given split is none of `fractions`.
+    Raises: UserError if the given split is none of `fractions`.
     """
     given = given_split(record)
     if given is not None:

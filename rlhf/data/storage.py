@@ -58,7 +58,7 @@ JSON_COLUMNS = ("metadata", "ratings", "flags")
 def json_text(value: Any) -> str:
     """A free-form part as JSON.
 
-    Raises: ValueError where it holds what JSON has not (NaN, lone surrogates), or nests more than MAX_KEPT_DEPTH levels.
+    Raises: ValueError if it holds what JSON has not (NaN, lone surrogates), or nests more than MAX_KEPT_DEPTH levels.
     """
     if not value:
         return "{}"
@@ -89,7 +89,7 @@ def _turns(prompt: list[Message]) -> list[dict[str, Any]]:
 def to_row(record: Record) -> dict[str, Any]:
     """A record as a row of its kind's schema.
 
-    Raises: ValueError where a free-form part cannot be JSON.
+    Raises: ValueError if a free-form part cannot be JSON.
     """
     row: dict[str, Any] = {"id": record.id, "prompt": _turns(record.prompt), "metadata": json_text(record.metadata)}
     if record.kind == "demonstration":
@@ -228,7 +228,7 @@ class _Manifest(BaseModel):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an import. Raises: UserError where it is none, or one that a later version wrote."""
+    """The manifest of an import. Raises: UserError if it is none, or one that a later version wrote."""
     again = "run `rlhf import` again"
     if not is_import(folder):
         raise UserError(f"{folder}: no finished import there (it has no {MANIFEST}): {again}")

@@ -1,7 +1,6 @@
 """Labelling tasks: rankings that nobody has filled in yet, written for the tool in which people will fill them in.
 
-A task is a `Ranking` whose `ranking` is None, with the responses in the order in which a labeler will see them. Not here:
-drawing responses (`commands/sample.py`) and reading what comes back (`importers/label_studio.py`, `importers/tasks_csv.py`).
+A task is a `Ranking` whose `ranking` is None, with the responses in the order in which a labeler will see them.
 """
 
 import csv
@@ -52,7 +51,7 @@ def pairs_of(task: Ranking, seed: int) -> Iterator[tuple[int, int]]:
 
 
 def label_studio_tasks(task: Ranking, interface: str, seed: int) -> Iterator[dict[str, Any]]:
-    """The Label Studio tasks of one ranking: one with a list to sort (ranker), or one a pair (pairwise).
+    """The Label Studio tasks of one ranking: one with a list to sort (ranker), or one per pair (pairwise).
 
     What a labeler does not see goes along, so that the export alone gives the records back: the item's id, the turns
     of the prompt, each response's id, policy and metadata.

@@ -1,7 +1,4 @@
-"""Responses to prompts as text, for whatever has a policy answer a list of prompts: `rlhf sample`, `rlhf generate`, the API.
-
-Not here: the sampler itself (`rlhf.model.generate`), which prompts (`rlhf.data.prompts`).
-"""
+"""Responses to prompts as text, for whatever has a policy answer a list of prompts: `rlhf sample`, `rlhf generate`, the API."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +40,7 @@ def room_for(tokenizer: Any, max_new_tokens: int) -> tuple[int, int]:
 def fit_prompts(
     tokenizer: Any, prompts: Sequence[str | Sequence[Message]], room: int
 ) -> list[tuple[list[int], bool] | None]:
-    """Of each prompt its tokens, and whether it was cut to fit; None where it cannot fit."""
+    """Of each prompt its tokens, and whether it was cut to fit; None if it cannot fit."""
     return [encode_prompt_within(tokenizer, prompt, room) for prompt in prompts]
 
 

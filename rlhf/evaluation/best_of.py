@@ -1,8 +1,8 @@
 """Best-of-n: the reward model picks among n samples of the SFT model. What PPO must beat at equal KL.
 
-KL(best of n || SFT) is at most log n - (n - 1)/n nats a response (Stiennon et al. 2020, appendix G.3), and less where
+KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less where
 samples repeat each other (Beirami et al. 2024): `estimate_kl` says by how much. The curve over n comes from one set of N
-samples a prompt (Nakano et al. 2021, appendix I). `rlhf rejection` fine-tunes on the best ones.
+samples per prompt (Nakano et al. 2021, appendix I). `rlhf rejection` fine-tunes on the best ones.
 """
 
 import math
@@ -118,7 +118,7 @@ def draw_candidates(
     config: Config, policy: Any, tokenizer: Any, records: list[PromptRecord], prompts: list[list[int]], n: int,
     reward: Reward, bar: Any = None,
 ) -> dict[str, list[list[Any]]]:  # fmt: skip
-    """{"ids", "logprobs", "texts", "ended", "scores"}: n samples a prompt at temperature 1, the log-prob of each whole
+    """{"ids", "logprobs", "texts", "ended", "scores"}: n samples per prompt at temperature 1, the log-prob of each whole
     response in nats, and what PPO would pay for it."""
     found: dict[str, list[list[Any]]] = {"ids": [], "logprobs": [], "texts": [], "ended": [], "scores": []}
     chunk = max(1, config.rollout.batch_size // n)

@@ -1,6 +1,6 @@
 """The reward model against the truth of the gold world: its ceiling, the judge's order, and what it pays for.
 
-Nothing here is seen in training. Not here: what can be known with any labels (`rlhf.evaluation.reward_report`).
+Nothing here is seen in training.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What the reward model is worth on held-out comparisons, and what it pays for. Not here: training, and the policies.
+"""What the reward model is worth on held-out comparisons, and what it pays for.
 
 Accuracy stands between what bounds it: the labelers' own agreement above, the length of responses below. In the gold
 world the noiseless mean of the labelers is known too, and the parts that the score is made of.
@@ -47,7 +47,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     accuracy is on prompts of the test split and on the labelers who also judged for training; held_out_labelers has it
     for the others, on the same prompts, and on all prompts that they judged. `tokenizer` is the policy's.
 
-    Raises: UserError where there is nothing to measure it on, or it was trained with other held-out labelers.
+    Raises: UserError if there is nothing to measure it on, or it was trained with other held-out labelers.
     """
     records, _ = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
     strangers = check_held_out(config, records)
@@ -91,7 +91,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
 
 
 def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None]:
-    """Whose rankings trained nothing. Raises: UserError where the reward model was trained with others held out."""
+    """Whose rankings trained nothing. Raises: UserError if the reward model was trained with others held out."""
     folder = stage_folder(config, "reward")
     trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
 
@@ -119,7 +119,7 @@ def difference(items: list[Item], scores: Scores, baseline: Scores) -> Figures:
 
 def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
     """How often labelers agree with each other, on whatever two of them judged: within the training and the held-out
-    ones, and between one of each ({"value", "ci95", "n": items, "pairs"}; value None where none was judged twice)."""
+    ones, and between one of each ({"value", "ci95", "n": items, "pairs"}; value None if none was judged twice)."""
     sides = {True: "held-out", False: "training"}
     mixed = [r.model_copy(update={"labeler": sides[r.labeler in strangers]}) for r in records]
     groups = {
@@ -199,7 +199,7 @@ def calibration_error(curve: list[Figures]) -> float:
 def score_distributions(
     config: Config, model: Any, tokenizer: Any, samples: Sequence[Sequence[float]], device: torch.device
 ) -> Figures:
-    """Histograms of calibrated scores: of SFT samples (`samples`, a list a prompt) and of demonstrations that the
+    """Histograms of calibrated scores: of SFT samples (`samples`, a list per prompt) and of demonstrations that the
     reward model was not calibrated on, or of all where none was kept out."""
     records, _ = load_demonstrations(
         need_source(config, "demonstrations"), config.data.format, config.data.allow_partial

@@ -1,4 +1,4 @@
-"""Scores of answers by either kind of reward model, and the accuracy of scores. Not here: training and reports."""
+"""Scores of answers by either kind of reward model, and the accuracy of scores."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from rlhf.gold.labelers import make_held_out_labelers
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.classifier import TextRewardModel
 
-Scores = list[list[float]]  # a list an item
+Scores = list[list[float]]  # a list per item
 
-SCORED_TOGETHER = 128  # rows a forward
+SCORED_TOGETHER = 128  # rows per forward
 
 
 def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
@@ -53,7 +53,7 @@ def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
 
 
 def score_items(model: Any, items: list[Item], pad: int, device: torch.device, calibrated: bool = False) -> Tensor:
-    """Scores (N, K) of items with up to K answers, 0 where an item has fewer: one forward a response."""
+    """Scores (N, K) of items with up to K answers, 0 if an item has fewer: one forward per response."""
     inputs = make_inputs(model, [row for item in items for row in item.rows], pad)
     flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=calibrated)
     most = max(len(item.rows) for item in items)
@@ -62,7 +62,7 @@ def score_items(model: Any, items: list[Item], pad: int, device: torch.device, c
 
 
 def pad_weights(items: list[Item], device: torch.device) -> Tensor:
-    """(N, K, K) pair weights of items, 0 where there is no answer."""
+    """(N, K, K) pair weights of items, 0 if there is no answer."""
     most = max(len(item.rows) for item in items)
     weights = torch.zeros(len(items), most, most)
     for i, item in enumerate(items):
@@ -83,7 +83,7 @@ def score_rows(model: Any, rows: Sequence[Any], pad: int, device: torch.device, 
 
 
 def score_each(model: Any, items: list[Item], pad: int, device: torch.device) -> Scores:
-    """Calibrated scores, a list an item."""
+    """Calibrated scores, a list per item."""
     flat = iter(score_rows(model, [row for item in items for row in item.rows], pad, device).tolist())
     return [[next(flat) for _ in item.rows] for item in items]
 
@@ -138,7 +138,7 @@ def length_baseline(items: list[Item]) -> float:
 def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
     """Whose rankings train nothing: those of data.held_out_labelers, and the gold world's own.
 
-    Raises: UserError where the setting names someone who ranked nothing.
+    Raises: UserError if the setting names someone who ranked nothing.
     """
     names = names_of(config.data.held_out_labelers)
     check_labelers("data.held_out_labelers", names, records)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def interval(values: Sequence[float]) -> dict[str, object]:
-    """{"value": mean, "ci95": [low, high], "n"} of one number a prompt, by the normal approximation."""
+    """{"value": mean, "ci95": [low, high], "n"} of one number per prompt, by the normal approximation."""
     n = len(values)
     mean = sum(values) / n
     variance = sum((v - mean) ** 2 for v in values) / max(1, n - 1)

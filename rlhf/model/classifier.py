@@ -1,8 +1,7 @@
 """Any transformers text classifier as reward model, with its own tokenizer: it reads text, not the policy's tokens.
 
 Encoder-decoders (T5, BART) serve with their encoder and a new scalar head; everything else is an
-`AutoModelForSequenceClassification` with one label. Not here: how a dialogue becomes its input (`rlhf.model.rendering`),
-the reward model on the SFT trunk (`rlhf.model.heads`), training and calibration (`rlhf.stages.reward`).
+`AutoModelForSequenceClassification` with one label.
 """
 
 import inspect
@@ -25,7 +24,7 @@ from rlhf.model.loading import load_whole
 from rlhf.model.rendering import TextEncoder, TextRow
 
 RECORD = "text_reward.json"  # what makes a model folder one of a TextRewardModel
-SCORED_TOGETHER = 64  # rows a forward of score_texts
+SCORED_TOGETHER = 64  # rows per forward of score_texts
 
 
 class EncoderClassifier(nn.Module):
@@ -72,7 +71,7 @@ class TextRewardModel(nn.Module):
 
         A tokenizer without a pad token of its own gets one, so that the end token can be read.
 
-        Raises: UserError where it cannot be read or model and tokenizer do not fit.
+        Raises: UserError if it cannot be read or model and tokenizer do not fit.
         """
         config, tokenizer = _read_config(source)
         bare = tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id
@@ -135,7 +134,7 @@ class TextRewardModel(nn.Module):
         self.gain, self.shift = float(gain), float(shift)
 
     def gradient_checkpointing_enable(self, *arguments: Any, **keywords: Any) -> None:
-        """Raises: UserError where the architecture cannot."""
+        """Raises: UserError if the architecture cannot."""
         try:
             self.network.gradient_checkpointing_enable(*arguments, **keywords)
         except ValueError as error:
@@ -159,7 +158,7 @@ class TextRewardModel(nn.Module):
     def from_pretrained(cls, source: str | Path) -> "TextRewardModel":
         """What `save_pretrained` wrote; or a classifier with one label that others trained, which is not calibrated.
 
-        Raises: UserError where it cannot be read, or has more than one label.
+        Raises: UserError if it cannot be read, or has more than one label.
         """
         config, tokenizer = _read_config(str(source))
         record = Path(source) / RECORD
@@ -180,7 +179,7 @@ class TextRewardModel(nn.Module):
 def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel | TextRewardModel:
     """The reward model of a stage's model folder, or a one-label classifier of others, in eval mode.
 
-    Raises: UserError where it cannot be read.
+    Raises: UserError if it cannot be read.
     """
     path = Path(folder)
     try:
@@ -247,7 +246,7 @@ def _pad_id(network: Any, tokenizer: Any) -> int:
 
 
 def position_limit(network: nn.Module, tokenizer: Any) -> int | None:
-    """The longest input in tokens, or None where positions are relative and the tokenizer states no limit."""
+    """The longest input in tokens, or None if positions are relative and the tokenizer states no limit."""
     config: Any = network.config
     limits = [n for n in (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")) if n]
     if tokenizer.model_max_length < 10**9:

@@ -1,9 +1,9 @@
 """The sampler: ragged prompts in, responses with their log-probs out. Rollouts are most of PPO's time.
 
-`sample` runs our GPT with a preallocated key-value cache, takes the log-probs while it samples and drops
-finished sequences from the batch; other models go through transformers' `generate`. `stream` yields one
-response token by token. Not here: chat templates, scores, rewards. Which token a prompt gets depends on
-(seed, key, step) and the model alone, never on the batch the prompt is in.
+`sample` runs our GPT with a preallocated key-value cache, takes the log-probs while it samples and drops finished
+sequences from the batch; other models go through transformers' `generate`. `stream` yields one response token by
+token. Which token a prompt gets depends on (seed, key, step) and the model alone, never on the batch the prompt is
+in.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
 
 
 def _rows_carried(live: int, rows: int, packed: bool) -> int:
-    """How many rows a batch goes on with: a few ended ones cost less to carry than to take out.
+    """The number of rows with which a batch continues: a few ended ones cost less to keep than to remove.
 
     Packed products are compiled for each number of rows, and some megabytes each, so that they see few: of three bits.
     """

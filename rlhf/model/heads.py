@@ -1,7 +1,4 @@
-"""The reward model, which is also the critic: a trunk without its unembedding, and a scalar head.
-
-Not here: the ranking loss (`rlhf.ops.ranking`), how gain and shift are measured (`rlhf.stages.reward`).
-"""
+"""The reward model, which is also the critic: a trunk without its unembedding, and a scalar head."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Linear layers with their weights in oneDNN's blocked layout: for decoding on a CPU, where weights stay and rows are few.
 
-A plain product lays its matrix of weights out anew at each call, which few rows do not pay for: with 32 rows and widths from
-256 the packed product takes half to two thirds of the time. Training and long forwards gain little and are left alone: a
-packed product is compiled for each number of rows, about 2 MB each. Not here: which tokens are decoded
-(`rlhf.model.generate`).
+A plain product lays its matrix of weights out anew at each call, which few rows do not pay for: with 32 rows and
+widths from 256 the packed product takes half to two thirds of the time. Training and long forwards gain little and
+are left alone: a packed product is compiled for each number of rows, about 2 MB each.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ MOST_BYTES = 2**30  # of copies: a model that needs more keeps its weights as th
 
 
 def packed_product() -> Callable[..., Tensor] | None:
-    """x W^T + b, with an activation, by a packed W; None where this torch has none.
+    """x W^T + b, with an activation, by a packed W; None if this torch has none.
 
     It is the operator that torch.compile emits for frozen weights. torch has no other name for it, so it may go.
     """

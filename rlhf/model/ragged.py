@@ -1,7 +1,7 @@
 """The next-token loss of a batch of unequal lengths, with little computed on padding and no logits of all tokens.
 
-The batch and the loss stay what they are: only the forward is split, rows of similar length together, each part cut to
-its own longest row. Not here: which rows make a batch, packing.
+The batch and the loss stay what they are: only the forward is split, rows of similar length together, each part cut
+to its own longest row.
 """
 
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompt and response as one input of a text classifier, in its own tokenizer's words.
 
-Not here: the classifier (`rlhf.model.classifier`), and the chat format of our own models (`rlhf.tokenizer`).
-
 How a dialogue is rendered, in this order of preference:
 - template: the tokenizer has a chat template: prompt and response go through it as they are
 - pair: the tokenizer joins two texts with tokens between them: the prompt is the first, the response the second
@@ -56,7 +54,7 @@ class TextEncoder:
         """One row. What is too long loses the oldest turns, then the beginning of the last one; a response that leaves
         the prompt less than a quarter of the room loses its end instead, and then has no closing token.
 
-        Raises: UserError where the chat template refuses the dialogue.
+        Raises: UserError if the chat template refuses the dialogue.
         """
         messages = [Message(role=m.role, content=self._as_text(m.content)) for m in prompt]
         response = self._as_text(response)
@@ -77,7 +75,7 @@ class TextEncoder:
         return TextRow(row.ids[-self.limit :], row.types[-self.limit :])
 
     def count(self, response: str) -> int:
-        """How many tokens a response has, without special ones."""
+        """The number of tokens of a response, without special ones."""
         return self._count(self._as_text(response))
 
     def _row(self, messages: list[Message], response: str, ended: bool) -> TextRow:

@@ -1,7 +1,4 @@
-"""Generalised advantage estimation over the tokens of a response.
-
-Not here: whitening (masked.py) and the rewards that enter (ppo.py).
-"""
+"""Generalised advantage estimation over the tokens of a response."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""Estimates of the KL divergence from samples, and the coefficient that weighs it.
-
-Not here: masks and sums over tokens (masked.py), and the reward that the KL enters (ppo.py).
-"""
+"""Estimates of the KL divergence from samples, and the coefficient that weighs it."""
 
 import math
 from typing import Any

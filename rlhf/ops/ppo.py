@@ -1,8 +1,7 @@
 """Rewards per token, the clipped policy and value losses, and what is measured beside them.
 
-Not here: the loop, the models, advantages (gae.py), whitening (masked.py). Losses are sums over tokens
-divided by `denominator`; an engine that averages gradients over ranks must be given loss * ranks when that
-count is global.
+Losses are sums over tokens divided by `denominator`; an engine that averages gradients over ranks must be given
+loss * ranks when that count is global.
 """
 
 import torch

@@ -1,8 +1,4 @@
-"""The reward model's loss on ranked answers, and the pair weights that a ranking becomes.
-
-Not here: the reward model, and records of labels; an importer has already turned names of responses into
-ranks or index pairs.
-"""
+"""The reward model's loss on ranked answers, and the pair weights that a ranking becomes."""
 
 from collections.abc import Sequence
 
@@ -60,7 +56,7 @@ def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[f
     Where two labelers disagree, both directions carry weight. labelers: tensors of one shape (…, K, K),
     answers in one order.
 
-    Raises ValueError: no labeler, unequal shapes, or weights that are not one a labeler and at least 0.
+    Raises ValueError: no labeler, unequal shapes, or weights that are not one per labeler and at least 0.
     """
     if not labelers or any(weights.shape != labelers[0].shape for weights in labelers):
         shapes = [tuple(weights.shape) for weights in labelers]
@@ -90,9 +86,9 @@ def ranking_loss(
 
     scores (N, K) in any float type, pair_weights (N, K, K), 0 or more, diagonal 0; the score of an absent
     answer (no weight) is never read. Returns the scalar loss in nats and statistics, in which a pair counts
-    by its weight (one a labeler): sums to reduce over batches and ranks `prompts`, `loss_sum`, `pairs`,
+    by its weight (one per labeler): sums to reduce over batches and ranks `prompts`, `loss_sum`, `pairs`,
     `pairs_correct` (equal scores count half), `margin_sum` (of scores_ni - scores_nj); ready for this call
-    `loss`, `accuracy`, `margin` (the last two NaN where a part of a batch has no pair).
+    `loss`, `accuracy`, `margin` (the last two NaN if a part of a batch has no pair).
 
     Raises ValueError: wrong shapes or types, a bad weight, no pair and no denominator, denominator not
     positive.

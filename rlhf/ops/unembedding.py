@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and cross-entropies from hidden states and the unembedding, without a copy of the logits.
 
-What `logprobs.token_logprobs` and `logprobs.entropy` give for logits = hidden weight^T, computed a chunk of rows at a time
-while the chunk is in the processor's cache. Not here: which positions count.
+What `logprobs.token_logprobs` and `logprobs.entropy` give for logits = hidden weight^T, computed a chunk of rows at
+a time while the chunk is in the processor's cache.
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""FLOPs and hours of pretraining and PPO. Pure functions; a multiply-add counts as two operations.
-
-Not here: a prediction of the share of the peak that a machine reaches (MFU): it is a setting.
-"""
+"""FLOPs and hours of pretraining and PPO. Pure functions; a multiply-add counts as two operations."""
 
 from rlhf.planning.shapes import Shape
 
@@ -43,7 +40,7 @@ def decode_seconds(
 
     The prompt runs at `flops` operations a second; each of the `answer` steps then takes as long as its operations or as
     reading the weights and the cache (half full on average beyond the prompt), whichever is longer. cache_bytes: of the
-    full cache; bandwidth: bytes a second.
+    full cache; bandwidth: bytes per second.
 
     Source: Pope et al. 2022, section 2 (the roofline of a decoding step).
     """

@@ -1,7 +1,6 @@
-"""The plan of a configuration: bytes a GPU and a stage by part, whether they fit, hours, compute-optimal sizes.
+"""The plan of a configuration: bytes per GPU, stage and part, whether they fit, hours, compute-optimal sizes.
 
-Adds up the closed forms of `shapes`, `memory`, `compute` and `scaling` as the stages use them. Not here: printing
-(`rlhf.commands.plan`) and running anything.
+Adds up the closed forms of `shapes`, `memory`, `compute` and `scaling` as the stages use them.
 """
 
 import copy
@@ -23,7 +22,7 @@ FORWARDS = (
 MAX_GPUS = 16384
 GB = 1e9  # bytes; what a data sheet calls 80 GB is a little more
 RESPONSES = 9  # the most that InstructGPT's labelers ranked (K)
-# Dense operations a second of an A100 (data sheet: 312 TFLOPS in bfloat16, 19.5 in float32), where no peak is given.
+# Dense operations per second of an A100 (data sheet: 312 TFLOPS in bfloat16, 19.5 in float32), if no peak is given.
 PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
 
 
@@ -67,7 +66,7 @@ def critic_parameters(config: PlanConfig, shape: Shape) -> int:
 
 
 def reward_models(config: PlanConfig) -> int:
-    """How many frozen models score a response; a function among `ppo.rewards` counts as one too."""
+    """The number of frozen models that score each response; a function among `ppo.rewards` counts as one too."""
     rewards = config.ppo.rewards
     return max(1, len(rewards)) if isinstance(rewards, list) else 1
 
@@ -94,7 +93,7 @@ def micro_batches(config: PlanConfig, gpus: int) -> dict[str, int]:
 
 
 def stage_bytes(config: PlanConfig, setup: Setup, stage: str) -> dict[str, int]:
-    """Bytes a GPU by part at the height of a stage (PPO: of a phase), and `host`, bytes a GPU in the host's memory."""
+    """Bytes per GPU by part at the peak of a stage (PPO: of a phase), and `host`, bytes per GPU in the host's memory."""
     shape, dtype = shape_of(config), config.dtype
     rows, longest = micro_batches(config, setup.gpus)[stage], sequence_of(config)
     ppo = stage.startswith("ppo")
@@ -158,7 +157,7 @@ def peak_bytes(parts: dict[str, int]) -> int:
 
 
 def largest(config: PlanConfig, setup: Setup) -> tuple[str, int]:
-    """The stage that needs most, and how many bytes a GPU."""
+    """The stage that needs most, and its bytes per GPU."""
     return max(((stage, peak_bytes(stage_bytes(config, setup, stage))) for stage in STAGES), key=lambda found: found[1])
 
 
@@ -168,7 +167,7 @@ def room(config: PlanConfig) -> float:
 
 
 def fewest_gpus(config: PlanConfig, setup: Setup) -> int | None:
-    """The least number of GPUs on which every stage fits; None where 16384 are too few.
+    """The least number of GPUs on which every stage fits; None if 16384 are too few.
 
     Two GPUs can need more than one (communication buffers come in); from two on, more GPUs never need more a GPU.
     """
@@ -188,7 +187,7 @@ def fewest_gpus(config: PlanConfig, setup: Setup) -> int | None:
 
 
 def smaller_batches(config: PlanConfig) -> str | None:
-    """Overrides that halve forwards, which changes no result, until every stage fits; None where that is not enough."""
+    """Overrides that halve forwards, which changes no result, until every stage fits; None if that is not enough."""
     setup, changed = setup_of(config), []
     tried = copy.deepcopy(config)
     for group, name, stages in FORWARDS:

@@ -1,6 +1,6 @@
 """Compute-optimal parameters and tokens after Hoffmann et al. 2022, by each of the paper's three approaches.
 
-C = 6 N D in all of them, as in the paper's own tables. Not here: what a budget buys in hours (`rlhf.planning.compute`).
+C = 6 N D in all of them, as in the paper's own tables.
 """
 
 import math

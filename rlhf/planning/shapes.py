@@ -1,6 +1,6 @@
 """How many parameters a GPT has, in closed form, without building it.
 
-Not here: weights. `tests/planning` compares the counts with the model itself on the meta device.
+`tests/planning` compares the counts with the model itself on the meta device.
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from rlhf.runs.folders import Stage
 class ActorCritic(nn.Module):
     """Policy and critic as one module: one engine, one optimizer, a learning rate each.
 
-    critic: a model of its own; or a head (D -> 1) on the policy's trunk; or None where advantages need no values.
+    critic: a model of its own; or a head (D -> 1) on the policy's trunk; or None if advantages need no values.
     """
 
     def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None):
@@ -89,7 +89,7 @@ class Reference(nn.Module):
 
 
 def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
-    """The critic by ppo.critic; a head alone where the trunk is shared; None where advantages need no values."""
+    """The critic by ppo.critic; a head alone where the trunk is shared; None if advantages need no values."""
     settings = config.ppo
     if settings.advantages != "gae":
         return None

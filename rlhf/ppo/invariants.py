@@ -15,11 +15,11 @@ RATIO_TOLERANCE = 1e-4  # of |log rho| a token, and of a token's gap to the refe
 
 # The same in bf16, whose products depend on a batch's shape. Measured on two layers of width 64, 3000 tokens, batches of
 # 16, 5 and 1 against 32 rows, with logits rounded to bf16 (as under ZeRO-3; elsewhere they are float32): |log rho| is
-# 0.03 at most and 1.2e-4 on average, 2.5e-3 nats a sequence at most on average; 0.08 and 3e-4 with logits three times as
+# 0.03 at most and 1.2e-4 on average, 2.5e-3 nats per sequence at most on average; 0.08 and 3e-4 with logits three times as
 # large. The gap to the reference is 0: both models see the same batches.
 HALF_RATIO_TOLERANCE = 0.15  # below log(1 + clip_range) = 0.18, so that what it lets pass is not clipped either
-HALF_MEAN_GAP = 0.01  # nats a token, mean of absolute values: 30 times the largest mean above
-HALF_SEQUENCE_KL = 0.05  # nats a sequence, mean over sequences: 20 times the largest above
+HALF_MEAN_GAP = 0.01  # nats per token, mean of absolute values: 30 times the largest mean above
+HALF_SEQUENCE_KL = 0.05  # nats per sequence, mean over sequences: 20 times the largest above
 
 # The sampler's log-probs in bf16 against a recomputation, in standard deviations of the log-probs: the rounding of logits
 # grows with their spread. Measured on models of 4 and 8 layers with weights of deviation 0.02 to 0.1, 1280 tokens: a mean
@@ -85,7 +85,7 @@ def check_reference(rollout: Rollout, tolerance: float) -> None:
     mask = rollout.response_mask
     gap = torch.where(mask, rollout.logp_old - rollout.logp_ref, 0.0)  # (B, A)
     most, mean = gap.abs().max().item(), masked_mean(gap.abs(), mask, mask.sum().clamp(min=1)).item()
-    kl = gap.sum(1).mean().item()  # nats a sequence
+    kl = gap.sum(1).mean().item()  # nats per sequence
     limits = [most <= tolerance]
     wanted = f"want at most {tolerance:.2g} on a token"
     if tolerance > RATIO_TOLERANCE:

@@ -23,7 +23,7 @@ class PretrainingBlocks:
 
     @classmethod
     def load(cls, config: Config, tokenizer: Any) -> "PretrainingBlocks":
-        """Raises: UserError where the pretraining stage has no packed corpus any more, or one of another tokenizer."""
+        """Raises: UserError if the pretraining stage has no packed corpus any more, or one of another tokenizer."""
         folder = stage_folder(config, "pretrain")
         try:
             corpus = PackedCorpus.load(folder / "corpus")

@@ -1,7 +1,6 @@
 """What pays a response in PPO: reward models, text classifiers and Python functions, alone or combined.
 
-A source is called with `Episodes` and returns scores (B,) float32. Not here: the KL penalty and the rule for responses
-without an end token (`rlhf.ops.ppo`), and training (`rlhf.stages.reward`).
+A source is called with `Episodes` and returns scores (B,) float32.
 """
 
 import importlib
@@ -68,7 +67,7 @@ class TextReward:
 
 
 class FunctionReward:
-    """A Python function `module:name` or `file.py:name`, called as f(prompts, responses, metadata) -> one number a response.
+    """A Python function `module:name` or `file.py:name`, called as f(prompts, responses, metadata) -> one number per response.
 
     prompts: lists of {"role", "content"}; responses: strings; metadata: what the prompt's record carries.
     """

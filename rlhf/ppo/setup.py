@@ -1,4 +1,4 @@
-"""What a run of PPO holds: the models by their settings, the prompts, and what pays. Not here: the loop (`stages/ppo.py`)."""
+"""What a run of PPO holds: the models by their settings, the prompts, and what pays."""
 
 import functools
 import time
@@ -76,7 +76,7 @@ class PpoRun:
         return samples
 
     def score(self, prompts: Prompts, samples: Samples) -> Rollout:
-        """The responses with log-probs, values and scores. Raises: UserError where one is not finite."""
+        """The responses with log-probs, values and scores. Raises: UserError if one is not finite."""
         with self.engine.autocast():
             rollout = score_responses(self.rollout_setup, prompts, samples)
         self.clock("score")
@@ -176,7 +176,7 @@ def make_actor_critic_engine(config: Config, policy: Any, critic: Any, device: t
 
 
 def check_shares(config: Config, ranks: Ranks) -> None:
-    """Raises: UserError where the ranks' shares of an update do not fit what they have to do together."""
+    """Raises: UserError if the ranks' shares of an update do not fit what they have to do together."""
     settings = config.ppo
     prompts = settings.episodes_per_update // settings.responses_per_prompt
     if prompts < ranks.count:
@@ -227,7 +227,7 @@ def make_reward(
 
 
 def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prompts, Prompts]:
-    """Prompts of the training split, and some of the dev split, with tokens. Raises: UserError where none is left."""
+    """Prompts of the training split, and some of the dev split, with tokens. Raises: UserError if none is left."""
     records, info = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
     for line in info.describe():
         stage.say(line)

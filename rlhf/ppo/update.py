@@ -1,8 +1,8 @@
 """PPO's fifth step: `epochs` passes over one rollout in minibatches, with one optimizer step each.
 
 A minibatch is the same set of episodes on any number of ranks, each rank holding some of them; it is split into
-micro-batches, whose losses are sums divided by the minibatch's global count of response tokens. So neither split changes
-a loss or a gradient. Not here: rollouts, rewards and advantages (`stages/ppo.py`).
+micro-batches, whose losses are sums divided by the minibatch's global count of response tokens. So neither split
+changes a loss or a gradient.
 """
 
 import math

@@ -159,7 +159,7 @@ class Picture:
 
     @property
     def log_svg(self) -> str:
-        """The same over a logarithmic axis; empty where that shows nothing."""
+        """The same over a logarithmic axis; empty if that shows nothing."""
         curve = for_log(self.curve)
         return draw(curve, *self._size(), log=True) if curve is not None else ""
 
@@ -176,7 +176,7 @@ class Picture:
 
 
 def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") -> Picture | None:
-    """One picture; None where none of its metrics has a point in any run."""
+    """One picture; None if none of its metrics has a point in any run."""
     found = [pair for pattern in chart.names for _, points in runs for pair in expand(pattern, points)]
     metrics = [pair for pair in dict.fromkeys(found) if f"-{pair[0]}" not in chart.names]
     if not metrics:

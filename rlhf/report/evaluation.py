@@ -11,7 +11,7 @@ from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.run_files import RunFiles, get, number, visible
 
 MODELS = ("base", "sft", "ppo")
-# What is drawn of a study that is a row a choice.
+# What is drawn of a study that is a row per choice.
 CHOICE_FIGURES = (("win_rate", "win rate over SFT"), ("gold", "true reward"), ("kl", "KL to SFT, nats"),
                   ("bpb", "bits per byte of held-out text"))  # fmt: skip
 HISTOGRAM_BINS = 24
@@ -158,7 +158,7 @@ def make_study_pictures(study: dict[str, Any], run: str) -> Iterator[Picture | N
 
 
 def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """(choice, value and its interval) of a study that is a row a choice; where there is no interval, the value itself."""
+    """(choice, value and its interval) of a study that is a row per choice; where there is no interval, the value itself."""
     rows = study.get("rows")
     for name, row in rows.items() if isinstance(rows, dict) else []:
         value, low, high = interval(get(row, measure))
@@ -186,7 +186,7 @@ def _paths(study: dict[str, Any], measure: str) -> Iterator[tuple[str, list[tupl
 
 
 def study_tables(run: RunFiles) -> Iterator[dict[str, Any]]:
-    """Studies that are a row a choice: {"title", "columns", "rows": (choice, figures)}, each figure with its interval."""
+    """Studies that are a row per choice: {"title", "columns", "rows": (choice, figures)}, each figure with its interval."""
     for study in run.studies:
         rows = study.get("rows")
         if not isinstance(rows, dict) or not rows:

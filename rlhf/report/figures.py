@@ -128,7 +128,7 @@ def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> t
 
 
 def for_log(curve: Curve) -> Curve | None:
-    """The picture's points above 0, for a logarithmic axis; None where most are not, or where they span too little."""
+    """The picture's points above 0, for a logarithmic axis; None if most are not, or if they span too little."""
     if curve.names:
         return None
     series, all_ys = [], []
@@ -148,7 +148,7 @@ def for_log(curve: Curve) -> Curve | None:
 def save(curve: Curve, path: Path, title: str) -> Path:
     """Writes the picture with title, axes' names and legend as an SVG or PNG file, by the path's suffix.
 
-    Raises: ValueError where no series has a point; OSError where the file cannot be written.
+    Raises: ValueError if no series has a point; OSError if the file cannot be written.
     """
     series = [one for one in curve.series if one.xs]
     figure, axes = make_figure_axes(curve, series, 640.0, 360.0, log=False)

@@ -38,7 +38,7 @@ def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool =
     """The picture as an <svg> element, for use inside an HTML page that defines the colour variables.
 
     log: a logarithmic y axis; give it what `for_log` returned.
-    Raises: ValueError where no series has a point.
+    Raises: ValueError if no series has a point.
     """
     series = [one for one in curve.series if one.xs]
     figure, axes = make_figure_axes(curve, series, width, height, log)
@@ -143,7 +143,7 @@ def _hovers(
 
 
 def interval_text(one: Series, x: float, y: float) -> str:
-    """The interval at a point in words, with a space before it; empty where it is no wider than the point itself."""
+    """The interval at a point in words, with a space before it; empty if it is no wider than the point itself."""
     if len(one.lows) != len(one.xs):
         return ""
     rows = zip(one.xs, one.ys, one.lows, one.highs, strict=True)

@@ -83,7 +83,7 @@ def write_report(*folders: Path, path: Path | None = None) -> Path:
     """Writes the page of these runs to `path`, the first run's report.html by default, and returns the path.
 
     Works on a run that is complete, half done or empty. The same files give the same bytes.
-    Raises: FileNotFoundError where a folder is none; OSError where the page cannot be written.
+    Raises: FileNotFoundError if a folder is none; OSError if the page cannot be written.
     """
     page = make_page([read_run(folder) for folder in folders])
     path = folders[0] / "report.html" if path is None else path
@@ -95,7 +95,7 @@ def write_report(*folders: Path, path: Path | None = None) -> Path:
 def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path]:
     """Every figure of the page as a file of its own in `target`, as "svg" or "png"; returns the paths.
 
-    Raises: FileNotFoundError where a run's folder is none; OSError where a file cannot be written.
+    Raises: FileNotFoundError if a run's folder is none; OSError if a file cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
     pictures: list[Picture] = [figure for stage in make_curves(runs) for figure in [*stage["figures"], *stage["rest"]]]

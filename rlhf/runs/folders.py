@@ -180,7 +180,7 @@ def check_output(folder: Path, stage: str | None = None) -> dict:
 
 
 def collect_parents(config: Config, stage: str) -> dict[str, str]:
-    """{parent: hash}. Raises: UserError where a parent is missing, damaged, or was built on other grandparents."""
+    """{parent: hash}. Raises: UserError if a parent is missing, damaged, or was built on other grandparents."""
     records = {}
     for parent in STAGES[stage].parents:
         if is_needed(config, parent) and not (parent == "reward" and stage in PAID_STAGES and not pays_itself(config)):
@@ -201,7 +201,7 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
 
 
 def check_round(earlier: Config) -> list[dict]:
-    """The records of the label and PPO stages of the labelling round before. Raises: UserError where they do not fit."""
+    """The records of the label and PPO stages of the labelling round before. Raises: UserError if they do not fit."""
     records: dict[str, dict] = {}
     for name in ROUND_STAGES:
         folder = run_folder(earlier) / name

@@ -9,7 +9,7 @@ from typing import Any
 
 @functools.cache
 def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
-    """{"commit", "branch", "dirty"} of the checkout that the code lies in; empty where it lies in none."""
+    """{"commit", "branch", "dirty"} of the checkout that the code lies in; empty if it lies in none."""
 
     def git(*arguments: str) -> str | None:
         try:

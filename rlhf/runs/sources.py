@@ -25,7 +25,7 @@ def fractions(config: Config) -> dict[str, float]:
 
 
 def data_source(config: Config, kind: str) -> Any:
-    """The sources of one kind of data, or None where none are given and the gold world writes none.
+    """The sources of one kind of data, or None if none are given and the gold world writes none.
 
     For prompts without a source, those of the demonstrations and comparisons serve.
     """
@@ -44,7 +44,7 @@ def data_source(config: Config, kind: str) -> Any:
 
 
 def need_source(config: Config, kind: str) -> Any:
-    """As `data_source`. Raises: UserError where there is none."""
+    """As `data_source`. Raises: UserError if there is none."""
     found = data_source(config, kind)
     if found is None:
         raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold")
@@ -181,7 +181,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     Of a folder that `rlhf import` wrote it is the hash of its manifest, whose files are checked. The gold world's
     files are covered by its stages' hashes.
 
-    Raises: UserError where a source is missing, or an import is damaged, or partial without data.allow_partial.
+    Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
     found: dict[str, str] = {}
     for kind in STAGES[stage].data:

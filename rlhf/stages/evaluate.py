@@ -109,7 +109,7 @@ def load_test_prompts(
 
 
 class Answers(dict):
-    """What one policy answered: {"prompts", "samples", "greedy"}; samples[i] has one Samples row list a prompt."""
+    """What one policy answered: {"prompts", "samples", "greedy"}; one list per prompt."""
 
 
 def answer_all(
@@ -138,7 +138,7 @@ def answer_all(
 def draw(
     config: Config, policy: Any, prompts: list[list[int]], ends: list[int], tokenizer: Any, name: str
 ) -> dict[str, Any]:
-    """{"ids", "texts", "ended"}: lists a prompt of `evaluate.samples` responses; and the greedy ones."""
+    """{"ids", "texts", "ended"}: lists per prompt of `evaluate.samples` responses; and the greedy ones."""
     count = config.evaluate.samples
     settings = {
         "max_new_tokens": config.rollout.max_new_tokens, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id,
@@ -170,7 +170,7 @@ def unpack(samples: Samples, tokenizer: Any, ends: list[int], count: int) -> dic
 def score_answers(
     answers: dict[str, Answers], records: list[PromptRecord], reward_model: Any, pad: int, device: torch.device
 ) -> dict[str, list[list[float]]]:
-    """Calibrated reward-model scores of the samples of SFT and PPO, a list a prompt."""
+    """Calibrated reward-model scores of the samples of SFT and PPO, a list per prompt."""
     scores = {}
     for name in ("sft", "ppo"):
         ids, prompts = answers[name]["ids"], answers[name]["prompts"]
@@ -202,7 +202,7 @@ def paid_scores(
 
 
 def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> list[list[float]]:
-    """A reward's scores of one policy's samples, a list a prompt."""
+    """A reward's scores of one policy's samples, a list per prompt."""
     count = len(answers["ids"][0])
     ids, texts, ended = ([x for row in answers[key] for x in row] for key in ("ids", "texts", "ended"))
     asked = [record for record in records for _ in range(count)]
@@ -261,7 +261,7 @@ def mean_of(rows: list[list[Any]]) -> float:
 
 @torch.no_grad()
 def kl_between(answers: Answers, policy: Path, reference: Path, pad: int, device: torch.device) -> float:
-    """Mean over the policy's samples of sum_t (logp - logp_ref), nats a sequence."""
+    """Mean over the policy's samples of sum_t (logp - logp_ref), nats per sequence."""
     policies = [load_policy(folder).to(device) for folder in (policy, reference)]
     pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
     total = 0.0
@@ -282,7 +282,7 @@ def kl_between(answers: Answers, policy: Path, reference: Path, pad: int, device
 def judge_answers(
     config: Config, records: list[PromptRecord], answers: dict[str, Answers]
 ) -> dict[str, dict[str, list[list[dict[str, float]]]]] | None:
-    """{policy: {"samples" | "greedy": the judge's parts, a list a prompt}}, or None where no truth is known."""
+    """{policy: {"samples" | "greedy": the judge's parts, a list per prompt}}, or None if no truth is known."""
     if not config.gold.enabled:
         return None
     tasks = [task_from_metadata(record.metadata["gold"]) for record in records]

@@ -29,7 +29,7 @@ SPARE = 3  # samples beyond K, to replace responses that say the same
 
 
 def run(config: Config) -> None:
-    """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples a prompt, of this round and those before."""
+    """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples per prompt, of this round and those before."""
     if not config.gold.enabled:
         raise UserError("label: only the gold world has simulated labelers: add experiment=gold")
     with open_stage(config, "label", hash_sources(config, "label")) as stage:
@@ -110,7 +110,7 @@ def responses_wanted(config: Config, record: PromptRecord) -> int:
 def rank_all(
     config: Config, prompts: list[PromptRecord], responses: list[list[tuple[str, bool]]], policy_id: str
 ) -> tuple[list[Ranking], int]:
-    """Rankings by one labeler a prompt, sometimes two; and how many prompts had only samples that say the same.
+    """Rankings by one labeler per prompt, sometimes two; and how many prompts had only samples that say the same.
 
     Prompts of the dev and test splits are ranked once more, by the held-out labelers in the same manner. These draw
     from a random stream of their own, so that the others' rankings are the same with and without them.

@@ -121,7 +121,7 @@ def above_ceiling(config: Config, kl: float) -> bool:
 def choose_prompts(run: PpoRun, update: int) -> list[int]:
     """Indices of an update's prompts: passes over all of them, each in an order of its own, cut into updates.
 
-    With k responses a prompt, each stands k times in a row.
+    With k responses per prompt, each stands k times in a row.
     """
     settings = run.config.ppo
     count, size = len(run.prompts), settings.episodes_per_update // settings.responses_per_prompt

@@ -1,9 +1,8 @@
 """Stage 3: the reward model on ranked comparisons.
 
-loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l), with all K answers of a prompt in one
-batch element (Ouyang et al. 2022, equation 1). Then calibration: demonstrations average 0, SFT samples have standard
-deviation 1. The model is the SFT trunk with a scalar head, or any text classifier (`reward.model`). Not here: what the
-reward model is worth on held-out comparisons (`rlhf.evaluation.reward_report`).
+loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l), with all K answers of a prompt
+in one batch element (Ouyang et al. 2022, equation 1). Then calibration: demonstrations average 0, SFT samples have
+standard deviation 1. The model is the SFT trunk with a scalar head, or any text classifier (`reward.model`).
 """
 
 import itertools
@@ -52,7 +51,7 @@ from rlhf.training.setup import load_policy, set_up
 from rlhf.training.state import put_random_state, put_weights, read_state, write_checkpoint
 from rlhf.training.usage import training_flops, usage_metrics
 
-EVALUATED_TOGETHER = 128  # responses a forward of the held-out figures
+EVALUATED_TOGETHER = 128  # responses per forward of the held-out figures
 
 
 def run(config: Config) -> None:
@@ -120,7 +119,7 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
 
 
 def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Encode) -> dict[str, list[Item]]:
-    """Items of the train and dev splits. Raises: UserError where none is left to train on."""
+    """Items of the train and dev splits. Raises: UserError if none is left to train on."""
     groups: dict[str, list[Ranking]] = {"train": [], "dev": [], "test": []}
     for record in records:
         groups[record_split(record, config.data.split_seed, fractions(config))].append(record)
@@ -296,7 +295,7 @@ def calibrate(
 def score_samples(
     config: Config, model: Any, tokenizer: Any, prompts: list[PromptRecord], device: torch.device
 ) -> Tensor:
-    """Raw scores of one SFT sample a prompt; prompts that cannot fit are passed over."""
+    """Raw scores of one SFT sample per prompt; prompts that cannot fit are passed over."""
     policy = load_policy(stage_folder(config, "sft") / "model").to(device)
     context = tokenizer.model_max_length
     length = min(config.rollout.max_new_tokens, context // 2)

@@ -28,7 +28,7 @@ def count_unreadable(path: Path) -> int:
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
-    """The object of one line; None where it is torn or holds something else. NaN and Infinity are read as null."""
+    """The object of one line; None if it is torn or holds something else. NaN and Infinity are read as null."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):

@@ -236,7 +236,7 @@ def derive(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _close(reduction: str, sums: Sequence[float]) -> float | None:
-    """The formula of `REDUCTIONS[reduction].close`; None where nothing was counted."""
+    """The formula of `REDUCTIONS[reduction].close`; None if nothing was counted."""
     if reduction in ("max", "last"):
         return sums[0]
     count = sums[-1]
@@ -265,7 +265,7 @@ class Sums:
     def add(self, name: str, *sums: float) -> None:
         """Adds one micro-batch's sums.
 
-        Raises: ValueError where the table lacks `name` or its reduction wants other sums.
+        Raises: ValueError if the table lacks `name` or its reduction wants other sums.
         """
         check_names([name])
         metric = find(name)
@@ -297,7 +297,7 @@ class Sums:
             self.add(name, *sums)
 
     def reduce(self) -> dict[str, float]:
-        """One number a metric, in the order in which the metrics were first added."""
+        """One number per metric, in the order in which the metrics were first added."""
         closed = {}
         for name, sums in self._sums.items():
             metric = find(name)

@@ -30,7 +30,7 @@ BINS = 24
 
 
 def log_results(tracker: Tracker, results: Mapping[str, Any], scores: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Logs the figures under eval/test/, the calibration curve and the histograms of `scores`, {model: a list a prompt}."""
+    """Logs the figures under eval/test/, the calibration curve and the histograms of `scores`, {model: a list per prompt}."""
     metrics = {
         f"eval/test/{name}": value
         for name, place in PLACES.items()

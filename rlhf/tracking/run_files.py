@@ -91,7 +91,7 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Reads a run's folder. Raises: FileNotFoundError where it is no folder."""
+    """Reads a run's folder. Raises: FileNotFoundError if it is no folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
     stages = {name: read_stage(folder / name) for name in PIPELINE}
@@ -106,7 +106,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def get(tree: Any, *path: str) -> Any:
-    """The value at a path of keys, or None where the tree has no such place."""
+    """The value at a path of keys, or None if the tree has no such place."""
     for key in path:
         if not isinstance(tree, dict):
             return None

@@ -14,7 +14,7 @@ MISSING = (
 
 
 def require_tensorboard() -> None:
-    """Raises: UserError where the package is missing."""
+    """Raises: UserError if the package is missing."""
     import importlib.util
 
     if importlib.util.find_spec("tensorboard") is None:

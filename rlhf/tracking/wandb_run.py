@@ -23,7 +23,7 @@ INIT_TIMEOUT, FINISH_TIMEOUT = 20.0, 30.0
 SAMPLE_COLUMNS = ("step", "id", "prompt", "response", "score", "kl", "length")
 # Dicts of a sample row whose entries become columns of their own.
 SAMPLE_PARTS = ("parts", "gold")
-# Kept in samples.jsonl for the report: a list a row is no column.
+# Kept in samples.jsonl for the report: a list per row is no column.
 NOT_COLUMNS = ("tokens", "kl_tokens")
 
 

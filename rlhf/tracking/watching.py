@@ -90,7 +90,7 @@ class Watched:
 
     @property
     def total(self) -> int | None:
-        """The steps that the stage will take, as it says or as its configuration asks; None where it depends on the data."""
+        """The steps that the stage will take, as it says or as its configuration asks; None if it depends on the data."""
         told = self.record.get("steps")
         if isinstance(told, int):
             return told
@@ -122,7 +122,7 @@ class Watched:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a stage; None where the system does not tell.
+    """Whether a process holds the lock of a stage; None if the system does not tell.
 
     Asking by taking the lock could keep a stage from starting, so that the kernel's list is read.
     """
@@ -223,7 +223,7 @@ def line(stage: Watched) -> str:
 
 
 def screen(watch: Watch, width: int) -> list[str]:
-    """The live view: a line a stage, and below the current one a bar and a small curve for each figure."""
+    """The live view: a line per stage, and below the current one a bar and a small curve for each figure."""
     lines = [f"{watch.folder.name}  " + " → ".join(
         f"{ {'complete': '●', 'running': '◐', 'stopped': '✕'}.get(s.status, '○') } {s.title}" for s in watch.begun)]  # fmt: skip
     stage = watch.current

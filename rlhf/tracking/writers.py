@@ -88,7 +88,7 @@ class Tracker:
 
         Values are numbers or one-element tensors. `time/elapsed_s` is added. A value that is not finite is
         written as null, with one warning a name, so that the file stays JSON.
-        Raises: ValueError where the table of metrics lacks a name.
+        Raises: ValueError if the table of metrics lacks a name.
         """
         check_names(metrics)
         if step == self._resume_step and self._kept:
@@ -121,13 +121,13 @@ class Tracker:
         return None
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Writes generated text, one row a response: the table that grows while the policy changes.
+        """Writes generated text, one row per response: the table that grows while the policy changes.
 
         Give the same held-out prompts each time, by `id`. Keys: id, prompt, response; score; kl, nats of the whole
         response; length, response tokens; parts, {name: number} that the score is made of; gold, the judge's own
         parts; tokens and kl_tokens, lists of the response's tokens as text and of logp - logp_ref for each, which
         the report shades. All but the first three may be missing.
-        Raises: ValueError where a row lacks id, prompt or response, or its tokens and kl_tokens differ in number.
+        Raises: ValueError if a row lacks id, prompt or response, or its tokens and kl_tokens differ in number.
         """
         for row in rows:
             missing = [key for key in SAMPLE_KEYS if key not in row]
@@ -167,7 +167,7 @@ class Tracker:
     def summary(self, values: Mapping[str, float]) -> None:
         """Shows the stage's final numbers in the view; on disk they belong to stage.json, which the stage writes.
 
-        Raises: ValueError where the table of metrics lacks a name.
+        Raises: ValueError if the table of metrics lacks a name.
         """
         check_names(values)
         if self._view is not None:

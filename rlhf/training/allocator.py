@@ -1,7 +1,7 @@
 """Freed memory stays with the process: a training step asks for the same sizes again and again.
 
-By default glibc gives large blocks back to the system at once and takes them anew, each time as pages that the kernel
-clears first; on a CPU that is a tenth of a small model's step and more. Not here: GPUs, whose allocator torch has.
+By default glibc gives large blocks back to the system at once and takes them anew, each time as pages that the
+kernel clears first; on a CPU that is a tenth of a small model's step and more.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """What trains a module in our own loops (reward model, PPO): plainly, on one process or several, or with DeepSpeed ZeRO.
 
 Losses come divided by GLOBAL counts, so that a step's gradient is the SUM over all ranks and micro-batches of what
-`backward` was given. Not here: transformers' Trainer, which drives DeepSpeed itself (`trainer.py`).
+`backward` was given.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class Engine:
                 p.grad = self.ranks.sum_tensor(torch.zeros_like(p) if p.grad is None else p.grad)
 
     def step(self, rates: list[float]) -> None:
-        """One optimizer step, with a learning rate a group; the gradients are gone afterwards."""
+        """One optimizer step, with a learning rate per group; the gradients are gone afterwards."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.optimizer.step()
@@ -180,7 +180,7 @@ def make_engine(
     config: Config, module: nn.Module, groups: list[dict[str, Any]], device: torch.device, *, max_grad_norm: float = 0.0,
     sampled: nn.Module | None = None,
 ) -> Engine:  # fmt: skip
-    """The engine of deepspeed=…. Raises: UserError where DeepSpeed is not installed.
+    """The engine of deepspeed=…. Raises: UserError if DeepSpeed is not installed.
 
     groups: AdamW's, with their weights. max_grad_norm: what ZeRO clips the joint norm to (plainly, the loop clips).
     sampled: the part of `module` that `Engine.whole` will be asked for.

@@ -1,7 +1,6 @@
 """Whole weights out of what ranks hold in parts, and model folders that are read back after they are written.
 
-One way for a plain module, one under data parallelism, and ZeRO-1, 2 and 3. Not here: what a run resumes from (the
-engine's own checkpoints), nor the gathering for a rollout, which keeps the weights on the device.
+One way for a plain module, one under data parallelism, and ZeRO-1, 2 and 3.
 """
 
 import contextlib
@@ -79,7 +78,7 @@ def save_model_checked(module: Any, folder: Path, state: Mapping[str, Tensor] | 
 
     The folder loads with `from_pretrained`; a module without `save_pretrained` becomes one model.safetensors.
 
-    Raises: UserError where a file does not hold what was gathered.
+    Raises: UserError if a file does not hold what was gathered.
     """
     if state is None:
         return
@@ -101,7 +100,7 @@ def _state_type(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def check_saved(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Raises: UserError where the folder's safetensors files lack a tensor or hold another value."""
+    """Raises: UserError if the folder's safetensors files lack a tensor or hold another value."""
     left = set(state)
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:

@@ -84,7 +84,7 @@ def load_policy(folder: Path, **overrides: Any) -> Any:
 
 
 def check_tokenizer(parent: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
-    """Invariant 9. Raises: UserError where the model in a stage's folder was trained with another tokenizer."""
+    """Invariant 9. Raises: UserError if the model in a stage's folder was trained with another tokenizer."""
     if tokenizer_hash(load_tokenizer(parent / "model")) != tokenizer_hash(tokenizer):
         raise UserError(
             f"{parent / 'model'}: its tokenizer or chat template is not that of this run: train {parent.name} anew, "

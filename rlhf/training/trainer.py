@@ -1,7 +1,7 @@
 """transformers' Trainer and TRL's as pretraining and SFT use them: one process or several, plain or under ZeRO.
 
-The global batch is the same on any number of processes, and so are the losses: sums over ranks, divided by the global
-number of labels. Checkpoints are those of our own loops (`state.py`). Not here: what trains there (`engine.py`).
+The global batch is the same on any number of processes, and so are the losses: sums over ranks, divided by the
+global number of labels. Checkpoints are those of our own loops (`state.py`).
 """
 
 import dataclasses
@@ -46,10 +46,10 @@ IGNORED = -100  # the label of a token that the loss leaves out
 
 
 def split_batch(setting: str, rows: int, micro: int, processes: int) -> tuple[int, int]:
-    """(rows a forward on one process, forwards an optimizer step), whose product with `processes` is `rows`.
+    """(rows per forward on one process, forwards per optimizer step), whose product with `processes` is `rows`.
 
-    micro: the most rows a forward; it is lowered to a divisor. setting: what gives the rows, for the message.
-    Raises: UserError where the rows do not divide among the processes.
+    micro: the most rows per forward; it is lowered to a divisor. setting: what gives the rows, for the message.
+    Raises: UserError if the rows do not divide among the processes.
     """
     if rows % processes:
         raise UserError(
@@ -281,13 +281,13 @@ class StageTrainer(_Trainer):
         return self.accelerator.prepare(loader)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Raises: UserError where the loss of any process is not finite, before its backward, and saves the batch."""
+        """Raises: UserError if the loss of any process is not finite, before its backward, and saves the batch."""
         found = super().compute_loss(model, inputs, *args, **kwargs)
         self._stop_unless_finite({"loss": found[0] if isinstance(found, tuple) else found}, inputs)
         return found
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Raises: UserError where the gradient is not finite: before the step, or under ZeRO, which steps itself, after
+        """Raises: UserError if the gradient is not finite: before the step, or under ZeRO, which steps itself, after
         it and before anything is saved."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         labels = int(kwargs.get("num_items_in_batch", args[0] if args else None) or 0)

@@ -1,7 +1,7 @@
 """What training takes, as metrics: the share of the device's peak that it reaches (MFU), and peak memory.
 
-Operations are the model's own, counted from its weights (a multiply-add is two); what gradient checkpointing computes
-again does not count. Not here: what a run will take, which `rlhf plan` says before it (`rlhf.planning`).
+Operations are the model's own, counted from its weights (a multiply-add is two); what gradient checkpointing
+computes again does not count.
 """
 
 import math
@@ -29,7 +29,7 @@ PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_flops(config: Config, device: torch.device) -> float | None:
-    """Operations a second of one device: tracking.peak_tflops, or by the GPU's name; None where neither tells."""
+    """Operations per second of one device: tracking.peak_tflops, or by the GPU's name; None if neither tells."""
     if config.tracking.peak_tflops is not None:
         return config.tracking.peak_tflops * 1e12
     if device.type != "cuda":

@@ -1,8 +1,7 @@
 """DeepSpeed's own configuration, built from this project's settings, so that a batch size exists once.
 
-ZeRO-1 shards the optimizer's state over the ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too (Rajbhandari et al.
-2020); offload keeps the sharded optimizer (and with ZeRO-3 the weights) in the host's memory. Not here: the engine that
-trains with it (`engine.py`), nor the memory that it takes (`rlhf.planning.memory`).
+ZeRO-1 shards the optimizer's state over the ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too (Rajbhandari et
+al. 2020); offload keeps the sharded optimizer (and with ZeRO-3 the weights) in the host's memory.
 """
 
 from typing import Any
@@ -26,7 +25,7 @@ def offloads(config: Config) -> bool:
 
 
 def wants_bfloat16(config: Config, device: torch.device) -> bool:
-    """Whether training runs in bfloat16 with float32 master weights. Raises: UserError where the GPU has none."""
+    """Whether training runs in bfloat16 with float32 master weights. Raises: UserError if the GPU has none."""
     if config.precision == "auto":
         return device.type == "cuda" and gpu_has_bfloat16()
     if config.precision == "bfloat16" and device.type == "cuda" and not gpu_has_bfloat16():
@@ -35,7 +34,7 @@ def wants_bfloat16(config: Config, device: torch.device) -> bool:
 
 
 def need_deepspeed(config: Config) -> None:
-    """Raises: UserError where deepspeed=… asks for a package that is not installed."""
+    """Raises: UserError if deepspeed=… asks for a package that is not installed."""
     import importlib.util
 
     if zero_stage(config) and importlib.util.find_spec("deepspeed") is None:
@@ -49,7 +48,7 @@ def deepspeed_settings(
 ) -> dict[str, Any]:
     """The dictionary that DeepSpeed takes as its configuration.
 
-    micro_batch: rows a forward on one rank; accumulation: forwards an optimizer step; max_grad_norm: of one engine's
+    micro_batch: rows per forward on one rank; accumulation: forwards per optimizer step; max_grad_norm: of one engine's
     whole gradient, 0 clips nothing.
     """
     stage = zero_stage(config)

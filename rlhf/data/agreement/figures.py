@@ -40,9 +40,9 @@ class Judgements(NamedTuple):
 
 
 def ratio(agreements: np.ndarray, comparisons: np.ndarray) -> dict[str, Any]:
-    """sum(agreements) / sum(comparisons), both (n,) with one entry an item, and its 95% interval.
+    """sum(agreements) / sum(comparisons), both (n,) with one entry per item, and its 95% interval.
 
-    `ci95` is value +- 1.96 standard errors of the ratio with the item as unit, within [0, 1]; None where n < 2.
+    `ci95` is value +- 1.96 standard errors of the ratio with the item as unit, within [0, 1]; None if n < 2.
     """
     a, m = agreements.astype(np.float64), comparisons.astype(np.float64)
     n = len(m)
@@ -62,7 +62,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _quietly(function: Any, *args: Any, **kwargs: Any) -> float | None:
-    """What a library computes; None where that is no number. Its warnings stay off the screen."""
+    """What a library computes; None if that is no number. Its warnings stay off the screen."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         return _finite(function(*args, **kwargs))
@@ -107,7 +107,7 @@ def compute_alpha(counts: np.ndarray, values: np.ndarray) -> float | None:
 
 
 def compute_tau(ranks_a: np.ndarray, ranks_b: np.ndarray) -> float | None:
-    """Kendall's tau-b of two labelers' ranks of the same responses, both (K,); None where one is all ties.
+    """Kendall's tau-b of two labelers' ranks of the same responses, both (K,); None if one is all ties.
 
     Source: Kendall 1945.
     """

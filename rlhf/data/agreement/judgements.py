@@ -74,7 +74,7 @@ def pairwise_agreement(rankings: Sequence[Ranking]) -> dict[str, Any]:
 
 
 class Judgement(NamedTuple):
-    """What agreement needs of a record; `packed` is None where it has too many responses."""
+    """What agreement needs of a record; `packed` is None if it has too many responses."""
 
     packed: tuple[bytes, int, int, bytes] | None
     labeler: str | None
@@ -82,7 +82,7 @@ class Judgement(NamedTuple):
 
 
 def judgement_of(ranking: Ranking) -> Judgement | None:
-    """A record's judgement in a few bytes; None where it judges nothing (a labelling task)."""
+    """A record's judgement in a few bytes; None if it judges nothing (a labelling task)."""
     if ranking.ranking is None and ranking.pairs is None and not ranking.ratings:
         return None
     fits = len(ranking.responses) <= packing.MAX_RESPONSES

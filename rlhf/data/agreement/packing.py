@@ -104,7 +104,7 @@ def read(
     rows = np.flatnonzero(forms & RANKS)
     byte[rows] = data[offsets[rows, None] + np.arange(size)]
     ranks = np.where(byte == _UNRANKED, np.nan, byte).astype(np.float32)
-    order = ranks[:, j] - ranks[:, i]  # above 0 where i is better
+    order = ranks[:, j] - ranks[:, i]  # above 0 if i is better
     verdicts = np.where(np.isnan(order), MISSING, np.sign(order)).astype(np.int8)
     rows = np.flatnonzero(forms & PAIRS)
     verdicts[rows] = data[offsets[rows, None] + np.arange(len(i))].view(np.int8)

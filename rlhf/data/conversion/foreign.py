@@ -31,7 +31,7 @@ Turns = list[dict[str, Any]]
 def chat_text(value: Any, field: str) -> str:
     """What a turn says: a string as it is, or typed parts, whose texts follow each other without a gap.
 
-    Raises: BadRow where it is neither, or where a part is no text (an image, a tool call).
+    Raises: BadRow if it is neither, or if a part is no text (an image, a tool call).
     """
     if isinstance(value, str):
         return value
@@ -65,7 +65,7 @@ def _turn(turn: Any, field: str) -> dict[str, Any]:
 def chat_turns(value: Any, field: str) -> Turns:
     """Turns as {role, content} or {from, value}, with the roles system, user, assistant; other keys are kept.
 
-    Raises: BadRow where it is no list of turns, or where a turn has another role (a tool, a function).
+    Raises: BadRow if it is no list of turns, or if a turn has another role (a tool, a function).
     """
     if not isinstance(value, list) or not value:
         raise BadRow(field, f"got {shown(value)}, want a list of turns")
@@ -75,7 +75,7 @@ def chat_turns(value: Any, field: str) -> Turns:
 def with_system(system: Any, turns: Turns) -> Turns:
     """The turns after a system turn, where a row gives that text apart from them.
 
-    Raises: BadRow where it is neither text nor null.
+    Raises: BadRow if it is neither text nor null.
     """
     if system is None or system == "":
         return turns
@@ -98,7 +98,7 @@ def dialogue_record(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[
     alike. Where turns have a `loss_weight` (or `weight`), an answer of weight 0 is context as well. What
     follows the answer is kept as `metadata.later_turns`; other keys of its turn as `metadata.answer`.
 
-    Raises: BadRow where every answer has weight 0.
+    Raises: BadRow if every answer has weight 0.
     """
     learned = [i for i, turn in enumerate(turns) if _is_learned(turn)]
     if not learned:
@@ -118,7 +118,7 @@ def dialogue_record(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[
 def last_answer(turns: Turns, field: str) -> tuple[Turns, dict[str, Any]]:
     """A dialogue's prompt and its last turn, which is the judged answer.
 
-    Raises: BadRow where the last turn is no answer.
+    Raises: BadRow if the last turn is no answer.
     """
     if turns[-1]["role"] != "assistant":
         raise BadRow(field, f'the last turn is "{turns[-1]["role"]}", want the assistant\'s answer')
@@ -128,7 +128,7 @@ def last_answer(turns: Turns, field: str) -> tuple[Turns, dict[str, Any]]:
 def one_answer(value: Any, field: str) -> dict[str, Any]:
     """The turn of a judged answer that stands alone.
 
-    Raises: BadRow where it is no turn of the assistant.
+    Raises: BadRow if it is no turn of the assistant.
     """
     turn = _turn(value, field)
     if turn["role"] != "assistant":
@@ -158,7 +158,7 @@ def is_text(value: Any) -> bool:
 def number(value: Any, field: str, wanted: str = "a number") -> float:
     """A finite number.
 
-    Raises: BadRow where it is something else, null and true included.
+    Raises: BadRow if it is something else, null and true included.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadRow(field, f"got {shown(value)}, want {wanted}")

@@ -43,7 +43,7 @@ class Mapped:
     def convert(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The records of one row: several where several labelers judged it.
 
-        Raises: BadRow where a cell cannot be what its column is said to be, or nobody judged.
+        Raises: BadRow if a cell cannot be what its column is said to be, or nobody judged.
         """
         rankings = list(self._rankings(row))  # first, since a row without a judgement is worth no other complaint
         rest: Mapping[str, Any] = row
@@ -212,7 +212,7 @@ def _unjudged(wanted: str, row: Mapping[str, Any]) -> str:
 
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """What a column holds; None where the row lacks it."""
+    """What a column holds; None if the row lacks it."""
     value = lookup(row, path)
     return None if value is MISSING else value
 
@@ -220,7 +220,7 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
 def _text(value: Any, path: str) -> str:
     """A cell as text; a number as its digits.
 
-    Raises: BadRow where it is a list or an object.
+    Raises: BadRow if it is a list or an object.
     """
     if isinstance(value, str):
         return value
@@ -235,7 +235,7 @@ def _text(value: Any, path: str) -> str:
 
 
 def _chat(value: Any) -> list[Any] | None:
-    """The turns that a cell holds, a list or one, also as JSON text; None where it holds none."""
+    """The turns that a cell holds, a list or one, also as JSON text; None if it holds none."""
     value = as_json(value)
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
@@ -263,7 +263,7 @@ def _responses(cells: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
 def cells_of(row: Mapping[str, Any], paths: Sequence[str], *, needed: bool = True) -> list[tuple[str, Any]]:
     """(path, value) of several columns, or of the items of the list that a single one holds.
 
-    Raises: BadRow where a needed column is missing, or the single one holds no list.
+    Raises: BadRow if a needed column is missing, or the single one holds no list.
     """
     found = [(path, lookup(row, path)) for path in paths]
     for path, value in found:

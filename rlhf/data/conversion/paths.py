@@ -76,7 +76,7 @@ def _splits(path: str) -> list[tuple[str, str | None]]:
 
 
 def _index(step: str, length: int) -> int | None:
-    """A list's index; from the end where negative; None where it is no number or there is no such item."""
+    """A list's index; from the end where negative; None if it is no number or there is no such item."""
     if not step.removeprefix("-").isdecimal() or not step.isascii() or len(step) > 9:
         return None
     index = int(step)

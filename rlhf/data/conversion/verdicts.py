@@ -76,7 +76,7 @@ def is_empty(value: Any) -> bool:
 
 
 def read_thumb(value: Any) -> bool | None:
-    """A verdict on one response, good or bad; None where it is neither."""
+    """A verdict on one response, good or bad; None if it is neither."""
     word = re.sub(r"[\s_]+", " ", normal(value))
     return True if _GOOD.fullmatch(word) else False if _BAD.fullmatch(word) else None
 
@@ -88,7 +88,7 @@ def as_number(value: Any) -> float | None:
 
 
 def read_phrase(text: str, k: int) -> Verdict | None:
-    """A phrase that names one of K responses or a tie; None where it does neither. A bare number is no phrase."""
+    """A phrase that names one of K responses or a tie; None if it does neither. A bare number is no phrase."""
     words = re.sub(r"[\s_\-/,;:.!?()\[\]\"'*]+", " ", text.casefold()).strip()
     if _TIES.fullmatch(words):
         return Verdict(TIE)
@@ -136,7 +136,7 @@ class Vocabulary:
     def looked_at(self, cells: Sequence[tuple[Any, int]]) -> "Vocabulary":
         """The vocabulary after a look at many judgements, each with the K of its row.
 
-        Raises: ValueError where their numbers could mean two things.
+        Raises: ValueError if their numbers could mean two things.
         """
         if self.words:
             return self
@@ -158,7 +158,7 @@ class Vocabulary:
     def read(self, value: Any, names: Sequence[str], texts: Sequence[str]) -> Verdict:
         """One cell's verdict over the responses whose columns and texts these are.
 
-        Raises: ValueError where it says nothing that is known, or two things.
+        Raises: ValueError if it says nothing that is known, or two things.
         """
         word = normal(value)
         if self.words:

@@ -46,7 +46,7 @@ class Format:
 
     name: str
     wants: str  # the shape of a row, in a few words, for messages
-    recognise: Callable[[Mapping[str, Any]], str | None]  # why a row is of this format; None where it is not
+    recognise: Callable[[Mapping[str, Any]], str | None]  # why a row is of this format; None if it is not
     # records, each with its `kind`; a part of the row that is given up, as a BadRow among them
     convert: Callable[[Mapping[str, Any]], Iterable[dict[str, Any] | BadRow]]
     joins: bool = False  # pairwise judgements over one item's responses become one ranking a labeler
@@ -64,7 +64,7 @@ def formats() -> dict[str, Format]:
 def require_text(row: Mapping[str, Any], key: str) -> str:
     """A row's string under `key`.
 
-    Raises: BadRow where it is missing or no string.
+    Raises: BadRow if it is missing or no string.
     """
     if key not in row:
         raise BadRow(key, "missing")
@@ -92,7 +92,7 @@ class FileInfo:
 
 @dataclass(slots=True)
 class SourceInfo:
-    """What was read: one entry a file."""
+    """What was read: one entry per file."""
 
     files: list[FileInfo] = field(default_factory=list)
 
@@ -111,7 +111,7 @@ class SourceInfo:
         return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def describe(self) -> list[str]:
-        """One line a file: name, format and why, rows, records by kind."""
+        """One line per file: name, format and why, rows, records by kind."""
         return [
             f"{f.name}: {f.format} ({f.why}), {f.rows} rows: "
             + (", ".join(f"{count} {kind} records" for kind, count in sorted(f.records.items())) or "no record")
@@ -163,7 +163,7 @@ def choose_format(name: str, rows: list[Row], asked: str, setting: str = "data.f
 
     `name` is the file's, `setting` what the user sets a format with; both for messages.
 
-    Raises: UserError where no format, or more than one, fits.
+    Raises: UserError if no format, or more than one, fits.
     """
     if asked == "auto":
         return _recognise(name, rows[:LOOK_AHEAD], setting)
@@ -230,7 +230,7 @@ def stem_of(source: Source) -> str:
 def import_source(source: Source, format: str, info: SourceInfo) -> Iterator[Record | Reject]:
     """Read one source: its records in order, a Reject for each row that gives none; `info` gets an entry.
 
-    Raises: UserError where the source cannot be read, is empty or is of no known format.
+    Raises: UserError if the source cannot be read, is empty or is of no known format.
     """
     stream = read_rows(source)
     head = list(islice(stream, LOOK_AHEAD))
@@ -298,7 +298,7 @@ RecordType = TypeVar("RecordType", Demonstration, Ranking, PromptRecord)
 def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], SourceInfo]:
     """All records of the sources, of every kind; of finished imports with the split that was written there.
 
-    Raises: UserError where a source cannot be read, where any row is bad (the first five problems and their count),
+    Raises: UserError if a source cannot be read, where any row is bad (the first five problems and their count),
     and for an import that had too many rejects, unless `allow_partial`.
     """
     info = SourceInfo()

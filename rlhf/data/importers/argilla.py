@@ -51,7 +51,7 @@ class _Annotator:
 
 
 def _flat_answers(row: Mapping[str, Any], key: str) -> list[dict[str, Any]] | None:
-    """The answers under one key of a flat row; None where the key is no question."""
+    """The answers under one key of a flat row; None if the key is no question."""
     value = row[key]
     if f"{key}.users" in row:
         if not key.endswith(".responses") or not isinstance(value, list):
@@ -166,7 +166,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None:
-    """The order that one answer gives to several responses, as `ranking` or `pairs`; None where it gives none."""
+    """The order that one answer gives to several responses, as `ranking` or `pairs`; None if it gives none."""
     best: str | None = None
     if isinstance(value, list) and value:
         ranked = value if all(isinstance(v, dict) and "value" in v for v in value) else None
@@ -259,7 +259,7 @@ def _records_of(one: _Annotator, prompt: Any, responses: Mapping[str, str]) -> I
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One record for each annotator and question that judges; the answers are kept under `metadata.answers`.
 
-    Raises: BadRow where nobody submitted an answer, or none of them judges a response.
+    Raises: BadRow if nobody submitted an answer, or none of them judges a response.
     """
     fields, questions, about = _read(row)
     annotators = _annotators(questions)

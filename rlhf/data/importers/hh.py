@@ -60,7 +60,7 @@ def _turns(text: str) -> list[dict[str, str]]:
 
 
 def prompt_turns(text: str) -> list[dict[str, str]] | None:
-    """The turns of a prompt that is a dialogue and ends with "Assistant:"; None where a text is no such thing."""
+    """The turns of a prompt that is a dialogue and ends with "Assistant:"; None if a text is no such thing."""
     whole = _dialogue(text).rstrip()
     if not _is_dialogue(text) or not whole.endswith(_ASSISTANT):
         return None

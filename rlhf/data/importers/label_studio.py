@@ -31,7 +31,7 @@ FLAT_KEYS = ("id", "annotation_id", "annotator", "created_at", "updated_at", "le
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    """Why a row is a task of Label Studio; None where it is not."""
+    """Why a row is a task of Label Studio; None if it is not."""
     if isinstance(row.get("data"), dict):
         if isinstance(row.get("annotations"), list):
             return "keys data and annotations"
@@ -166,7 +166,7 @@ def convert_flat(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     A control is a list of objects as {"selected": "left"}, or a text that says which response is better. CSV writes lists
     as JSON text.
 
-    Raises: BadRow where no key is a judgement.
+    Raises: BadRow if no key is a judgement.
     """
     values = (
         {key: _unpacked(value) for key, value in row.items()} if isinstance(row["annotation_id"], str) else dict(row)

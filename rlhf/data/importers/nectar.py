@@ -22,7 +22,7 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One ranking; an answer whose rank is null is left out of the order.
 
-    Raises: BadRow where no two answers have a rank.
+    Raises: BadRow if no two answers have a rank.
     """
     answers = row.get("answers")
     if not isinstance(answers, list) or not answers:

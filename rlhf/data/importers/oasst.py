@@ -40,7 +40,7 @@ def _replies(node: Node) -> list[Node]:
 
 
 def _ranking(path: list[dict[str, Any]], node: Node) -> dict[str, Any] | None:
-    """The ranking of the replies to one message; None where fewer than two of them are ranked answers."""
+    """The ranking of the replies to one message; None if fewer than two of them are ranked answers."""
     answers = [reply for reply in _replies(node) if ROLES.get(str(reply.get("role"))) == "assistant"]
     kept = [reply for reply in answers if not reply.get("deleted")]
     if path[-1]["role"] != "user" or sum(reply.get("rank") is not None for reply in kept) < 2:

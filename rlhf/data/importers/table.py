@@ -103,7 +103,7 @@ def _words(words: WordsConfig, mapped: Mapping[str, tuple[str, ...]], problems: 
 def _prepare(mapped: Mapped, name: str, rows: Sequence[Mapping[str, Any]]) -> Format:
     """The format after a look at a file's first rows: are its columns there, and what do its numbers mean.
 
-    Raises: UserError where a column is not there, or where numbers could mean two things.
+    Raises: UserError if a column is not there, or if numbers could mean two things.
     """
     missing = [
         f"columns.{setting}={path}: {name} has no such column{_nearest(path, rows)}"
@@ -131,7 +131,7 @@ def _prepare(mapped: Mapped, name: str, rows: Sequence[Mapping[str, Any]]) -> Fo
 def _holds_thumbs(mapped: Mapped, name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the rating's numbers are verdicts: 0 or -1 occurs, and nothing but these and 1.
 
-    Raises: UserError where every number is 1, which is the worst rating and the better verdict.
+    Raises: UserError if every number is 1, which is the worst rating and the better verdict.
     """
     values = [value_at(row, path) for path in mapped.of("rating") for row in rows]
     numbers = {number for value in values if (number := as_number(value)) is not None}

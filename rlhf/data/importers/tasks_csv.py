@@ -1,7 +1,7 @@
-"""Tables that `rlhf sample sample.tool=csv` wrote and people have filled in: one row a ranking, or one a pair.
+"""Tables that `rlhf sample sample.tool=csv` wrote and people have filled in: one row per ranking, or one per pair.
 
-The column `about` holds what a labeler need not see, and gives back each response's id, policy and metadata, and the
-turns of the prompt. Any other table goes through `format=table`. Not here: writing the tasks (`data/tasks.py`).
+The column `about` holds what a labeler need not see, and gives back each response's id, policy and metadata, and
+the turns of the prompt. Any other table goes through `format=table`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _LEAVE = "leave this column as it was written (a spreadsheet cuts cells at 32,76
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    """Why a row is a task that `rlhf sample` wrote; None where it is not."""
+    """Why a row is a task that `rlhf sample` wrote; None if it is not."""
     if not all(key in row for key in COMMON):
         return None
     if all(key in row for key in (*SIDES, "winner")):
@@ -84,7 +84,7 @@ def _by_winner(row: Mapping[str, Any], ids: list[str]) -> list[list[str]] | None
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The ranking of a row; null where nobody has filled it in, as in a task.
+    """The ranking of a row; null if nobody has filled it in, as in a task.
 
     Raises: BadRow.
     """

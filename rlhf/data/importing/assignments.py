@@ -41,7 +41,7 @@ class Assignments:
 def read_assignments(folder: Path, prefix_characters: int) -> Assignments:
     """What an import decided.
 
-    Raises: UserError where the folder is no import, or where its keys were made in another way.
+    Raises: UserError if the folder is no import, or if its keys were made in another way.
     """
     from rlhf.data.storage import read_arrow, verify
 

@@ -20,7 +20,7 @@ PII_KINDS = ("card", "email", "phone")  # bit i of a fact's `pii` is kind i
 # What becomes of a record; of a row, whose records may differ, the first of these that one of them has.
 KEPT, FILTERED, DUPLICATE, REJECTED = range(4)
 
-# What is remembered of a record; hashes are 64 bits, 0 where there is none.
+# What is remembered of a record; hashes are 64 bits, 0 if there is none.
 FACT = np.dtype(
     [
         ("kind", "u1"),  # as KIND_NUMBERS

@@ -84,7 +84,7 @@ class Importer:
     def run(self, sources: list[Source]) -> dict[str, Any]:
         """Import the sources; returns the report, which is written too.
 
-        Raises: UserError where no source can be read at all; OSError where the folder cannot be written.
+        Raises: UserError if no source can be read at all; OSError if the folder cannot be written.
         """
         self._forced_format()  # a format that does not exist is said before anything is read
         done = 0
@@ -268,7 +268,7 @@ class Importer:
         return report
 
     def _divide(self, kind: str) -> dict[str, int]:
-        """Write the records of a kind anew, one file a split."""
+        """Write the records of a kind anew, one file per split."""
         import pyarrow as pa
 
         source = self._writers[kind].path

@@ -1,4 +1,4 @@
-"""Pairwise judgements over one item's responses, joined into one record a labeler.
+"""Pairwise judgements over one item's responses, joined into one record per labeler.
 
 Formats whose rows are single judgements (`Format.joins`) name the item in `metadata.item`; the maths of joining is
 `records.join_judgements`.

@@ -52,7 +52,7 @@ class Pool:
     ) -> Iterator[tuple[Piece, Result]]:
         """Each piece with work(plan, piece), in order; here where it is one piece, or is not to be shared out.
 
-        Raises: WorkerError where a process dies, e.g. for want of memory.
+        Raises: WorkerError if a process dies, e.g. for want of memory.
         """
         pieces = iter(pieces)
         begin = list(islice(pieces, 2))

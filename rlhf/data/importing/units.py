@@ -79,7 +79,7 @@ class Digest:
             yield unit
 
     def hexdigest(self) -> str:
-        """Raises: UserError where the file went away meanwhile."""
+        """Raises: UserError if the file went away meanwhile."""
         if self._path is None:
             return self._rows.hexdigest()
         try:

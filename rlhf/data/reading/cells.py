@@ -12,7 +12,7 @@ from rlhf.errors import UserError
 def check_header(cells: Sequence[Any], name: str, line: int) -> list[str]:
     """The names of the columns, without white space around them.
 
-    Raises: UserError where one is empty, stands twice or is no text.
+    Raises: UserError if one is empty, stands twice or is no text.
     """
     names = ["" if cell is None else str(cell).strip() for cell in cells]
     empty = [i for i, one in enumerate(names, start=1) if not one]

@@ -363,7 +363,7 @@ class _Brackets:
 
 
 def read_json_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
-    """The objects of a file with one a line."""
+    """The objects of a file with one per line."""
     for block in line_blocks(file):
         yield from parse_block(block, name)
 

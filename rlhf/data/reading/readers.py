@@ -107,7 +107,7 @@ class Meter:
 def open_bytes(path: Path, meter: Meter | None = None) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, unpacked.
 
-    Raises: UserError where it cannot be opened, or is damaged (also while it is being read).
+    Raises: UserError if it cannot be opened, or is damaged (also while it is being read).
     """
     errors: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     suffix = path.suffix.lower()
@@ -143,7 +143,7 @@ def file_sha256(path: Path) -> str:
 def read_text(path: Path, encoding: str = "utf-8", remedy: str | None = None) -> Iterator[str]:
     """Decode a file chunk by chunk; a BOM is dropped and line ends become a single newline.
 
-    Raises: UserError where the encoding is unknown or the bytes are not in it, naming the byte's offset.
+    Raises: UserError if the encoding is unknown or the bytes are not in it, naming the byte's offset.
     """
     try:
         decoder = codecs.getincrementaldecoder(encoding)()
@@ -185,7 +185,7 @@ def read_rows(
 ) -> Iterator[Row | Reject]:
     """The rows of a file, a hub data set; what is no row is a Reject.
 
-    Raises: UserError where the source as a whole cannot be read.
+    Raises: UserError if the source as a whole cannot be read.
     """
     options = options or TableOptions()
     if source.path is None:

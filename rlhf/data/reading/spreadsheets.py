@@ -2,7 +2,7 @@
 
 Calamine holds a sheet as one dense block from its first to its last value, so a file of a kilobyte with two cells
 far apart takes the machine's memory. Files are therefore measured before they are opened: what they unpack to, and
-the block that their cells span. Not here: headers and what columns mean.
+the block that their cells span.
 """
 
 import re
@@ -101,7 +101,7 @@ def _cell(value: Any) -> Any:
 def open_sheet(path: Path, name: str, sheet: str | None) -> Iterator[Sheet]:
     """One sheet: the named one, or the first.
 
-    Raises: UserError where the file is none, is too large or protected, or has no such sheet.
+    Raises: UserError if the file is none, is too large or protected, or has no such sheet.
     """
     from python_calamine import CalamineError, CalamineWorkbook, PasswordError
 

@@ -27,7 +27,7 @@ _RESTARTS = 100  # after a quote that never closes, reading begins again this of
 def read_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str | None = None) -> Iterator[Row | Reject]:
     """The rows of a table; a row that cannot be read is a Reject. `line` counts as the table's program shows it.
 
-    Raises: UserError where the file as a whole cannot be read, or its header is no header.
+    Raises: UserError if the file as a whole cannot be read, or its header is no header.
     """
     suffix = _suffix(path)
     if suffix in (".csv", ".tsv"):
@@ -145,7 +145,7 @@ def _check_encoding(encoding: str) -> str:
 def _delimiter(path: Path, name: str, encoding: str) -> str:
     """What divides the header into most columns: a tab for .tsv; else a comma, a semicolon or a tab.
 
-    Raises: UserError where there is no header.
+    Raises: UserError if there is no header.
     """
     with open_bytes(path) as file:
         try:
