@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.composing import (
+    SCHEMAS,
     compose_config,
     conf_dir,
     config_name,
@@ -37,6 +38,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pipeline": ("rlhf.commands.pipeline", "all stages, from raw text to an aligned model and its report",
                  ("tracking", "checkpoints", "parents", "launcher", "sharding")),
     **{name: row for name, row in _STAGES.items() if name not in GOLD_STAGES},
+    "study": ("rlhf.commands.study", "compare PPO's choices on the gold world over several seeds", ("study",)),
     "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page", ("report",)),
     "watch": ("rlhf.commands.watch", "follow a run from another terminal", ("watch",)),
     "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard, or write its specification offline",
@@ -72,11 +74,8 @@ _ALSO_READ = {
     ),
     "sample": ("rollout.max_new_tokens", "rollout.batch_size", "parents", "gold.enabled"),
 }
-_OF_SEVERAL = (
-    "pipeline",
-    "plan",
-    "import",
-)  # commands that read the settings of several, or have a schema of their own
+# Commands that read the settings of several, or have a schema of their own.
+_OF_SEVERAL = ("pipeline", "study", "plan", "import")
 SHARED_FLAG = "--shared-settings"  # the overrides are those of several commands: what this one does not use is ignored
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
@@ -190,7 +189,7 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
 def uses(command: str, key: str) -> bool:
     """Whether a command reads a setting: for a stage its row in rlhf/recipe.py says so."""
     if "." not in key:
-        return key != "study" or command == "evaluate"
+        return True
     if command in STAGES:
         row = STAGES[command]
         read = (*row.settings, *row.reads, *_EVERY_STAGE, *(("sharding",) if row.several_processes else ()))
@@ -212,11 +211,13 @@ def check_used(overrides: list[str], command: str) -> None:
         for key in given:
             if not any(uses(name, key) for name in (*stages, command)):
                 say(f"pipeline: {key}: no stage of the pipeline uses it")
-    if command in _OF_SEVERAL or (command == "evaluate" and "study" in given):
+    if command in _OF_SEVERAL:
         return
     unused = [key for key in given if not uses(command, key)]
     if unused:
-        others = [name for name in COMMANDS if name not in _OF_SEVERAL and uses(name, unused[0])] or ["pipeline"]
+        others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])] or [
+            "pipeline"
+        ]
         more = f" ({', '.join(unused[1:])}: neither)" if unused[1:] else ""
         raise UserError(
             f"{unused[0]}: `rlhf {command}` does not use it; {', '.join(others)} {'do' if others[1:] else 'does'}{more}: "

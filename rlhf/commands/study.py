@@ -1,4 +1,4 @@
-"""`rlhf evaluate study=…`: what PPO's choices buy, measured on the gold world over several seeds.
+"""`rlhf study`: what PPO's choices buy, measured on the gold world over several seeds.
 
     frontier    learned and true reward against sqrt(KL) for a sweep of kl.coef, beside best-of-n (Gao et al. 2022)
     details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, averaging, baselines
@@ -70,43 +70,43 @@ class Cell:
 
 def run(config: Config) -> None:
     """Run the cells that are missing, evaluate them, and write the study's JSON."""
+    if config.study.kind is None:
+        raise UserError("study.kind is not set: want frontier or details")
     if not config.gold.enabled:
-        raise UserError(
-            f"study={config.study}: compares with the truth, which only the gold world has: add experiment=gold"
-        )
+        raise UserError("study: compares with the truth, which only the gold world has: add experiment=gold")
     cells = make_cells(config, forwarded_overrides())
     missing = [cell for cell in cells if must_run(config, cell)]
     tell_cost(config, cells, missing)
-    with ThreadPoolExecutor(max_workers=config.evaluate.processes) as pool:
+    with ThreadPoolExecutor(max_workers=config.study.processes) as pool:
         for code, cell in zip(pool.map(run_cell, missing), missing, strict=True):
             if code:
                 raise UserError(f"{cell.ppo}: the cell failed with exit code {code}: see {cell.folder / cell.run}.log, "
                                 "then run the same command again: finished cells are kept")  # fmt: skip
     from rlhf.commands.study_results import details_results, frontier_results
 
-    results = frontier_results(config, cells) if config.study == "frontier" else details_results(config, cells)
-    path = run_folder(config) / "study" / f"{config.study}.json"
+    results = frontier_results(config, cells) if config.study.kind == "frontier" else details_results(config, cells)
+    path = run_folder(config) / "study" / f"{config.study.kind}.json"
     write_json(path, results)
     say(f"study: {path}")
 
 
 # Overrides of the command that a cell does not take over: it has a run, a seed and parents of its own.
-NOT_FORWARDED = ("study=", "evaluate.", "run=", "runs_dir=", "seed=", "overwrite=", "threads=", "tracking", "parents.")
+NOT_FORWARDED = ("study.", "evaluate.", "run=", "runs_dir=", "seed=", "overwrite=", "threads=", "tracking", "parents.")
 
 
 def make_cells(config: Config, given: list[str]) -> list[Cell]:
     """Every cell of the study: choices x seeds. Raises: UserError for parents that do not fit, an unknown choice."""
-    settings = config.evaluate
+    settings = config.study
     seeds = [0, 1, 2] if settings.seeds is None else [int(seed) for seed in settings.seeds]
     names = [config.run] * len(seeds) if settings.parents is None else list(settings.parents)
     if len(names) != len(seeds):
-        raise UserError(f"evaluate.parents={names}: want one run for each of evaluate.seeds={seeds}")
+        raise UserError(f"study.parents={names}: want one run for each of study.seeds={seeds}")
     parents = [Path(config.runs_dir).absolute() / name for name in names]
     for parent in parents:
         if not is_complete(parent / "reward"):
             raise UserError(f"{parent}: has no finished reward model to build a study on: run `rlhf pipeline` first")
-    folder = (run_folder(config) / "study" / str(config.study)).absolute()
-    if config.study == "frontier":
+    folder = (run_folder(config) / "study" / str(config.study.kind)).absolute()
+    if config.study.kind == "frontier":
         updates = settings.updates * config.ppo.episodes_per_update
         fixed = (f"ppo.episodes={updates}", f"ppo.eval_prompts={EVAL_PROMPTS}", "ppo.eval_every=2", "kl.target=null",
                  "ppo.ema_decay=null")  # fmt: skip
@@ -117,7 +117,7 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
         wanted = list(DETAILS) if settings.cells is None else list(settings.cells)
         unknown = [name for name in wanted if name not in DETAILS]
         if unknown:
-            raise UserError(f"evaluate.cells: {unknown[0]!r}: want some of {', '.join(DETAILS)}")
+            raise UserError(f"study.cells: {unknown[0]!r}: want some of {', '.join(DETAILS)}")
         choices = {name: tuple(DETAILS[name]) for name in wanted}
     shared = [o for o in given if not o.startswith((*NOT_FORWARDED, "ppo.rewards="))] + rewards_by_folder(config)
     threads = config.threads or (1 if settings.processes > 1 else 0)
@@ -183,14 +183,14 @@ def collect_parents_of(cell: Cell) -> dict[str, str]:
 def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
     """Say how long the missing cells will take, by what PPO took on the parent."""
     episodes = (
-        config.ppo.episodes if config.study == "details" else config.evaluate.updates * config.ppo.episodes_per_update
+        config.ppo.episodes if config.study.kind == "details" else config.study.updates * config.ppo.episodes_per_update
     )
     record = read_stage(cells[0].parent / "ppo") or {}
     cost = "; how long is not known, since the parent has no finished PPO" if missing else ""
     if record.get("seconds") and missing:
         per_episode = record["seconds"] / record["settings"]["ppo.episodes"]
-        minutes = len(missing) * per_episode * episodes / 60 / config.evaluate.processes
-        cost = f"; about {minutes:.0f} minutes of PPO, {config.evaluate.processes} at a time, and the evaluations"
+        minutes = len(missing) * per_episode * episodes / 60 / config.study.processes
+        cost = f"; about {minutes:.0f} minutes of PPO, {config.study.processes} at a time, and the evaluations"
     say(f"study: {len(cells)} runs of PPO with {episodes:,} episodes, {len(cells) - len(missing)} done{cost}")
 
 

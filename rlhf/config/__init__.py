@@ -75,6 +75,9 @@ from rlhf.config.stages import (
     SftConfig as SftConfig,
 )
 from rlhf.config.stages import (
+    StudyConfig as StudyConfig,
+)
+from rlhf.config.stages import (
     TokenizerSettings as TokenizerSettings,
 )
 from rlhf.recipe import GOLD_STAGES, PARENTS
@@ -169,12 +172,6 @@ class Config:
         choices=("none", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
         changes=ROUNDING,
     )
-    study: str | None = setting(
-        None,
-        "study that `rlhf evaluate` runs instead of the final figures",
-        choices=("frontier", "details"),
-        changes=NOTHING,
-    )
     launcher: LauncherConfig = group(LauncherConfig, changes=ROUNDING)
     sharding: ShardingConfig = group(ShardingConfig, changes=ROUNDING)
     model: ModelConfig = group(ModelConfig)
@@ -190,6 +187,7 @@ class Config:
     rejection: RejectionConfig = group(RejectionConfig)
     dpo: DpoConfig = group(DpoConfig)
     evaluate: EvaluateConfig = group(EvaluateConfig)
+    study: StudyConfig = group(StudyConfig, changes=NOTHING)
     gold: GoldConfig = group(GoldConfig)
     tracking: TrackingConfig = group(TrackingConfig, changes=NOTHING)
     checkpoints: CheckpointConfig = group(CheckpointConfig, changes=NOTHING)

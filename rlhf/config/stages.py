@@ -214,13 +214,23 @@ class EvaluateConfig:
     prompts: int = setting(512, "held-out prompts", min=1)
     samples: int = setting(3, "responses per prompt at temperature 1", min=1)
     best_of: int = setting(16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0)
-    seeds: Any = setting(None, "seeds of a study's PPO runs; none: 0, 1 and 2", kind="seeds", changes=NOTHING)
+
+
+@dataclass(slots=True)
+class StudyConfig:
+    """`rlhf study`: PPO's choices compared on the gold world, over several seeds."""
+
+    kind: str | None = setting(
+        None, "frontier: reward against KL for several coefficients; details: one choice changed at a time",
+        choices=("frontier", "details"),
+    )  # fmt: skip
+    seeds: Any = setting(None, "seeds of the PPO runs; none: 0, 1 and 2", kind="seeds")
     parents: Any = setting(
-        None, "runs whose stages a study builds on, one per seed; none: this run for all", kind="names", changes=NOTHING
+        None, "runs whose stages the study builds on, one per seed; none: this run for all", kind="names"
     )
-    updates: int = setting(30, "PPO updates of each run of study=frontier", min=1, changes=NOTHING)
-    cells: Any = setting(None, "choices that study=details compares; none: all", kind="names", changes=NOTHING)
-    processes: int = setting(1, "runs of a study that run at the same time", min=1, max=MAX_PROCESSES, changes=NOTHING)
+    updates: int = setting(30, "PPO updates of each run of study.kind=frontier", min=1)
+    cells: Any = setting(None, "choices that study.kind=details compares; none: all", kind="names")
+    processes: int = setting(1, "PPO runs at the same time", min=1, max=MAX_PROCESSES)
 
 
 @dataclass(slots=True)

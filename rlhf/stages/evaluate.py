@@ -44,11 +44,6 @@ POLICIES = ("base", "base_prompted", "sft", "ppo")
 
 def run(config: Config) -> None:
     """Write runs/<run>/evaluate: results.json and samples.jsonl."""
-    if config.study is not None:
-        from rlhf.commands import study
-
-        study.run(config)
-        return
     with open_stage(config, "evaluate", hash_sources(config, "evaluate")) as stage:
         device = set_up(config)
         tokenizer = load_tokenizer(stage_folder(config, "ppo") / "model")

@@ -169,11 +169,11 @@ def test_rejection_sampling_trains_on_the_best(copy_until, gold_run):
     assert read_stage(folder)["status"] == "complete"
 
 
-SMALL_STUDY = ["ppo.critic_warmup_updates=0", "kl.target=null", "evaluate.seeds=[0,1]", "evaluate.samples=1"]
+SMALL_STUDY = ["ppo.critic_warmup_updates=0", "kl.target=null", "study.seeds=[0,1]", "evaluate.samples=1"]
 SMALL_DETAILS = [
     *SMALL_STUDY,
-    "study=details",
-    "evaluate.cells=[default,epochs_1]",
+    "study.kind=details",
+    "study.cells=[default,epochs_1]",
     "ppo.episodes=64",
     "evaluate.prompts=8",
     "evaluate.best_of=2",
@@ -184,7 +184,7 @@ def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_pat
     run = gold_run.copy(tmp_path, None, "gold")
     overrides = [*run.overrides, *SMALL_DETAILS]
     monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: overrides)
-    run.stage("evaluate", *SMALL_DETAILS)
+    run.stage("study", *SMALL_DETAILS)
     said = capfd.readouterr().out
     assert "4 runs of PPO with 64 episodes, 0 done; about" in said and "minutes" in said
     study = read_json(run.folder / "study" / "details.json")
@@ -194,7 +194,7 @@ def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_pat
         assert row["bpb"]["mean"] > 0 and row["kl"]["ci95"] is not None
     gap = study["rows"]["epochs_1"]["difference"]["gold"]["mean"]
     assert gap == pytest.approx(study["rows"]["epochs_1"]["gold"]["mean"] - study["rows"]["default"]["gold"]["mean"])
-    run.stage("evaluate", *SMALL_DETAILS)
+    run.stage("study", *SMALL_DETAILS)
     assert "4 done" in capfd.readouterr().out
     assert read_json(run.folder / "study" / "details.json") == study
     with pytest.raises(
@@ -202,7 +202,7 @@ def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_pat
     ):
         make = [o.replace("ppo.episodes=64", "ppo.episodes=128") for o in overrides]
         monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: make)
-        run.stage("evaluate", *make[len(run.overrides) :])
+        run.stage("study", *make[len(run.overrides) :])
 
 
 @pytest.mark.long
@@ -210,13 +210,13 @@ def test_frontier_has_a_curve_a_coefficient_and_best_of_n(gold_run, tmp_path, mo
     run = gold_run.copy(tmp_path, None, "gold")
     settings = [
         *SMALL_STUDY,
-        "study=frontier",
-        "evaluate.updates=4",
+        "study.kind=frontier",
+        "study.updates=4",
         "ppo.episodes_per_update=32",
-        "evaluate.seeds=[0]",
+        "study.seeds=[0]",
     ]
     monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: [*run.overrides, *settings])
-    run.stage("evaluate", *settings)
+    run.stage("study", *settings)
     study = read_json(run.folder / "study" / "frontier.json")
     assert set(study["curves"]) == {"kl_coef_0.0", "kl_coef_0.03", "kl_coef_0.1", "kl_coef_0.3"}
     path = study["curves"]["kl_coef_0.0"]["mean"]
@@ -232,14 +232,14 @@ def test_frontier_has_a_curve_a_coefficient_and_best_of_n(gold_run, tmp_path, mo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["evaluate.parents=[a,b]"], "want one run for each of evaluate.seeds"),
-        (["evaluate.cells=[bogus]"], "'bogus': want some of default, critic_sft"),
+        (["study.parents=[a,b]"], "want one run for each of study.seeds"),
+        (["study.cells=[bogus]"], "'bogus': want some of default, critic_sft"),
         (["run=empty"], "has no finished reward model to build a study on"),
     ],
 )
 def test_a_study_that_cannot_run_is_told(gold_run, settings, message):
     with pytest.raises(UserError, match=message):
-        make_cells(gold_run.config("study=details", *settings), [])
+        make_cells(gold_run.config("study.kind=details", *settings), [])
 
 
 def test_every_detail_composes():

@@ -110,7 +110,7 @@ def test_the_best_of_n_curve_is_made_anew_where_what_pays_changed(tmp_path, monk
         return [{"n": 1.0, "kl": 0.0, "score": 0.0, "gold": 0.0, "correct": 0.0, "kl_estimate": 0.0}]
 
     monkeypatch.setattr(study_results, "best_of_curve", curve)
-    config = compose_config(["experiment=gold", "study=frontier"])
+    config = compose_config(["experiment=gold", "study.kind=frontier"])
     for times, overrides in [
         (1, []), (1, []), (1, ["kl.coef=0.3"]), (2, ["ppo.missing_eos_score=-5"]), (2, ["ppo.missing_eos_score=-5"]),
         (3, ["ppo.score_clip=1"]), (4, ["ppo.calibrated=false"]), (5, ["rollout.max_new_tokens=20"]),
@@ -147,7 +147,7 @@ def test_a_study_builds_on_what_its_parent_built_on(tmp_path):
     # its own SFT is there, so that counts; of the tokenizer nothing is known
     recorded = {"world": "first", "sft": "first", "pretrain": str(elsewhere), "tokenizer": None}
     fake_stage(runs / "second" / "reward", recorded)
-    config = compose_config(["experiment=gold", "study=frontier", f"runs_dir='{runs}'", "run=second"])
+    config = compose_config(["experiment=gold", "study.kind=frontier", f"runs_dir='{runs}'", "run=second"])
     cell = make_cells(config, [])[0]
     wanted = {"world": runs / "first" / "world", "sft": runs / "second" / "sft", "pretrain": elsewhere,
               "label": runs / "second" / "label", "reward": runs / "second" / "reward",
@@ -163,7 +163,7 @@ def test_cells_are_paid_by_the_runs_that_the_command_named(gold_run, copy_until)
     other = run.folder.with_name("other ones")
     shutil.copytree(run.folder, other)
     name = f"{__name__}:pays_two"
-    given = ["study=frontier", "evaluate.seeds=[0]", f"ppo.rewards=['{other.name}',null,'{name}']"]
+    given = ["study.kind=frontier", "study.seeds=[0]", f"ppo.rewards=['{other.name}',null,'{name}']"]
     cell = make_cells(run.config(*given), [*run.overrides, *given])[0]
     own = study_results.cell_config(cell)
     assert own.ppo.rewards == [str((other / "reward").absolute()), None, name]
