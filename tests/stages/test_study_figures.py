@@ -133,7 +133,8 @@ def test_what_sft_answers_does_not_depend_on_what_pays(tmp_path):
 
 def fake_stage(folder: Path, parents: dict[str, str] | None = None) -> None:
     folder.mkdir(parents=True)
-    record = {"stage": folder.name, "status": "complete", "config": {"parents": parents or {}}}
+    record = {"stage": folder.name, "status": "complete", "config": {"parents": parents or {}}, "settings": {}, "parents": {},
+              "data": {}, "files": {}, "hash": "0" * 64}  # fmt: skip
     write_json(folder / "stage.json", record)
 
 
