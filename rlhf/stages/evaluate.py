@@ -1,7 +1,7 @@
-"""Stage 5: what came of it, on prompts and comparisons that no stage has trained on or chosen settings by.
+"""Stage 5: the final figures, on prompts and comparisons that no stage used for training or for choosing settings.
 
-In the gold world the judge tells the truth about every response. With other data the reward model's score, the KL and
-the held-out accuracy of the reward model are what can be known.
+In the gold world the judge gives every response its true score. With other data the figures are the reward model's score, the KL and
+the held-out accuracy of the reward model.
 """
 
 import json
@@ -53,12 +53,12 @@ def run(config: Config) -> None:
         # 1. Responses of every policy to the test prompts
         answers = answer_all(config, records, prompts, tokenizer, device)
 
-        # 2. What the reward model is worth
+        # 2. Evaluate the reward model
         results: dict[str, Any] = {"reward_model": evaluate_reward_model(config, reward_model, tokenizer, device)}
         for line in describe(results["reward_model"]):
             stage.say(line)
 
-        # 3. What the policies are worth
+        # 3. Evaluate the policies
         scores = score_answers(answers, records, reward_model, tokenizer.pad_token_id, device)
         results["reward_model"]["scores"] = score_distributions(config, reward_model, tokenizer, scores["sft"], device)
         optimised = paid_scores(config, answers, records, scores, tokenizer, device)
@@ -75,7 +75,7 @@ def run(config: Config) -> None:
             results["best_of_n"] = evaluate_best_of(config, records, prompts, tokenizer, gold, device)
         results |= costs(config)
 
-        with open_tracker(stage) as tracker:  # before the samples: a tracker begins its stage's files anew
+        with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
             log_results(tracker, results, scores)
         write_samples(stage.folder / "samples.jsonl", records, answers, gold, scores)
         results["seconds"]["evaluate"] = round(stage.elapsed(), 1)
@@ -110,9 +110,9 @@ class Answers(dict):
 def answer_all(
     config: Config, records: list[PromptRecord], prompts: list[list[int]], tokenizer: Any, device: torch.device
 ) -> dict[str, Answers]:
-    """Samples at temperature 1 and greedy responses of SFT and PPO; in the gold world of the base too.
+    """Samples at temperature 1 and greedy responses of SFT and PPO; in the gold world also of the base model.
 
-    The base is asked as all others, with a chat template that it has never seen, and once more prompted in its own way
+    The base model is prompted twice: with the chat template, which it has never seen, and with a document from its corpus
     ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
     """
     answers = {}
@@ -122,7 +122,7 @@ def answer_all(
             parent = "pretrain" if name.startswith("base") else name
             policy = load_policy(stage_folder(config, parent) / "model").to(device)
             asked, ends = prompts, end_ids(tokenizer)
-            if name == "base_prompted":  # it continues a text of the kind it was trained on, and picks the speaker
+            if name == "base_prompted":  # a text like those it was trained on, for it to continue
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
                 asked, ends = encode_texts(tokenizer, texts), [tokenizer.bos_token_id]
             answers[name] = Answers(prompts=asked, **draw(config, policy, asked, ends, tokenizer, name))
@@ -151,7 +151,7 @@ def unpack(samples: Samples, tokenizer: Any, ends: list[int], count: int) -> dic
     texts = []
     for ids in samples.responses:
         text = decode_response(tokenizer, ids[:-1] if ids and ids[-1] in ends else ids)
-        if ends != end_ids(tokenizer):  # the base's answer follows a line with its speaker's name
+        if ends != end_ids(tokenizer):  # the base model's answer follows a line with the speaker's name
             text = text.split("\n", 1)[-1]
         texts.append(text.strip())
     groups = range(0, len(texts), count)
@@ -185,10 +185,10 @@ def paid_scores(
     config: Config, answers: dict[str, Answers], records: list[PromptRecord], scores: dict[str, list[list[float]]],
     tokenizer: Any, device: torch.device,
 ) -> dict[str, list[list[float]]]:  # fmt: skip
-    """What PPO's reward pays for the responses of SFT and PPO: its sources, its scale, its rules for what does not end.
+    """The scores of the responses of SFT and PPO as PPO was trained on: its sources, scale and rule for missing end tokens.
 
-    scores: of the run's own calibrated reward model, which is what pays unless ppo.rewards, ppo.reward_weights or
-    ppo.calibrated say otherwise.
+    scores: of the run's own calibrated reward model. They are used unless ppo.rewards, ppo.reward_weights or
+    ppo.calibrated is set.
     """
     if reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, tokenizer, device)
@@ -209,7 +209,7 @@ def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> l
 def with_missing_eos(
     config: Config, answers: dict[str, Answers], scores: dict[str, list[list[float]]]
 ) -> dict[str, list[list[float]]]:
-    """Scores under PPO's rules for what is cut or does not end."""
+    """Scores with PPO's score clipping and its rule for responses without an end token."""
 
     def paid(row: list[float], ended: list[bool]) -> list[float]:
         return pay(config, torch.tensor(row), torch.tensor(ended)).tolist()
@@ -224,7 +224,7 @@ def evaluate_best_of(
     config: Config, records: list[PromptRecord], prompts: list[list[int]], tokenizer: Any, gold: Any,
     device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the reward model's pick among n samples of the SFT model is worth: the baseline that PPO must beat."""
+    """Best-of-n by the reward model over n samples of the SFT model: the baseline for PPO."""
     n, policy = config.evaluate.best_of, load_policy(stage_folder(config, "sft") / "model").to(device)
     reward, _ = make_reward(config, tokenizer, device)
     with progress(len(prompts), f"evaluate: best of {n}", unit="prompt") as bar:
@@ -277,7 +277,7 @@ def kl_between(answers: Answers, policy: Path, reference: Path, pad: int, device
 def judge_answers(
     config: Config, records: list[PromptRecord], answers: dict[str, Answers]
 ) -> dict[str, dict[str, list[list[dict[str, float]]]]] | None:
-    """{policy: {"samples" | "greedy": the judge's parts, a list per prompt}}, or None if no truth is known."""
+    """{policy: {"samples" | "greedy": the judge's parts, a list per prompt}}, or None without the gold world."""
     if not config.gold.enabled:
         return None
     tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
@@ -317,7 +317,7 @@ def summarize_gold(gold: dict[str, dict[str, list[list[dict[str, float]]]]]) -> 
 
 
 def costs(config: Config) -> dict[str, Any]:
-    """Seed, held-out bits per byte, and what each stage took."""
+    """Seed, held-out bits per byte, and the time and memory of each stage."""
     folders = {path.parent.name: path.parent for path in sorted(run_folder(config).glob("*/stage.json"))}
     for run in rounds_before(run_folder(config)):
         folders |= {f"{run.name}/{path.parent.name}": path.parent for path in sorted(run.glob("*/stage.json"))}
@@ -338,7 +338,7 @@ def write_samples(
     gold: Any,
     scores: dict[str, list[list[float]]],
 ) -> None:
-    """One line a test prompt: the first sample of every policy, with its scores."""
+    """One line per test prompt: the first sample of every policy, with its scores."""
     with path.open("w", encoding="utf-8") as file:
         for i, record in enumerate(records):
             row = {

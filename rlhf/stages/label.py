@@ -1,8 +1,8 @@
 """The gold world's labelling round: responses sampled from a model of this run, then ranked by simulated labelers.
 
-In the first round the SFT model answers. With gold.rounds above 1 the last rounds' prompts are answered by the model that
-PPO made in the round before, as InstructGPT collects comparisons on its current best policy (Ouyang et al. 2022, sections 3.1
-and 3.2): its responses differ in what the reward model before could not tell apart.
+In the first round the SFT model answers. In each later round (gold.rounds above 1) the PPO model of the previous round answers, as
+InstructGPT collects comparisons on its current best policy (Ouyang et al. 2022, sections 3.1 and 3.2). Its responses show the errors
+of the previous reward model.
 """
 
 import itertools
@@ -25,11 +25,11 @@ from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.training.setup import load_policy, set_up
 
-SPARE = 3  # samples beyond K, to replace responses that say the same
+SPARE = 3  # samples beyond K, to replace duplicates
 
 
 def run(config: Config) -> None:
-    """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples per prompt, of this round and those before."""
+    """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples per prompt, of this round and all earlier ones."""
     if not config.gold.enabled:
         raise UserError("label: only the gold world has simulated labelers: add experiment=gold")
     with open_stage(config, "label", hash_sources(config, "label")) as stage:
@@ -77,16 +77,16 @@ def run(config: Config) -> None:
             (f"{len(before):,} rankings of {earlier.run} and of {source}'s answers " if earlier is not None else "")
             + f"{len(rankings) - len(before):,} rankings of {len(prompts) - alike:,} prompts ({alike} prompts left out: all "
             f"samples alike), {len(rankings) - len(trained):,} of them by held-out labelers; the others "
-            + ("were never asked twice" if agreement is None else f"agree on {agreement:.1%} of pairs")
+            + ("ranked no prompt twice" if agreement is None else f"agree on {agreement:.1%} of pairs")
         )
         summary = {"rankings": float(len(rankings)), "labeler_agreement": agreement}
         stage.finish({name: value for name, value in summary.items() if value is not None})
 
 
 def choose_prompts(config: Config) -> list[PromptRecord]:
-    """The prompts to label: this round's part of the training split, and of the other two for the held-out accuracy.
+    """The prompts to label: this round's part of the training split; in the first round also dev and test prompts.
 
-    Held-out prompts are answered once, by the SFT model, so that accuracies of several rounds compare.
+    Only the SFT model answers held-out prompts, so that the accuracies of several rounds are comparable.
     """
     records, _ = load_prompts(need_source(config, "prompts"), allow_partial=config.data.allow_partial)
     gold = config.gold
@@ -110,10 +110,10 @@ def responses_wanted(config: Config, record: PromptRecord) -> int:
 def rank_all(
     config: Config, prompts: list[PromptRecord], responses: list[list[tuple[str, bool]]], policy_id: str
 ) -> tuple[list[Ranking], int]:
-    """Rankings by one labeler per prompt, sometimes two; and how many prompts had only samples that say the same.
+    """Rankings by one or two labelers per prompt, and the number of prompts whose samples were all the same.
 
-    Prompts of the dev and test splits are ranked once more, by the held-out labelers in the same manner. These draw
-    from a random stream of their own, so that the others' rankings are the same with and without them.
+    The held-out labelers also rank the prompts of the dev and test splits. They use a separate random stream, so the
+    other rankings are the same with and without them.
     """
     gold = config.gold
     people = {"label": make_labelers(gold.labeler_noise)}

@@ -1,7 +1,7 @@
 """Stage 4: PPO against the reward model, with a KL penalty towards the SFT model (RECIPE: Ouyang et al. 2022, C.4).
 
-`one_update` is the recipe in the paper's order: 1. sample  2. score  3. rewards  4. advantages  5. update. What a run holds is
-set up in `rlhf.ppo.setup`; the fifth step's losses are in `rlhf.ppo.update`.
+`one_update` is the recipe in the paper's order: 1. sample  2. score  3. rewards  4. advantages  5. update. `rlhf.ppo.setup` loads the
+models and the prompts; `rlhf.ppo.update` contains the losses of step 5.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score
     scores = pay(run.config, rollout.scores, rollout.ended)
     goes_on = ~rollout.ended if settings.truncation == "bootstrap" else torch.zeros_like(rollout.ended)
-    scores = torch.where(goes_on, 0.0, scores)  # its score is still to come, and part of the value that stands there
+    scores = torch.where(goes_on, 0.0, scores)  # the value after its last token already predicts its score
     kl_coef = run.kl.coef if run.config.kl.penalty == "reward" else 0.0
     rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef)
 
@@ -100,7 +100,7 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     if not above_ceiling(run.config, kl):
         optimize(run, update, rollout, advantages, returns, places, sums)
     run.clock("update")
-    trained = update > settings.critic_warmup_updates  # before that the policy stands still
+    trained = update > settings.critic_warmup_updates  # before that the policy does not change
     if trained:
         run.kl.update(kl, len(index))
 
@@ -119,9 +119,9 @@ def above_ceiling(config: Config, kl: float) -> bool:
 
 
 def choose_prompts(run: PpoRun, update: int) -> list[int]:
-    """Indices of an update's prompts: passes over all of them, each in an order of its own, cut into updates.
+    """Indices of the prompts of one update: passes over all prompts, each in its own random order, cut into updates.
 
-    With k responses per prompt, each stands k times in a row.
+    With k responses per prompt, each index appears k times in a row.
     """
     settings = run.config.ppo
     count, size = len(run.prompts), settings.episodes_per_update // settings.responses_per_prompt
@@ -136,19 +136,19 @@ def choose_prompts(run: PpoRun, update: int) -> list[int]:
 
 
 def own_places(run: PpoRun) -> list[int]:
-    """Which of an update's episodes this rank samples: whole prompts, dealt out in turn."""
+    """The episodes of an update that this rank samples: whole prompts, assigned to the ranks in turn."""
     settings, ranks = run.config.ppo, run.ranks
     everything = range(settings.episodes_per_update)
     return [place for place in everything if place // settings.responses_per_prompt % ranks.count == ranks.rank]
 
 
 def evaluate_held_out(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
-    """Metrics of the policy after `update` updates on fixed held-out prompts, and rows of the samples table.
+    """Metrics of the policy after `update` updates on fixed held-out prompts; also writes rows of the samples table.
 
-    If the stage writes an average of the weights, the average answers.
+    If the stage writes an average of the weights, the average is evaluated.
     """
     ranks = run.ranks
-    # Under ZeRO-3 ranks compute together: each takes as many prompts as the others, and the rest are left out
+    # Under ZeRO-3 all ranks compute together, so each takes the same number of prompts; the rest are left out
     even = len(run.held_out) // ranks.count * ranks.count if run.engine.sharded else None
     asked = run.held_out[:even][ranks.rank :: ranks.count]
     sums, rows = Sums(), []

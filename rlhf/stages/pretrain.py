@@ -42,7 +42,7 @@ def run(config: Config) -> None:
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
         stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
 
-        corpus.blocks("heldout", config.model.context_length)  # refuses less than one block, before the work
+        corpus.blocks("heldout", config.model.context_length)  # raises if there is less than one block, before training
 
         # 2. A GPT with random weights
         model = make_model(config, tokenizer)
@@ -66,7 +66,7 @@ def run(config: Config) -> None:
 
 
 def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast") -> PackedCorpus:
-    """The packed corpus of this stage, packed now unless an earlier try left it whole."""
+    """The packed corpus of this stage; packs it unless an earlier attempt finished packing."""
     config, folder = stage.config, stage.folder / "corpus"
 
     def ensure() -> None:
@@ -76,7 +76,9 @@ def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast") -> PackedCo
                 if corpus.tokenizer_hash == tokenizer_hash(tokenizer):
                     return
             else:
-                stage.say(f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packed anew")
+                stage.say(
+                    f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packing it again"
+                )
         documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
         with progress(None, "pretrain: packing", unit="token") as bar:
             pack_corpus(
@@ -143,7 +145,7 @@ def make_trainer(stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, d
 def held_out_loss(
     config: Config, model: GPTForCausalLM, corpus: PackedCorpus, tokenizer: "PreTrainedTokenizerFast"
 ) -> dict[str, float]:
-    """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators count in neither."""
+    """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators are not counted."""
     blocks = corpus.blocks("heldout", config.model.context_length)
     collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
     bytes_of = torch.tensor(token_byte_lengths(tokenizer))

@@ -61,7 +61,7 @@ def run(config: Config) -> None:
         folder = stage_folder(config, "sft") / "model"
         tokenizer = load_tokenizer(folder)
 
-        # 1. The rankings that may train
+        # 1. The rankings to train on
         records, info = load_comparisons(
             need_source(config, "comparisons"), config.data.format, config.data.allow_partial
         )
@@ -95,11 +95,11 @@ def run(config: Config) -> None:
 
 
 def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
-    """The stage's model folder, read back. All processes must call it."""
+    """Write the stage's model folder and read it back. All processes must call it."""
     state = gathered_state(model)
     if isinstance(model, RewardModel):
         save_model_checked(model, stage.model, state)
-    elif state is not None:  # in bfloat16 under ZeRO the optimizer's float32 weights are what was trained
+    elif state is not None:  # in bfloat16 under ZeRO the trained weights are the optimizer's float32 ones
         put_weights(model.float(), state)
     if stage.writes:
         (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
@@ -135,7 +135,7 @@ def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Enc
 
 
 def batches(items: list[Item], size: int, epochs: int, seed: int) -> Iterator[list[Item]]:
-    """Prompts in batches, in an order that depends on (seed, epoch) only, so that a resumed run sees the same."""
+    """Prompts in batches. The order depends only on (seed, epoch), so a resumed run gets the same batches."""
     for epoch in range(epochs):
         order = list(range(len(items)))
         random.Random(f"reward-{seed}-{epoch}").shuffle(order)
@@ -171,7 +171,7 @@ def train(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> None:
 
 
 def held_out_figures(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> dict[str, float]:
-    """Loss and accuracy on held-out prompts, beside the accuracy of the longer answer; empty without such prompts."""
+    """Loss and accuracy on held-out prompts, and the accuracy of choosing by length; empty without held-out prompts."""
     if not items:
         return {}
     found = evaluate_items(engine, items, pad, engine.device)
@@ -183,21 +183,21 @@ def held_out_figures(loop: StageLoop, engine: Engine, items: list[Item], pad: in
 
 def speed_metrics(config: Config, engine: Engine, tokens: int, seconds: float) -> dict[str, float]:
     """Throughput, the share of the device's peak, and peak memory since the last line."""
-    flops = training_flops(engine.module, tokens, 0.0)  # rows are short: attention is left out
+    flops = training_flops(engine.module, tokens, 0.0)  # rows are short: attention is not counted
     seconds = max(seconds, 1e-9)
     found = usage_metrics(config, engine.device, flops, seconds, engine.ranks.count)
     return {"time/tokens_per_s": tokens / seconds} | found
 
 
 def prompts_seen(config: Config, prompts: int, step: int) -> int:
-    """How many prompts the first `step` batches hold, each epoch counting anew."""
+    """The number of prompts in the first `step` batches; each epoch counts them again."""
     size = config.reward.batch_prompts
     epochs, rest = divmod(step, -(-prompts // size))
     return epochs * prompts + min(rest * size, prompts)
 
 
 def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], lr: float, pad: int) -> Sums:
-    """One optimizer step on one batch of prompts; the mean is over the whole batch, however it is split.
+    """One optimizer step on one batch of prompts. The loss is the mean over the whole batch, however it is split.
 
     Returns this rank's sums.
     """
@@ -222,7 +222,7 @@ def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], 
         refuse_nonfinite(stage, {"optim/grad_norm": norm}, make_inputs(engine.module, rows, pad))
         nn.utils.clip_grad_norm_(parameters, config.reward.max_grad_norm)
     engine.step([lr] * len(engine.optimizer.param_groups))
-    if isinstance(engine, ZeroEngine):  # which clips by itself, and takes no step where the norm is not finite
+    if isinstance(engine, ZeroEngine):  # ZeRO clips the gradient itself, and skips the step if the norm is not finite
         norm = engine.gradient_norm()
         refuse_nonfinite(stage, {"optim/grad_norm": norm}, make_inputs(engine.module, rows, pad))
     sums.add("optim/grad_norm", norm)
@@ -231,9 +231,9 @@ def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], 
 
 
 def own_parts(config: Config, batch: list[Item], ranks: Ranks) -> list[tuple[list[Item], bool]]:
-    """This rank's micro-batches of a batch, as many as every other's, and whether each counts.
+    """This rank's micro-batches of a batch, and whether each counts. Every rank has the same number.
 
-    Prompts are dealt out in turn; where a rank runs out, its first prompt comes again and counts nothing.
+    Prompts are assigned to the ranks in turn. A rank with fewer micro-batches repeats a prompt that does not count.
     """
     parts = list(micro_batches(batch[ranks.rank :: ranks.count], config.reward.micro_batch_responses))
     counted = [(part, True) for part in parts if part]
@@ -254,7 +254,7 @@ def evaluate_items(model: Any, items: list[Item], pad: int, device: torch.device
 
 
 def add_figures(sums: Sums, items: list[Item], scores: Tensor, figures: dict[str, Tensor]) -> None:
-    """Add what `ranking_loss` found, and the scores themselves."""
+    """Add the statistics of `ranking_loss`, and of the scores."""
     sums.add("reward/loss", float(figures["loss_sum"]), float(figures["prompts"]))
     sums.add("reward/accuracy", float(figures["pairs_correct"]), float(figures["pairs"]))
     sums.add("reward/margin", float(figures["margin_sum"]), float(figures["pairs"]))
@@ -270,7 +270,7 @@ def calibrate(
 
     The shift is the mean raw score of the training demonstrations (Ouyang et al. 2022, section 3.5), the gain one over
     the standard deviation of the scores of SFT samples (Ziegler et al. 2019, section 2.1). `tokenizer` is the policy's;
-    of `records` only the training split's prompts are used, never a judgement.
+    of `records` only the prompts of the training split are used, not the judgements.
     """
     demonstrations, _ = load_demonstrations(
         need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
@@ -295,7 +295,7 @@ def calibrate(
 def score_samples(
     config: Config, model: Any, tokenizer: Any, prompts: list[PromptRecord], device: torch.device
 ) -> Tensor:
-    """Raw scores of one SFT sample per prompt; prompts that cannot fit are passed over."""
+    """Raw scores of one SFT sample per prompt; prompts that do not fit the context are skipped."""
     policy = load_policy(stage_folder(config, "sft") / "model").to(device)
     context = tokenizer.model_max_length
     length = min(config.rollout.max_new_tokens, context // 2)
@@ -306,7 +306,7 @@ def score_samples(
         policy, rows, max_new_tokens=length, eos_token_id=end_ids(tokenizer), pad_token_id=tokenizer.pad_token_id,
         seed=config.seed, keys=[("calibrate", i) for i in range(len(rows))], batch_size=config.rollout.batch_size,
     )  # fmt: skip
-    own = getattr(model, "module", model)  # what an engine holds
+    own = getattr(model, "module", model)  # the module inside an engine
     if isinstance(own, TextRewardModel):
         texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
         return own.score_texts([list(p) for p, _ in asked], texts, samples.ended.tolist(), calibrated=False)

@@ -58,7 +58,7 @@ def run(config: Config) -> None:
         trainer = make_trainer(stage, model, tokenizer, rows["train"], config.sft.epochs, device)
         with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
             train(trainer, loop, "sft/loss")
-            model.config.dropout = 0.0  # every later stage runs without
+            model.config.dropout = 0.0  # all later stages run without dropout
             save_output(model, tokenizer, stage)
 
             # 3. Held-out loss
@@ -71,7 +71,7 @@ def run(config: Config) -> None:
 
 
 def divide(config: Config, records: list[Demonstration]) -> dict[str, list[Demonstration]]:
-    """Demonstrations by split; those of the test split are left for evaluation."""
+    """Demonstrations by split; those of the test split are not used here."""
     splits: dict[str, list[Demonstration]] = {"train": [], "dev": []}
     for record in records:
         name = record_split(record, config.data.split_seed, fractions(config))
@@ -85,7 +85,7 @@ def make_trainer(
 ) -> Any:
     """SFTTrainer over tokenised demonstrations, with AdamW and a cosine without warm-up.
 
-    Its steps (`args.max_steps`) are `epochs` passes over its rows, each of which holds several demonstrations with sft.pack.
+    `args.max_steps` is `epochs` passes over the rows. With sft.pack a row contains several demonstrations.
     """
     import datasets
     from trl import SFTConfig, SFTTrainer
