@@ -31,13 +31,13 @@ class ActorCritic(nn.Module):
         return isinstance(self.critic, ScalarHead)
 
     def forward(self, *arguments: Any, method: str = "evaluate") -> Any:
-        """`evaluate` or another method: an engine knows no other way in."""
+        """`evaluate` or another method: an engine can only call `forward`."""
         return getattr(self, method)(*arguments)
 
     def evaluate(
         self, batch: Rollout, with_policy: bool = True, entropy_gradient: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log-probs, entropies and values, each (B, A), of the batch's responses; None for what is not asked for."""
+        """Log-probs, entropies and values, each (B, A), of the batch's responses; None for what is not requested."""
         tokens, starts, mask = batch.tokens, batch.prompt_lengths, batch.response_mask
         before = before_responses(starts, tokens.shape[1], mask)  # (N,)
         hidden: Any = None
@@ -50,7 +50,7 @@ class ActorCritic(nn.Module):
         if self.critic is None:
             return logp, entropies, None
         if hidden is not None and not with_policy:
-            hidden = hidden.detach()  # of a shared trunk the head learns alone: the trunk is the policy
+            hidden = hidden.detach()  # only the head trains: the shared trunk belongs to the policy
         values = self._values(hidden) if self.shared else self.values_at(tokens, before)
         return logp, entropies, unpacked(values, mask)
 
@@ -72,12 +72,12 @@ class ActorCritic(nn.Module):
         return self.critic(hidden).squeeze(-1).float()
 
     def parts(self) -> dict[str, nn.Module]:
-        """{"policy": …, "critic": …}, without a critic that is not there."""
+        """{"policy": …, "critic": …}, without the critic if there is none."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
 
 class Reference(nn.Module):
-    """Log-probs of the SFT model: a frozen copy; with LoRA the policy itself, its adapters set aside."""
+    """Log-probs of the SFT model: a frozen copy; with LoRA the policy itself with its adapters disabled."""
 
     def __init__(self, model: Any, adapters: Any = None):
         super().__init__()
@@ -89,7 +89,7 @@ class Reference(nn.Module):
 
 
 def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
-    """The critic by ppo.critic; a head alone where the trunk is shared; None if advantages need no values."""
+    """The critic by ppo.critic; only a head if the trunk is shared; None if advantages need no values."""
     settings = config.ppo
     if settings.advantages != "gae":
         return None
@@ -139,7 +139,7 @@ def add_adapters(model: Any, config: Config) -> Any:
 
 @contextlib.contextmanager
 def merged_adapters(adapters: Any) -> Iterator[Any]:
-    """The policy with its adapters added to the weights, for saving; afterwards they are apart again."""
+    """The policy with its adapters merged into the weights, for saving; they are separated again afterwards."""
     adapters.merge_adapter()
     try:
         yield adapters
@@ -148,7 +148,7 @@ def merged_adapters(adapters: Any) -> Iterator[Any]:
 
 
 def plain_weights(policy: Any) -> dict[str, Tensor]:
-    """The weights under their own names, without what PEFT put around them."""
+    """The weights under their own names, without PEFT's wrappers."""
     return {
         name.replace(".base_layer.", "."): value.detach().cpu().clone()
         for name, value in policy.state_dict().items()

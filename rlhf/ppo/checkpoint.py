@@ -1,4 +1,4 @@
-"""What PPO resumes from and what it leaves: its checkpoints, and the model folders at its end."""
+"""PPO's checkpoints, and the model folders that it writes at its end."""
 
 from pathlib import Path
 
@@ -24,9 +24,9 @@ def save(run: PpoRun, update: int) -> None:
 
 
 def figure_of(config: Config, metrics: dict[str, float]) -> float | None:
-    """What checkpoints.keep_best goes by: the held-out score less kl.coef times the held-out KL.
+    """The figure for checkpoints.keep_best: the held-out score less kl.coef times the held-out KL.
 
-    kl.coef is the setting, not the coefficient in force: where that adapts, checkpoints would be ranked by how far it had moved.
+    kl.coef is the setting. With the current value of an adaptive coefficient, checkpoints would not be comparable.
     """
     if "eval/dev/scores" not in metrics:
         return None
@@ -50,7 +50,7 @@ def restore(run: PpoRun, folder: Path) -> None:
 
 
 def write_models(run: PpoRun) -> None:
-    """The stage's output: `model` (the average where there is one, adapters merged in), and the critic beside it."""
+    """The stage's output: `model` (the average if there is one, with adapters merged), and the critic."""
     stage, model = run.stage, run.actor_critic
     write_policy(run, stage.model if run.ema is None else stage.folder / "last", {})
     if run.ema is not None:
@@ -62,7 +62,7 @@ def write_models(run: PpoRun) -> None:
 
 
 def write_policy(run: PpoRun, folder: Path, average: dict[str, Tensor]) -> None:
-    """A model that loads without PEFT; the adapters by themselves beside it. Every rank has to call it.
+    """A model that loads without PEFT; the adapters go to a separate folder. Every rank has to call it.
 
     average: weights that are written instead of the policy's own.
     """

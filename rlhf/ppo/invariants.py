@@ -1,7 +1,7 @@
 """The recipe's invariants, checked on PPO's first update: training is refused when one fails.
 
-2, 3 and, for the sampler, 1 are checked on the first rollout, before anything is trained; 1 and 7 on the first minibatch of
-the policy, which comes after the critic's own updates where ppo.critic_warmup_updates asks for some.
+Invariants 2, 3 and, for the sampler, 1 are checked on the first rollout, before any training; 1 and 7 on the policy's first
+minibatch, which comes after the critic's warm-up (ppo.critic_warmup_updates).
 """
 
 import torch
@@ -11,13 +11,13 @@ from rlhf.errors import UserError
 from rlhf.ops.masked import masked_mean
 from rlhf.ppo.rollout import Rollout
 
-RATIO_TOLERANCE = 1e-4  # of |log rho| a token, and of a token's gap to the reference; nats, float32
+RATIO_TOLERANCE = 1e-4  # bound on |log rho| per token, and on a token's gap to the reference; nats, float32
 
 # The same in bf16, whose products depend on a batch's shape. Measured on two layers of width 64, 3000 tokens, batches of
 # 16, 5 and 1 against 32 rows, with logits rounded to bf16 (as under ZeRO-3; elsewhere they are float32): |log rho| is
 # 0.03 at most and 1.2e-4 on average, 2.5e-3 nats per sequence at most on average; 0.08 and 3e-4 with logits three times as
 # large. The gap to the reference is 0: both models see the same batches.
-HALF_RATIO_TOLERANCE = 0.15  # below log(1 + clip_range) = 0.18, so that what it lets pass is not clipped either
+HALF_RATIO_TOLERANCE = 0.15  # below log(1 + clip_range) = 0.18, so a ratio that passes is not clipped either
 HALF_MEAN_GAP = 0.01  # nats per token, mean of absolute values: 30 times the largest mean above
 HALF_SEQUENCE_KL = 0.05  # nats per sequence, mean over sequences: 20 times the largest above
 
@@ -26,8 +26,8 @@ HALF_SEQUENCE_KL = 0.05  # nats per sequence, mean over sequences: 20 times the 
 # of 0.015 at most and a quantile of 0.07. Sampling at temperature 1.3 has 0.16 and 0.75 at least, a decoder that sees
 # padding 0.22 and 1.8, and log-probs of the token before 0.99 and 4.8. A maximum has no bound: it grows with the tokens.
 SAMPLER_MEAN, SAMPLER_QUANTILE = 0.06, 0.3
-SAMPLER_SHARE = 0.999  # of tokens, that the quantile is of
-SAMPLER_FLOOR = 0.02  # nats: what a spread counts for at least
+SAMPLER_SHARE = 0.999  # of tokens: the quantile that is compared
+SAMPLER_FLOOR = 0.02  # nats: lower bound of the standard deviation
 
 ENTROPY_TOLERANCE = 1e-4  # nats
 
@@ -39,10 +39,10 @@ def refuse(number: int, what: str, trained: str = "nothing was trained") -> None
 def check_first_rollout(
     rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, tolerance: float = RATIO_TOLERANCE
 ) -> None:
-    """Before the first step the policy is the reference, and the score sits on the last response token.
+    """Before the first step the policy equals the reference, and the score is on the last response token.
 
-    tolerance: of a token, nats. A looser one than float32's says that the log-probs are bf16's, whose means have bounds
-    too: a token may be off, but not all of them.
+    tolerance: nats per token. If it is looser than float32's, the log-probs are bf16's, and their means have bounds too:
+    single tokens may be off, but not all.
 
     Raises: UserError naming the invariant.
     """
@@ -63,7 +63,7 @@ def check_first_rollout(
 
 
 def check_sampler(rollout: Rollout) -> None:
-    """Invariant 1 where old log-probs are recomputed: the sampler drew from the distribution that training sees.
+    """Invariant 1 if old log-probs are recomputed: the sampler drew from the distribution of the training forward.
 
     In float32 logp_old is the sampler's own, and `check_reference` compares it with a forward. Raises: UserError.
     """
@@ -77,7 +77,7 @@ def check_sampler(rollout: Rollout) -> None:
     if not (mean <= SAMPLER_MEAN * spread and most <= SAMPLER_QUANTILE * spread):
         refuse(1, f"the sampler's log-probs are {mean:.2e} nats off a forward's on average and {most:.2e} at the "
                   f"{SAMPLER_SHARE:.1%} quantile, want at most {SAMPLER_MEAN * spread:.2e} and {SAMPLER_QUANTILE * spread:.2e}: "
-                  "the sampler does not compute what training does (temperature, padding, position, or dtype?)")  # fmt: skip
+                  "the sampler and the training forward differ (temperature, padding, position, or dtype?)")  # fmt: skip
 
 
 def check_reference(rollout: Rollout, tolerance: float) -> None:
@@ -100,9 +100,9 @@ def check_reference(rollout: Rollout, tolerance: float) -> None:
 def check_first_minibatch(
     largest_log_ratio: float, clipped_tokens: float, entropies: tuple[float, float], tolerance: float = RATIO_TOLERANCE
 ) -> None:
-    """rho = 1 and nothing is clipped before the policy's first step, and entropies lie within 0 and log V.
+    """rho = 1 and nothing is clipped before the policy's first step, and entropies are between 0 and log V.
 
-    entropies: the least entropy of a token, and by how much the largest passes log V. tolerance: of |log rho|, nats.
+    entropies: the least entropy of a token, and the largest one minus log V. tolerance: of |log rho|, nats.
 
     Raises: UserError naming the invariant.
     """

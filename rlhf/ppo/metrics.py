@@ -1,4 +1,4 @@
-"""What PPO measures: metrics of a rollout, of an update's cost, and of the held-out prompts; rows of the samples table."""
+"""PPO's metrics: of a rollout, of an update's cost and of the held-out prompts; and rows of the samples table."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlhf.ppo.setup import PpoRun
 from rlhf.tracking.metrics import Sums
 from rlhf.training.usage import update_flops, usage_metrics
 
-SAMPLES_SHOWN = 8  # rows of the samples table per look
+SAMPLES_SHOWN = 8  # rows of the samples table per evaluation
 
 
 def add_rollout_metrics(run: PpoRun, sums: Sums, rollout: Rollout, scores: Tensor, returns: Tensor) -> None:
@@ -26,7 +26,9 @@ def add_rollout_metrics(run: PpoRun, sums: Sums, rollout: Rollout, scores: Tenso
     sums.add("objective/kl_k3", k3, count)
     sums.add("objective/kl_coef", run.kl.coef)
     sums.add("objective/scores", scores.sum().item(), count)
-    paid = -run.kl.coef * kl if run.config.kl.penalty == "reward" else 0.0  # in the loss it is no reward
+    paid = (
+        -run.kl.coef * kl if run.config.kl.penalty == "reward" else 0.0
+    )  # with kl.penalty=loss it is not part of the reward
     sums.add("objective/non_score_reward", paid, count)
     sums.add("objective/rlhf_reward", scores.sum().item() + paid, count)
     sums.add("objective/entropy", -rollout.logp_old[mask].sum().item(), count)
@@ -43,7 +45,7 @@ def add_rollout_metrics(run: PpoRun, sums: Sums, rollout: Rollout, scores: Tenso
 
 
 def add_gold_parts(run: PpoRun, sums: Sums, prompts: Prompts, rollout: Rollout) -> None:
-    """The gold/… metrics, which train nothing."""
+    """The gold/… metrics; they are not used in training."""
     for parts in gold_parts(run.tokenizer, [record for record, _ in prompts], rollout):
         for part, value in parts.items():
             sums.add(f"gold/{part}", value, 1)
@@ -82,7 +84,7 @@ def held_out_sums(rollout: Rollout, scores: torch.Tensor, gold: list[dict[str, f
 
 
 def gold_parts(tokenizer: Any, records: list[PromptRecord], rollout: Rollout) -> list[dict[str, float]]:
-    """The judge's view of each response, which trains nothing; empty outside the gold world."""
+    """The judge's scores of each response, not used in training; empty outside the gold world."""
     if not records or "gold" not in records[0].metadata:
         return []
     from rlhf.gold.judge import judge
@@ -103,7 +105,7 @@ def response_ids(rollout: Rollout) -> list[list[int]]:
 def sample_rows(
     tokenizer: Any, records: list[PromptRecord], rollout: Rollout, scores: torch.Tensor, gold: list[dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """Rows of the samples table: each response as text with score and KL, and what each of its tokens cost in KL."""
+    """Rows of the samples table: each response as text with score and KL, and the KL of each token."""
     rows = []
     for i, ids in enumerate(response_ids(rollout)):
         kl_tokens = (rollout.logp_old[i] - rollout.logp_ref[i])[rollout.response_mask[i]]

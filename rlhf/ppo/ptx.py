@@ -1,4 +1,4 @@
-"""PPO-ptx: pretraining blocks that are mixed into PPO's updates (Ouyang et al. 2022, equation 2, last term)."""
+"""PPO-ptx: pretraining blocks that are added to PPO's updates (Ouyang et al. 2022, equation 2, last term)."""
 
 import random
 from typing import Any
@@ -38,12 +38,12 @@ class PretrainingBlocks:
         return cls(corpus.blocks("train", context), isolate, config.seed)
 
     def draw(self, key: tuple, count: int) -> list[int]:
-        """Indices of `count` blocks, which depend on (seed, key) only."""
+        """Indices of `count` blocks, which depend only on (seed, key)."""
         chooser = random.Random(f"ptx-{self.seed}-{key}")
         return [chooser.randrange(len(self.blocks)) for _ in range(count)]
 
     def batch(self, index: list[int], device: torch.device) -> dict[str, Tensor]:
-        """input_ids and labels (B, T) of blocks, with positions where documents are kept apart."""
+        """input_ids and labels (B, T) of blocks, with positions if documents are isolated."""
         return {name: value.to(device) for name, value in self.collate([self.blocks[i] for i in index]).items()}
 
 

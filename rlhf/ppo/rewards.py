@@ -1,4 +1,4 @@
-"""What pays a response in PPO: reward models, text classifiers and Python functions, alone or combined.
+"""Reward sources of PPO: reward models, text classifiers and Python functions, alone or combined.
 
 A source is called with `Episodes` and returns scores (B,) float32.
 """
@@ -55,7 +55,7 @@ class ModelReward:
 
 
 class TextReward:
-    """A reward model with a tokenizer of its own: prompt and response go to it as text."""
+    """A reward model with its own tokenizer: it gets prompt and response as text."""
 
     def __init__(self, model: Any, device: torch.device):
         self.model, self.device = model, device
@@ -69,7 +69,7 @@ class TextReward:
 class FunctionReward:
     """A Python function `module:name` or `file.py:name`, called as f(prompts, responses, metadata) -> one number per response.
 
-    prompts: lists of {"role", "content"}; responses: strings; metadata: what the prompt's record carries.
+    prompts: lists of {"role", "content"}; responses: strings; metadata: of the prompt's record.
     """
 
     def __init__(self, name: str, device: torch.device):
@@ -86,11 +86,11 @@ class FunctionReward:
         found = list(returned) if isinstance(returned, Iterable) else []
         if len(found) != len(prompts):
             raise UserError(f"reward function {self.name}: returned {len(found)} numbers for {len(prompts)} responses: "
-                            "return one a response, in order")  # fmt: skip
+                            "return one per response, in order")  # fmt: skip
         try:
             return torch.tensor([float(value) for value in found], dtype=torch.float32, device=self.device)
         except (TypeError, ValueError) as error:
-            raise UserError(f"reward function {self.name}: {error}: return one number a response") from None
+            raise UserError(f"reward function {self.name}: {error}: return one number per response") from None
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 class CombinedReward:
-    """Several sources as one: score = sum_s w_s x_s. `parts` holds each source's scores of the last call, before weights."""
+    """Several sources as one: score = sum_s w_s x_s. `parts` contains each source's unweighted scores of the last call."""
 
     def __init__(self, sources: dict[str, Reward], weights: Sequence[float]):
         self.sources, self.weights = sources, list(weights)
@@ -145,7 +145,7 @@ def combine_scores(scores: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def pay(config: Config, scores: Tensor, ended: Tensor) -> Tensor:
-    """What responses earn before the KL penalty (B,): the score, cut, and lowered where there is no end token."""
+    """The scores (B,) before the KL penalty: clipped, and lowered if there is no end token."""
     settings = config.ppo
     if settings.score_clip is not None:
         scores = scores.clamp(-settings.score_clip, settings.score_clip)

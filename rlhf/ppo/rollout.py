@@ -1,8 +1,8 @@
-"""Rollouts: prompts -> responses, log-probs, values, scores. What PPO learns from, as one type with a shape a field.
+"""Rollouts: prompts -> responses, log-probs, values, scores. `Rollout` is the data of one update.
 
-Prompt and response stand together in right-padded rows; everything that belongs to response tokens is left-aligned in
-(B, A), so that column t is response token t whatever the prompt's length. The logits that chose response token t, and
-the value before it was chosen, stand one token earlier: at position prompt_length + t - 1.
+A right-padded row contains prompt and response. Tensors over response tokens are left-aligned in (B, A): column t is
+response token t, whatever the prompt's length. The logits of response token t, and the value before it, are computed
+one token earlier, at position prompt_length + t - 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ class Rollout(NamedTuple):
     )
     logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
     values: Tensor  # (B, A) float32, before each response token was chosen
-    last_values: Tensor  # (B,) float32, after the last response token: of what would come if it went on
-    scores: Tensor  # (B,) float32, as the reward pays them
+    last_values: Tensor  # (B,) float32, after the last response token, for ppo.truncation=bootstrap
+    scores: Tensor  # (B,) float32, as the reward gives them
 
     def rows(self, index: Tensor | list[int]) -> "Rollout":
         """The episodes of `index`, cut to their own longest row and response."""
@@ -50,7 +50,7 @@ class Rollout(NamedTuple):
 
 
 def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
-    """(N,) where the token before each response token of mask (B, A) stands, as row * width + position."""
+    """(N,) positions of the token before each response token of mask (B, A), as row * width + position."""
     device = mask.device
     position = prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=device)  # (B, A)
     return (position + width * torch.arange(len(mask), device=device)[:, None])[mask]
@@ -61,7 +61,7 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
-    Only response positions go through the last block's MLP and the unembedding: logits are never (B, T, V).
+    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made.
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
     chosen = tokens.flatten()[before + 1]
@@ -91,7 +91,7 @@ def logprobs_of_hidden(
 
 
 def unpacked(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, A) float32 from a value (N,) a token in mask (B, A), 0 outside it."""
+    """(B, A) float32 from one value per token in mask (B, A), as (N,); 0 outside the mask."""
     return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
 
 
@@ -112,8 +112,8 @@ class RolloutSetup:
     """The models of a rollout, as functions, and how responses are drawn."""
 
     policy: Callable[[], AbstractContextManager[Any]]  # a context whose value is the model that samples
-    # Log-probs (B, A) of (tokens, prompt_lengths, mask): of the policy, where the sampler's own are not those of a training
-    # forward (None: they are, in float32); and of the SFT model.
+    # Log-probs (B, A) of (tokens, prompt_lengths, mask). recompute: of the policy, if the sampler's differ from a training
+    # forward's (None in float32: they do not). reference: of the SFT model.
     recompute: Callable[..., Tensor] | None
     reference: Callable[..., Tensor]
     values: (
@@ -129,7 +129,7 @@ class RolloutSetup:
     forward_batch: int  # episodes per forward
 
 
-Prompts = list[tuple[PromptRecord, list[int]]]  # each prompt as it came and as tokens
+Prompts = list[tuple[PromptRecord, list[int]]]  # each prompt as a record and as tokens
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a run of PPO holds: the models by their settings, the prompts, and what pays."""
+"""Sets up a PPO run: the models, the prompts and the reward."""
 
 import functools
 import time
@@ -41,7 +41,7 @@ SHARED_VALUE_COEF = 0.1
 
 @dataclass(slots=True)
 class PpoRun:
-    """Everything that one run of PPO holds."""
+    """Models, prompts, reward and state of one PPO run."""
 
     config: Config
     stage: Stage
@@ -50,25 +50,25 @@ class PpoRun:
     reward: Reward
     tokenizer: Any
     prompts: Prompts  # of the training split
-    held_out: Prompts  # of the dev split: what the policy is looked at with
+    held_out: Prompts  # of the dev split: for the evaluations during training
     kl: FixedKL | AdaptiveKL
     device: torch.device
     blocks: PretrainingBlocks | None = None  # of PPO-ptx
     ema: Ema | None = None
-    adapters: Any = None  # the policy as PEFT's model, which can set its adapters aside
+    adapters: Any = None  # the policy as PEFT's model, which can disable its adapters
     tokens: int = 0  # response tokens trained on so far
     metrics: dict[str, float] = field(default_factory=dict)  # of the last update
     spent: dict[str, float] = field(default_factory=dict)
     mark: float = field(default_factory=time.monotonic)
 
     def clock(self, phase: str) -> None:
-        """Book the time since the last call under `phase`."""
+        """Add the time since the last call to `phase`."""
         now = time.monotonic()
         self.spent[phase] = self.spent.get(phase, 0.0) + now - self.mark
         self.mark = now
 
     def sample(self, prompts: Prompts, keys: list[tuple]) -> Samples:
-        """One response to each prompt, at temperature 1; (seed, key) fixes it."""
+        """One response to each prompt at temperature 1, determined by (seed, key)."""
         self.actor_critic.eval()
         with self.engine.autocast():
             samples = sample_responses(self.rollout_setup, prompts, keys)
@@ -102,7 +102,7 @@ class PpoRun:
         return self.engine.ranks
 
     def frozen_models(self) -> list[nn.Module]:
-        """The reference's model and those that pay."""
+        """The models of the reference and of the reward."""
         sources = self.reward.sources.values() if isinstance(self.reward, CombinedReward) else [self.reward]
         models = [getattr(source, "model", None) for source in (self.reference, *sources)]
         return [model for model in models if isinstance(model, nn.Module)]
@@ -176,15 +176,15 @@ def make_actor_critic_engine(config: Config, policy: Any, critic: Any, device: t
 
 
 def check_shares(config: Config, ranks: Ranks) -> None:
-    """Raises: UserError if the ranks' shares of an update do not fit what they have to do together."""
+    """Raises: UserError if the prompts of an update cannot be divided among the ranks."""
     settings = config.ppo
     prompts = settings.episodes_per_update // settings.responses_per_prompt
     if prompts < ranks.count:
-        raise UserError(f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts an update for "
-                        f"{ranks.count} processes: want one each at least")  # fmt: skip
+        raise UserError(f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts per update for "
+                        f"{ranks.count} processes: want at least one each")  # fmt: skip
     if zero_stage(config) == 3 and prompts % ranks.count:
-        raise UserError(f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts an update do not divide by "
-                        f"{ranks.count} processes, which ZeRO-3 needs: choose a multiple, or deepspeed=zero2")  # fmt: skip
+        raise UserError(f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts per update cannot be divided among "
+                        f"{ranks.count} processes, as ZeRO-3 requires: choose a multiple, or deepspeed=zero2")  # fmt: skip
 
 
 def load_reward(folder: Path, device: torch.device) -> RewardModel | TextRewardModel:
@@ -199,7 +199,7 @@ def load_reward(folder: Path, device: torch.device) -> RewardModel | TextRewardM
 def make_reward(
     config: Config, tokenizer: Any, device: torch.device, say: Callable[[str], None] = lambda text: None
 ) -> tuple[Reward, RewardModel | None]:
-    """What pays, and the run's own reward model where the critic can start from it."""
+    """The reward, and the run's own reward model if the critic can start from it."""
     settings = config.ppo
     batch = 2 * settings.micro_batch_episodes
     names, weights = reward_sources(config)
@@ -220,14 +220,14 @@ def make_reward(
             own = own or model
         else:
             sources[f"model_{len(sources)}"] = TextReward(model, device)
-            say(f"{folder}: scores text with a tokenizer of its own")
+            say(f"{folder}: scores text with its own tokenizer")
     if len(sources) == 1 and weights == [1.0]:
         return next(iter(sources.values())), own
     return CombinedReward(sources, weights), own
 
 
 def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prompts, Prompts]:
-    """Prompts of the training split, and some of the dev split, with tokens. Raises: UserError if none is left."""
+    """Tokenised prompts of the training split, and some of the dev split. Raises: UserError if none is left."""
     records, info = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
     for line in info.describe():
         stage.say(line)

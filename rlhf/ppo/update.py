@@ -1,8 +1,8 @@
 """PPO's fifth step: `epochs` passes over one rollout in minibatches, with one optimizer step each.
 
-A minibatch is the same set of episodes on any number of ranks, each rank holding some of them; it is split into
-micro-batches, whose losses are sums divided by the minibatch's global count of response tokens. So neither split
-changes a loss or a gradient.
+A minibatch is the same set of episodes on any number of ranks; each rank has a part of it, split into micro-batches.
+A micro-batch's loss is a sum divided by the minibatch's global number of response tokens, so neither split changes a
+loss or a gradient.
 """
 
 import math
@@ -25,7 +25,7 @@ from rlhf.training.loop import gradient_norm, refuse_nonfinite
 def optimize(
     run: PpoRun, update: int, rollout: Rollout, advantages: Tensor, returns: Tensor, places: list[int], sums: Sums
 ) -> None:
-    """All minibatches of one update. `places`: where this rank's episodes stand among those of all ranks."""
+    """All minibatches of one update. `places`: positions of this rank's episodes among those of all ranks."""
     config = run.config.ppo
     begins = 1 + config.critic_warmup_updates  # the first update of the policy
     with_policy = update >= begins
@@ -33,7 +33,7 @@ def optimize(
         "policy": warm_up(update - begins, config.warmup_updates),
         "critic": warm_up(update - 1, config.warmup_updates),
     }
-    # Dropout is 0 everywhere; what else training mode changes is gradient checkpointing, which needs it.
+    # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
     run.engine.module.train(run.config.gradient_checkpointing)
     local = {place: i for i, place in enumerate(places)}
     size = config.episodes_per_update // config.minibatches
@@ -53,12 +53,12 @@ def optimize(
 
 
 def warm_up(done: int, updates: int) -> float:
-    """Factor on the learning rate after `done` updates: from a tenth to 1 within `updates`."""
+    """Factor on the learning rate after `done` updates: it rises from 0.1 to 1 over `updates`."""
     return min(1.0, 0.1 + 0.9 * max(0, done) / updates) if updates else 1.0
 
 
 def step(run: PpoRun, warmth: dict[str, float], with_policy: bool, sums: Sums) -> None:
-    """One optimizer step at a share of each model's learning rate."""
+    """One optimizer step, with each model's learning rate times its factor in `warmth`."""
     rates = {"policy": run.config.ppo.lr, "critic": run.config.ppo.critic_lr}
     engine = run.engine
     engine.step([rates[name] * warmth[name] for name in run.actor_critic.parts()])
@@ -66,7 +66,7 @@ def step(run: PpoRun, warmth: dict[str, float], with_policy: bool, sums: Sums) -
         norm = engine.gradient_norm()
         refuse_nonfinite(run.stage, {"optim/grad_norm": norm}, {})
         sums.add("optim/grad_norm", norm)
-        if not with_policy:  # plainly, AdamW passes over parameters that have no gradient
+        if not with_policy:  # without ZeRO, AdamW skips parameters that have no gradient
             engine.forget_steps(0)
     if run.ema is not None and with_policy:
         run.ema.update()
@@ -83,7 +83,7 @@ def train_minibatch(
     least_entropy, above_log_v = math.inf, -math.inf
     for index in by_length_on_all_ranks(run, rollout, chosen):
         part = rollout.rows(index or [0])
-        if not index:  # a rank with fewer micro-batches takes part with one that counts nothing
+        if not index:  # a rank with fewer micro-batches adds one whose tokens do not count
             part = part._replace(response_mask=torch.zeros_like(part.response_mask))
         loss, figures = micro_batch_loss(run, part, advantages, returns, index or [0], tokens, sums, with_policy)
         refuse_nonfinite(run.stage, {"loss": loss}, part._asdict())
@@ -93,14 +93,14 @@ def train_minibatch(
         least_entropy = min(least_entropy, figures["entropy_min"])
         above_log_v = max(above_log_v, figures["entropy_max"] - math.log(run.actor_critic.policy.config.vocab_size))
     model = run.actor_critic
-    # A policy that does not train yet has no gradient on one rank, and must have none on several.
+    # During the critic's warm-up the policy has no gradient; it must have none on several ranks too.
     run.engine.reduce(list((model if with_policy or model.critic is None else model.critic).parameters()))
     if check:
         entropies = (-ranks.max(-least_entropy), ranks.max(above_log_v))
         check_first_minibatch(ranks.max(log_ratio_max), ranks.sum(clipped), entropies, run.ratio_tolerance)
     if run.blocks is not None and with_policy:
         add_pretraining_gradient(run, key, sums)
-    if not run.engine.sharded:  # ZeRO knows and clips one norm, that of both models, when it steps
+    if not run.engine.sharded:  # ZeRO computes and clips the joint norm of both models in its step
         norms = {name: gradient_norm(module.parameters()) for name, module in model.parts().items()}
         sums.add("optim/grad_norm", torch.stack(list(norms.values())).norm().item())
         refuse_nonfinite(run.stage, norms, rollout.rows(chosen or [0])._asdict())
@@ -110,7 +110,7 @@ def train_minibatch(
 
 
 def by_length_on_all_ranks(run: PpoRun, rollout: Rollout, chosen: list[int]) -> list[list[int]]:
-    """Micro-batches of similar length, as many on every rank; an empty one where a rank has run out."""
+    """Micro-batches of similar length, the same number on every rank; empty ones on ranks that have fewer."""
     groups = [
         [chosen[i] for i in group]
         for group in by_length(rollout.lengths[chosen].tolist(), run.config.ppo.micro_batch_episodes)
@@ -122,7 +122,7 @@ def micro_batch_loss(
     run: PpoRun, part: Rollout, advantages: Tensor, returns: Tensor, index: list[int], tokens: int, sums: Sums,
     with_policy: bool,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
-    """The losses of one micro-batch over the minibatch's N = `tokens`, and what is watched while training."""
+    """The loss of one micro-batch, divided by the minibatch's N = `tokens`, and the figures that are checked and logged."""
     config, kl = run.config.ppo, run.config.kl
     mask = part.response_mask
     columns, n = mask.shape[1], int(mask.sum())
@@ -166,7 +166,7 @@ def micro_batch_loss(
 def add_pretraining_gradient(run: PpoRun, key: tuple, sums: Sums) -> None:
     """PPO-ptx: add ptx_coef times the gradient of the pretraining loss to the policy's, and log both norms.
 
-    ZeRO adds gradients up as they come, so that there the two norms are not known apart.
+    ZeRO accumulates gradients as they arrive, so the two norms are not logged under ZeRO.
     """
     config, ranks, engine, blocks = run.config.ppo, run.ranks, run.engine, run.blocks
     assert blocks is not None
@@ -185,7 +185,9 @@ def add_pretraining_gradient(run: PpoRun, key: tuple, sums: Sums) -> None:
     most = -(-len(drawn) // ranks.count)
     for start in range(0, most, size):
         counted = mine[start : start + size]
-        batch = blocks.batch(counted or drawn[:1], run.device)  # a rank that has run out counts nothing
+        batch = blocks.batch(
+            counted or drawn[:1], run.device
+        )  # a rank without blocks left computes one that does not count
         loss = engine(batch, tokens, method="pretraining_loss") * bool(counted)
         refuse_nonfinite(run.stage, {"loss/ptx_avg": loss}, batch)
         engine.backward(config.ptx_coef * loss)

@@ -12,15 +12,15 @@ from rlhf.training.gather import gathered, is_partitioned
 
 
 class Ema:
-    """average := average + share * (weights - average), once an optimizer step of the policy, in float32.
+    """average := average + share * (weights - average), at each optimizer step of the policy, in float32.
 
-    share = (1 - decay) / (1 - decay^n) at the n-th step, so that the weights of k steps ago count in proportion to
-    decay^k and those before the first step nothing. Only weights that train are averaged; under ZeRO-3 each rank
-    averages its slices. What is averaged are the optimizer's float32 weights, also where those that the forward sees are
-    bfloat16: an average of rounded weights would not move by less than their rounding.
+    share = (1 - decay) / (1 - decay^n) at the n-th step, so the weights of k steps ago count in proportion to
+    decay^k and the initial weights do not count. Only trained weights are averaged; under ZeRO-3 each rank averages its
+    slices. In bfloat16 too the optimizer's float32 weights are averaged, because an average of rounded weights would not
+    move by less than the rounding.
 
     Differs: the paper does not say what its average starts from. The correction of Kingma & Ba 2015, section 3, matters
-    only to runs that are short beside 1 / (1 - decay) steps: theirs would still be mostly the SFT model.
+    only in runs shorter than about 1 / (1 - decay) steps, whose average would otherwise be mostly the SFT model.
     """
 
     def __init__(self, model: nn.Module, decay: float):
@@ -41,7 +41,7 @@ class Ema:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model with the average as its weights, in their dtype; afterwards its own are back."""
+        """The model with the average as its weights, in their dtype; its own weights are restored afterwards."""
         before = {name: slice_of(p).clone() for name, p in self._trained().items()}
         self._write(lambda name, p: whole(p, self.average[name]))
         try:
@@ -53,7 +53,9 @@ class Ema:
     def _write(self, value_of: Callable[[str, Any], Tensor]) -> None:
         for name, p in self._trained().items():
             value = value_of(name, p)
-            with gathered([p], write=True):  # which also reaches what ZeRO-3 keeps whole beside its slices
+            with gathered(
+                [p], write=True
+            ):  # also updates the tensors that ZeRO-3 keeps whole in addition to its slices
                 p.data.copy_(value)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -61,19 +63,19 @@ class Ema:
         return {name: whole(p, self.average[name]) for name, p in self._trained().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Take whole tensors for the average after so many steps."""
+        """Set the average, given as whole tensors, and the number of its steps."""
         self.steps = steps
         for name, p in self._trained().items():
             self.average[name].copy_(own_part(p, state[name]).to(self.average[name]))
 
 
 def slice_of(p: Any) -> Tensor:
-    """What this rank holds of a parameter: all of it, or its slice under ZeRO-3."""
+    """This rank's part of a parameter: all of it, or its slice under ZeRO-3."""
     return p.ds_tensor.detach() if is_partitioned(p) else p.detach()
 
 
 def held(p: Any) -> Tensor:
-    """What this rank holds of the optimizer's float32 weights of a parameter, flat under ZeRO; perhaps nothing."""
+    """This rank's part of the optimizer's float32 weights of a parameter, flat under ZeRO; it can be empty."""
     if hasattr(p, "_z3_optimizer"):
         from deepspeed.utils import safe_get_local_fp32_param
 
@@ -86,7 +88,7 @@ def held(p: Any) -> Tensor:
 
 
 def whole(p: Any, part: Tensor) -> Tensor:
-    """A whole tensor of what the ranks `held` of it."""
+    """The whole tensor from the parts that `held` gives on each rank."""
     if not hasattr(p, "_hp_mapping"):
         return joined(p, part)
     value = torch.zeros(p.numel(), dtype=part.dtype, device=p.device)
@@ -96,7 +98,7 @@ def whole(p: Any, part: Tensor) -> Tensor:
 
 
 def joined(p: Any, part: Tensor) -> Tensor:
-    """A whole tensor of the ranks' slices under ZeRO-3; elsewhere the part is whole."""
+    """The whole tensor from the ranks' slices under ZeRO-3; otherwise the part is already whole."""
     if not is_partitioned(p):
         return part
     part = part.to(p.device)
@@ -106,7 +108,7 @@ def joined(p: Any, part: Tensor) -> Tensor:
 
 
 def own_part(p: Any, value: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor."""
+    """This rank's part of a whole tensor."""
     if hasattr(p, "_hp_mapping"):
         return value.flatten()[place_of(p)]
     if not is_partitioned(p):
@@ -117,7 +119,7 @@ def own_part(p: Any, value: Tensor) -> Tensor:
 
 
 def place_of(p: Any) -> slice:
-    """Where this rank's part lies in a flattened parameter under ZeRO-1 and 2."""
+    """The position of this rank's part in a flattened parameter under ZeRO-1 and 2."""
     if p._hp_mapping is None:
         return slice(0, 0)
     address = p._hp_mapping.lp_fragment_address

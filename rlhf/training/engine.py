@@ -1,7 +1,7 @@
-"""What trains a module in our own loops (reward model, PPO): plainly, on one process or several, or with DeepSpeed ZeRO.
+"""Training of a module in our own loops (reward model, PPO): on one process, on several, or with DeepSpeed ZeRO.
 
-Losses come divided by GLOBAL counts, so that a step's gradient is the SUM over all ranks and micro-batches of what
-`backward` was given.
+Losses are already divided by GLOBAL counts, so the gradient of a step is the SUM over all ranks and micro-batches of
+the losses given to `backward`.
 """
 
 import contextlib
@@ -28,9 +28,11 @@ from rlhf.training.zero_state import ZeroState, group_numbers
 
 
 class Engine:
-    """A module and its AdamW on one process, or copies of both on several, whose gradients are added up."""
+    """A module and its AdamW, with a whole copy on each process; gradients are summed over processes."""
 
-    sharded = False  # whether an optimizer step needs all ranks at once, and gradients are not to be looked at before
+    sharded = (
+        False  # whether ZeRO owns the gradients: they cannot be read before the step, which all ranks take together
+    )
 
     def __init__(self, module: nn.Module, groups: list[dict[str, Any]], accelerator: Accelerator):
         self.module, self.accelerator = module, accelerator
@@ -46,7 +48,7 @@ class Engine:
             return self.module(*arguments, **keywords)
 
     def eval(self) -> "Engine":
-        """As a module's."""
+        """Set the module to eval mode."""
         self.module.eval()
         return self
 
@@ -58,7 +60,7 @@ class Engine:
         loss.backward()
 
     def reduce(self, parameters: list[nn.Parameter]) -> None:
-        """Add up the gradients of all ranks."""
+        """Sum the gradients over all ranks."""
         if self.ranks.count == 1:
             return
         for p in parameters:
@@ -66,7 +68,7 @@ class Engine:
                 p.grad = self.ranks.sum_tensor(torch.zeros_like(p) if p.grad is None else p.grad)
 
     def step(self, rates: list[float]) -> None:
-        """One optimizer step, with a learning rate per group; the gradients are gone afterwards."""
+        """One optimizer step, with a learning rate per group; clears the gradients."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.optimizer.step()
@@ -85,15 +87,15 @@ class Engine:
         return plain_state(self.module, self.optimizer)
 
     def restore(self, state: State) -> None:
-        """Read what `state` gave."""
+        """Restore the result of `state`."""
         put_plain_state(self.module, self.optimizer, state)
 
 
 class ZeroEngine(Engine):
     """The same under DeepSpeed: optimizer state (ZeRO-1), gradients (2) and weights (3) sharded over the ranks.
 
-    DeepSpeed clips the joint norm of all parameters. Differs from the design in that DeepSpeed's engine is used itself
-    and not through accelerate, whose backward steps the optimizer.
+    DeepSpeed clips the joint norm of all parameters. DeepSpeed's engine is used directly, not through accelerate, whose
+    backward steps the optimizer.
     """
 
     sharded = True
@@ -105,18 +107,16 @@ class ZeroEngine(Engine):
         deepspeed = import_deepspeed(accelerator.device)
         self.accelerator, self.device, self.ranks = accelerator, accelerator.device, Ranks(accelerator.device)
         self.stage, self.bfloat16 = zero_stage(config), wants_bfloat16(config, accelerator.device)
-        # Under ZeRO-3 a rank holds slices only: a copy without weights stands by to take the whole ones for sampling.
+        # Under ZeRO-3 a rank has only slices: this copy without weights receives the whole ones for sampling.
         self.copy_of, self.empty_copy = sampled, hollow(sampled) if self.stage == 3 and sampled is not None else None
         if self.empty_copy is not None:  # samples by the logits that the sharded unembedding gives
             self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
         group_of = group_numbers(module, groups)
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=max_grad_norm)
-        settings["managed_gradient_accumulation"] = (
-            False  # a step comes when we call for it, after any number of backwards
-        )
+        settings["managed_gradient_accumulation"] = False  # we call the step ourselves, after any number of backwards
         if (
             self.stage == 3
-        ):  # our forwards differ in what they run (policy, critic, both): what is fetched ahead would stay
+        ):  # forwards run different parts (policy, critic, both), so prefetched weights could stay in memory
             settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
         module.to(self.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -132,14 +132,14 @@ class ZeroEngine(Engine):
         return self.engine(*arguments, **keywords)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()  # in bfloat16 the weights themselves are
+        return contextlib.nullcontext()  # in bfloat16 the weights themselves are bfloat16
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over ranks and divides by accumulation steps: our losses want the sum.
+        # DeepSpeed averages over ranks and divides by accumulation steps; our losses need the sum.
         self.engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
 
     def reduce(self, parameters: list[nn.Parameter]) -> None:
-        """DeepSpeed adds up in its step."""
+        """Does nothing: DeepSpeed sums gradients in its step."""
 
     def step(self, rates: list[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -147,7 +147,7 @@ class ZeroEngine(Engine):
         self.engine.step()
 
     def gradient_norm(self) -> float:
-        """The joint norm that the last step saw, before clipping; not finite where it refused to step."""
+        """The joint norm of the last step before clipping; not finite if DeepSpeed skipped the step."""
         norm = self.engine.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
@@ -166,7 +166,7 @@ class ZeroEngine(Engine):
             empty(self.empty_copy)
 
     def forget_steps(self, group: int) -> None:
-        """Have AdamW count a group's steps from 0 again, since those so far saw no gradient of it."""
+        """Reset AdamW's step count of a group to 0, since its steps so far had no gradient."""
         self.whole_state.set_steps({group: 0.0})
 
     def state(self) -> dict[str, dict[str, Tensor]] | None:
@@ -182,7 +182,7 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of deepspeed=…. Raises: UserError if DeepSpeed is not installed.
 
-    groups: AdamW's, with their weights. max_grad_norm: what ZeRO clips the joint norm to (plainly, the loop clips).
+    groups: AdamW's, with their weights. max_grad_norm: what ZeRO clips the joint norm to (without ZeRO the loop clips).
     sampled: the part of `module` that `Engine.whole` will be asked for.
     """
     accelerator = make_accelerator(config, device)
@@ -192,7 +192,7 @@ def make_engine(
 
 
 def make_accelerator(config: Config, device: torch.device) -> Accelerator:
-    """Accelerate's view of the processes; it opens their connection where there are several."""
+    """Accelerate's view of the processes; it opens their connection if there are several."""
     need_deepspeed(config)
     return Accelerator(cpu=device.type == "cpu", mixed_precision="bf16" if wants_bfloat16(config, device) else "no")
 
@@ -200,8 +200,8 @@ def make_accelerator(config: Config, device: torch.device) -> Accelerator:
 def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.Module:
     """A model that does not train, ready to be called: under ZeRO-3 in slices, gathered layer by layer when called.
 
-    Every rank then has to call it as often as the others. In bfloat16 its weights are: all under ZeRO, where the trained
-    ones are too; otherwise those that autocast would cast at every call.
+    Under ZeRO-3 every rank must call it the same number of times. In bfloat16, all its weights are cast under ZeRO, as
+    the trained ones are; otherwise only those that autocast would cast at every call.
     """
     module.to(device)
     if wants_bfloat16(config, device):
@@ -214,7 +214,7 @@ def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, without its notes, and with a connection of one process where there is no launcher."""
+    """DeepSpeed, without its messages, and with a connection of one process if there is no launcher."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -223,13 +223,13 @@ def import_deepspeed(device: torch.device) -> Any:
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
     connect_alone(device)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it compiled
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints compiler messages
         deepspeed.init_distributed(verbose=False)
     return deepspeed
 
 
 def hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters hold nothing."""
+    """A copy with empty parameters."""
     return empty(copy.deepcopy(module).requires_grad_(False).eval())
 
 

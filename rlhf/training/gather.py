@@ -1,6 +1,6 @@
-"""Whole weights out of what ranks hold in parts, and model folders that are read back after they are written.
+"""Gathers whole weights from the ranks, and writes model folders that are read back afterwards.
 
-One way for a plain module, one under data parallelism, and ZeRO-1, 2 and 3.
+The same functions work without DeepSpeed and under ZeRO-1, 2 and 3.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
-    """The parameters whole on every rank while it lasts. All ranks must enter it.
+    """A context in which the parameters are whole on every rank. All ranks must enter it.
 
-    write: what the first rank put into them is kept, on every rank. Without ZeRO-3 the parameters are whole anyway, and each
-    rank must write the same itself.
+    write: rank 0's changes are kept on every rank. Without ZeRO-3 the parameters are whole anyway, and each rank must
+    write the same values itself.
     """
     divided = [p for p in parameters if is_partitioned(p)]
     if not divided:
@@ -43,7 +43,7 @@ def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[N
 def whole_tensor(parameter: nn.Parameter) -> Tensor:
     """One parameter whole, on the CPU. All ranks must call it.
 
-    Where training is in bfloat16 under ZeRO it is the optimizer's float32 master, from which training goes on.
+    In bfloat16 under ZeRO this is the optimizer's float32 copy.
     """
     trained = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
     if trained and parameter.dtype != torch.float32:
@@ -58,8 +58,8 @@ def whole_tensor(parameter: nn.Parameter) -> Tensor:
 def gathered_state(module: nn.Module) -> dict[str, Tensor] | None:
     """{name: whole tensor on the CPU} of a module, not of an engine around it; None on every rank but the first.
 
-    All ranks must call it. Tensors come one by one, so that no rank but the first holds more than one. A weight that has
-    several names (a tied embedding) has its first one only.
+    All ranks must call it. Tensors come one by one, so that no rank but the first holds more than one. A weight with
+    several names (a tied embedding) appears once, under its first name.
     """
     keeps = is_first()
     state: dict[str, Tensor] = {}
@@ -84,7 +84,9 @@ def save_model_checked(module: Any, folder: Path, state: Mapping[str, Tensor] | 
         return
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(module, "save_pretrained"):
-        module.save_pretrained(str(folder), state_dict=dict(state))  # which empties the dictionary that it is given
+        module.save_pretrained(
+            str(folder), state_dict=dict(state)
+        )  # copied, because save_pretrained empties the dictionary
         _state_type(folder, state)
     else:
         save_file({n: t.contiguous() for n, t in state.items()}, str(folder / "model.safetensors"))
@@ -92,7 +94,7 @@ def save_model_checked(module: Any, folder: Path, state: Mapping[str, Tensor] | 
 
 
 def _state_type(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Have config.json state the type of the weights in the file, where the module in memory has another."""
+    """Write the dtype of the stored weights to config.json, if the module in memory has another."""
     kind = str(next(t for t in state.values() if t.is_floating_point()).dtype).removeprefix("torch.")
     config = read_json(folder / "config.json")
     if config is not None and config.get("dtype") != kind:
@@ -109,6 +111,6 @@ def check_saved(folder: Path, state: Mapping[str, Tensor]) -> None:
                     left.remove(name)
     if left:
         raise UserError(
-            f"{folder}: {', '.join(sorted(left)[:3])} read back otherwise than written: the disk is not to be trusted: "
+            f"{folder}: {', '.join(sorted(left)[:3])} differ after reading back, so the disk is faulty: "
             "choose another with runs_dir=…"
         )

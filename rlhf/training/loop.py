@@ -1,7 +1,7 @@
-"""The one training loop: resume, progress, a checkpoint when due, an end after a signal.
+"""The training loop of all stages: resume, progress, a checkpoint when due, an orderly end after a signal.
 
 Our own loops (reward model, PPO) take their steps from `StageLoop.steps`; transformers' Trainer (pretraining, SFT) reports each
-step to `StageLoop.after`. Also here: the gradient's norm, and the refusal of what is not finite.
+step to `StageLoop.after`. Also here: the gradient's norm, and the check that values are finite.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from rlhf.training.setup import open_tracker
 
 
 class StageLoop:
-    """The steps of one stage, `first` of `total` done before this process began."""
+    """The steps of one stage; the first `first` of `total` were done before this process started."""
 
     def __init__(self, stage: Stage, ranks: Ranks, total: int, resume: Path | None, tracker: Tracker, bar: Progress):
         self.stage, self.ranks, self.total, self.resume = stage, ranks, total, resume
@@ -42,7 +42,7 @@ class StageLoop:
     def steps(self, save: Callable[[int], None]) -> Iterator[int]:
         """The numbers of the steps to take. save: writes a checkpoint of a step; every rank calls it.
 
-        Raises: KeyboardInterrupt after a signal, once the step under way has its checkpoint.
+        Raises: KeyboardInterrupt after a signal, once the current step has its checkpoint.
         """
         with finish_step(self.stage.name):
             for step in range(self.first + 1, self.total + 1):
@@ -64,7 +64,7 @@ class StageLoop:
         return wish >= 1, wish == 2
 
     def saved(self) -> None:
-        """A checkpoint is written."""
+        """Call it after a checkpoint was written."""
         self.stage.note_progress()
         self.saved_at = time.monotonic()
 
@@ -98,7 +98,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def refuse_nonfinite(stage: Any, values: Mapping[str, Tensor | float], batch: Mapping[str, Tensor]) -> None:
-    """Invariant 8: stop before the optimizer step if something is not finite, and save the batch that did it.
+    """Invariant 8: stop before the optimizer step if a value is not finite, and save the batch that caused it.
 
     Raises: UserError.
     """

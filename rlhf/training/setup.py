@@ -1,4 +1,4 @@
-"""How every stage begins: device and seeds, the tracker, a model from a folder."""
+"""Set-up that all stages share: device and seeds, the tracker, a model from a folder."""
 
 import contextlib
 import importlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def set_up(config: Config) -> torch.device:
     """Threads, seeds and the device of this process, and its connection to the others of a launch."""
     be_quiet()
-    # The setting has a new name from 5.23 on, which older ones lack.
+    # transformers 5.23 renamed the setting; older versions do not know the new name.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -42,11 +42,11 @@ def set_up(config: Config) -> torch.device:
 
 
 def be_quiet() -> None:
-    """No progress bars of libraries beside ours, and none of their notes below errors."""
+    """Turn off the libraries' progress bars, and their messages below errors."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
-    if not torch.cuda.is_available():  # DeepSpeed, which others import, says at length that it found no GPU
+    if not torch.cuda.is_available():  # otherwise DeepSpeed, which other libraries import, prints that it found no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if os.environ.get("WANDB_MODE") == "offline":
         with contextlib.redirect_stdout(io.StringIO()):  # it prints that W&B is offline when it is imported
@@ -87,6 +87,6 @@ def check_tokenizer(parent: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
     """Invariant 9. Raises: UserError if the model in a stage's folder was trained with another tokenizer."""
     if tokenizer_hash(load_tokenizer(parent / "model")) != tokenizer_hash(tokenizer):
         raise UserError(
-            f"{parent / 'model'}: its tokenizer or chat template is not that of this run: train {parent.name} anew, "
+            f"{parent / 'model'}: its tokenizer or chat template is not that of this run: train {parent.name} again, "
             f"or point parents.{parent.name} at a run that shares the tokenizer"
         )

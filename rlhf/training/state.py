@@ -1,7 +1,7 @@
-"""What a run resumes from: whole float32 tensors by parameter name, as safetensors, from which no code can run.
+"""Checkpoint contents: whole float32 tensors by parameter name, as safetensors, which contain no code.
 
-A checkpoint fits any number of processes and any ZeRO stage or none: slices are put together when it is written
-(`zero_state.py`) and cut again when it is read.
+A checkpoint fits any number of processes and any ZeRO stage: slices are gathered when it is written (`zero_state.py`)
+and divided again when it is read.
 """
 
 import json
@@ -44,7 +44,7 @@ def plain_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 @torch.no_grad()
 def put_plain_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Read what `plain_state` gave."""
+    """Restore the result of `plain_state`."""
     put_weights(module, state["weights"])
     kinds = [kind for kind in state if kind not in ("weights", "steps")]
     on_device = steps_on_device(optimizer)
@@ -63,7 +63,7 @@ def write_checkpoint(
     """checkpoints/step-N: the state, the loop's notes, every rank's random numbers. Every rank has to call it; rank 0, whose
     `state` is not None, writes.
 
-    figure: what checkpoints.keep_best goes by. more: writes further files.
+    figure: for checkpoints.keep_best, higher is better. more: writes further files.
     """
     random = {name: value for part in gather(random_state()) for name, value in part.items()}
 
@@ -85,10 +85,10 @@ def write_state(folder: Path, state: State, notes: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """What `write_state` wrote. Raises: UserError for a checkpoint of an earlier version."""
+    """The result of `write_state`. Raises: UserError for a checkpoint of an earlier version."""
     if not (folder / "state.json").exists():
         raise UserError(f"{folder}: was written by an earlier version, in a form that is no longer read: "
-                        "add overwrite=true to start anew")  # fmt: skip
+                        "add overwrite=true to start again")  # fmt: skip
     files = [path for path in folder.glob("*.safetensors") if path.stem != "rng"]
     return {path.stem: load_file(str(path)) for path in files}, json.loads((folder / "state.json").read_text())
 
@@ -103,7 +103,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def put_random_state(folder: Path) -> None:
-    """Put torch's random state back as this rank wrote it; a rank that was not there then keeps its own."""
+    """Restore this rank's random state of torch; a rank that did not exist then keeps its own."""
     found = load_file(str(folder / "rng.safetensors"))
     suffix = f"-{rank()}" if rank() else ""
     if f"rng{suffix}" in found:
@@ -121,7 +121,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into a module, wherever its own are."""
+    """Copy whole tensors into a module, also under ZeRO."""
     for name, tensor in tensors_of(module).items():
         with gathered([tensor], write=True):
             if tensor.numel():
@@ -129,6 +129,6 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A copy in float32 (integers stay) that shares nothing."""
+    """A copy on the CPU in float32 (integers keep their type) that shares no memory."""
     copied = tensor.detach().cpu().clone()
     return copied.float() if copied.is_floating_point() else copied

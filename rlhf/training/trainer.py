@@ -1,7 +1,7 @@
-"""transformers' Trainer and TRL's as pretraining and SFT use them: one process or several, plain or under ZeRO.
+"""transformers' and TRL's Trainer for pretraining and SFT: on one process or several, with or without ZeRO.
 
-The global batch is the same on any number of processes, and so are the losses: sums over ranks, divided by the
-global number of labels. Checkpoints are those of our own loops (`state.py`).
+The global batch and the losses are the same on any number of processes: a loss is a sum over ranks, divided by the
+global number of labels. Checkpoints have the format of the other loops (`state.py`).
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # what the class below is mixed into; importing it takes a se
 else:
     _Trainer = object
 
-TRAINER_STATE = "trainer_state.json"  # of a checkpoint: where Trainer stands in its data
-IGNORED = -100  # the label of a token that the loss leaves out
+TRAINER_STATE = "trainer_state.json"  # of a checkpoint: Trainer's own state
+IGNORED = -100  # the label of a token that does not count in the loss
 
 
 def split_batch(setting: str, rows: int, micro: int, processes: int) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def split_batch(setting: str, rows: int, micro: int, processes: int) -> tuple[in
     """
     if rows % processes:
         raise UserError(
-            f"{setting}: {rows} rows a batch do not divide among {processes} processes: want a multiple of {processes}"
+            f"{setting}: {rows} rows per batch cannot be divided among {processes} processes: want a multiple of {processes}"
         )
     own = rows // processes
     micro = max(size for size in range(1, min(micro, own) + 1) if own % size == 0)
@@ -69,7 +69,7 @@ def shared_arguments(
     micro, accumulation = split_batch(setting, rows, micro, process_count())
     bfloat16 = wants_bfloat16(config, device)
     sharding = None
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of an earlier stage or a launcher: our settings decide
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # set by an earlier stage or a launcher; ours is in the settings
     if zero_stage(config):
         from rlhf.training.engine import import_deepspeed
 
@@ -97,7 +97,7 @@ def one_device(arguments: Any) -> Any:
 
 
 class WithSpares(Dataset):
-    """A data set, followed by rows that count in no loss, so that every process has as many micro-batches."""
+    """A data set followed by rows that do not count in the loss, so that every process has the same number of micro-batches."""
 
     def __init__(self, rows: Sequence[dict[str, Any]] | Dataset, spares: int):
         self.rows, self.spares = rows, spares
@@ -135,7 +135,7 @@ class ThenSpares(Sampler[int]):
 class StageCallback(TrainerCallback):
     """Trainer's events as this project's metrics, progress and checkpoints.
 
-    tokens_per_step: where it is fixed; otherwise the Trainer counts.
+    tokens_per_step: if it is fixed; otherwise the Trainer counts tokens.
     """
 
     def __init__(self, loop: StageLoop, loss_name: str, tokens_per_step: int | None = None):
@@ -155,7 +155,7 @@ class StageCallback(TrainerCallback):
         self.loop.bar.update(1)
         due, stop = self.loop.after(state.global_step)
         if due:
-            control.should_log = control.should_save = True  # the log comes first, so that no step is lost
+            control.should_log = control.should_save = True  # logging comes before saving, so no step is lost
         if stop:
             request_stop()
             control.should_training_stop = True
@@ -184,9 +184,9 @@ class StageCallback(TrainerCallback):
 
 
 class StageTrainer(_Trainer):
-    """Mixed into a Trainer: our optimizer and schedule, steps only on what is finite, equal work for all processes.
+    """Mixin for a Trainer: our optimizer and schedule, checks that values are finite, the same work on all processes.
 
-    optimizer: makes it, once the Trainer wants it (DeepSpeed decides when). factor: on the learning rate, by step.
+    optimizer: makes the optimizer when the Trainer needs it. factor: on the learning rate, by step.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class StageTrainer(_Trainer):
         from transformers import PrinterCallback
 
         self.stage, self._make_optimizer, self._factor = stage, optimizer, factor
-        self._nats: Tensor | float = 0.0  # of all labels since the last line
-        self._labels: list[int] = []  # of each step since then, over all ranks
+        self._nats: Tensor | float = 0.0  # summed over all labels since the last log
+        self._labels: list[int] = []  # labels of each step since then, over all ranks
         super().__init__(**keywords)
         self.remove_callback(PrinterCallback)
 
@@ -212,12 +212,12 @@ class StageTrainer(_Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """On our optimizer itself: ZeRO's wrapper reads the learning rates from it."""
+        """Schedules our optimizer itself: ZeRO's wrapper reads the learning rates from it."""
         if self.lr_scheduler is None:
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self._own_optimizer, self._factor)
         return self.lr_scheduler
 
-    # --- checkpoints: ours in the place of Trainer's, which are pickles under ZeRO ---------------------------------
+    # --- checkpoints: ours instead of Trainer's, which are pickles under ZeRO ---------------------------------
 
     def _zero_state(self) -> ZeroState:
         engine: Any = self.model_wrapped
@@ -243,7 +243,7 @@ class StageTrainer(_Trainer):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights come with the optimizer's state."""
+        """Does nothing: the weights are loaded with the optimizer's state."""
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
@@ -261,7 +261,7 @@ class StageTrainer(_Trainer):
             put_random_state(Path(checkpoint))
 
     def get_train_dataloader(self) -> DataLoader:
-        """As the Trainer's, but for spare rows in the place of accelerate's repeated ones, which would count twice."""
+        """As the Trainer's, but with spare rows instead of accelerate's repeated rows, which would count twice."""
         together = self.args.per_device_train_batch_size * process_count()
         data: Any = self.train_dataset
         rows = len(data)
@@ -302,7 +302,7 @@ class StageTrainer(_Trainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The loss since the last line as a mean over labels; Trainer's is a mean of the steps' means."""
+        """The loss since the last log as a mean over labels; Trainer's is a mean of the steps' means."""
         if "loss" in logs:
             if len(set(self._labels)) > 1:
                 ranks = Ranks(self.args.device)
@@ -311,7 +311,7 @@ class StageTrainer(_Trainer):
         super().log(logs, *args, **kwargs)
 
     def _stop_unless_finite(self, values: dict[str, Any], inputs: dict[str, Any]) -> None:
-        """Every process stops where one must, with the same message; the first such one saves its batch."""
+        """If a value is not finite on one process, all stop with the same message; the first such process saves its batch."""
         mine = not all(torch.isfinite(torch.as_tensor(v)).all() for v in values.values())
         if not Ranks(self.args.device).max(mine):
             return
@@ -327,7 +327,7 @@ class StageTrainer(_Trainer):
 
 
 def continue_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
-    """Set the learning rates to those after so many steps."""
+    """Set the learning rates to those after `step` steps."""
     schedule.last_epoch = step
     rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -338,7 +338,7 @@ def continue_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) ->
 def train(trainer: Any, loop: StageLoop, loss_name: str, tokens_per_step: int | None = None) -> None:
     """Trainer's loop, from a checkpoint if there is one.
 
-    From a checkpoint of the last step Trainer would take one step more, so that only the weights are read then.
+    From a checkpoint of the last step Trainer would take one more step, so then only the weights are read.
 
     Raises: KeyboardInterrupt after a signal, once the step under way has its checkpoint; UserError for a full disk.
     """
@@ -348,7 +348,7 @@ def train(trainer: Any, loop: StageLoop, loss_name: str, tokens_per_step: int | 
             put_weights(trainer.model, read_state(loop.resume)[0]["weights"])
             return
         with finish_step(loop.stage.name):
-            if process_count() > 1:  # so that dropout differs among the processes; a checkpoint brings its own state
+            if process_count() > 1:  # dropout differs among the processes; a checkpoint contains its own random state
                 torch.manual_seed(trainer.args.seed + rank())
             trainer.train(resume_from_checkpoint=str(loop.resume) if loop.resume else None)
             if stop_requested():
@@ -358,7 +358,7 @@ def train(trainer: Any, loop: StageLoop, loss_name: str, tokens_per_step: int | 
 
 
 def forget_deepspeed() -> None:
-    """The Trainer's settings of DeepSpeed no longer hold: under ZeRO-3 transformers would divide each model that it loads."""
+    """Unset the Trainer's DeepSpeed settings: with them transformers would divide each model that it loads under ZeRO-3."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -366,7 +366,7 @@ def forget_deepspeed() -> None:
 
 
 def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
-    """The stage's model folder: whole weights, read back, and the tokenizer. All processes must call it."""
+    """Write the stage's model folder: whole weights, which are read back, and the tokenizer. All processes must call it."""
     state = gathered_state(model)
     save_model_checked(model, stage.model, state)
     if stage.writes:

@@ -1,7 +1,7 @@
-"""What training takes, as metrics: the share of the device's peak that it reaches (MFU), and peak memory.
+"""Cost of training, as metrics: the fraction of the device's peak rate that it reaches (MFU), and peak memory.
 
-Operations are the model's own, counted from its weights (a multiply-add is two); what gradient checkpointing
-computes again does not count.
+The operations are counted from the model's weights (a multiply-add is two). Operations that gradient checkpointing
+repeats are not counted.
 """
 
 import math
@@ -15,7 +15,7 @@ from rlhf.config import Config
 from rlhf.precision import precision_of
 from rlhf.runs.folders import peak_rss_mb
 
-# 10^12 operations a second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first that fits counts.
+# 10^12 operations per second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first match counts.
 # Source: NVIDIA's data sheets of the A100, H100, H200, L4, L40S and B200.
 PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
     ("H100 PCIE", 756.0, 51.0),
@@ -39,14 +39,14 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
 
 
 def known_peak(name: str, half: bool) -> float | None:
-    """Operations a second of a GPU by its name, in bfloat16 (`half`) or float32; None for an unknown one."""
+    """Operations per second of a GPU by its name, in bfloat16 (`half`) or float32; None for an unknown one."""
     found = next((row for row in PEAK_TFLOPS if row[0] in name.upper()), None)
     return None if found is None else 1e12 * (found[1] if half else found[2])
 
 
 def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
-    """Operations of a forward pass over `tokens` tokens in rows of `context`: 2 a weight that multiplies and a token, and
-    4 n_layer D context a token for attention.
+    """Operations of a forward pass over `tokens` tokens in rows of `context`: 2 per token and weight that multiplies, and
+    4 n_layer D context per token for attention.
 
     Source: Kaplan et al. 2020, equation 2.2; Chowdhery et al. 2022, appendix B.
     """
@@ -70,7 +70,7 @@ def update_flops(
     """Operations of one update of PPO over `tokens` tokens of prompts and responses, in rows of `context`.
 
     A forward of the policy to sample, one of each frozen model (reference, reward model) and of the critic to score, and
-    `passes` times forward and backward of critic and, unless it stands still, policy.
+    `passes` times forward and backward of the critic and, if it trains, of the policy.
     """
     trained = [module for module, trains in ((policy, with_policy), (critic, True)) if module is not None and trains]
     once = [policy, *frozen, *([] if critic is None else [critic])]

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration, built from this project's settings, so that a batch size exists once.
+"""DeepSpeed's configuration, built from this project's settings, so that a batch size is stated once.
 
 ZeRO-1 shards the optimizer's state over the ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too (Rajbhandari et
 al. 2020); offload keeps the sharded optimizer (and with ZeRO-3 the weights) in the host's memory.

@@ -1,4 +1,4 @@
-"""The whole state of what DeepSpeed trains: weights and AdamW's moments, put together from the ranks' slices and cut again."""
+"""The whole state of a module under DeepSpeed: weights and AdamW's moments, gathered from the ranks' slices and divided again."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch and DeepSpeed call them
 
 
 def group_numbers(module: nn.Module, groups: list[dict[str, Any]]) -> dict[str, int]:
-    """The parameter group of each trained parameter by name; ask before DeepSpeed puts its flat slices into the groups."""
+    """The parameter group of each trained parameter by name; call it before DeepSpeed puts its flat slices into the groups."""
     names = {id(p): name for name, p in module.named_parameters()}
     return {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
 
@@ -50,7 +50,7 @@ class ZeroState:
 
     @torch.no_grad()
     def write(self, state: State) -> None:
-        """Put a whole state in the place of the ranks' slices."""
+        """Write a whole state to the ranks' slices."""
         put_weights(self.module, state["weights"])
         self._make_moments()
         self._link()
@@ -91,13 +91,15 @@ class ZeroState:
         return enumerate(zero.single_partition_of_fp32_groups)
 
     def _make_moments(self) -> None:
-        """Begin AdamW's state as its first step would, so that there is something to write over."""
+        """Initialise AdamW's state as its first step would, so that it can be overwritten."""
         inner = self.optimizer.optimizer
         on_device = steps_on_device(inner)
         for _, flat in self._slices():
             if "step" in inner.state.get(flat, {}):
                 continue
-            counts = isinstance(inner, torch.optim.AdamW)  # in a tensor; DeepSpeed's own AdamW in an integer
+            counts = isinstance(
+                inner, torch.optim.AdamW
+            )  # torch's AdamW counts steps in a tensor, DeepSpeed's in an integer
             step: Any = torch.zeros((), device=flat.device if on_device else "cpu") if counts else 0
             inner.state[flat] = {"step": step, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS}}
 
@@ -114,13 +116,15 @@ class ZeroState:
         if self.stage < 3:
             safe_set_full_fp32_param(p, value) if kind is None else safe_set_full_optimizer_state(p, value, kind)
             return
-        size = -(-value.numel() // self.ranks.count)  # ZeRO-3 cuts each tensor in equal slices, the last filled up
+        size = -(
+            -value.numel() // self.ranks.count
+        )  # ZeRO-3 divides each tensor into equal slices; the last one is padded
         flat = nn.functional.pad(value.flatten(), (0, size * self.ranks.count - value.numel()))
         own = flat[size * self.ranks.rank : size * (self.ranks.rank + 1)]
         safe_set_local_fp32_param(p, own) if kind is None else safe_set_local_optimizer_state(p, own, kind)
 
     def _link(self) -> None:
-        """Show DeepSpeed the moments of every group: by itself it looks once, when only the first group has any."""
+        """Let DeepSpeed find the moments of every group: by itself it looks once, when only the first group has any."""
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
         zero = self.optimizer
@@ -130,5 +134,5 @@ class ZeroState:
 
 
 def shape_of(parameter: Any) -> torch.Size:
-    """The whole shape, also where ZeRO-3 left a slice."""
+    """The whole shape, also of a parameter that ZeRO-3 has divided."""
     return getattr(parameter, "ds_shape", parameter.shape)

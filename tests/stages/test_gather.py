@@ -50,7 +50,7 @@ def test_a_file_that_holds_something_else_is_noticed(model, tmp_path):
     gather.save_model_checked(model, tmp_path, state)
     gather.check_saved(tmp_path, state)
     wrong = dict(state) | {"model.norm.weight": state["model.norm.weight"] + 1}
-    with pytest.raises(UserError, match=r"model.norm.weight read back otherwise than written"):
+    with pytest.raises(UserError, match=r"model.norm.weight differ after reading back"):
         gather.check_saved(tmp_path, wrong)
     with pytest.raises(UserError, match="more read back"):
         gather.check_saved(tmp_path, dict(state) | {"more": torch.zeros(1)})

@@ -52,7 +52,7 @@ def test_a_reward_model_of_another_tokenizer_is_refused(gold_run, copy_until, tm
     run = copy_until("ppo")
     folder = run.folder / "reward" if own else Path(shutil.copytree(gold_run.folder / "reward", tmp_path / "foreign"))
     retemplate(folder)
-    with pytest.raises(UserError, match=r"its tokenizer or chat template is not that of this run: train \w+ anew"):
+    with pytest.raises(UserError, match=r"its tokenizer or chat template is not that of this run: train \w+ again"):
         run.stage("ppo", *([] if own else [f"ppo.rewards='{folder}'"]))
     assert not (run.folder / "ppo" / "model").exists()
 
