@@ -3,12 +3,15 @@
 A command's module, and with it torch, is imported only when the command runs, so that help and mistakes are fast.
 """
 
+import contextlib
 import importlib
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rlhf.composing import (
@@ -250,22 +253,48 @@ def _run_with_hydra(command: str, arguments: list[str], text: str | None) -> Non
     from rlhf.checks import check_config
 
     def guarded(composed: Any) -> None:
-        with ending(interrupted=interrupted(command)):  # Hydra would print a traceback of its own
+        # Hydra would print a traceback of its own
+        with variable("HYDRA_FULL_ERROR", asked), ending(interrupted=interrupted(command)):
             config = to_settings(composed)
             if name != config_name(command):
                 check_config(config, command)
             if text is not None:
                 config.chat.message = text
-            importlib.import_module(COMMANDS[command][0]).run(config)
+            module_of(command, config).run(config)
 
     register_schema()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra refuses is told here
-    with tempfile.TemporaryDirectory() as nowhere:  # Hydra's own record of a sweep; a run's record is in its folder
+    asked = os.environ.get("HYDRA_FULL_ERROR")  # set by the user, it asks for tracebacks
+    # what Hydra refuses is told here; the folder is for Hydra's own record of a sweep, a run's record is in the run's folder
+    with variable("HYDRA_FULL_ERROR", "1"), tempfile.TemporaryDirectory() as nowhere:
         sys.argv = [f"rlhf {command}", *flags, *plain, *([f"hydra.sweep.dir={nowhere}"] if sweep else [])]
         try:
             hydra.main(version_base="1.3", config_path=str(conf_dir().resolve()), config_name=name)(guarded)()
         except HydraException as error:
             raise UserError(first_line(error)) from None
+
+
+def module_of(command: str, config: Any) -> ModuleType:
+    """The module whose `run` is the command; `evaluate study=…` is one of its own."""
+    study = command == "evaluate" and config.study is not None
+    return importlib.import_module("rlhf.commands.study" if study else COMMANDS[command][0])
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str | None) -> Iterator[None]:
+    """An environment variable set within the block, or unset for None; afterwards as before."""
+    before = os.environ.get(name)
+
+    def put(to: str | None) -> None:
+        if to is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = to
+
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:

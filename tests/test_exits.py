@@ -133,9 +133,19 @@ def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error, said):
     assert code == 2 and told.startswith(f"rlhf: error: {said}") and told.count("\n") == 1
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch, capsys):
-    code, told = call(monkeypatch, capsys, KeyError("forgotten"))
-    assert code == 1 and "KeyError: 'forgotten'" in told and "in refuse" in told
+BUG = """
+from rlhf.cli import main
+from rlhf.commands import report
+def refuse(config):
+    raise KeyError("forgotten")
+report.run = refuse
+main(["report"])
+"""
+
+
+def test_a_bug_keeps_its_traceback():
+    done = subprocess.run([sys.executable, "-c", BUG], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 1 and "KeyError: 'forgotten'" in done.stderr and "in refuse" in done.stderr
     assert describe(ValueError("shapes")) is None
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ GOLD_STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo"
 
 def run_stage(name: str, config: Any) -> None:
     """One stage in this process."""
-    from rlhf.cli import COMMANDS
+    from rlhf.cli import module_of
 
-    import_module(COMMANDS[name][0]).run(config)
+    module_of(name, config).run(config)
 
 
 def collect(run: Any, prompts: Any, keys: list[tuple]) -> Any:
