@@ -1,4 +1,4 @@
-"""`rlhf export`: a stage's model as a folder that plain transformers loads."""
+"""`rlhf export`: a stage's model, policy or reward model, as a folder that plain transformers loads, with a model card."""
 
 from pathlib import Path
 
@@ -20,22 +20,64 @@ def run(config: Config) -> None:
 
     from safetensors import SafetensorError
 
+    from rlhf.commands.model_card import model_card, write_card
+
+    write = write_reward if config.export.stage == "reward" else write_policy
+    try:
+        with held(out), replaced(out) as folder:
+            loading, notes = write(config, source / "model", folder)
+            write_card(folder, model_card(config, config.export.stage, loading.format(out.name), notes))
+            share(folder)
+    except (OSError, SafetensorError) as error:
+        raise checkpoint_error(error, out) from error
+    say(f"export: {source / 'model'} -> {out}: {loading.format(out)} loads it")
+    for note in notes:
+        say(f"export: {note}")
+
+
+def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
+    """A causal language model; how it is loaded, and what there is to say of it. Raises: UserError if it has not the form."""
     from rlhf.model.convert import OWN, export
     from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_policy
 
     try:
-        with held(out), replaced(out) as folder:
-            form = export(
-                load_policy(source / "model"), load_tokenizer(source / "model"), folder, form=config.export.form
-            )
-            share(folder)
-    except (OSError, SafetensorError) as error:
-        raise checkpoint_error(error, out) from error
+        form = export(load_policy(model), load_tokenizer(model), folder, form=config.export.form)
     except ValueError as error:
         raise UserError(f"export.form={config.export.form}: {error}") from error
-    first = " (after `import rlhf.model`: no class of transformers expresses this model)" if form == OWN else ""
-    say(f"export: {source / 'model'} -> {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it{first}")
+    notes = (
+        ["It loads after `import rlhf.model`: no class of transformers expresses this model."] if form == OWN else []
+    )
+    return "AutoModelForCausalLM.from_pretrained('{}')", notes
+
+
+def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
+    """A sequence classifier with one label. Raises: UserError if no public class expresses it."""
+    import torch
+
+    from rlhf.model.classifier import TextRewardModel, load_reward_model
+    from rlhf.model.export_reward import export_reward
+    from rlhf.tokenizer import load_tokenizer
+    from rlhf.training.setup import be_quiet
+
+    if config.export.form != "auto":
+        raise UserError(
+            f"export.form={config.export.form}: a reward model is written as what its trunk came from: want auto"
+        )
+    be_quiet()
+    loaded = load_reward_model(model, torch.device("cpu"))
+    text = isinstance(loaded, TextRewardModel)
+    told = export_reward(loaded, None if text else load_tokenizer(model), folder)
+    form = (
+        "prompt and response as its tokenizer frames them"
+        if text
+        else "rendered with the chat template, read at its last token"
+    )
+    notes = [f"The logit is the calibrated score of a dialogue: {form}."]
+    if told.offset:
+        notes.append(f"score = logit + {told.offset:.6g} (score_offset in config.json): {told.class_name} has no bias for this "
+                     "constant, which changes neither an order nor a difference of scores.")  # fmt: skip
+    return "AutoModelForSequenceClassification.from_pretrained('{}')", notes
 
 
 def check_free(out: Path, overwrite: bool) -> None:

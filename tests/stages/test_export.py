@@ -1,0 +1,114 @@
+"""`rlhf export` on a small gold run: policies and the reward model in plain transformers, each with its model card."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf.commands.export import run
+from rlhf.data.comparisons import load_comparisons
+from rlhf.errors import UserError
+from rlhf.evaluation.scoring import item_encoder, score_rows
+from rlhf.files import read_json, write_json
+from rlhf.model.classifier import load_reward_model
+from rlhf.runs.folders import read_stage
+from rlhf.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def exported(gold_run, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("export")
+    for stage in ("ppo", "reward"):
+        run(gold_run.config(f"export.stage={stage}", f"export.out='{folder / stage}'"))
+    return {stage: folder / stage for stage in ("ppo", "reward")}
+
+
+def test_the_reward_model_scores_alike_in_plain_transformers(gold_run, exported):
+    """On padded batches of real comparisons, rendered with the chat template that is in the folder."""
+    stage = gold_run.folder / "reward" / "model"
+    ours, tokenizer = load_reward_model(stage, torch.device("cpu")), load_tokenizer(stage)
+    records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0][:8]
+    pairs = [(r.prompt, answer.text) for r in records for answer in r.responses]
+    encode = item_encoder(gold_run.config(), ours, tokenizer)
+    rows = [row for prompt, text in pairs for row in encode(prompt, [(text, True)])[0]]
+    expected = score_rows(ours, rows, tokenizer.pad_token_id, torch.device("cpu"))
+
+    theirs = AutoModelForSequenceClassification.from_pretrained(exported["reward"]).eval()
+    read = AutoTokenizer.from_pretrained(exported["reward"])
+    assert theirs.config.num_labels == 1 and not type(theirs).__module__.startswith("rlhf")
+    chats = [[m.model_dump() for m in prompt] + [{"role": "assistant", "content": text}] for prompt, text in pairs]
+    texts = [read.apply_chat_template(chat, tokenize=False) for chat in chats]
+    batch = read(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    with torch.no_grad():
+        logits = theirs(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    assert expected.std() > 0.1
+    assert torch.allclose(logits + theirs.config.score_offset, expected, atol=1e-4)
+
+
+def test_the_policy_answers_alike_in_a_process_without_this_package(gold_run, exported):
+    code = (
+        "import sys, torch, json; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval(); t = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "x = t.apply_chat_template([{'role': 'user', 'content': 'What colour is snow?'}], add_generation_prompt=True,"
+        " return_tensors='pt', return_dict=True)\n"
+        "print(json.dumps(m.generate(**x, max_new_tokens=16, do_sample=False)[0, x['input_ids'].shape[1]:].tolist()))\n"
+        "assert 'rlhf' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(exported["ppo"])], capture_output=True, text=True, check=True,
+                          env=os.environ)  # fmt: skip
+    import rlhf.model  # noqa: F401 (registers our GPT)
+
+    folder = gold_run.folder / "ppo" / "model"
+    ours, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(folder)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What colour is snow?"}], add_generation_prompt=True,
+                                        return_tensors="pt", return_dict=True)["input_ids"]  # fmt: skip
+    from rlhf.model.generate import sample
+
+    expected = sample(ours, ids.tolist(), max_new_tokens=16, eos_token_id=tokenizer.eos_token_id,
+                      pad_token_id=tokenizer.pad_token_id, greedy=True).responses[0]  # fmt: skip
+    assert json.loads(done.stdout) == expected
+
+
+def test_the_card_says_what_the_records_say(gold_run, exported):
+    card = (exported["ppo"] / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags: [rlhf, ppo]\n---\n")
+    assert "None: pretrained from random weights" in card and "base_model" not in card
+    for stage in ("pretrain", "sft", "reward", "ppo"):
+        record = read_stage(gold_run.folder / stage)
+        assert f"### {stage}\n\nHash `{record['hash']}`" in card
+        for key, value in record["settings"].items():
+            assert f"\n    {key}={json.dumps(value)}" in card
+    world = read_stage(gold_run.folder / "world")["files"]
+    assert f"| world | demonstrations.jsonl, written by the stage | `{world['demonstrations.jsonl']}` |" in card
+    results = read_json(gold_run.folder / "evaluate" / "results.json")
+    found = results["gold"]["win_rate_vs_sft"]
+    assert f"| gold.win_rate_vs_sft | {found['value']} | {found['ci95'][0]} to {found['ci95'][1]} |" in card
+    assert f"| kl_to_sft_nats | {results['kl_to_sft_nats']} |  |" in card
+    assert "## Not measured\n\n- whether people prefer its answers" in card
+    reward = (exported["reward"] / "README.md").read_text()
+    assert "AutoModelForSequenceClassification.from_pretrained('reward')" in reward and "### ppo" not in reward
+    assert "read at its last token" in reward
+
+
+def test_the_card_of_an_adopted_model_names_it_and_its_licence(copy_until, tmp_path):
+    """And where evaluate measured another model, the card says that there are no figures."""
+    run_ = copy_until("evaluate")
+    write_json(run_.folder / "pretrain" / "adopted.json", {
+        "source": "someone/model", "revision": "abc", "licence": "apache-2.0", "sha256": {"model.safetensors": "f" * 64},
+    })  # fmt: skip
+    run(run_.config("export.stage=sft", f"export.out='{tmp_path / 'out'}'"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'license: apache-2.0\nbase_model: "someone/model"\n' in card
+    assert f"- someone/model, revision abc\n- licence: apache-2.0\n- `model.safetensors` {'f' * 64}" in card
+    assert "None: `rlhf evaluate` has not run." in card
+
+
+def test_a_reward_model_has_no_choice_of_form(gold_run, tmp_path):
+    with pytest.raises(UserError, match=r"export\.form=llama: a reward model is written as what its trunk came from"):
+        run(gold_run.config("export.stage=reward", "export.form=llama", f"export.out='{tmp_path / 'x'}'"))
+    assert not (tmp_path / "x").exists()
