@@ -52,7 +52,7 @@ def test_a_file_that_holds_something_else_is_noticed(model, tmp_path):
     wrong = dict(state) | {"model.norm.weight": state["model.norm.weight"] + 1}
     with pytest.raises(UserError, match=r"model.norm.weight differ after reading back"):
         gather.check_saved(tmp_path, wrong)
-    with pytest.raises(UserError, match="more read back"):
+    with pytest.raises(UserError, match="more differ"):
         gather.check_saved(tmp_path, dict(state) | {"more": torch.zeros(1)})
 
 
