@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, dam
     said: list[str] = []
     assert not is_whole(bad) and latest_checkpoint(tmp_path, said.append) == good
     (line,) = said
-    assert line.startswith(f"{bad}: checkpoint is damaged") and "falling back" in line
+    assert line.startswith(f"{bad}: checkpoint is damaged") and "using the previous one" in line
     damage(good)
     assert latest_checkpoint(tmp_path, said.append) is None
 

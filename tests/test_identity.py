@@ -55,11 +55,13 @@ def test_a_resumed_stage_says_which_settings_change_its_rounding(compose, capsys
     with open_stage(compose("threads=2", "deepspeed=zero1", "ppo.micro_batch_episodes=16"), "tokenizer"):
         pass
     said = capsys.readouterr().out
-    expected = "tokenizer: resumes with threads=2, was 0; deepspeed=zero1, was none: same computation, other rounding\n"
+    expected = (
+        "tokenizer: resumes with threads=2, was 0; deepspeed=zero1, was none: same computation, different rounding\n"
+    )
     assert expected in said  # and nothing of PPO's settings, which this stage does not read
     with open_stage(compose("threads=2", "deepspeed=zero1"), "tokenizer"):
         pass
-    assert "other rounding" not in capsys.readouterr().out
+    assert "different rounding" not in capsys.readouterr().out
 
 
 def test_what_comes_from_the_environment_is_stored_by_its_name(compose, monkeypatch):

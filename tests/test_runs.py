@@ -281,7 +281,7 @@ def test_an_interrupted_stage_is_not_resumed_under_other_settings(config):
     folder = interrupt(config, "tokenizer")
     other = changed(config, tokenizer__vocab_size=400)
     with pytest.raises(
-        UserError, match=r"begun with other settings \(tokenizer.vocab_size 50257 -> 400\): restore them"
+        UserError, match=r"started with other settings \(tokenizer.vocab_size 50257 -> 400\): restore them"
     ):
         run_stage(other, "tokenizer")
     assert latest_checkpoint(folder / "checkpoints") is not None
@@ -290,7 +290,7 @@ def test_an_interrupted_stage_is_not_resumed_under_other_settings(config):
 
 def test_an_interrupted_stage_is_not_resumed_on_other_data(config):
     interrupt(config, "tokenizer", data={"corpus:a.txt": "0f"})
-    with pytest.raises(UserError, match="was begun on other parents or data than are there now"):
+    with pytest.raises(UserError, match="was started with other parents or data"):
         run_stage(config, "tokenizer", data={"corpus:a.txt": "1f"})
 
 
@@ -486,7 +486,7 @@ def test_an_interrupted_stage_is_not_resumed_on_another_parent(config):
     chain(config, "tokenizer")
     interrupt(config, "pretrain")
     run_stage(changed(config, overwrite=True), "tokenizer", "other")
-    with pytest.raises(UserError, match="pretrain: was begun on other parents or data than are there now"):
+    with pytest.raises(UserError, match="pretrain: was started with other parents or data"):
         run_stage(config, "pretrain")
 
 

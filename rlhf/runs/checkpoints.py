@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or do not count: a manifest of hashes is written last, and which ones stay is a stated rule."""
+"""Checkpoints: a manifest of hashes is written last, so a checkpoint is whole or ignored; and which checkpoints are kept."""
 
 import contextlib
 import errno
@@ -20,9 +20,9 @@ TORCH_DISK_ERROR = "inline_container"
 
 
 def seal(folder: Path, figure: float | None = None) -> None:
-    """Declare a checkpoint folder whole: sync its files, then write the manifest of their hashes, last.
+    """Mark a checkpoint folder as whole: sync its files, then write the manifest of their hashes.
 
-    figure: the stage's held-out figure at this step, the higher the better; what `checkpoints.keep_best` goes by.
+    figure: the stage's held-out figure at this step, higher is better; used by `checkpoints.keep_best`.
     """
     share(folder)
     for path in folder.rglob("*"):
@@ -30,7 +30,7 @@ def seal(folder: Path, figure: float | None = None) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
-    for path in (folder, folder.parent):  # the names too, before older checkpoints go
+    for path in (folder, folder.parent):  # sync the names too, before older checkpoints are removed
         number = os.open(path, os.O_RDONLY)
         try:
             os.fsync(number)
@@ -65,24 +65,22 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path, say: Callable[[str], None] = say) -> Path | None:
-    """The newest whole checkpoint; damaged ones are named and passed over."""
+    """The newest whole checkpoint; damaged ones are reported and skipped."""
     for path in reversed(checkpoints(folder)):
         if is_whole(path):
             return path
         if (path / MANIFEST).exists():
-            say(
-                f"{path}: checkpoint is damaged (a file is missing or its hash differs): falling back to the one before"
-            )
+            say(f"{path}: checkpoint is damaged (a file is missing or its hash differs): using the previous one")
     return None
 
 
 def save_checkpoint(
     folder: Path, step: int, write: Callable[[Path], None], keep: int | CheckpointConfig, figure: float | None = None
 ) -> Path:
-    """Write `folder/step-<step>` through `write`, seal it, and only then drop what `keep` does not keep.
+    """Write `folder/step-<step>` through `write`, seal it, then remove the checkpoints that `keep` does not keep.
 
     keep: the settings (see `prune_checkpoints`), or how many of the newest; figure: as in `seal`.
-    Raises: UserError when the disk is full or not writable; the checkpoints before it stay.
+    Raises: UserError if the disk is full or not writable; earlier checkpoints stay.
     """
     target = folder / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)
@@ -101,7 +99,7 @@ def save_checkpoint(
 
 
 def checkpoint_error(error: Exception, target: Path) -> Exception:
-    """What to raise when a checkpoint cannot be written: one line where the disk is at fault, else the error itself."""
+    """The error to raise if a checkpoint cannot be written: one line if the disk is the cause, else the error itself."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):
@@ -112,10 +110,10 @@ def checkpoint_error(error: Exception, target: Path) -> Exception:
 
 
 def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
-    """Drop all checkpoints but the `keep.keep` newest, the `keep.keep_best` best and every `keep.keep_every`-th step's.
+    """Remove all checkpoints except the `keep.keep` newest, the `keep.keep_best` best and those of every `keep.keep_every`-th step.
 
-    Call it with a whole checkpoint of `step` in place. What is not whole was left by a kill and goes; so does every
-    later step: who went back to this one had found them damaged.
+    Call it after a whole checkpoint of `step` was written. Incomplete checkpoints are removed, and so are those of later
+    steps: training has resumed from an earlier step because they were damaged.
     """
     found = [path for path in checkpoints(folder) if checkpoint_step(path) <= step and (path / MANIFEST).exists()]
     kept = set(found[-keep.keep :]) if keep.keep > 0 else set()
@@ -141,7 +139,7 @@ def checkpoint_figure(folder: Path) -> float | None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """The manifest goes first, so that a removal that is cut off leaves nothing that passes for a checkpoint."""
+    """Remove a checkpoint, its manifest first, so that an interrupted removal leaves no valid checkpoint."""
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""Run folders: what a stage wrote, what it built on, and whether it may be resumed. Imports neither torch nor hydra.
+"""Run folders: the output and parents of a stage, and whether it can be resumed. Imports neither torch nor hydra.
 
     runs/<run>/<stage>/  stage.json    written as "running" when the stage begins and as "complete" when it ends
                          checkpoints/  step-N folders, each trusted only with its manifest, which is written last
                          model/ …      the stage's output, hashed into stage.json
 
-A stage's hash covers its settings, its parents' hashes and its output files, so that a parent that was changed or
-replaced after the fact is noticed.
+A stage's hash covers its settings, its parents' hashes and its output files, so a parent that is changed or replaced
+later is detected.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ from rlhf.runs.replacing import beside, settle, swap
 from rlhf.terminal import say
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-PAID_STAGES = ("ppo", "rejection")  # they read a reward model only to be paid by it
-ROUND = re.compile(r"-round-\d+$")  # what a labelling round before the last adds to the run's name
+PAID_STAGES = ("ppo", "rejection")  # they need the reward stage only as a reward source
+ROUND = re.compile(r"-round-\d+$")  # the suffix of the runs of earlier labelling rounds
 
 
 def settings_of(config: Config, stage: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def run_folder(config: Config) -> Path:
 
 
 def stage_folder(config: Config, stage: str) -> Path:
-    """Where a stage of this run lies, or where parents.<stage> says: another run's name, a run or stage folder."""
+    """The folder of a stage of this run; or of parents.<stage>: another run's name, a run or stage folder."""
     given = getattr(config.parents, stage, None)
     if given is None:
         return run_folder(config) / stage
@@ -84,9 +84,9 @@ def stage_folder(config: Config, stage: str) -> Path:
 
 
 def earlier_run(config: Config) -> Config | None:
-    """The run of the labelling round before this one, which has label, reward and ppo of its own; None in the first round.
+    """The run of the previous labelling round, with its own label, reward and ppo; None in the first round.
 
-    Raises: UserError for a run that has the name of one of its own rounds.
+    Raises: UserError if a run has the name of one of its own rounds.
     """
     gold = config.gold
     if not gold.enabled or gold.rounds < 2:
@@ -107,7 +107,7 @@ def earlier_run(config: Config) -> Config | None:
 
 
 def rounds_before(run: Path) -> list[Path]:
-    """The runs of the labelling rounds that a run's own was built on, the latest first."""
+    """The runs of the earlier labelling rounds that a run was built on, the latest first."""
     names = {
         parent.partition("/")[0] for parent in (read_stage(run / "label") or {}).get("parents", {}) if "/" in parent
     }
@@ -116,11 +116,11 @@ def rounds_before(run: Path) -> list[Path]:
 
 
 def refuse_inside_stage(path: Path, key: str) -> None:
-    """Raises: UserError for a place of output inside a stage's folder, or one that contains stages."""
+    """Raises: UserError if an output path is inside a stage's folder, or contains stages."""
     whole = path.absolute()
     inside = next((p for p in (whole, *whole.parents) if (p / "stage.json").exists()), None)
     if inside is not None:
-        raise UserError(f"{key}={path}: lies in the folder of a stage, {inside}: choose another place")
+        raise UserError(f"{key}={path}: is inside the folder of a stage, {inside}: choose another place")
     below = next(whole.glob("*/stage.json"), None) if whole.is_dir() else None
     if below is not None:
         raise UserError(f"{key}={path}: contains stages ({below.parent.name}): choose another place")
@@ -131,7 +131,7 @@ def is_needed(config: Config, stage: str) -> bool:
 
 
 def pays_itself(config: Config) -> bool:
-    """Whether the run's own reward model is among what pays: ppo.rewards names others, or lists it as null."""
+    """Whether the run's own reward model is a reward source: ppo.rewards is null or contains null."""
     given = config.ppo.rewards
     return given is None or (not isinstance(given, str) and None in list(given))
 
@@ -153,7 +153,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def check_output(folder: Path, stage: str | None = None) -> dict:
-    """The record of a complete stage whose files are what it says. Raises: UserError otherwise."""
+    """The record of a complete stage, after checking that its files have the recorded hashes. Raises: UserError otherwise."""
     record = read_stage(folder)
     stage = stage or folder.name
     if record is not None and record.get("stage") != stage:
@@ -201,12 +201,12 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
 
 
 def check_round(earlier: Config) -> list[dict]:
-    """The records of the label and PPO stages of the labelling round before. Raises: UserError if they do not fit."""
+    """The records of the label and PPO stages of the previous labelling round. Raises: UserError if they do not fit."""
     records: dict[str, dict] = {}
     for name in ROUND_STAGES:
         folder = run_folder(earlier) / name
         if not is_complete(folder):
-            raise UserError(f"{folder}: no finished {name} of the labelling round before: `rlhf pipeline` makes it; or "
+            raise UserError(f"{folder}: no finished {name} of the previous labelling round: `rlhf pipeline` makes it; or "
                             "label once, with gold.rounds=1")  # fmt: skip
         records[name] = check_output(folder, name) | {"folder": folder}
         for parent, digest in records[name]["parents"].items():
@@ -215,7 +215,7 @@ def check_round(earlier: Config) -> list[dict]:
                                 "overwrite=true` makes the labelling round again")  # fmt: skip
     wanted, recorded = settings_of(earlier, "label"), records["label"]["settings"]
     if recorded != wanted:
-        raise UserError(f"{records['label']['folder']}: the labelling round before had other settings "
+        raise UserError(f"{records['label']['folder']}: the previous labelling round had other settings "
                         f"({differences(recorded, wanted)}): restore them, or choose another run=…")  # fmt: skip
     return [records["label"], records["ppo"]]
 
@@ -243,7 +243,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(slots=True)
 class Stage:
-    """A stage under way: its folder, and what its record will say."""
+    """A running stage: its folder, and the contents of its record."""
 
     config: Config
     name: str
@@ -251,11 +251,11 @@ class Stage:
     parents: dict[str, str]
     data: dict[str, str]
     resumed: bool = False
-    seconds_before: float = 0.0  # spent by earlier, interrupted tries
+    seconds_before: float = 0.0  # spent by earlier, interrupted attempts
     started: float = field(default_factory=time.monotonic)
-    steps: int | None = None  # how many it will take in all, once that is known
-    writes: bool = True  # false on every rank but the first, which speaks and writes for all
-    replaces: Path | None = None  # with overwrite=true the folder whose place this one takes when it is complete
+    steps: int | None = None  # total number of steps, once it is known
+    writes: bool = True  # only on rank 0, which prints and writes for all ranks
+    replaces: Path | None = None  # with overwrite=true the folder that this one replaces when it is complete
 
     @property
     def checkpoints(self) -> Path:
@@ -282,18 +282,18 @@ class Stage:
         }  # fmt: skip
 
     def plan(self, steps: int) -> None:
-        """Say in stage.json how many optimizer steps (in PPO updates) the stage will take, for who watches it."""
+        """Write the total number of optimizer steps (in PPO updates) to stage.json, for `rlhf watch`."""
         self.steps = steps
         self.note_progress()
 
     def note_progress(self) -> None:
-        """Store the seconds spent so far, so that a resumed stage reports its whole cost."""
+        """Store the seconds spent so far, so that a resumed stage reports its total time."""
         if not self.writes:
             return
         write_json(self.folder / "stage.json", self.record("running"))
 
     def finish(self, summary: dict[str, float] | None = None) -> None:
-        """Hash the output, write the record as complete, and drop the checkpoints that nobody needs any more."""
+        """Hash the output, write the record as complete, and remove the checkpoints that are no longer needed."""
         if not self.writes:
             return
         skip = ("checkpoints", "stage.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "wandb", "tensorboard",
@@ -316,7 +316,7 @@ class Stage:
         self.say(f"complete in {took} -> {self.folder}")
 
     def _drop_checkpoints(self) -> None:
-        """Of a complete stage only what checkpoints.keep_best and keep_every ask for stays."""
+        """Remove the checkpoints of a complete stage, except those of checkpoints.keep_best and keep_every."""
         settings = self.config.checkpoints
         found = checkpoints(self.checkpoints)
         if found and (settings.keep_best or settings.keep_every):
@@ -328,13 +328,13 @@ class Stage:
 
 @contextlib.contextmanager
 def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
-    """Begin or resume a stage: check parents, refuse what would be overwritten, hold a lock while it runs.
+    """Start or resume a stage: check the parents, refuse to overwrite, hold a lock while it runs.
 
-    With overwrite=true the stage is written beside the one that is there, which stays until the new one is complete.
+    With overwrite=true the stage is written to a folder next to the existing one, which stays until the new one is
+    complete.
 
-    Raises: UserError when the stage is complete (and overwrite is false), was begun with other settings, is being
-    run by another process, when files of someone else's lie there, when the disk is full, or when a parent does not
-    fit.
+    Raises: UserError if the stage is complete (and overwrite is false), was started with other settings or is being run
+    by another process, if the folder contains other files, if the disk is full, or if a parent does not fit.
     """
     folder = run_folder(config) / name
     parents = collect_parents(config, name)
@@ -360,7 +360,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             if error.errno in DISK_ERRORS:
                 raise disk_error(error, Path(error.filename or folder)) from error
             raise
-        except Exception as error:  # a library's own word for a full disk, which is no OSError
+        except Exception as error:  # libraries report a full disk by other errors than OSError
             _discard_beginning(stage)
             told = checkpoint_error(error, folder)
             if told is error:
@@ -370,7 +370,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold a folder, which is made if need be. Raises: UserError if another process holds it."""
+    """Lock a folder; creates it if necessary. Raises: UserError if another process holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
@@ -387,9 +387,9 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _begin_or_resume(stage: Stage) -> dict | None:
-    """Prepare the stage's folder: as an interrupted try left it, whose record is returned, or empty.
+    """Prepare the stage's folder: keep it to resume an interrupted attempt, whose record is returned, or empty it.
 
-    Raises: UserError for what may not be replaced.
+    Raises: UserError if the folder may not be replaced.
     """
     recorded = _replacement(stage) if stage.replaces is not None else read_stage(stage.folder)
     misfit = None if recorded is None else _misfit(stage, recorded)
@@ -399,7 +399,7 @@ def _begin_or_resume(stage: Stage) -> dict | None:
             "choose another run=…, or add overwrite=true to replace it"
         )
     if misfit is not None and has_begun(stage.folder, stage.name):
-        raise UserError(f"{stage.folder}: {misfit}, choose another run=…, or add overwrite=true to start anew")
+        raise UserError(f"{stage.folder}: {misfit}, choose another run=…, or add overwrite=true to start again")
     if recorded is None or misfit is not None:
         _empty(stage, replace_others=recorded is not None or stage.replaces is not None)
         return None
@@ -410,7 +410,7 @@ def _begin_or_resume(stage: Stage) -> dict | None:
 
 
 def _replacement(stage: Stage) -> dict | None:
-    """The record of an interrupted replacement that can go on, or None."""
+    """The record of an interrupted replacement that can be resumed, or None."""
     try:
         recorded = read_stage(stage.folder)
     except UserError:
@@ -420,23 +420,23 @@ def _replacement(stage: Stage) -> dict | None:
 
 
 def _misfit(stage: Stage, recorded: dict) -> str | None:
-    """Why what an interrupted try left is not resumed, and what to do; or None."""
+    """Why an interrupted attempt cannot be resumed, and what to do; or None."""
     wanted = settings_of(stage.config, stage.name)
     if recorded["settings"] != wanted:
-        return f"was begun with other settings ({differences(recorded['settings'], wanted)}): restore them to resume"
+        return f"was started with other settings ({differences(recorded['settings'], wanted)}): restore them to resume"
     if recorded["parents"] != stage.parents or recorded["data"] != stage.data:
-        return "was begun on other parents or data than are there now: restore them to resume"
+        return "was started with other parents or data: restore them to resume"
     return None
 
 
 def has_begun(folder: Path, name: str) -> bool:
-    """Whether a stage has done work that a resumed one continues from: a whole checkpoint, or what its row names."""
+    """Whether a stage has work to resume from: a whole checkpoint, or a file of its row's `kept_work`."""
     kept = STAGES[name].kept_work if name in STAGES else ()
     return any(folder.glob("checkpoints/*/manifest.json")) or any((folder / path).exists() for path in kept)
 
 
 def _discard_beginning(stage: Stage) -> None:
-    """Of a stage that failed before it did anything, leave nothing."""
+    """Remove the folder of a stage that failed before it did anything."""
     left = {path.name for path in stage.folder.iterdir()}
     empty = all(not path.stat().st_size for path in stage.folder.glob("*.jsonl"))
     if not empty or not left <= {"stage.json", "config.yaml", ".lock", "metrics.jsonl", "samples.jsonl"}:
@@ -447,7 +447,7 @@ def _discard_beginning(stage: Stage) -> None:
 
 
 def _tell_other_rounding(stage: Stage, recorded: dict) -> None:
-    """Say which settings that change only speed, memory and rounding are others than before."""
+    """Print the changed settings that affect only speed, memory and rounding."""
     before, own = flat_settings(recorded.get("config")), STAGES[stage.name].groups
     changed = []
     for key, stated in settings_in(Config).items():
@@ -459,7 +459,7 @@ def _tell_other_rounding(stage: Stage, recorded: dict) -> None:
         ):
             changed.append(f"{key}={value}, was {before[key]}")
     if changed:
-        stage.say(f"resumes with {'; '.join(changed)}: same computation, other rounding")
+        stage.say(f"resumes with {'; '.join(changed)}: same computation, different rounding")
 
 
 def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -471,14 +471,14 @@ def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove files that were being written when an earlier try was killed: they are no output."""
+    """Remove temporary files that a killed attempt left."""
     for path in [*folder.glob(".*.tmp"), *folder.glob("*.jsonl.kept")]:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def _empty(stage: Stage, replace_others: bool) -> None:
-    """Remove what lies in a stage's folder; the record goes last, so that an interrupted removal is noticed."""
+    """Remove the contents of a stage's folder; the record is removed last, so that an interrupted removal is detected."""
     found = [path for path in stage.folder.iterdir() if path.name != ".lock"]
     strangers = sorted(path.name for path in found if not path.name.startswith("."))
     if strangers and not replace_others:
@@ -494,7 +494,7 @@ def _empty(stage: Stage, replace_others: bool) -> None:
 
 
 def _write_config(config: Config, folder: Path) -> None:
-    """config.yaml, the whole configuration, in a form that a later `rlhf` reads back."""
+    """config.yaml: the whole configuration, which `rlhf` can read back."""
     import yaml
 
     (folder / "config.yaml").write_text(yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True))

@@ -1,4 +1,4 @@
-"""What a run's view elsewhere says of where it comes from: parents, data, code. runs.py keeps the record itself."""
+"""The lineage of a run as shown in W&B and other trackers: parents, data, code."""
 
 import functools
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 @functools.cache
 def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
-    """{"commit", "branch", "dirty"} of the checkout that the code lies in; empty if it lies in none."""
+    """{"commit", "branch", "dirty"} of the git checkout that contains the code; empty if there is none."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -20,7 +20,7 @@ def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
             return None
         return done.stdout.strip()
 
-    # An installed package may lie below somebody else's checkout, which does not hold this file.
+    # An installed package may be inside another project's checkout, which does not contain this file.
     if not git("ls-files", "--error-unmatch", "metrics.py"):
         return {}
     commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", "--", ".")

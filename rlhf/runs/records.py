@@ -1,4 +1,4 @@
-"""The JSON files of a run folder, checked against a schema where they are read: a damaged one is one line, no traceback.
+"""The JSON files of a run folder, checked against a schema when read; a damaged file gives a one-line error.
 
 Imports pydantic only when a file is read.
 """
@@ -31,7 +31,7 @@ def _schemas() -> dict[str, Any]:
         model_config = ConfigDict(extra="allow", strict=True)
 
     class StageRecord(Record):
-        """stage.json. `files` and `hash` come when the stage is complete."""
+        """stage.json. `files` and `hash` are present once the stage is complete."""
 
         stage: str
         status: Literal["running", "complete"]
@@ -87,7 +87,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
-    """What a run file holds, or None if there is none. Raises: UserError if it is damaged or cannot be read."""
+    """The contents of a run file, or None if there is none. Raises: UserError if it is damaged or cannot be read."""
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -103,7 +103,7 @@ def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][:3])
         raise UserError(f"{path}: damaged ({where + ': ' if where else ''}{first['msg']}): {REMEDY[kind]}") from None
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, nested too deeply
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}): {REMEDY[kind]}") from None
     return value
 

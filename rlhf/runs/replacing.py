@@ -1,8 +1,8 @@
-"""A stage that is replaced: the new one is written beside the old one, which stays until the new one is complete.
+"""Replacing a stage: the new one is written to a separate folder; the old one stays until the new one is complete.
 
-runs/<run>/sft/       the stage that is there
-runs/<run>/.sft.new/  its replacement under way (overwrite=true); an interrupted one is resumed
-runs/<run>/.sft.old/  only for the moment between the two renames of the swap
+runs/<run>/sft/       the existing stage
+runs/<run>/.sft.new/  its unfinished replacement (overwrite=true); an interrupted one is resumed
+runs/<run>/.sft.old/  exists only between the two renames of the swap
 """
 
 import shutil
@@ -12,7 +12,7 @@ from rlhf.files import disk_error
 
 
 def beside(folder: Path) -> Path:
-    """Where the replacement of a stage's folder is written."""
+    """The folder in which the replacement of a stage is written."""
     return folder.with_name(f".{folder.name}.new")
 
 
@@ -21,12 +21,12 @@ def set_aside(folder: Path) -> Path:
 
 
 def under_way(folder: Path) -> Path:
-    """The folder in which the stage works now: its replacement's, if there is one, else its own."""
+    """The folder in which the stage is running: that of its replacement, if there is one, else its own."""
     return beside(folder) if (beside(folder) / "stage.json").is_file() else folder
 
 
 def swap(folder: Path) -> None:
-    """Put the complete replacement in the place of the old stage. Raises: UserError if the system refuses."""
+    """Move the complete replacement to the place of the old stage. Raises: UserError if the system refuses."""
     new, old = beside(folder), set_aside(folder)
     try:
         shutil.rmtree(old, ignore_errors=True)
@@ -41,13 +41,13 @@ def swap(folder: Path) -> None:
 
 
 def settle(folder: Path) -> None:
-    """Finish what a kill in the middle of `swap` left. Call it with the stage's lock held."""
+    """Finish a `swap` that was killed half-way. Call it with the stage's lock held."""
     new, old = beside(folder), set_aside(folder)
     if not old.exists():
         return
     if (folder / "stage.json").exists():
         shutil.rmtree(old, ignore_errors=True)
     else:  # killed between the two renames
-        shutil.rmtree(folder, ignore_errors=True)  # holds a lock at most
+        shutil.rmtree(folder, ignore_errors=True)  # contains at most a lock
         (new if (new / "stage.json").exists() else old).rename(folder)
         shutil.rmtree(old, ignore_errors=True)

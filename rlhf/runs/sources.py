@@ -1,4 +1,4 @@
-"""Where a stage's data comes from, and the hashes that tie a stage to it. Imports neither torch nor transformers."""
+"""The data sources of a stage, and their hashes. Imports neither torch nor transformers."""
 
 import importlib.util
 import re
@@ -27,7 +27,7 @@ def fractions(config: Config) -> dict[str, float]:
 def data_source(config: Config, kind: str) -> Any:
     """The sources of one kind of data, or None if none are given and the gold world writes none.
 
-    For prompts without a source, those of the demonstrations and comparisons serve.
+    If no prompts are given, those of the demonstrations and comparisons are used.
     """
     given = getattr(config.data, kind)
     if given is not None:
@@ -57,7 +57,7 @@ def is_function(name: str) -> bool:
 
 
 def function_source(name: str) -> Path | None:
-    """The file of code that a reward function `module:name` or `file.py:name` comes from; None for what has none.
+    """The source file of a reward function `module:name` or `file.py:name`; None if it has none.
 
     Modules of the working directory are found too. Raises: UserError if there is no such module or file.
     """
@@ -72,7 +72,7 @@ def function_source(name: str) -> Path | None:
         sys.path.insert(0, str(Path.cwd()))
     try:
         spec = importlib.util.find_spec(place)
-    except Exception as error:  # of a package on the way, which is imported
+    except Exception as error:  # raised by a parent package, which find_spec imports
         raise UserError(f"reward function {name}: cannot be imported ({type(error).__name__}: {error})") from error
     if spec is None:
         raise UserError(f"reward function {name}: cannot be imported (no module {place!r}): check module and name")
@@ -80,7 +80,7 @@ def function_source(name: str) -> Path | None:
 
 
 def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
-    """ppo.rewards as a list, in which None is the run's own reward model, and a weight each."""
+    """ppo.rewards as a list, in which None is the run's own reward model, and one weight for each."""
     given, weights = config.ppo.rewards, config.ppo.reward_weights
     names: list[str | None] = [given] if given is None or isinstance(given, str) else list(given)
     if weights is None:
@@ -105,7 +105,7 @@ def reward_folder(config: Config, name: str | None) -> Path:
 def classifier_folder(config: Config, name: str) -> Path:
     """The files of a finished classifier: a local folder, or a hub id (optionally `owner/name@revision`).
 
-    Raises: UserError for what is neither, or has another number of labels than one.
+    Raises: UserError if it is neither, or does not have exactly one label.
     """
     folder = Path(name) if (Path(name) / "config.json").is_file() else hub_folder(name)
     if folder is None:
@@ -116,9 +116,9 @@ def classifier_folder(config: Config, name: str) -> Path:
     described = found if isinstance(found, dict) else {}
     if described.get("model_type") == "rlhf_reward":
         raise UserError(f"ppo.rewards: {name}: the model of a reward stage without its record: name the stage's folder, "
-                        "which holds stage.json")  # fmt: skip
+                        "which contains stage.json")  # fmt: skip
     labels = described.get("id2label")
-    count = len(labels) if isinstance(labels, dict) else 2  # as transformers reads a configuration that is silent
+    count = len(labels) if isinstance(labels, dict) else 2  # transformers' default
     if count != 1 and not (folder / "text_reward.json").is_file():
         raise UserError(f"ppo.rewards: {name}: a {described.get('model_type', 'model')} with {count} labels: want a sequence "
                         "classifier with one label, or train on it with reward.model")  # fmt: skip
@@ -126,9 +126,9 @@ def classifier_folder(config: Config, name: str) -> Path:
 
 
 def hub_folder(name: str) -> Path | None:
-    """The local copy of a hub repository `owner/name` or `owner/name@revision`; None for what is no such name.
+    """The local copy of a hub repository `owner/name` or `owner/name@revision`; None if it is not such a name.
 
-    Raises: UserError where it cannot be had.
+    Raises: UserError if it cannot be downloaded.
     """
     if not HUB_ID.fullmatch(name) or Path(name.partition("/")[0]).exists():
         return None
@@ -137,19 +137,19 @@ def hub_folder(name: str) -> Path | None:
     repository, _, revision = name.partition("@")
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(CLASSIFIER_FILES)))
-    except Exception as error:  # the library raises many kinds for what is missing, private or out of reach
+    except Exception as error:  # the library raises many kinds of errors
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(f"ppo.rewards: {name}: no such run or folder here, and not readable from the hub ({reason}): "
                         "check the name and the connection, or give a folder") from error  # fmt: skip
 
 
 def reward_model_folder(folder: Path) -> Path:
-    """Where the model lies in what `reward_folder` found."""
+    """The model's folder in the result of `reward_folder`."""
     return folder / "model" if (folder / "stage.json").exists() else folder
 
 
 def hash_rewards(config: Config) -> dict[str, str]:
-    """Hashes of what scores responses besides the run's own reward model: other runs' ones, the files of classifiers and
+    """Hashes of the reward sources apart from the run's own reward model: other runs' models, files of classifiers and
     functions."""
     found = {}
     for name in reward_sources(config)[0]:
@@ -178,8 +178,8 @@ def hash_ptx_corpus(config: Config) -> dict[str, str]:
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
     """{kind:file: sha256} of the data files that the user named and the stage reads.
 
-    Of a folder that `rlhf import` wrote it is the hash of its manifest, whose files are checked. The gold world's
-    files are covered by its stages' hashes.
+    For a folder of `rlhf import` it is the hash of the manifest; the files are checked against it. The gold world's files
+    are covered by its stages' hashes.
 
     Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
@@ -193,7 +193,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         for source in resolve_sources(given, suffixes, labels, f"data.{kind}"):
             if source.path is not None:
                 name = f"{kind}:{source.path.name}"
-                if name in found:  # files of one name in several folders
+                if name in found:  # files with the same name in several folders
                     name += f"#{len(found)}"
                 found[name] = _check_import(config, source.path) if source.imported else sha256_file(source.path)
     if stage == "reward" and config.reward.model is not None and Path(config.reward.model).is_dir():

@@ -118,7 +118,7 @@ def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path):
         ([f"generate.out='{prompts}'", "overwrite=true"], "was not written by `rlhf generate`"),
         (["generate.samples=2", "generate.greedy=true"], "greedy responses are all alike"),
         ([f"generate.out='{tmp_path}'"], "is a folder, want a file"),
-        ([f"generate.out='{gold_run.folder / 'ppo' / 'x.jsonl'}'"], "lies in the folder of a stage"),
+        ([f"generate.out='{gold_run.folder / 'ppo' / 'x.jsonl'}'"], "is inside the folder of a stage"),
         (["generate.stage=rejection"], "no finished rejection there"),
     ):
         with pytest.raises(UserError, match=message):

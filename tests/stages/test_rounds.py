@@ -76,7 +76,9 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     assert rounds_before(run.folder) == [early] and rounds_before(early) == []
 
     whole = read_stage(early / "label")
-    with pytest.raises(UserError, match=r"round before had other settings \(gold.comparison_prompts 40 -> 30\)"):
+    with pytest.raises(
+        UserError, match=r"previous labelling round had other settings \(gold.comparison_prompts 40 -> 30\)"
+    ):
         run.stage("label", *ROUNDS, "gold.comparison_prompts=60", "overwrite=true")
     changed = whole | {"data": {"x": "y"}}
     write_json(early / "label" / "stage.json", changed | {"hash": hash_of(changed)})
@@ -84,7 +86,7 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
         run.stage("label", *ROUNDS, "overwrite=true")
     assert (run.folder / "label" / "comparisons.jsonl").exists(), "nothing is lost"
     shutil.rmtree(early)
-    with pytest.raises(UserError, match=r"copy-round-1/label: no finished label of the labelling round before"):
+    with pytest.raises(UserError, match=r"copy-round-1/label: no finished label of the previous labelling round"):
         run.stage("label", *ROUNDS, "overwrite=true")
 
 
