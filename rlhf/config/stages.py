@@ -93,6 +93,10 @@ class SftConfig:
     final_lr_fraction: float = setting(0.1, "final learning rate, as a fraction of lr", min=0, max=1)
     weight_decay: float = setting(0.0, "weight decay, on matrices only", min=0, max=10)
     dropout: float = setting(0.2, "residual dropout", min=0, below=1)
+    pretrain_fraction: float = setting(
+        0.0, "share of the rows that is pretraining text; 0.1 for the policy that PPO starts from", min=0, below=1
+    )
+    lm_coef: float = setting(0.0, "weight lambda of the prompt tokens in the loss; GPT-1 takes 0.5", min=0)
     micro_batch_size: int = setting(32, "demonstrations per forward on one device", min=1, changes=ROUNDING)
     max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
     pack: bool = setting(False, "several demonstrations per row, without attention between them")

@@ -167,10 +167,14 @@ def hash_rewards(config: Config) -> dict[str, str]:
     return found
 
 
-def hash_ptx_corpus(config: Config) -> dict[str, str]:
-    """The hash of the pretraining stage whose corpus PPO-ptx reads."""
+def hash_pretraining(config: Config, stage: str) -> dict[str, str]:
+    """The hash of the pretraining stage if its corpus is mixed in: PPO-ptx, sft.pretrain_fraction in rejection sampling.
+
+    SFT has that stage as a parent.
+    """
     found = {}
-    if config.ppo.ptx_coef and is_complete(stage_folder(config, "pretrain")):
+    mixed = config.ppo.ptx_coef if stage == "ppo" else config.sft.pretrain_fraction if stage == "rejection" else 0.0
+    if mixed and is_complete(stage_folder(config, "pretrain")):
         found["pretrain"] = check_output(stage_folder(config, "pretrain"), "pretrain")["hash"]
     return found
 
@@ -201,7 +205,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         found |= {f"reward.model:{path.name}": sha256_file(path) for path in files}
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
         found |= hash_rewards(config)
-    return found | (hash_ptx_corpus(config) if stage == "ppo" else {})
+    return found | hash_pretraining(config, stage)
 
 
 def _check_import(config: Config, folder: Path) -> str:

@@ -18,7 +18,7 @@ from rlhf.ppo.setup import load_ppo_prompts, make_reward
 from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import hash_sources
-from rlhf.stages.sft import make_trainer
+from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.training.loop import open_loop
@@ -45,11 +45,10 @@ def run(config: Config) -> None:
 
         # 2. Fine-tune on them
         rows = encode_demonstrations(kept, tokenizer, policy.config.max_position_embeddings)
-        model = load_policy(folder, dropout=config.sft.dropout)
+        model = load_with_dropout(folder, config.sft.dropout)
         trainer = make_trainer(stage, model, tokenizer, rows, config.rejection.epochs, device)
         with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
             train(trainer, loop, "sft/loss")
-        model.config.dropout = 0.0
         save_output(model, tokenizer, stage)
         stage.finish({"demonstrations": float(len(kept))})
 

@@ -1,25 +1,34 @@
 """Stage 2: supervised fine-tuning on demonstrations. The loop is TRL's SFTTrainer.
 
 The loss counts the demonstrated response and its end-of-turn token, never the prompt (Ouyang et al. 2022, section 3.5).
+On request a share of the rows is pretraining text (appendix C.3), and the prompt counts too, with a weight: L3 = L2 + lm_coef L1
+(Radford et al. 2018, equation 5).
+Differs: the last epoch is kept; the paper chooses the epoch by reward-model score on held-out prompts, and that model is
+trained on this one. Blocks of pretraining text are one document to the model, even if pretraining isolated their documents.
+Residual dropout acts in our GPT only.
 """
 
+import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhf.config import Config
+from rlhf.data.corpus import PackedCorpus
 from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
+from rlhf.model.gpt import Block
 from rlhf.model.ragged import RaggedLoss
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
-from rlhf.tokenizer import load_tokenizer
+from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
 from rlhf.training.setup import check_tokenizer, load_policy, set_up
@@ -46,7 +55,7 @@ def run(config: Config) -> None:
             stage.say(line)
         splits = divide(config, records)
         counts: Counter[str] = Counter()
-        model = load_policy(base, dropout=config.sft.dropout)
+        model = load_with_dropout(base, config.sft.dropout)
         context = model.config.max_position_embeddings
         rows = {s: encode_demonstrations(splits[s], tokenizer, context, counts=counts) for s in splits}
         stage.say(f"{len(rows['train']):,} demonstrations to train on, {len(rows['dev'])} held out; "
@@ -58,7 +67,6 @@ def run(config: Config) -> None:
         trainer = make_trainer(stage, model, tokenizer, rows["train"], config.sft.epochs, device)
         with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
             train(trainer, loop, "sft/loss")
-            model.config.dropout = 0.0  # all later stages run without dropout
             save_output(model, tokenizer, stage)
 
             # 3. Held-out loss
@@ -80,10 +88,64 @@ def divide(config: Config, records: list[Demonstration]) -> dict[str, list[Demon
     return splits
 
 
+def load_with_dropout(folder: Path, share: float) -> Any:
+    """The model to fine-tune, in whose training this share of what each block adds to the residual stream is dropped."""
+    model = load_policy(folder, dropout=0.0)  # none on attention and embeddings
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.dropout.p = share
+    return model
+
+
+def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[dict[str, list[int]]]:
+    """`sft.pretrain_fraction` of all rows beside `count` demonstrations: different blocks of the base's own corpus, all of which
+    is to be learned.
+
+    Raises: UserError if the pretraining stage has no packed corpus, too small a one, or one of another tokenizer.
+    """
+    share = config.sft.pretrain_fraction
+    if not share:
+        return []
+    folder = stage_folder(config, "pretrain")
+    try:
+        corpus = PackedCorpus.load(folder / "corpus")
+    except UserError as error:
+        raise UserError(f"sft.pretrain_fraction: needs the packed corpus of {folder}: {error}") from None
+    if corpus.tokenizer_hash != tokenizer_hash(tokenizer):
+        raise UserError(
+            f"sft.pretrain_fraction: the corpus of {folder} was packed with another tokenizer: train it anew"
+        )
+    blocks = corpus.blocks("train", context)
+    wanted = round(share / (1 - share) * count)
+    if wanted > len(blocks):
+        raise UserError(f"sft.pretrain_fraction={share}: wants {wanted:,} blocks of pretraining text, {folder} has {len(blocks):,}: "
+                        "lower it")  # fmt: skip
+    drawn = random.Random(f"sft-pretraining-{config.seed}").sample(range(len(blocks)), wanted)
+    return [{"prompt": [], "response": blocks[i]["input_ids"].tolist()} for i in drawn]
+
+
+class PromptLoss:
+    """Mixed into SFTTrainer, before it: L2 + lm_coef L1, both as sums over tokens, divided by the response tokens.
+
+    L1 counts the tokens of the prompts, beside the rows' first ones, which nothing predicts.
+    """
+
+    lm_coef = 0.0
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *arguments, **keywords)  # type: ignore[misc]
+        if not self.lm_coef:
+            return loss
+        labels, tokens = inputs["labels"], inputs["input_ids"]
+        real = inputs["attention_mask"].bool() if "attention_mask" in inputs else inputs["position_ids"] != 0
+        prompt = tokens.masked_fill((labels != IGNORED) | ~real, IGNORED)
+        return loss + self.lm_coef * super().compute_loss(model, inputs | {"labels": prompt}, *arguments, **keywords)  # type: ignore[misc]
+
+
 def make_trainer(
     stage: Stage, model: Any, tokenizer: Any, rows: list[dict[str, list[int]]], epochs: int, device: torch.device
 ) -> Any:
-    """SFTTrainer over tokenised demonstrations, with AdamW and a cosine without warm-up.
+    """SFTTrainer over tokenised demonstrations and pretraining text, with AdamW and a cosine without warm-up.
 
     `args.max_steps` is `epochs` passes over the rows. With sft.pack a row contains several demonstrations.
     """
@@ -92,6 +154,7 @@ def make_trainer(
 
     datasets.disable_progress_bars()
     settings = stage.config.sft
+    rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), model.config.max_position_embeddings)
     data = datasets.Dataset.from_dict(
         {
             "input_ids": [row["prompt"] + row["response"] for row in rows],
@@ -107,8 +170,8 @@ def make_trainer(
         ),
     )  # fmt: skip
 
-    class SftTrainer(StageTrainer, RaggedLoss, SFTTrainer):
-        pass
+    class SftTrainer(StageTrainer, PromptLoss, RaggedLoss, SFTTrainer):
+        lm_coef = settings.lm_coef
 
     on_host = offloads(stage.config)
     trainer = SftTrainer(

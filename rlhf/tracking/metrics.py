@@ -63,7 +63,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("pretrain/bpb", ("pretrain",), "bits per byte", "text tokens, no separators", "mean",
            "nats of text tokens over bytes of text, in bits"),
     Metric("sft/loss", ("sft",), _NATS_TOKEN, "response tokens, end of turn included", "mean",
-           "loss on the demonstrated response"),
+           "loss on the demonstrated response, with sft.lm_coef times that on the prompt"),
     # reward model
     Metric("reward/loss", ("reward",), "nats per prompt", "prompts with an ordered pair", "mean",
            "ranking loss"),

@@ -7,7 +7,9 @@ import torch
 from transformers import TrainingArguments
 
 from rlhf.chat_template import encode_prompt, encode_response
+from rlhf.data.corpus import PackedCorpus
 from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
+from rlhf.errors import UserError
 from rlhf.runs.folders import open_stage, read_stage
 from rlhf.stages import sft
 from rlhf.tokenizer import load_tokenizer
@@ -94,3 +96,64 @@ def test_a_process_uses_one_device(tmp_path, monkeypatch):
     assert arguments.train_batch_size == 2 * arguments.per_device_train_batch_size
     assert one_device(arguments).n_gpu == 1
     assert arguments.train_batch_size == arguments.per_device_train_batch_size
+
+
+def lone_trainer(run, rows, *settings):
+    """SFTTrainer over given rows, from the base."""
+    config = run.config("sft.dropout=0", *settings)
+    folder = run.folder / "pretrain" / "model"
+    with open_stage(config, "sft") as stage:
+        model = sft.load_with_dropout(folder, config.sft.dropout)
+        return sft.make_trainer(stage, model, load_tokenizer(folder), rows, 1, torch.device("cpu"))
+
+
+def nats_of(model, row, first, last):
+    """-sum of log P of tokens first to last - 1 of one row."""
+    ids = row["prompt"] + row["response"]
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return -sum(logp[t - 1, ids[t]].item() for t in range(first, last))
+
+
+@pytest.mark.parametrize("pack", ["false", "true"])
+def test_the_prompt_counts_with_its_coefficient(copy_until, pack):
+    """L2 + 0.5 L1 over the response tokens: 3 of the first row and 2 of the second; a row's first token is not predicted."""
+    rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [77, 1]}]
+    trainer = lone_trainer(copy_until("sft"), rows, "sft.lm_coef=0.5", f"sft.pack={pack}")
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    trainer.model.eval()
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(5)).item()
+    response = nats_of(trainer.model, rows[0], 4, 7) + nats_of(trainer.model, rows[1], 2, 4)
+    prompt = nats_of(trainer.model, rows[0], 1, 4) + nats_of(trainer.model, rows[1], 1, 2)
+    assert loss == pytest.approx((response + 0.5 * prompt) / 5, abs=1e-4)
+
+
+def test_a_share_of_the_rows_is_pretraining_text(copy_until):
+    """0.25 of the rows beside 30 demonstrations: 10 different blocks of the corpus, every token of which is a label."""
+    run = copy_until("sft")
+    rows = [{"prompt": [5, 9], "response": [41, 1]}] * 30
+    trainer = lone_trainer(run, rows, "sft.pretrain_fraction=0.25", "sft.batch_size=8")
+    found = [row for row in trainer.train_dataset if len(row["input_ids"]) > 4]
+    context = trainer.model.config.max_position_embeddings
+    assert len(trainer.train_dataset) == 40 and len(found) == 10 and trainer.args.max_steps == 5
+    corpus = PackedCorpus.load(run.folder / "pretrain" / "corpus").blocks("train", context)
+    known = {tuple(block["input_ids"].tolist()) for block in corpus}
+    assert all(row["labels"] == row["input_ids"] and tuple(row["input_ids"]) in known for row in found)
+    assert len({tuple(row["input_ids"]) for row in found}) == 10
+    again = lone_trainer(run, rows, "sft.pretrain_fraction=0.25")
+    assert [row["input_ids"] for row in again.train_dataset] == [row["input_ids"] for row in trainer.train_dataset]
+    other = lone_trainer(run, rows, "sft.pretrain_fraction=0.25", "seed=1", "overwrite=true")
+    assert [row["input_ids"] for row in other.train_dataset] != [row["input_ids"] for row in trainer.train_dataset]
+    with pytest.raises(UserError, match="lower it"):
+        lone_trainer(run, rows, "sft.pretrain_fraction=0.999", "overwrite=true")
+
+
+def test_dropout_is_residual(copy_until):
+    """The blocks' outputs lose a share; embeddings and attention probabilities lose nothing."""
+    model = sft.load_with_dropout(copy_until("sft").folder / "pretrain" / "model", 0.25).train()
+    trunk, x = model.model, torch.ones(1, 4000, model.config.width)
+    assert [block.dropout.p for block in trunk.layers] == [0.25] * 2
+    assert (trunk.layers[0].dropout(x) == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert trunk.dropout.p == 0.0 and all(block.attention.dropout == 0.0 for block in trunk.layers)
+    assert model.config.dropout == 0.0, "what later stages load"
