@@ -151,6 +151,7 @@ PIPELINE = names(row for row in ROWS if not row.optional)
 GOLD_STAGES = names(row for row in ROWS if row.gold_only)
 ROUND_STAGES = names(row for row in ROWS if row.every_round)
 POLICY_STAGES = names(row for row in ROWS if row.writes_policy)
+BASELINES = names(row for row in ROWS if row.writes_policy and row.optional)  # policies to compare PPO's with
 # The stages that another one builds on: `parents.<stage>` names one of another run.
 PARENTS = names(row for row in ROWS if any(row.name in child.parents for child in ROWS))
 

@@ -5,12 +5,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from rlhf.recipe import BASELINES
 from rlhf.report.charts import Picture, make_calibration, make_choices, make_histogram, make_paths, make_study
 from rlhf.report.overview import interval
 from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.run_files import RunFiles, get, number, visible
 
-MODELS = ("base", "sft", "ppo")
+MODELS = ("base", "sft", "ppo", *BASELINES)
 # What is drawn of a study that is a row per choice.
 CHOICE_FIGURES = (("win_rate", "win rate over SFT"), ("gold", "true reward"), ("kl", "KL to SFT, nats"),
                   ("bpb", "bits per byte of held-out text"))  # fmt: skip
@@ -29,11 +30,12 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     """The tables of one run's evaluate/results.json."""
     results = run.results
     means, parts = get(results, "gold", "mean_score"), get(results, "gold", "parts")
-    names = dict.fromkeys(part for model in MODELS for part in _keys(get(parts, model)))
-    rows = [("all parts", {model: number(means, model) for model in MODELS})] if means else []
-    rows += [(visible(part, 100), {model: number(parts, model, part) for model in MODELS}) for part in names]
+    models = [model for model in MODELS if model not in BASELINES or number(means, model) is not None]
+    names = dict.fromkeys(part for model in models for part in _keys(get(parts, model)))
+    rows = [("all parts", {model: number(means, model) for model in models})] if means else []
+    rows += [(visible(part, 100), {model: number(parts, model, part) for model in models}) for part in names]
     gold = [
-        (name, [row[model] for model in MODELS],
+        (name, [row[model] for model in models],
          row["ppo"] - row["sft"] if row["ppo"] is not None and row["sft"] is not None else None)
         for name, row in rows
     ]  # fmt: skip
@@ -45,7 +47,9 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     ]
     return {
         "run": run.name,
+        "models": models,
         "gold": gold,
+        "policies": list(_policies(results)),
         "reward_model": [
             (label, *interval(value), number(value, "n")) for label, value in figures if interval(value)[0] is not None
         ],
@@ -56,6 +60,46 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
         "studies": list(study_tables(run)),
         "json": visible(json.dumps(results, indent=1, ensure_ascii=False), 20_000) if results else "",
     }
+
+
+def _policies(results: dict[str, Any]) -> Iterator[tuple[str, float | None, float | None, list[Any], list[Any]]]:
+    """(policy, reward, KL to SFT, win rates over SFT with interval: by the reward model and by the judge), with baselines only."""
+    baselines = get(results, "baselines")
+    if not isinstance(baselines, dict):
+        return
+    best = get(results, "best_of_n")
+    rows = [
+        (
+            "ppo",
+            get(results, "kl_to_sft_nats"),
+            get(results, "rm_win_rate_vs_sft"),
+            get(results, "gold", "win_rate_vs_sft"),
+        )
+    ]
+    for name in BASELINES:
+        row = baselines.get(name)
+        rows += (
+            [(name, *(get(row, key) for key in ("kl_to_sft_nats", "rm_win_rate_vs_sft", "win_rate_vs_sft")))]
+            if row
+            else []
+        )
+    for name, kl, scored, judged in rows:
+        yield (
+            name,
+            number(results, "reward", name),
+            kl if is_number(kl) else None,
+            list(interval(scored)),
+            list(interval(judged)),
+        )
+    if best:
+        told = f"best of {number(best, 'n') or 0:g}"
+        yield (
+            told,
+            number(best, "reward"),
+            number(best, "kl_estimate_nats"),
+            [None] * 3,
+            list(interval(get(best, "win_rate_vs_sft"))),
+        )
 
 
 def _keys(tree: Any) -> list[str]:

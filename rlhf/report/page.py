@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.files import write_text
-from rlhf.recipe import PIPELINE
+from rlhf.recipe import STAGES
 from rlhf.report import evaluation as report_evaluation
 from rlhf.report import overview as report_overview
 from rlhf.report import samples as report_samples
@@ -29,7 +29,7 @@ def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
             for key, label in (("noise_ceiling", "noise ceiling"), ("length_baseline", "length only"))
             if (level := number(runs[0].results, "reward_model", key)) is not None
         ]
-    for name in PIPELINE:
+    for name in STAGES:
         points = [(run.name, run.stages[name].points if name in run.stages else {}) for run in runs]
         figures = list(make_stage_figures(name, points, {"Pair accuracy": levels}))
         if figures:

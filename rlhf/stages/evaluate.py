@@ -5,7 +5,7 @@ the held-out accuracy of the reward model.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,23 @@ from rlhf.model.generate import Samples, sample
 from rlhf.ppo.rewards import Episodes, Reward, pay
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
-from rlhf.runs.folders import Stage, open_stage, read_stage, rounds_before, run_folder, stage_folder
+from rlhf.recipe import BASELINES
+from rlhf.runs.folders import (
+    Stage,
+    check_output,
+    is_complete,
+    open_stage,
+    read_stage,
+    rounds_before,
+    run_folder,
+    stage_folder,
+)
 from rlhf.runs.sources import fractions, hash_sources, need_source, reward_sources
 from rlhf.terminal import say
 from rlhf.tokenizer import encode_texts, load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.tracking.results import log_results
 from rlhf.training.setup import load_policy, open_tracker, set_up
-
-POLICIES = ("base", "base_prompted", "sft", "ppo")
 
 
 def run(config: Config) -> None:
@@ -51,7 +59,9 @@ def run(config: Config) -> None:
         reward_model = load_reward_model(stage_folder(config, "reward") / "model", device)
 
         # 1. Responses of every policy to the test prompts
-        answers = answer_all(config, records, prompts, tokenizer, device)
+        baselines = finished_baselines(config, stage.say)
+        names = (*(("base", "base_prompted") if config.gold.enabled else ()), "sft", "ppo", *baselines)
+        answers = answer_all(config, names, records, prompts, tokenizer, device)
 
         # 2. Evaluate the reward model
         results: dict[str, Any] = {"reward_model": evaluate_reward_model(config, reward_model, tokenizer, device)}
@@ -71,6 +81,11 @@ def run(config: Config) -> None:
         gold = judge_answers(config, records, answers)
         if gold is not None:
             results["gold"] = summarize_gold(gold)
+        if baselines:
+            results["baselines"] = {
+                name: {"stage": digest} | compare_baseline(config, name, answers, optimised, gold, device)
+                for name, digest in baselines.items()
+            }
         if config.evaluate.best_of:
             results["best_of_n"] = evaluate_best_of(config, records, prompts, tokenizer, gold, device)
         results |= costs(config)
@@ -103,24 +118,62 @@ def load_test_prompts(
     return [record for record, _ in kept], [found[0] for _, found in kept]
 
 
+def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, str]:
+    """{stage: hash} of the complete optional stages of this run that train a policy: rejection sampling, DPO.
+
+    One that was built on another SFT model than this run's is named and left out.
+    """
+    found = {}
+    sft = check_output(stage_folder(config, "sft"), "sft")["hash"]
+    for name in BASELINES:
+        folder = run_folder(config) / name
+        if not is_complete(folder):
+            continue
+        record = check_output(folder, name)
+        if record["parents"].get("sft") == sft:
+            found[name] = record["hash"]
+        else:
+            say(f"{folder}: built on another SFT model: left out, run `rlhf {name} overwrite=true` to compare it")
+    return found
+
+
+def compare_baseline(
+    config: Config, name: str, answers: dict[str, "Answers"], scores: dict[str, list[list[float]]], gold: Any,
+    device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    """Of one baseline's policy what results.json has of PPO's: its KL and its win rates over SFT."""
+    policy, sft = run_folder(config) / name / "model", stage_folder(config, "sft") / "model"
+    pad = load_tokenizer(sft).pad_token_id
+    found: dict[str, Any] = {
+        "kl_to_sft_nats": round(kl_between(answers[name], policy, sft, pad, device), 4),
+        "rm_win_rate_vs_sft": win_rate(scores[name], scores["sft"]),
+    }
+    return found | ({} if gold is None else gold_win_rates(gold, name))
+
+
 class Answers(dict):
     """What one policy answered: {"prompts", "samples", "greedy"}; one list per prompt."""
 
 
 def answer_all(
-    config: Config, records: list[PromptRecord], prompts: list[list[int]], tokenizer: Any, device: torch.device
+    config: Config,
+    names: Sequence[str],
+    records: list[PromptRecord],
+    prompts: list[list[int]],
+    tokenizer: Any,
+    device: torch.device,
 ) -> dict[str, Answers]:
-    """Samples at temperature 1 and greedy responses of SFT and PPO; in the gold world also of the base model.
+    """Samples at temperature 1 and greedy responses of each policy.
 
-    The base model is prompted twice: with the chat template, which it has never seen, and with a document from its corpus
-    ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
+    The base model (gold world only) is prompted twice: with the chat template, which it has never seen, and with a document
+    from its corpus ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
     """
     answers = {}
-    names = POLICIES if config.gold.enabled else ("sft", "ppo")
     with progress(len(names) * len(prompts), "evaluate", unit="prompt") as bar:
         for name in names:
             parent = "pretrain" if name.startswith("base") else name
-            policy = load_policy(stage_folder(config, parent) / "model").to(device)
+            folder = run_folder(config) / name if name in BASELINES else stage_folder(config, parent)
+            policy = load_policy(folder / "model").to(device)
             asked, ends = prompts, end_ids(tokenizer)
             if name == "base_prompted":  # a text like those it was trained on, for it to continue
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
@@ -165,9 +218,11 @@ def unpack(samples: Samples, tokenizer: Any, ends: list[int], count: int) -> dic
 def score_answers(
     answers: dict[str, Answers], records: list[PromptRecord], reward_model: Any, pad: int, device: torch.device
 ) -> dict[str, list[list[float]]]:
-    """Calibrated reward-model scores of the samples of SFT and PPO, a list per prompt."""
+    """Calibrated reward-model scores of the samples of SFT, PPO and the baselines, a list per prompt."""
     scores = {}
-    for name in ("sft", "ppo"):
+    for name in answers:
+        if name.startswith("base"):
+            continue
         ids, prompts = answers[name]["ids"], answers[name]["prompts"]
         if isinstance(reward_model, TextRewardModel):
             asked = [record.prompt for record, responses in zip(records, ids, strict=True) for _ in responses]
@@ -185,7 +240,7 @@ def paid_scores(
     config: Config, answers: dict[str, Answers], records: list[PromptRecord], scores: dict[str, list[list[float]]],
     tokenizer: Any, device: torch.device,
 ) -> dict[str, list[list[float]]]:  # fmt: skip
-    """The scores of the responses of SFT and PPO as PPO was trained on: its sources, scale and rule for missing end tokens.
+    """The scores of the responses of SFT, PPO and the baselines as PPO was trained on: sources, scale, rule for missing end tokens.
 
     scores: of the run's own calibrated reward model. They are used unless ppo.rewards, ppo.reward_weights or
     ppo.calibrated is set.
@@ -294,22 +349,29 @@ def judge_answers(
 
 
 def summarize_gold(gold: dict[str, dict[str, list[list[dict[str, float]]]]]) -> dict[str, Any]:
-    def totals(name: str, kind: str) -> list[list[float]]:
-        return [[parts["total"] for parts in judged] for judged in gold[name][kind]]
-
     def mean(name: str, part: str, kind: str = "samples") -> float:
         values = [parts[part] for judged in gold[name][kind] for parts in judged]
         return round(sum(values) / len(values), 4)
 
     per_prompt = {n: [sum(p["correct"] for p in judged) / len(judged) for judged in gold[n]["samples"]] for n in gold}
-    return {
-        "win_rate_vs_sft": win_rate(totals("ppo", "samples"), totals("sft", "samples")),
-        "win_rate_greedy": win_rate(totals("ppo", "greedy"), totals("sft", "greedy")),
+    return gold_win_rates(gold, "ppo") | {
         "mean_score": {name: mean(name, "total") for name in gold},
         "mean_score_greedy": {name: mean(name, "total", "greedy") for name in gold},
         "parts": {name: {part: mean(name, part) for part in WEIGHTS} for name in gold},
         "parts_greedy": {name: {part: mean(name, part, "greedy") for part in WEIGHTS} for name in gold},
         "correct": {name: interval(values) for name, values in per_prompt.items()},
+    }
+
+
+def gold_win_rates(gold: dict[str, dict[str, list[list[dict[str, float]]]]], name: str) -> dict[str, Any]:
+    """Of one policy over SFT, by the judge's total score."""
+
+    def totals(name: str, kind: str) -> list[list[float]]:
+        return [[parts["total"] for parts in judged] for judged in gold[name][kind]]
+
+    return {
+        "win_rate_vs_sft": win_rate(totals(name, "samples"), totals("sft", "samples")),
+        "win_rate_greedy": win_rate(totals(name, "greedy"), totals("sft", "greedy")),
     }
 
 
@@ -358,6 +420,10 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
         gold = results["gold"]
         stage.say(f"gold win rate over SFT {gold['win_rate_vs_sft']['value']:.3f} {gold['win_rate_vs_sft']['ci95']}, greedy "
                   f"{gold['win_rate_greedy']['value']:.3f}; mean score {gold['mean_score']}")  # fmt: skip
+    for name, row in results.get("baselines", {}).items():
+        stage.say(f"{name}: reward {results['reward'][name]}, KL {row['kl_to_sft_nats']:.2f} nats, win rate over SFT by the reward "
+                  f"model {row['rm_win_rate_vs_sft']['value']:.3f}"
+                  + (f", gold {row['win_rate_vs_sft']['value']:.3f}" if "win_rate_vs_sft" in row else ""))  # fmt: skip
     if "best_of_n" in results:
         best = results["best_of_n"]
         stage.say(f"best of {best['n']} samples of SFT: reward {best['reward']}, KL about {best['kl_estimate_nats']:.2f} nats (at most "

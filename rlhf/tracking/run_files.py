@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf.recipe import GOLD_STAGES, PIPELINE
+from rlhf.recipe import PIPELINE, STAGES
 from rlhf.runs.replacing import under_way
 from rlhf.tracking.jsonl import count_unreadable, is_number, read_json, read_jsonl
 from rlhf.tracking.metrics import find
@@ -94,10 +94,14 @@ def read_run(folder: Path) -> RunFiles:
     """Reads a run's folder. Raises: FileNotFoundError if it is no folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
-    stages = {name: read_stage(folder / name) for name in PIPELINE}
+    stages = {name: read_stage(folder / name) for name in STAGES}
     return RunFiles(
         visible(folder.resolve().name, 100),
-        {name: s for name, s in stages.items() if s.status != "not started" or name not in GOLD_STAGES},
+        {
+            name: s
+            for name, s in stages.items()
+            if s.status != "not started" or (name in PIPELINE and not STAGES[name].gold_only)
+        },
         read_json(folder / "evaluate" / "results.json"),
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
         [{"file": path.stem} | study for path in sorted(folder.glob("study/*.json")) if (study := read_json(path))],

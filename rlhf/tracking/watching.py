@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf.recipe import PIPELINE, ROUND_STAGES
+from rlhf.recipe import ROUND_STAGES, STAGES
 from rlhf.runs.replacing import under_way
 from rlhf.terminal import printable
 from rlhf.tracking.jsonl import is_number, parse_line, read_json
@@ -147,7 +147,8 @@ class Watch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.stages = [watched(folder, name, name) for name in PIPELINE]
+        shown = (row.name for row in STAGES.values() if not row.optional or (folder / row.name).is_dir())
+        self.stages = [watched(folder, name, name) for name in shown]
         self.rounds: set[Path] = set()
 
     def _find_rounds(self) -> None:

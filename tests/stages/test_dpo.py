@@ -1,5 +1,6 @@
 """DPO: its loss against sums by hand and against TRL's own, and what it learns, keeps and resumes."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import torch
 
 from rlhf.data.items import join_rankings, token_encoder
 from rlhf.data.records import Message, RankedResponse, Ranking
-from rlhf.runs.folders import open_stage, read_stage
+from rlhf.report.page import make_page
+from rlhf.runs.folders import hash_of, open_stage, read_stage
 from rlhf.stages import dpo
+from rlhf.stages.evaluate import finished_baselines
 from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.run_files import read_run
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 
@@ -159,3 +163,47 @@ def test_resumed_equals_undisturbed(copy_until):
     one, two = (values_by_step(run.folder / "dpo", "dpo/loss") for run in (whole, broken))
     assert [step for step, _ in two] == list(range(1, 9)) and one == two
     assert read_stage(whole.folder / "dpo")["summary"] == read_stage(broken.folder / "dpo")["summary"]
+
+
+def test_evaluation_and_report_put_it_beside_ppo(gold_run, tmp_path):
+    """The rows that were there before stay what they were; one built on another SFT model is left out."""
+    run = gold_run.copy(tmp_path, "evaluate")
+    run.stage("dpo", "dpo.batch_prompts=20", "dpo.lr=1e-3")
+    run.stage("rejection", "rejection.prompts=30", "rejection.samples=4")
+    record = json.loads((run.folder / "rejection" / "stage.json").read_text())
+    results = json.loads((run.stage("evaluate") / "results.json").read_text())
+    before = json.loads((gold_run.folder / "evaluate" / "results.json").read_text())
+    for part in ("reward", "reward_without_eos_rule", "ended"):
+        assert before[part].items() <= results[part].items() and set(results[part]) == {
+            "sft",
+            "ppo",
+            "rejection",
+            "dpo",
+        }
+    for part in ("win_rate_vs_sft", "win_rate_greedy"):
+        assert results["gold"][part] == before["gold"][part]
+    assert before["gold"]["mean_score"].items() <= results["gold"]["mean_score"].items()
+    for part in ("kl_to_sft_nats", "rm_win_rate_vs_sft", "best_of_n"):
+        assert results[part] == before[part]
+    assert set(results["baselines"]) == {"rejection", "dpo"}
+    assert results["baselines"]["rejection"]["stage"] == record["hash"]
+    row = results["baselines"]["dpo"]
+    assert row["kl_to_sft_nats"] > 0 and all(
+        0 <= row[name]["value"] <= 1 for name in ("rm_win_rate_vs_sft", "win_rate_vs_sft")
+    )
+
+    page = make_page([read_run(run.folder)])
+    assert "PPO and its baselines" in page and f"{row['kl_to_sft_nats']:.3f}" in page and "<td>DPO</td>" in page
+    assert "PPO and its baselines" not in make_page([read_run(gold_run.folder)])
+
+    (other := run.folder / "dpo" / "stage.json").write_text(
+        json.dumps(restamped(json.loads(other.read_text()) | {"parents": {"sft": "0" * 64}}))
+    )
+    said: list[str] = []
+    assert set(finished_baselines(run.config(), said.append)) == {"rejection"}
+    assert "another SFT model" in said[0]
+
+
+def restamped(record: dict) -> dict:
+    """The record with the hash of what it holds."""
+    return record | {"hash": hash_of(record)}
