@@ -1,3 +1,36 @@
-"""RLHF by the InstructGPT recipe: pretraining, supervised fine-tuning, reward model, PPO."""
+"""RLHF by the InstructGPT recipe: pretraining, supervised fine-tuning, reward model, PPO.
+
+From a notebook or a script (docs/api.md):
+
+    run = rlhf.load("runs/demo")
+    run.sample(["What colour is snow?"])                # the PPO model's answers
+    run.score(["What colour is snow?"], ["White."])     # the reward model's scores
+    run.policy("sft"), run.reward_model(), run.tokenizer
+    rlhf.ops                                            # the mathematics: gae, policy_loss, ranking_loss …
+
+Everything else is a command: `rlhf --help`. Importing this package imports neither torch nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf import ops as ops
+    from rlhf.api import LoadedRun as LoadedRun
+    from rlhf.api import load as load
 
 __version__ = "0.1.0"
+__all__ = ["LoadedRun", "__version__", "load", "ops"]
+
+_FROM = {"load": "rlhf.api", "LoadedRun": "rlhf.api", "ops": "rlhf.ops"}  # imported when first asked for
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module 'rlhf' has no attribute {name!r}")
+    module = importlib.import_module(_FROM[name])
+    return module if name == "ops" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

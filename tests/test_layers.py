@@ -16,7 +16,7 @@ LAYERS = tuple(
         "model data tracking runs gold planning tokenizer chat_template checks",
         "training report",
         "ppo evaluation",
-        "stages",
+        "stages api",
         "commands",
         "cli __main__",
     )

@@ -1,0 +1,157 @@
+"""What a notebook needs of a run: its models, its tokenizer, answers and scores. Everything here only reads the run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.config import Config
+from rlhf.config.setting import settings_in
+from rlhf.errors import UserError
+from rlhf.recipe import PARENTS, POLICY_STAGES
+from rlhf.runs.folders import check_output, is_complete, read_stage, stage_folder
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from rlhf.model.classifier import TextRewardModel
+    from rlhf.model.heads import RewardModel
+
+Prompt = str | Sequence[dict[str, str]]  # a user's message, or a dialogue of {"role", "content"}
+
+
+def load(run: str | Path, device: str = "auto") -> "LoadedRun":
+    """A run by its folder. Models are read when they are first asked for, and their files checked against the run's record.
+
+    device: auto, cpu or cuda.
+
+    Raises: UserError where no stage of the recipe is finished there.
+    """
+    return LoadedRun(Path(run), device)
+
+
+class LoadedRun:
+    """The models of one run folder, as `rlhf.load` gives them."""
+
+    def __init__(self, folder: Path, device: str = "auto"):
+        if problem := settings_in(Config)["device"].problem("device", device):
+            raise UserError(problem)
+        self.folder = folder
+        self._config = Config(run=folder.name, runs_dir=str(folder.parent), device=device)
+        records = [read_stage(path.parent) or {} for path in sorted(folder.glob("*/stage.json"))]
+        if not records:
+            raise UserError(f"{folder}: no stage of a run in it: want the folder of a run, such as runs/demo")
+        for record in records:  # stages that the run took from elsewhere
+            for stage, place in ((record.get("config") or {}).get("parents") or {}).items():
+                if stage in PARENTS and place is not None:
+                    setattr(self._config.parents, stage, place)
+        self._models: dict[str, Any] = {}
+        self._tokenizer: PreTrainedTokenizerFast | None = None
+
+    def __repr__(self) -> str:
+        return f"<run {self.folder}: {', '.join(self.policies) or 'no policy yet'}>"
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The finished stages whose model answers prompts."""
+        return tuple(stage for stage in POLICY_STAGES if is_complete(stage_folder(self._config, stage)))
+
+    @property
+    def device(self) -> "torch.device":
+        """Where the models are."""
+        from rlhf.training.setup import choose_device
+
+        return choose_device(self._config)
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The run's tokenizer, with its chat template."""
+        if self._tokenizer is None:
+            from rlhf.tokenizer import load_tokenizer
+
+            stage = self.policies[-1] if self.policies else "tokenizer"
+            self._tokenizer = load_tokenizer(self._checked(stage) / "model")
+        return self._tokenizer
+
+    def policy(self, stage: str = "ppo") -> "PreTrainedModel":
+        """The model of a stage (pretrain, sft, ppo, …) in float32, in eval mode."""
+        if stage not in POLICY_STAGES:
+            raise UserError(f"stage={stage}: want one of {', '.join(POLICY_STAGES)}")
+        if stage not in self._models:
+            from rlhf.training.setup import load_policy
+
+            self._models[stage] = load_policy(self._checked(stage) / "model").to(self.device)
+        return self._models[stage]
+
+    def reward_model(self) -> "RewardModel | TextRewardModel":
+        """The reward model, calibrated, in eval mode."""
+        if "reward" not in self._models:
+            from rlhf.model.classifier import load_reward_model
+            from rlhf.training.setup import be_quiet
+
+            be_quiet()
+            self._models["reward"] = load_reward_model(self._checked("reward") / "model", self.device)
+        return self._models["reward"]
+
+    def sample(
+        self, prompts: Sequence[Prompt], stage: str = "ppo", *, seed: int = 0, temperature: float = 1.0,
+        greedy: bool = False, max_new_tokens: int | None = None,
+    ) -> list[str]:  # fmt: skip
+        """One answer to each prompt. It depends on the model, its prompt, its place in the list and the seed alone.
+
+        max_new_tokens: of the longest answer; none: as many as in the run.
+
+        Raises: UserError where a prompt does not fit the context.
+        """
+        from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
+
+        policy, tokenizer = self.policy(stage), self.tokenizer
+        length, room = room_for(tokenizer, max_new_tokens or self._max_new_tokens(stage))
+        fitted = fit_prompts(tokenizer, [_messages(prompt) for prompt in prompts], room)
+        missing = [i for i, found in enumerate(fitted) if found is None]
+        if missing:
+            raise UserError(
+                f"prompt {missing[0]}: does not fit the context of {tokenizer.model_max_length} tokens: shorten it"
+            )
+        asked = [found[0] for found in fitted if found is not None]
+        keys = [("api", i) for i in range(len(asked))]
+        answers = draw_answers(policy, tokenizer, asked, keys, Drawing(seed, length, temperature, greedy))
+        return [answer.text for answer in answers]
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """The reward model's calibrated score of each response to the prompt at its place.
+
+        Raises: UserError where there are more of one than of the other, or a prompt does not fit the context.
+        """
+        if len(prompts) != len(responses):
+            raise UserError(f"score: {len(prompts)} prompts for {len(responses)} responses: give one response a prompt")
+        from rlhf.evaluation.scoring import item_encoder, score_rows
+
+        model, rows = self.reward_model(), []
+        self._config.rollout.max_new_tokens = self._max_new_tokens("reward")
+        encode = item_encoder(self._config, model, self.tokenizer)
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            found = encode(_messages(prompt), [(response, True)])
+            if found is None:
+                raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
+            rows += found[0]
+        return score_rows(model, rows, self.tokenizer.pad_token_id, self.device).tolist()  # type: ignore[arg-type]
+
+    def _checked(self, stage: str) -> Path:
+        folder = stage_folder(self._config, stage)
+        check_output(folder, stage)
+        return folder
+
+    def _max_new_tokens(self, stage: str) -> int:
+        """As the stage's record has it."""
+        record = read_stage(stage_folder(self._config, stage)) or {}
+        recorded = ((record.get("config") or {}).get("rollout") or {}).get("max_new_tokens")
+        return recorded or self._config.rollout.max_new_tokens
+
+
+def _messages(prompt: Prompt) -> list[Any]:
+    """A prompt as the records have it."""
+    from rlhf.data.records import Message
+
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [Message.model_validate(turn) for turn in turns]

@@ -1,0 +1,98 @@
+"""`rlhf.load`: the example in docs/api.md runs, the numbers are those of the stages, and importing stays light."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlhf
+from rlhf.data.comparisons import load_comparisons
+from rlhf.errors import UserError
+from rlhf.model.classifier import load_reward_model
+
+from ..conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def run(gold_run) -> rlhf.LoadedRun:
+    return rlhf.load(gold_run.folder, device="cpu")
+
+
+def test_the_example_runs(gold_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(gold_run.folder)
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text("utf-8"), re.S)
+    names: dict = {}
+    exec(code, names)
+    assert len(names["answers"]) == len(names["before"]) == len(names["scores"]) == 2
+    assert all(isinstance(score, float) for score in names["scores"])
+    assert names["run"].policies == ("pretrain", "sft", "ppo")
+    assert names["logp"].shape == (1, names["ids"]["input_ids"].shape[1] - 1) and (names["logp"] <= 0).all()
+
+
+def test_scores_are_the_reward_models(gold_run, run):
+    from rlhf.chat_template import encode_prompt, encode_response
+
+    model = load_reward_model(gold_run.folder / "reward" / "model", torch.device("cpu"))
+    records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0][:4]
+    pairs = [(record.prompt, answer.text) for record in records for answer in record.responses]
+    found = run.score([[m.model_dump() for m in prompt] for prompt, _ in pairs], [text for _, text in pairs])
+    for (prompt, text), score in zip(pairs, found, strict=True):
+        row = encode_prompt(run.tokenizer, prompt) + encode_response(run.tokenizer, text)
+        with torch.no_grad():
+            assert model(torch.tensor([row]), torch.tensor([len(row)])).item() == pytest.approx(score, abs=1e-4)
+
+
+def test_answers_depend_on_the_seed_and_the_stage(run):
+    prompts = [f"What colour is thing {i}?" for i in range(12)]
+    first = run.sample(prompts, max_new_tokens=16)
+    assert run.sample(prompts, max_new_tokens=16) == first
+    assert run.sample(prompts[:3], max_new_tokens=16) == first[:3], "whatever else is asked"
+    assert run.sample(prompts, max_new_tokens=16, seed=1) != first
+    assert run.sample(prompts, "sft", max_new_tokens=16) != first
+    assert run.sample(prompts, greedy=True, seed=1) == run.sample(prompts, greedy=True, seed=2)
+    assert run.sample([]) == []
+
+
+def test_mistakes_are_one_line(run, gold_run, copy_until, tmp_path):
+    for call, message in (
+        (lambda: rlhf.load(tmp_path), "no stage of a run in it"),
+        (lambda: rlhf.load(gold_run.folder, device="tpu"), "device=tpu: want one of auto, cpu, cuda"),
+        (lambda: run.policy("reward"), "want one of pretrain, sft"),
+        (lambda: run.policy("rejection"), "no finished rejection there"),
+        (lambda: run.score(["a"], []), "1 prompts for 0 responses"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
+    changed = copy_until("evaluate")
+    weights = changed.folder / "ppo" / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="cut short or changed"):
+        rlhf.load(changed.folder).sample(["a"])
+
+
+def test_a_run_finds_the_stages_that_it_took_from_another(gold_run, copy_until):
+    child = copy_until("reward", name="child")
+    folder = child.folder
+    for stage in ("world", "tokenizer", "pretrain", "sft"):
+        (folder / stage).rename(folder.parent / stage)
+    parents = [f"parents.{stage}='{gold_run.folder}'" for stage in ("world", "pretrain", "sft", "label")]
+    child.stage("reward", *parents)
+    loaded = rlhf.load(folder, device="cpu")
+    assert "sft" in loaded.policies and len(loaded.score(["a"], loaded.sample(["a"], "sft"))) == 1
+
+
+def test_importing_is_light_and_help_shows_it():
+    code = "import rlhf, sys; print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'hydra', 'pydantic'}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", "import rlhf; help(rlhf)"], capture_output=True, text=True, check=True)
+    assert "load(run: str | pathlib.Path, device: str = 'auto')" in done.stdout.replace("pathlib._local.", "pathlib.")
+    assert "sample(" in done.stdout and "score(" in done.stdout
+    assert (Path(rlhf.__file__).parent / "py.typed").is_file()
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = rlhf.lode
