@@ -260,7 +260,7 @@ def _run_with_hydra(command: str, arguments: list[str], text: str | None) -> Non
                 check_config(config, command)
             if text is not None:
                 config.chat.message = text
-            module_of(command, config).run(config)
+            module_of(command).run(config)
 
     register_schema()
     asked = os.environ.get("HYDRA_FULL_ERROR")  # set by the user, it asks for tracebacks
@@ -273,10 +273,9 @@ def _run_with_hydra(command: str, arguments: list[str], text: str | None) -> Non
             raise UserError(first_line(error)) from None
 
 
-def module_of(command: str, config: Any) -> ModuleType:
-    """The module whose `run` is the command; `evaluate study=…` is one of its own."""
-    study = command == "evaluate" and config.study is not None
-    return importlib.import_module("rlhf.commands.study" if study else COMMANDS[command][0])
+def module_of(command: str) -> ModuleType:
+    """The module whose `run` is the command."""
+    return importlib.import_module(COMMANDS[command][0])
 
 
 @contextlib.contextmanager

@@ -308,3 +308,8 @@ def test_settings_of_several_commands_pass_when_they_are_said_to_be_shared(call,
 def test_a_pipeline_lists_what_none_of_its_stages_uses(capsys):
     cli.check_used(["chat.greedy=true", "sft.lr=0.1", "launcher.processes=2", "model=tiny"], "pipeline")
     assert capsys.readouterr().out == "pipeline: chat.greedy: no stage of the pipeline uses it\n"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_command_runs_its_own_module(command):
+    assert cli.module_of(command).__name__ == cli.COMMANDS[command][0]

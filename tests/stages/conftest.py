@@ -29,7 +29,7 @@ def run_stage(name: str, config: Any) -> None:
     """One stage in this process."""
     from rlhf.cli import module_of
 
-    module_of(name, config).run(config)
+    module_of(name).run(config)
 
 
 def collect(run: Any, prompts: Any, keys: list[tuple]) -> Any:
