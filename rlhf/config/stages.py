@@ -196,7 +196,7 @@ class KlConfig:
 
 @dataclass(slots=True)
 class LoraConfig:
-    """Low-rank adapters on the policy and the critic (PEFT); the reference is the policy without them."""
+    """Low-rank adapters (PEFT) in SFT, reward model and PPO; the rest of the weights is frozen."""
 
     rank: int = setting(0, "rank of the adapters; 0: train all weights", min=0)
     alpha: int = setting(16, "the adapters' output is scaled by alpha / rank", min=1)

@@ -1,14 +1,11 @@
-"""The models of PPO: policy and critic as one module, the frozen reference, and low-rank adapters on them."""
+"""The models of PPO: policy and critic as one module, and the frozen reference."""
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from rlhf.config import Config
-from rlhf.errors import UserError
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.trunk import hidden_at
 from rlhf.ppo.ptx import pretraining_loss
@@ -77,15 +74,14 @@ class ActorCritic(nn.Module):
 
 
 class Reference(nn.Module):
-    """Log-probs of the SFT model: a frozen copy; with LoRA the policy itself with its adapters disabled."""
+    """Log-probs of the SFT model: a frozen copy; with LoRA the policy's own weights without its adapters."""
 
-    def __init__(self, model: Any, adapters: Any = None):
+    def __init__(self, model: Any):
         super().__init__()
-        self.model, self.adapters = model, adapters
+        self.model = model
 
     def forward(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
-        with self.adapters.disable_adapter() if self.adapters is not None else contextlib.nullcontext():
-            return response_logprobs(self.model, tokens, starts, mask)[0]
+        return response_logprobs(self.model, tokens, starts, mask)[0]
 
 
 def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
@@ -116,41 +112,3 @@ def without_dropout(model: nn.Module) -> nn.Module:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
-
-
-def add_adapters(model: Any, config: Config) -> Any:
-    """Put low-rank adapters on every linear layer but the output's, and freeze the rest; returns PEFT's model."""
-    try:
-        import peft
-    except ImportError:
-        raise UserError("lora.rank: needs PEFT: pip install 'rlhf-recipe[peft]', or set lora.rank=0") from None
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    skip = {id(output), id(getattr(model, "head", None))}
-    targets = [
-        name for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and id(module) not in skip
-    ]  # fmt: skip
-    settings = peft.LoraConfig(
-        r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, target_modules=targets,
-        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
-    )  # fmt: skip
-    return peft.PeftModel(model, settings)
-
-
-@contextlib.contextmanager
-def merged_adapters(adapters: Any) -> Iterator[Any]:
-    """The policy with its adapters merged into the weights, for saving; they are separated again afterwards."""
-    adapters.merge_adapter()
-    try:
-        yield adapters
-    finally:
-        adapters.unmerge_adapter()
-
-
-def plain_weights(policy: Any) -> dict[str, Tensor]:
-    """The weights under their own names, without PEFT's wrappers."""
-    return {
-        name.replace(".base_layer.", "."): value.detach().cpu().clone()
-        for name, value in policy.state_dict().items()
-        if ".lora_" not in name
-    }

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.model.heads import RewardModel
-from rlhf.ppo.actor_critic import merged_adapters, plain_weights
 from rlhf.ppo.setup import PpoRun
-from rlhf.training.gather import gathered_state, save_model_checked
+from rlhf.training.adapters import save_model
 from rlhf.training.state import on_cpu, put_random_state, read_state, write_checkpoint
 
 
@@ -57,8 +56,8 @@ def write_models(run: PpoRun) -> None:
         average = average_state(run)
         with run.ema.applied():
             write_policy(run, stage.model, average or {})
-    if isinstance(model.critic, RewardModel) and not run.config.lora.rank:
-        save_model_checked(model.critic, stage.folder / "critic", gathered_state(model.critic))
+    if isinstance(model.critic, RewardModel):
+        save_model(model.critic, stage.folder / "critic", stage.folder / "critic_adapters")
 
 
 def write_policy(run: PpoRun, folder: Path, average: dict[str, Tensor]) -> None:
@@ -66,13 +65,7 @@ def write_policy(run: PpoRun, folder: Path, average: dict[str, Tensor]) -> None:
 
     average: weights that are written instead of the policy's own.
     """
-    policy = run.actor_critic.policy
-    if run.adapters is None:
-        state = gathered_state(policy)
-        save_model_checked(policy, folder, None if state is None else state | average)
-    elif run.stage.writes:
-        run.adapters.save_pretrained(str(folder.with_name(f"{folder.name}_adapters")))
-        with merged_adapters(run.adapters):
-            save_model_checked(policy, folder, plain_weights(policy))
+    adapters = "adapters" if folder == run.stage.model else f"{folder.name}_adapters"
+    save_model(run.actor_critic.policy, folder, folder.with_name(adapters), average)
     if run.stage.writes:
         run.tokenizer.save_pretrained(str(folder))

@@ -21,7 +21,7 @@ from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples
 from rlhf.model.heads import RewardModel
 from rlhf.ops.kl import AdaptiveKL, FixedKL
-from rlhf.ppo.actor_critic import ActorCritic, Reference, add_adapters, make_critic, without_dropout
+from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, without_dropout
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
 from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
@@ -30,6 +30,7 @@ from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, stage_folder
 from rlhf.runs.sources import fractions, is_function, need_source, reward_folder, reward_model_folder, reward_sources
 from rlhf.tokenizer import load_tokenizer
+from rlhf.training.adapters import add_adapters, share_weights
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, make_engine, shard_frozen
 from rlhf.training.loop import refuse_nonfinite
@@ -55,7 +56,6 @@ class PpoRun:
     device: torch.device
     blocks: PretrainingBlocks | None = None  # of PPO-ptx
     ema: Ema | None = None
-    adapters: Any = None  # the policy as PEFT's model, which can disable its adapters
     tokens: int = 0  # response tokens trained on so far
     metrics: dict[str, float] = field(default_factory=dict)  # of the last update
     spent: dict[str, float] = field(default_factory=dict)
@@ -132,17 +132,17 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     for source in reward.sources.values() if isinstance(reward, CombinedReward) else [reward]:
         if isinstance(source, ModelReward):
             source.model = shard_frozen(config, source.model, device)
-    adapters = None
+    reference: nn.Module
     if config.lora.rank:
-        adapters = add_adapters(policy, config)
+        reference = Reference(share_weights(policy).requires_grad_(False))
+        add_adapters(policy, config, folder, device)
         if isinstance(critic, RewardModel):
-            add_adapters(critic, config)
-            critic.head.requires_grad_(True)
-    engine = make_actor_critic_engine(config, policy, critic, device)
-    frozen = policy if adapters is not None else load_policy(folder).requires_grad_(False)
-    reference = Reference(frozen, adapters)
-    if adapters is None:
-        reference = shard_frozen(config, reference, device)  # type: ignore[assignment]
+            add_adapters(critic, config, folder, device)
+        engine = make_actor_critic_engine(config, policy, critic, device)
+        reference.to(device)
+    else:
+        engine = make_actor_critic_engine(config, policy, critic, device)
+        reference = shard_frozen(config, Reference(load_policy(folder).requires_grad_(False)), device)
     kl: FixedKL | AdaptiveKL = FixedKL(config.kl.coef)
     if config.kl.target is not None:
         kl = AdaptiveKL(init=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
@@ -150,7 +150,7 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     return PpoRun(
         config, stage, engine, reference, reward, tokenizer, prompts, held_out, kl, device,
         blocks=PretrainingBlocks.load(config, tokenizer) if settings.ptx_coef else None,
-        ema=Ema(policy, settings.ema_decay) if settings.ema_decay is not None else None, adapters=adapters,
+        ema=Ema(policy, settings.ema_decay) if settings.ema_decay is not None else None,
     )  # fmt: skip
 
 
@@ -169,9 +169,6 @@ def make_actor_critic_engine(config: Config, policy: Any, critic: Any, device: t
     ]
     engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm, sampled=policy)
     check_shares(config, engine.ranks)
-    if config.lora.rank and engine.sharded and engine.bfloat16:
-        raise UserError(f"lora.rank={config.lora.rank}: with deepspeed={config.deepspeed} adapters would be added to weights rounded to "
-                        "bfloat16: use deepspeed=none, or precision=float32")  # fmt: skip
     return engine
 
 

@@ -43,8 +43,9 @@ from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
+from rlhf.training.adapters import add_adapters, save_model
 from rlhf.training.engine import Engine, ZeroEngine, make_engine
-from rlhf.training.gather import gathered_state, save_model_checked
+from rlhf.training.gather import gathered_state
 from rlhf.training.loop import StageLoop, gradient_norm, open_loop, refuse_nonfinite
 from rlhf.training.optim import cosine_schedule, decay_groups
 from rlhf.training.setup import load_policy, set_up
@@ -75,7 +76,8 @@ def run(config: Config) -> None:
         model = make_model(config)
         items = load_items(config, stage, records, item_encoder(config, model, tokenizer))
 
-        # 3. Train, then calibrate
+        # 3. Train, all weights or with lora.rank low-rank adapters and the head, then calibrate
+        add_adapters(model, config, folder, device)
         settings = config.reward
         groups = decay_groups(model, settings.weight_decay)
         engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
@@ -96,10 +98,11 @@ def run(config: Config) -> None:
 
 def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
     """Write the stage's model folder and read it back. All processes must call it."""
-    state = gathered_state(model)
     if isinstance(model, RewardModel):
-        save_model_checked(model, stage.model, state)
-    elif state is not None:  # in bfloat16 under ZeRO the trained weights are the optimizer's float32 ones
+        save_model(model, stage.model, stage.folder / "adapters")
+    elif (
+        state := gathered_state(model)
+    ) is not None:  # in bfloat16 under ZeRO the optimizer's float32 weights were trained
         put_weights(model.float(), state)
     if stage.writes:
         (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))

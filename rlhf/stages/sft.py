@@ -29,6 +29,7 @@ from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, open_stage, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf.training.adapters import add_adapters
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
 from rlhf.training.setup import check_tokenizer, load_policy, set_up
@@ -63,7 +64,8 @@ def run(config: Config) -> None:
         if not rows["train"]:
             raise UserError("data.demonstrations: none is left to train on: lower data.dev and data.test, or add some")
 
-        # 2. Train
+        # 2. Train: all weights, or with lora.rank low-rank adapters on them
+        add_adapters(model, config, base, device)
         trainer = make_trainer(stage, model, tokenizer, rows["train"], config.sft.epochs, device)
         with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
             train(trainer, loop, "sft/loss")

@@ -22,7 +22,7 @@ from rlhf.interrupts import finish_step, request_stop, stop_requested
 from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
 from rlhf.runs.folders import Stage
 from rlhf.tracking.metrics import known
-from rlhf.training.gather import gathered_state, save_model_checked
+from rlhf.training.adapters import save_model
 from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
 from rlhf.training.state import (
     plain_state,
@@ -367,7 +367,6 @@ def forget_deepspeed() -> None:
 
 def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
     """Write the stage's model folder: whole weights, which are read back, and the tokenizer. All processes must call it."""
-    state = gathered_state(model)
-    save_model_checked(model, stage.model, state)
+    save_model(model, stage.model, stage.folder / "adapters")
     if stage.writes:
         tokenizer.save_pretrained(str(stage.model))

@@ -352,7 +352,8 @@ def test_adapters_train_alone_with_the_base_as_reference(copy_until, gold_run):
         trainer = ppo.make_ppo_run(config, stage, set_up(config))
         trained = [n for n, p in trainer.actor_critic.policy.named_parameters() if p.requires_grad]
         assert trained and all(".lora_" in name for name in trained)
-        assert trainer.reference.model is trainer.actor_critic.policy, "no second copy of the weights"
+        trunk = trainer.actor_critic.policy.base_model.embed_tokens.weight
+        assert trainer.reference.model.base_model.embed_tokens.weight is trunk, "no second copy of the weights"
         found = [update(trainer, n) for n in (1, 2, 3)]
         assert abs(found[0]["objective/kl"]) < 1e-3 and found[2]["objective/kl"] > 0.01
         rollout = first_rollout(trainer, 9)
@@ -364,7 +365,7 @@ def test_adapters_train_alone_with_the_base_as_reference(copy_until, gold_run):
     merged = load_policy(run.folder / "ppo" / "model")
     with torch.no_grad():
         assert torch.allclose(rollout.logp_old, response_logprobs(merged, *where)[0], atol=1e-3)
-    assert (run.folder / "ppo" / "model_adapters" / "adapter_model.safetensors").exists()
+    assert (run.folder / "ppo" / "adapters" / "adapter_model.safetensors").exists()
 
 
 def test_gradient_checkpointing_changes_no_gradient(open_trainer):

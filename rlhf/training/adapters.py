@@ -1,0 +1,168 @@
+"""Low-rank adapters on a model: y = W x + alpha / rank B A x, with W frozen and A, B trained. The layers are PEFT's.
+
+They are put inside the model, which stays the class that it was: whatever runs the model runs it with its adapters. Stages
+write the merged model, so that later stages and exports need no PEFT, and the adapters beside it as PEFT saves them.
+Source: Hu et al. 2021 (LoRA).
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.training.gather import gathered_state, save_model_checked
+from rlhf.training.zero import wants_bfloat16, zero_stage
+
+TRAINED = "default"  # the name of the adapters that train
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # PEFT's files
+PREFIX = "base_model.model."  # of each name in PEFT's file
+
+
+def add_adapters(model: Any, config: Config, base: Path, device: torch.device) -> None:
+    """Put adapters on every linear layer of a model's trunk and freeze the rest, except heads (a scalar head, for example).
+
+    The unembedding counts as trunk: it is frozen and has no adapter. Adapters that are there already stay, frozen.
+    With lora.rank=0 nothing happens. base: the model folder that the weights come from, which PEFT's file names.
+
+    Raises: UserError where PEFT is not installed, or the adapters would train beside weights in bfloat16.
+    """
+    if not config.lora.rank:
+        return
+    if zero_stage(config) and wants_bfloat16(config, device):
+        raise UserError(f"lora.rank={config.lora.rank}: with deepspeed={config.deepspeed} adapters would be added to weights rounded to "
+                        "bfloat16: use deepspeed=none, or precision=float32")  # fmt: skip
+    peft = import_peft()
+    settings = peft.LoraConfig(
+        r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, target_modules=linear_layers(model),
+        fan_in_fan_out=any(is_transposed(module) for module in model.modules()), base_model_name_or_path=str(base),
+    )  # fmt: skip
+    inject(model, settings, TRAINED)
+    heads = {id(p) for p in heads_of(model).values()}
+    for name, p in model.named_parameters():
+        p.requires_grad_(f".{TRAINED}." in name if ".lora_" in name else id(p) in heads)
+
+
+def import_peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UserError("lora.rank: needs PEFT: pip install 'rlhf-recipe[peft]', or set lora.rank=0") from None
+    return peft
+
+
+def inject(model: Any, settings: Any, name: str) -> None:
+    """Put PEFT's layers into the model under an adapter name; adapters of other names stay in force beside it."""
+    before = [adapter for _, layer in adapted_layers(model) for adapter in layer.lora_A]
+    import_peft().inject_adapter_in_model(settings, model, adapter_name=name)
+    active = [*dict.fromkeys(before), name]
+    for _, layer in adapted_layers(model):
+        layer.set_adapter(active)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """GPT-2's linear layer, whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D"
+
+
+def linear_layers(model: Any) -> list[str]:
+    """The names of the trunk's linear layers."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    trunk = {id(module) for module in model.base_model.modules()} - {id(output)}
+    return [
+        name
+        for name, module in model.named_modules()
+        if id(module) in trunk
+        and (isinstance(module, nn.Linear) or is_transposed(module) or hasattr(module, "lora_A"))
+        and ".base_layer" not in name
+        and ".lora_" not in name
+    ]
+
+
+def heads_of(model: Any) -> dict[str, nn.Parameter]:
+    """What lies outside the trunk and is no unembedding."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    known = {id(p) for part in (model.base_model, output) if part is not None for p in part.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in known}
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, PEFT's layer) of each layer with adapters."""
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(True for _ in adapted_layers(model))
+
+
+def merged(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's gathered state with its adapters added to the weights, under the names of the model without adapters.
+
+    W + alpha / rank B A, for each set of adapters in force.
+    """
+    found = {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
+    for name, layer in adapted_layers(model):
+        for adapter in layer.active_adapters:
+            a, b = (state[f"{name}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
+            change = layer.scaling[adapter] * (b @ a)
+            found[f"{name}.weight"] = found[f"{name}.weight"] + (change.T if layer.fan_in_fan_out else change)
+    return found
+
+
+def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, Tensor] | None = None) -> None:
+    """A model folder, read back, with adapters merged in; those also by themselves, as PEFT saves them. All ranks must call it.
+
+    average: weights that are written instead of the model's own.
+    """
+    state = gathered_state(model)
+    if state is None:
+        return
+    state |= average or {}
+    if has_adapters(model):
+        save_adapters(model, state, adapters)
+    save_model_checked(model, folder, merged(model, state))
+
+
+def save_adapters(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
+    """The adapters that train, and the heads beside them, in PEFT's form: `PeftModel.from_pretrained` reads them."""
+    heads = heads_of(model)
+    settings = copy.deepcopy(model.peft_config[TRAINED])
+    settings.target_modules = sorted(settings.target_modules)  # a set, whose order would change from run to run
+    settings.inference_mode = True
+    settings.modules_to_save = sorted({name.rpartition(".")[0] for name in heads}) or None
+    settings.task_type = None if heads else "CAUSAL_LM"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.save_pretrained(str(folder))
+    kept = {name: t for name, t in state.items() if f".{TRAINED}." in name or name in heads}
+    tensors = {PREFIX + name.replace(f".{TRAINED}.", "."): t.contiguous() for name, t in kept.items()}
+    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def load_adapters(model: Any, folder: Path, name: str) -> None:
+    """Put the adapters and heads of a folder that `save_adapters` wrote on a model, frozen, under an adapter name."""
+    settings = import_peft().LoraConfig.from_pretrained(str(folder))
+    settings.modules_to_save = None  # heads are read below, into the model's own
+    with torch.random.fork_rng():  # whoever draws next draws as if the model had been read whole
+        inject(model, settings, name)
+    weights = {key.removeprefix(PREFIX): t for key, t in load_file(str(folder / WEIGHTS)).items()}
+    for key, p in model.named_parameters():
+        stored = key.replace(f".{name}.", ".")
+        if stored in weights:
+            p.copy_(weights.pop(stored))
+    if weights:
+        raise UserError(f"{folder}: adapters of another model ({next(iter(weights))} fits nothing): run the stage that "
+                        "writes them again")  # fmt: skip
+    model.requires_grad_(False)
+
+
+def share_weights(model: nn.Module, shared: nn.Module | None = None) -> Any:
+    """A second tree of modules over the same weights: tensors of `shared` (by default the whole model) are not copied."""
+    part = model if shared is None else shared
+    return copy.deepcopy(model, {id(t): t for t in itertools.chain(part.parameters(), part.buffers())})

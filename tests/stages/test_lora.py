@@ -1,0 +1,119 @@
+"""LoRA in SFT, the reward model and PPO: what trains, what is written, and that resuming changes nothing."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf.errors import UserError
+from rlhf.model.heads import RewardModel
+from rlhf.stages import reward
+from rlhf.training.adapters import add_adapters, gathered_state, merged
+from rlhf.training.setup import load_policy
+
+from .conftest import Run
+from .test_resume import assert_same_weights, interrupt
+
+LORA = ["lora.rank=4", "lora.alpha=8"]
+SHORT = {
+    "sft": [*LORA, "sft.epochs=1", "sft.batch_size=100", "sft.dropout=0.1", "sft.lr=3e-3"],  # 4 steps
+    "reward": [*LORA, "reward.epochs=1", "reward.lr=3e-3"],  # 5 steps
+}
+FILES = ["model/model.safetensors", "adapters/adapter_model.safetensors"]
+TOKENS = torch.arange(5, 45).reshape(2, 20)
+
+
+@pytest.fixture(scope="module")
+def adapted(gold_run, tmp_path_factory) -> dict[str, Run]:
+    """A run whose SFT is trained with adapters; one whose reward model is."""
+    made = {}
+    for stage in SHORT:
+        made[stage] = gold_run.copy(tmp_path_factory.mktemp("lora"), stage)
+        made[stage].stage(stage, *SHORT[stage])
+    return made
+
+
+def base_of(run: Run, stage: str) -> Path:
+    return run.folder / ("pretrain" if stage == "sft" else "sft") / "model"
+
+
+@pytest.mark.parametrize("stage", SHORT)
+def test_linear_layers_of_the_trunk_have_learned_and_the_rest_is_the_base(adapted, stage):
+    folder = adapted[stage].folder / stage
+    base, model = (load_file(path / "model.safetensors") for path in (base_of(adapted[stage], stage), folder / "model"))
+    base = {name.replace("model.", "trunk.", 1) if stage == "reward" else name: t for name, t in base.items()}
+    changed = {name for name in model.keys() & base.keys() if not model[name].equal(base[name])}
+    wanted = {n for n in base if n.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))}
+    assert wanted and changed == wanted
+    stored = load_file(folder / "adapters" / "adapter_model.safetensors")
+    assert sum(t.numel() for t in stored.values()) < 0.2 * sum(t.numel() for t in base.values())
+    assert all(t.norm() > 0 for t in stored.values())
+
+
+def test_peft_reads_the_adapters_of_sft(adapted):
+    folder = adapted["sft"].folder / "sft"
+    merged_model = load_policy(folder / "model")
+    found = peft.PeftModel.from_pretrained(load_policy(base_of(adapted["sft"], "sft")), str(folder / "adapters"))
+    with torch.no_grad():
+        wanted, logits = merged_model(TOKENS).logits, found(input_ids=TOKENS).logits
+        before = load_policy(base_of(adapted["sft"], "sft"))(TOKENS).logits
+    assert torch.allclose(logits, wanted, atol=1e-5) and (before - wanted).abs().max() > 0.1
+
+
+def test_peft_reads_the_adapters_and_the_head_of_the_reward_model(adapted):
+    folder = adapted["reward"].folder / "reward"
+    base = RewardModel.from_causal_lm(str(base_of(adapted["reward"], "reward")))
+    found = peft.PeftModel.from_pretrained(base, str(folder / "adapters"))
+    wanted = RewardModel.from_pretrained(str(folder / "model"))
+    lengths = torch.tensor([20, 13])
+    with torch.no_grad():
+        scores = found(TOKENS, lengths, calibrated=False)
+        assert torch.allclose(scores, wanted(TOKENS, lengths, calibrated=False), atol=1e-5)
+    assert wanted.gain != 1.0
+
+
+@pytest.mark.parametrize("stage", SHORT)
+def test_a_resumed_stage_equals_an_undisturbed_one(adapted, copy_until, stage):
+    broken = copy_until(stage)
+    interrupt(broken, stage, 2, *SHORT[stage])
+    broken.stage(stage, "checkpoints.every_seconds=0", *SHORT[stage])
+    assert_same_weights(adapted[stage].folder / stage, broken.folder / stage, *FILES)
+
+
+def test_only_adapters_and_heads_have_gradients(gold_run):
+    config = gold_run.config(*LORA)
+    model = reward.make_model(config)
+    add_adapters(model, config, gold_run.folder / "sft" / "model", torch.device("cpu"))
+    model(TOKENS, torch.tensor([20, 13])).sum().backward()
+    found = {name for name, p in model.named_parameters() if p.grad is not None}
+    heads = {"head.weight", "head.bias"}
+    assert heads < found and all(".lora_" in name for name in found - heads)
+    assert found == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox"])
+def test_other_architectures_have_adapters_on_their_trunk(gold_run, kind):
+    """The merged weights are those of a model without PEFT's layers, transposed ones too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    if kind != "gpt2":
+        sizes["intermediate_size"] = 64
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    plain = AutoModelForCausalLM.from_config(model.config).eval()
+    add_adapters(model, gold_run.config(*LORA), Path("base"), torch.device("cpu"))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all(".lora_" in name for name, _ in trained)
+    with torch.no_grad():
+        for _, p in trained:
+            p.normal_(0.0, 0.1)
+        plain.load_state_dict(merged(model, gathered_state(model)), strict=False)
+        assert torch.allclose(plain(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
+
+
+def test_adapters_beside_rounded_weights_are_refused(gold_run, monkeypatch):
+    config = gold_run.config(*LORA, "deepspeed=zero2", "precision=bfloat16")
+    with pytest.raises(UserError, match=r"^lora.rank=4: with deepspeed=zero2 adapters .* precision=float32"):
+        add_adapters(reward.make_model(config), config, Path("base"), torch.device("cpu"))
