@@ -60,6 +60,7 @@ def _relations(config: Config, command: str) -> list[str]:
     problems += _pretrain_relations(config)
     problems += _ppo_relations(config, command)
     problems += _kl_relations(config)
+    problems += _lora_relations(config, command)
     if config.gold.enabled and config.rollout.max_new_tokens >= config.model.context_length:
         problems.append(f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in "
                         f"model.context_length={config.model.context_length}")  # fmt: skip
@@ -104,6 +105,13 @@ def _kl_relations(config: Config) -> list[str]:
         problems.append(f"kl.horizon={kl.horizon}: want more than a fifth of ppo.episodes_per_update="
                         f"{episodes}, or one update could take kl.coef to 0")  # fmt: skip
     return problems
+
+
+def _lora_relations(config: Config, command: str) -> list[str]:
+    if config.lora.rank and config.reward.model is not None and command in ("reward", "pipeline"):
+        return [f"lora.rank={config.lora.rank}: reward.model={config.reward.model} trains all its weights: run `rlhf reward` without "
+                "lora.rank, and the other stages with it"]  # fmt: skip
+    return []
 
 
 def _launch_problems(config: Config, command: str) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf.checks import check_config
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.stages import reward
@@ -117,3 +118,12 @@ def test_adapters_beside_rounded_weights_are_refused(gold_run, monkeypatch):
     config = gold_run.config(*LORA, "deepspeed=zero2", "precision=bfloat16")
     with pytest.raises(UserError, match=r"^lora.rank=4: with deepspeed=zero2 adapters .* precision=float32"):
         add_adapters(reward.make_model(config), config, Path("base"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("command", ["reward", "pipeline"])
+def test_a_classifier_has_no_adapters(gold_run, command):
+    with pytest.raises(
+        UserError, match=r"^lora.rank=4: reward.model=some trains all its weights: run `rlhf reward` without"
+    ):
+        check_config(gold_run.config(*LORA, "reward.model=some"), command)
+    check_config(gold_run.config(*LORA, "reward.model=some"), "ppo")
