@@ -96,14 +96,14 @@ def test_a_signal_ends_training_at_once(tmp_path):
     (tmp_path / "text").write_text(unbroken(2_000_000))
     program = """
 import sys
-from rlhf.interrupts import terminate_as_interrupt
+from rlhf.interrupts import interrupt_on_signals
 from rlhf.tokenizer import train_tokenizer
 
 def documents():
     yield open(sys.argv[1]).read()
     print("read", flush=True)
 
-terminate_as_interrupt()
+interrupt_on_signals()
 train_tokenizer(documents(), 60_000, context_length=8)
 print("trained", flush=True)
 """
