@@ -168,8 +168,9 @@ def test_a_full_disk_under_the_trainer_is_one_line(copy_until: Callable[..., Run
         f"runs_dir={run.runs_dir}",
         f"run={run.name}",
         "checkpoints.every_seconds=0",
+        "--shared-settings",
     ]
-    done = subprocess.run([sys.executable, "-c", script, "sft", *overrides, "--shared-settings"], env=os.environ | {"PYTHONPATH": str(ROOT)},
+    done = subprocess.run([sys.executable, "-c", script, "sft", *overrides], env=os.environ | {"PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True, timeout=200)  # fmt: skip
     assert done.returncode == 2, done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "cannot write" in done.stderr
