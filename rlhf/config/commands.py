@@ -67,7 +67,7 @@ class ChatConfig:
 class ExportConfig:
     """`rlhf export`."""
 
-    stage: str = setting("ppo", "stage whose model is exported", choices=POLICY_STAGES)
+    stage: str = setting("ppo", "stage whose model is exported", choices=(*POLICY_STAGES, "reward"))
     form: str = setting(
         "auto",
         "architecture to write",

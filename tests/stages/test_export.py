@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf.checks import check_config
 from rlhf.commands.export import run
 from rlhf.data.comparisons import load_comparisons
 from rlhf.errors import UserError
@@ -24,7 +25,9 @@ from rlhf.tokenizer import load_tokenizer
 def exported(gold_run, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("export")
     for stage in ("ppo", "reward"):
-        run(gold_run.config(f"export.stage={stage}", f"export.out='{folder / stage}'"))
+        config = gold_run.config(f"export.stage={stage}", f"export.out='{folder / stage}'")
+        check_config(config, "export")
+        run(config)
     return {stage: folder / stage for stage in ("ppo", "reward")}
 
 
