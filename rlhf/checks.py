@@ -1,4 +1,4 @@
-"""Relations between settings, checked before anything runs: all problems come at once."""
+"""Relations between settings, checked before anything runs; all problems are reported at once."""
 
 from rlhf.config import Config, ImportConfig, PlanConfig
 from rlhf.config.setting import get, settings_in, wrong_values
@@ -10,7 +10,7 @@ from rlhf.recipe import STAGES
 def check_config(config: Config | ImportConfig, command: str) -> None:
     """Raises: UserError that lists every setting that does not fit, with what was wanted."""
     problems = wrong_values(config)
-    if not problems:  # a relation between settings says nothing if one of them is not a value at all
+    if not problems:  # relations are checked only if every single value is valid
         problems = _import_relations(config) if isinstance(config, ImportConfig) else _relations(config, command)
         problems += _plan_relations(config) if isinstance(config, PlanConfig) else []
     if problems:

@@ -1,7 +1,7 @@
 """How a command ends: what went wrong as one line, and the exit code. A bug still shows its traceback.
 
-Exit codes: 0 done; 2 a mistake, or a refusal by the system, that the user can mend; 130 interrupted; 141 nobody reads the
-output any more. Imports neither torch nor hydra.
+Exit codes: 0 done; 2 a mistake of the user or an error of the system that the user can fix; 130 interrupted; 141 nothing
+reads the output any more. Imports neither torch nor hydra.
 """
 
 import contextlib

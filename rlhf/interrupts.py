@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a training loop ends after the step under way, with a checkpoint; all else ends at once.
+"""Ctrl-C, SIGTERM and SIGHUP: a training loop ends after the current step, with a checkpoint; anything else ends at once.
 
 Either way the exit code is 130, which `rlhf.exits` gives for a KeyboardInterrupt. Nothing here writes a checkpoint: a loop
 calls `stop_requested()` after each step. Imports neither torch nor hydra.

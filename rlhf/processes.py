@@ -1,7 +1,7 @@
 """The one module that knows ranks: the processes of one launch, their connection, and what they agree on.
 
-A launch is what torchrun, accelerate, deepspeed or `rlhf pipeline` start. Each of its processes has a rank; rank 0 prints and
-writes for all. A process that runs alone is rank 0, and everything here is then free. It is outside `rlhf.training` because the
+A launch is started by torchrun, accelerate, deepspeed or `rlhf pipeline`. Each of its processes has a rank; rank 0 prints and
+writes for all. A process that runs alone is rank 0, and everything here then costs nothing. It is outside `rlhf.training` because the
 command line and the run folders need ranks too; torch is imported only inside the functions that communicate.
 """
 
@@ -177,7 +177,7 @@ def gather(value: T) -> list[T]:
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
-    """What an action returns that only rank 0 takes; the others wait and get a copy.
+    """The result of an action that only rank 0 runs; the others wait and get a copy.
 
     Raises: UserError on every rank if rank 0's action raised it.
     """
@@ -196,7 +196,7 @@ def on_first_rank(action: Callable[[], T]) -> T:
 
 
 class Ranks:
-    """Sums and maxima over the processes of a run, on their device. With one process each is what it is given."""
+    """Sums and maxima over the processes of a run, on their device. With one process they return their argument."""
 
     def __init__(self, device: "torch.device"):
         self.device = device

@@ -1,7 +1,7 @@
 """How the processes of a launch find each other: rank 0 opens a store, the others connect to it, all wait until all are there.
 
 The wait is bounded and reported, and a signal ends it, since it polls. On one node everything listens on the loopback
-interface only: neither the store nor gloo's and NCCL's own connections ask who is calling.
+interface only, because neither the store nor the connections of gloo and NCCL authenticate the caller.
 """
 
 import ipaddress
@@ -18,19 +18,19 @@ from rlhf.terminal import say
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Until the launch is given up, and until it says what it waits for; between two looks.
+# Seconds until the launch is given up; until the missing processes are named; between two polls.
 WAIT_SECONDS, SILENT_SECONDS, LOOK_SECONDS = 300.0, 10.0, 0.1
 
 
 class Wait:
-    """The time that is left for the others to come; after a while, one line about who is missing."""
+    """The time that is left for the others to appear; after a while it prints who is missing."""
 
     def __init__(self, place: str, speaks: bool) -> None:
         self.place, self.speaks = place, speaks
         self.started = time.monotonic()
 
     def pause(self, missing: str) -> None:
-        """Sleep until the next look. Raises: UserError if the time is up."""
+        """Sleep until the next poll. Raises: UserError if the time is up."""
         waited = time.monotonic() - self.started
         if waited > WAIT_SECONDS:
             raise UserError(f"{missing} did not come to {self.place} within {WAIT_SECONDS:.0f} s: start every process of the "
@@ -42,9 +42,9 @@ class Wait:
 
 
 def open_store(address: str, port: int, rank: int, count: int, attempt: str = "0", hosted: bool = False) -> "Store":
-    """The store that all processes of a launch share, once every one of them has come.
+    """The store that all processes of a launch share, once all have connected.
 
-    attempt: how often the launcher has restarted them: each time they meet anew. hosted: the launcher has a store itself.
+    attempt: how often the launcher has restarted them. hosted: the launcher provides the store.
     Raises: UserError if a process is missing, or the port is taken.
     """
     from torch.distributed import PrefixStore, TCPStore
@@ -72,7 +72,7 @@ def open_store(address: str, port: int, rank: int, count: int, attempt: str = "0
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether somebody listens there."""
+    """Whether something listens there."""
     try:
         socket.create_connection((address, port), timeout=5.0).close()
     except OSError:

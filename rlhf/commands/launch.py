@@ -1,7 +1,7 @@
-"""Starts a stage as several processes on this machine, one for each device, and ends them together.
+"""Starts a stage as several processes on this machine, one per device, and stops them together.
 
-They find each other through the environment, as torchrun's do (RANK, WORLD_SIZE, MASTER_ADDR, …). Several machines are
-torchrun's matter (docs/scale.md). Imports neither torch nor hydra.
+They find each other through the environment variables of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, …). For several machines
+use torchrun (docs/scale.md). Imports neither torch nor hydra.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from rlhf.interrupts import EXIT_CODE
 from rlhf.processes import launch_environment
 from rlhf.terminal import say
 
-LOOK_SECONDS = 0.1  # between two looks at the processes
-STOP_SECONDS = 60.0  # that the others get to stop too, once one was told to and has
+LOOK_SECONDS = 0.1  # between two polls of the processes
+STOP_SECONDS = 60.0  # that the others get to stop, once one has stopped after a signal
 
 
 def run_processes(command: Sequence[str], processes: int = 1, threads: int = 0) -> int:
     """Run a command as so many processes; returns 0, or the exit code of the first one that failed.
 
-    When one fails, the others are killed at once: they wait for it in vain, and what they would say follows from it. All of
-    them end with this process. threads: of one process; 0 shares the cores out where there are several processes.
-    Raises: KeyboardInterrupt after a signal, once the processes have ended; SystemExit where they have said how to go on.
+    If one fails, the others are killed at once, since they would wait for it and report follow-up errors. All of them end
+    with this process. threads: per process; 0 divides the cores among several processes. Raises: KeyboardInterrupt after a
+    signal, once the processes have ended; SystemExit if they have printed how to resume.
     """
     started = [
         subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
@@ -37,11 +37,11 @@ def run_processes(command: Sequence[str], processes: int = 1, threads: int = 0) 
         return _wait(started)
     except KeyboardInterrupt:
         for process in started:
-            process.send_signal(signal.SIGTERM)  # a second one from the terminal is the same one to it
+            process.send_signal(signal.SIGTERM)  # the process ignores a second signal within a second
         codes = [process.wait() for process in started]
         if EXIT_CODE not in codes:
             raise
-        sys.exit(EXIT_CODE)  # they have said how to go on
+        sys.exit(EXIT_CODE)  # they have printed how to resume
     finally:
         for process in started:
             process.kill()
@@ -60,20 +60,20 @@ def environments(processes: int, threads: int) -> list[dict[str, str]]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """A free port of the loopback interface."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def _wait(started: list[subprocess.Popen]) -> int:
-    """Until all have ended well or one has not; its exit code, as a shell gives it."""
+    """Wait until all have succeeded or one has failed; returns its exit code, as a shell gives it."""
     while True:
         codes = [process.poll() for process in started]
         failed = [i for i, code in enumerate(codes) if code]
         if failed:
             code = int(codes[failed[0]] or 0)
-            if code == EXIT_CODE:  # told to stop, they all do so after the same step
+            if code == EXIT_CODE:  # after a signal they all stop after the same step
                 until = time.monotonic() + STOP_SECONDS
                 while time.monotonic() < until and any(process.poll() is None for process in started):
                     time.sleep(LOOK_SECONDS)
@@ -92,7 +92,7 @@ def _wait(started: list[subprocess.Popen]) -> int:
 
 
 def die_with_parent() -> None:
-    """On Linux, have the kernel end a process when its parent is killed, so that nothing keeps the stage's lock."""
+    """On Linux, have the kernel kill a process when its parent is killed, so that it does not keep the stage's lock."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() == 1:

@@ -1,6 +1,6 @@
-"""All stages in order, each in processes of its own: what is complete is skipped, what is half done is resumed.
+"""`rlhf pipeline`: all stages in order, each in its own processes. Complete stages are skipped, interrupted ones resumed.
 
-This module imports neither torch nor transformers, so that a complete run is recognised in a second.
+Imports neither torch nor transformers, so a complete run is recognised in a second.
 """
 
 import shutil
@@ -33,7 +33,7 @@ from rlhf.runs.folders import (
 from rlhf.runs.sources import data_source, hash_sources
 from rlhf.terminal import say
 
-LEAST_FREE_BYTES = 200 * 2**20  # a run that starts with less would only fail later
+LEAST_FREE_BYTES = 200 * 2**20  # with less, a run would fail later
 
 
 def run(config: Config) -> None:
@@ -55,7 +55,7 @@ def run(config: Config) -> None:
 
 
 def stages_to_run(config: Config) -> list[str]:
-    """The stages that this run needs and that no `parents.<stage>` gives, in the order of the pipeline."""
+    """The stages that this run needs and that `parents.<stage>` does not give, in the order of the pipeline."""
     wanted: set[str] = set()
 
     def want(stage: str) -> None:
@@ -79,7 +79,7 @@ def forwarded_overrides() -> list[str]:
 
 
 def check_before(config: Config) -> None:
-    """Find what would only fail after minutes: data that is missing, a disk that is full. Raises: UserError."""
+    """Check for errors that would otherwise appear after minutes: missing data, a full disk. Raises: UserError."""
     stages = stages_to_run(config)
     read = {kind for stage in stages for kind in STAGES[stage].data}
     kinds = [kind for kind in ("corpus", "demonstrations", "comparisons") if kind in read]
@@ -100,7 +100,7 @@ def check_before(config: Config) -> None:
 
 
 def read_labels(config: Config) -> None:
-    """Read the data files that the user named, so that a bad line is told now and not after pretraining."""
+    """Read the data files that the user named, so that a bad line is reported now and not after pretraining."""
     from rlhf.data.comparisons import load_comparisons
     from rlhf.data.demonstrations import load_demonstrations
     from rlhf.data.items import check_labelers, names_of
@@ -129,7 +129,7 @@ def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
             say(f"{stage}: complete, skipped")
             return "complete before"
         if reason is not None and recorded["status"] == "running" and not has_begun(folder, stage):
-            reason = None  # nothing is lost when it starts anew
+            reason = None  # nothing is lost if it starts again
         if reason is not None and not config.overwrite:
             raise UserError(f"{folder}: {reason}: choose another run=…, or add overwrite=true to redo this stage and those "
                             "that build on it")  # fmt: skip
@@ -139,7 +139,7 @@ def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
 
 
 def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
-    """The labelling rounds before this run's own: label, reward model and PPO, in runs of their own beside this one."""
+    """The earlier labelling rounds: label, reward model and PPO, each in a separate run."""
     earlier = earlier_run(config)
     if earlier is None:
         return {}
@@ -156,7 +156,7 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
 
 
 def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) -> str | None:
-    """Why a recorded stage is not the one that is asked for, or None."""
+    """Why a recorded stage does not match the requested one, or None."""
     wanted = settings_of(config, stage)
     if recorded.get("settings") != wanted:
         return f"{stage} was run with other settings ({differences(recorded.get('settings', {}), wanted)})"
@@ -169,7 +169,7 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
 
 
 def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
-    """The stage as processes that end with this one. Exits with the code of the one that fails."""
+    """Run the stage as child processes. Exits with the code of the one that fails."""
     processes = config.launcher.processes if STAGES[stage].several_processes else 1
     code = run_processes(
         [sys.executable, "-m", "rlhf", stage, "--shared-settings", *overrides], processes, config.threads
@@ -182,7 +182,7 @@ def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
 
 
 def summarize(config: Config, done: dict[str, str]) -> dict:
-    """pipeline.json: what each stage took and did."""
+    """The contents of pipeline.json: time, memory and state of each stage."""
     stages = {}
     for stage, state in done.items():
         folder = Path(config.runs_dir) / stage if "/" in stage else stage_folder(config, stage)

@@ -21,13 +21,13 @@ from rlhf.terminal import say
 from rlhf.tracking.progress import progress
 
 RECORD = "sample.json"
-SPARE = 3  # draws beyond K, to replace responses that say the same
+SPARE = 3  # draws beyond K, to replace duplicates
 MOST_RESPONSES = 26  # K: response ids are the letters
-CHUNK = 32  # prompts drawn between two moves of the progress bar
+CHUNK = 32  # prompts per update of the progress bar
 
 
 def run(config: Config) -> None:
-    """Write the tasks, and a record of what drew them, to runs/<run>/sample or `sample.out`.
+    """Write the tasks, and a record of how they were sampled, to runs/<run>/sample or `sample.out`.
 
     Raises: UserError if the output exists, the model is missing, or no prompt is left to label.
     """
@@ -43,7 +43,7 @@ def run(config: Config) -> None:
 
 
 def sample_into(config: Config, out: Path) -> None:
-    """As `run`, into a folder that no other process writes."""
+    """As `run`, into a folder that this process has locked."""
     settings = config.sample
     check_free(out, config.overwrite)
     folder = stage_folder(config, settings.stage)
@@ -78,7 +78,7 @@ def sample_into(config: Config, out: Path) -> None:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Whether `out` may be written: with overwrite, an earlier round may go, but never what people have filled in.
+    """Check that `out` may be written: overwrite replaces an earlier round, but never labels that people have filled in.
 
     Raises: UserError otherwise.
     """
@@ -105,9 +105,9 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
-    """Up to `sample.prompts` prompts of the split in the order of the data, and how many were passed over as labelled.
+    """Up to `sample.prompts` prompts of the split in the order of the data, and how many were skipped as labelled.
 
-    A prompt is labelled where the run's comparisons rank responses to it.
+    A prompt is labelled if the run's comparisons rank responses to it.
 
     Raises: UserError if none is left.
     """
@@ -139,7 +139,7 @@ def labelled_prompts(config: Config) -> set[str]:
 def draw_tasks(
     config: Config, folder: Path, prompts: list[PromptRecord], policy_id: str
 ) -> tuple[list[Ranking], int, int]:
-    """Tasks of K distinct responses (at least 2); how many prompts had fewer, and how many do not fit the context."""
+    """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and of those that do not fit the context."""
     from rlhf.evaluation.answers import fit_prompts, room_for
     from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_policy, set_up
@@ -148,7 +148,7 @@ def draw_tasks(
     policy, tokenizer = load_policy(folder / "model").to(device), load_tokenizer(folder / "model")
     length, room = room_for(tokenizer, config.rollout.max_new_tokens)
     fitted = fit_prompts(tokenizer, [record.prompt for record in prompts], room)
-    # A labeler would judge the answer to a prompt of which the model had seen only a part.
+    # Otherwise a labeler would judge the answer to a prompt of which the model had seen only a part.
     whole = [(record, found[0]) for record, found in zip(prompts, fitted, strict=True) if found and not found[1]]
     tasks: list[Ranking] = []
     ids = unique_ids([f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" for record, _ in whole])
@@ -184,7 +184,7 @@ def draw(
 def make_task(
     task_id: str, record: PromptRecord, responses: list[tuple[str, bool]], policy_id: str, seed: int
 ) -> Ranking:
-    """A ranking that is still to be made, its responses in random order."""
+    """An unlabelled ranking, its responses in random order."""
     metadata = dict(record.metadata) | {"prompt_id": record.id}
     if record.user is not None:
         metadata["user"] = record.user
@@ -201,7 +201,7 @@ def make_task(
 
 
 def unique_ids(ids: list[str]) -> Iterator[str]:
-    """The ids, those that come again with a number: two items of one id would be joined into one."""
+    """The ids; repeated ones get a number, because two items with one id would be joined."""
     seen: dict[str, int] = {}
     for name in ids:
         seen[name] = seen.get(name, 0) + 1
@@ -211,7 +211,7 @@ def unique_ids(ids: list[str]) -> Iterator[str]:
 def report(
     config: Config, tasks: list[Ranking], count: int, out: Path, *, alike: int, too_long: int, labelled: int
 ) -> None:
-    """The round in a line or three on the screen."""
+    """Print a summary of the round."""
     responses = sum(len(task.responses) for task in tasks)
     notes = [f"{alike} left out: fewer than 2 distinct responses"] if alike else []
     notes += [f"{too_long} left out: longer than the context"] if too_long else []

@@ -1,6 +1,6 @@
-"""`rlhf study`: what PPO's choices buy, measured on the gold world over several seeds.
+"""`rlhf study`: compares PPO's choices on the gold world over several seeds.
 
-    frontier    learned and true reward against sqrt(KL) for a sweep of kl.coef, beside best-of-n (Gao et al. 2022)
+    frontier    learned and true reward against sqrt(KL) for a sweep of kl.coef, next to best-of-n (Gao et al. 2022)
     details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, averaging, baselines
 
 A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; what is
@@ -57,7 +57,7 @@ class Cell:
     parent: Path  # the run whose stages it builds on
     folder: Path  # runs_dir of the study
     overrides: tuple[str, ...]  # of its PPO run, all of them
-    stages: dict[str, Path]  # where each of PARENTS lies
+    stages: dict[str, Path]  # the folder of each of PARENTS
 
     @property
     def run(self) -> str:
@@ -133,7 +133,7 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
 
 
 def rewards_by_folder(config: Config) -> list[str]:
-    """The override ppo.rewards with folders in the place of runs' names, which a cell would look for in its own runs_dir."""
+    """The override ppo.rewards with folders instead of run names, because a cell has its own runs_dir."""
     given = config.ppo.rewards
     if given is None:
         return []
@@ -181,7 +181,7 @@ def collect_parents_of(cell: Cell) -> dict[str, str]:
 
 
 def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
-    """Say how long the missing cells will take, by what PPO took on the parent."""
+    """Print an estimate of the time of the missing cells, from the time of PPO on the parent."""
     episodes = (
         config.ppo.episodes if config.study.kind == "details" else config.study.updates * config.ppo.episodes_per_update
     )
@@ -195,7 +195,7 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
 
 
 def run_cell(cell: Cell) -> int:
-    """PPO in a process of its own, its output in a log beside its folder; returns the exit code."""
+    """Run PPO in a separate process, with its output in a log next to its folder; returns the exit code."""
     cell.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "rlhf", "ppo", "--shared-settings", *cell.overrides]
     started = time.monotonic()
@@ -218,7 +218,7 @@ def mean_interval(values: list[float]) -> dict[str, Any]:
 
 
 def cached(folder: Path, name: str, basis: Any, make: Any) -> Any:
-    """What `make()` returns, kept in a JSON file for as long as `basis` stays the same: a study that is cut off goes on."""
+    """What `make()` returns, kept in a JSON file while `basis` stays the same, so that an interrupted study can be resumed."""
     path = folder / f"{name}.json"
     digest = hashlib.sha256(json.dumps(basis, sort_keys=True, default=str).encode()).hexdigest()
     found = read_json(path)

@@ -1,4 +1,4 @@
-"""How a setting is stated: on its field, once. Help, the checks of single values and lineage are derived from here.
+"""A setting is stated once, on its field. Help, the checks of single values and lineage are derived from it.
 
 lr: float = setting(1e-5, "of the policy", above=0, max=10)
 """
@@ -10,17 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple, get_args
 
-# What a setting changes, and what follows when a run is asked for again with another value.
-RESULT = "result"  # the result: a stage that was run with another value is refused, not reused
-ROUNDING = "rounding"  # memory, speed and the rounding of the result: a stage resumes, and says so
-NOTHING = "nothing"  # where things lie and how they are shown, or what belongs to no stage's result
+# What a setting changes, and the consequence if a run is repeated with another value.
+RESULT = "result"  # the result: a stage that was run with another value is not reused
+ROUNDING = "rounding"  # memory, speed and the rounding of the result: a stage resumes and prints a note
+NOTHING = "nothing"  # paths, display, or settings of no stage's result
 
 MAX_SEED = 2**32 - 1
 MAX_PROCESSES = 1024  # also of threads
 
 
 class Kind(NamedTuple):
-    """What a setting that YAML cannot type may hold."""
+    """The values of a setting whose type YAML cannot express."""
 
     wanted: str
     fits: Callable[[Any], bool]
@@ -74,7 +74,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field states beside its type and its default."""
+    """Properties of a field apart from its type and default."""
 
     help: str
     choices: tuple[str, ...] | None = None
@@ -144,12 +144,12 @@ class Setting:
 
 
 def setting(default: Any, help: str, **stated: Any) -> Any:
-    """A field with its default, its help (which names the unit) and what else `Setting` holds."""
+    """A field with its default, its help (which names the unit) and other properties of `Setting`."""
     return field(default=default, metadata={"setting": Setting(help, **stated)})
 
 
 def group(schema: type, changes: str = RESULT) -> Any:
-    """A field that is a group of settings. `changes` holds for those of them that do not say themselves what they change."""
+    """A field that is a group of settings. `changes` applies to those that do not state it themselves."""
     return field(default_factory=schema, metadata={"changes": changes})
 
 
@@ -191,7 +191,7 @@ class FromEnvironment(str):
 
 
 def stored(value: Any) -> Any:
-    """A value, or a tree of them, as it may be written to a file: what came from the environment by its name."""
+    """A value, or a tree of them, as written to a file: values from the environment are replaced by their variable's name."""
     if isinstance(value, FromEnvironment):
         return value.source
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""How models are measured: scores, best of n, statistics, the reward model's report."""
+"""Evaluation of models: scores, best of n, statistics, the reward model's report."""

@@ -1,4 +1,4 @@
-"""Responses to prompts as text, for whatever has a policy answer a list of prompts: `rlhf sample`, `rlhf generate`, the API."""
+"""A policy's responses to a list of prompts, as text: for `rlhf sample`, `rlhf generate` and the API."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rlhf.model.generate import Key, sample
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How responses are drawn. A response depends on (seed, key), the prompt and the model alone, never on its batch."""
+    """How responses are sampled. A response depends only on (seed, key), the prompt and the model, not on its batch."""
 
     seed: int
     max_new_tokens: int
@@ -32,7 +32,7 @@ class Answer:
 
 
 def room_for(tokenizer: Any, max_new_tokens: int) -> tuple[int, int]:
-    """Tokens of the longest response, at most half of the context, and those that are left for the prompt."""
+    """The maximum tokens of a response, at most half of the context, and the tokens left for the prompt."""
     length = min(max_new_tokens, tokenizer.model_max_length // 2)
     return length, tokenizer.model_max_length - length
 
@@ -40,14 +40,14 @@ def room_for(tokenizer: Any, max_new_tokens: int) -> tuple[int, int]:
 def fit_prompts(
     tokenizer: Any, prompts: Sequence[str | Sequence[Message]], room: int
 ) -> list[tuple[list[int], bool] | None]:
-    """Of each prompt its tokens, and whether it was cut to fit; None if it cannot fit."""
+    """The tokens of each prompt, and whether it was cut to fit; None if it cannot fit."""
     return [encode_prompt_within(tokenizer, prompt, room) for prompt in prompts]
 
 
 def draw_answers(
     policy: Any, tokenizer: Any, prompts: Sequence[list[int]], keys: Sequence[Key], how: Drawing
 ) -> list[Answer]:
-    """One response to each prompt, in order; the keys tell responses to one prompt apart."""
+    """One response to each prompt, in order; the keys distinguish several responses to one prompt."""
     samples = sample(
         policy, prompts, seed=how.seed, keys=keys, max_new_tokens=how.max_new_tokens, eos_token_id=end_ids(tokenizer),
         pad_token_id=tokenizer.pad_token_id, temperature=how.temperature, greedy=how.greedy, batch_size=how.batch_size,

@@ -1,4 +1,4 @@
-"""Best-of-n: the reward model picks among n samples of the SFT model. What PPO must beat at equal KL.
+"""Best-of-n: the reward model picks among n samples of the SFT model. The baseline for PPO at equal KL.
 
 KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less where
 samples repeat each other (Beirami et al. 2024): `estimate_kl` says by how much. The curve over n comes from one set of N
@@ -100,7 +100,7 @@ def estimate_kl(
 
 
 def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> float:
-    """What the best of n is worth in expectation, estimated without bias from N >= n samples of one prompt.
+    """Unbiased estimate of the expected value of the best of n, from N >= n samples of one prompt.
 
     sum_i C(i - 1, n - 1) / C(N, n) values_(i)        samples in ascending order of proxy score, i from 1
 
@@ -119,7 +119,7 @@ def draw_candidates(
     reward: Reward, bar: Any = None,
 ) -> dict[str, list[list[Any]]]:  # fmt: skip
     """{"ids", "logprobs", "texts", "ended", "scores"}: n samples per prompt at temperature 1, the log-prob of each whole
-    response in nats, and what PPO would pay for it."""
+    response in nats, and its score as PPO would use it."""
     found: dict[str, list[list[Any]]] = {"ids": [], "logprobs": [], "texts": [], "ended": [], "scores": []}
     chunk = max(1, config.rollout.batch_size // n)
     for start in range(0, len(prompts), chunk):

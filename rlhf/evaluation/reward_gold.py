@@ -1,4 +1,4 @@
-"""The reward model against the truth of the gold world: its ceiling, the judge's order, and what it pays for.
+"""The reward model compared with the gold world's true scores: its ceiling, the judge's order, and the weights of its score.
 
 Nothing here is seen in training.
 """

@@ -1,4 +1,4 @@
-"""What the reward model is worth on held-out comparisons, and what it pays for.
+"""Figures of the reward model on held-out comparisons: accuracy, calibration, and the weights of its score.
 
 Accuracy stands between what bounds it: the labelers' own agreement above, the length of responses below. In the gold
 world the noiseless mean of the labelers is known too, and the parts that the score is made of.
@@ -42,7 +42,7 @@ Figures = dict[str, Any]
 
 
 def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: torch.device) -> Figures:
-    """Every figure of the reward model on comparisons, as it stands in results.json under reward_model.
+    """Every figure of the reward model on comparisons, as in results.json under reward_model.
 
     accuracy is on prompts of the test split and on the labelers who also judged for training; held_out_labelers has it
     for the others, on the same prompts, and on all prompts that they judged. `tokenizer` is the policy's.
@@ -91,7 +91,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
 
 
 def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None]:
-    """Whose rankings trained nothing. Raises: UserError if the reward model was trained with others held out."""
+    """The labelers that were held out of training. Raises: UserError if the reward model was trained with others held out."""
     folder = stage_folder(config, "reward")
     trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
 
@@ -200,7 +200,7 @@ def score_distributions(
     config: Config, model: Any, tokenizer: Any, samples: Sequence[Sequence[float]], device: torch.device
 ) -> Figures:
     """Histograms of calibrated scores: of SFT samples (`samples`, a list per prompt) and of demonstrations that the
-    reward model was not calibrated on, or of all where none was kept out."""
+    reward model was not calibrated on, or of all if none was held out."""
     records, _ = load_demonstrations(
         need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
     )

@@ -45,8 +45,8 @@ def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
 
 
 def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
-    """What the model's forward takes, of rows of items; `pad` is the policy tokenizer's."""
-    own = getattr(model, "module", model)  # what an engine holds
+    """The arguments of the model's forward for rows of items; `pad` is the policy tokenizer's."""
+    own = getattr(model, "module", model)  # the module inside an engine
     if isinstance(own, TextRewardModel):
         return own.collate(rows)
     return dict(zip(("tokens", "lengths"), right_pad(list(rows), pad), strict=True))
@@ -91,7 +91,7 @@ def score_each(model: Any, items: list[Item], pad: int, device: torch.device) ->
 def score_demonstrations(
     model: Any, records: Sequence[Demonstration], tokenizer: Any, device: torch.device, calibrated: bool = True
 ) -> Tensor:
-    """Scores (B,) of what people wrote; `tokenizer` is the policy's."""
+    """Scores (B,) of demonstrations; `tokenizer` is the policy's."""
     own = getattr(model, "module", model)
     if isinstance(own, TextRewardModel):
         return own.score_rows([own.encode(record.prompt, record.response) for record in records], calibrated)
@@ -100,7 +100,7 @@ def score_demonstrations(
 
 
 def count_right(items: list[Item], scores: Scores) -> tuple[list[float], list[float]]:
-    """Of each item's labelers' ordered pairs, how many the scores order alike (equal ones half), and how many there are."""
+    """Per item, the number of ordered pairs that the scores order as the labelers do (equal scores count half), and of all pairs."""
     right, count = [], []
     for item, s in zip(items, scores, strict=True):
         points = [1.0 if s[i] > s[j] else 0.5 if s[i] == s[j] else 0.0 for i, j in item.pairs()]
@@ -110,7 +110,7 @@ def count_right(items: list[Item], scores: Scores) -> tuple[list[float], list[fl
 
 
 def accuracy(items: list[Item], scores: Scores) -> dict[str, Any]:
-    """Share of the labelers' ordered pairs that the scores order alike, ties half; a prompt is the interval's unit."""
+    """Fraction of the labelers' ordered pairs that the scores order the same way, ties half; the interval's unit is a prompt."""
     return share(*count_right(items, scores))
 
 
@@ -121,7 +121,7 @@ def share(right: Sequence[float], count: Sequence[float]) -> dict[str, Any]:
 
 
 def length_scores(items: list[Item]) -> tuple[Scores, bool]:
-    """Scores that know a response's length only, and whether longer is better: as is right more often on these items."""
+    """Scores by length alone, and whether longer is better: the direction that is right more often on these items."""
     longer = [[float(n) for n in item.lengths] for item in items]
     right, count = count_right(items, longer)
     if 2 * sum(right) >= sum(count):
@@ -136,7 +136,7 @@ def length_baseline(items: list[Item]) -> float:
 
 
 def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
-    """Whose rankings train nothing: those of data.held_out_labelers, and the gold world's own.
+    """Labelers whose rankings are not trained on: those of data.held_out_labelers, and the gold world's own.
 
     Raises: UserError if the setting names someone who ranked nothing.
     """
