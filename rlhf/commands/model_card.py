@@ -110,7 +110,7 @@ def figures(prefix: str, results: dict[str, Any]) -> Iterator[tuple[str, str, st
             yield key, str(value["value"]), f"{low} to {high}" if low != "" else ""
         elif isinstance(value, dict) and name not in ("seconds", "peak_rss_mb", "scores"):
             yield from figures(f"{prefix}{name}.", value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name != "seed":
             yield key, str(value), ""
 
 
