@@ -1,4 +1,4 @@
-"""Token lists as right-padded tensors, and indices grouped so that little is padded."""
+"""Token lists as right-padded tensors, and indices grouped so that there is little padding."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ def right_pad(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def by_length(lengths: list[int], size: int) -> Iterator[list[int]]:
-    """Indices in groups of at most `size`, neighbours in length together, so that little is padded."""
+    """Indices in groups of at most `size` and of similar length, so that there is little padding."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for start in range(0, len(order), size):
         yield order[start : start + size]

@@ -19,7 +19,7 @@ DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What `read_checkpoint` found; nothing is loaded yet."""
+    """The result of `read_checkpoint`; nothing is loaded yet."""
 
     source: str
     folder: Path  # with its files; of a hub id, the local copy
@@ -40,12 +40,12 @@ class Checkpoint:
         return getattr(self.config, "max_position_embeddings", None)
 
     def arguments(self) -> dict[str, Any]:
-        """What every from_pretrained of it gets: never code that came with it, never a pickle's."""
+        """Arguments for every from_pretrained of it: no code from the checkpoint, no pickles."""
         gguf = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
         return {"pretrained_model_name_or_path": str(self.folder), "trust_remote_code": False, **gguf}
 
     def weight_files(self) -> list[Path]:
-        """Raises: UserError if there are none, or of no kind that is safe to read."""
+        """Raises: UserError if there are none, or none in a format that is safe to read."""
         if self.gguf_file is not None:
             return [self.folder / self.gguf_file]
         for pattern in ("*.safetensors", "pytorch_model*.bin"):
@@ -137,7 +137,7 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
 
 
 def count_parameters(source: str, config: Any) -> int:
-    """Parameters of the causal language model, a tied matrix once; nothing is allocated."""
+    """Number of parameters of the causal language model, tied matrices counted once; nothing is allocated."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

@@ -11,12 +11,12 @@ IGNORED = -100  # the label of a token that the loss leaves out
 
 
 def is_plain(head: nn.Module) -> bool:
-    """Whether its weight is all there is to it, and is here whole (ZeRO-3 shards it)."""
+    """Whether the layer is only a weight, and the weight is whole on this rank (ZeRO-3 divides it)."""
     return type(head) is nn.Linear and head.bias is None and not hasattr(head.weight, "ds_id")
 
 
 def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
-    """-sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, for logits = hidden weight^T; no logits come out.
+    """-sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, for logits = hidden weight^T, without returning logits.
 
     trunk: a GPTModel, called with `inputs`; weight (V, D); labels (B, T). N is inputs["num_items_in_batch"], or the
     number of such labels. In half precision the loss is that of logits that are not rounded.
@@ -37,7 +37,7 @@ def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[
 
 
 def _before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels (N,) of (B, T) that count, and where the token before each is: row * T + position."""
+    """Labels (N,) of (B, T) that count, and the position of the token before each, as row * T + position."""
     after = labels[:, 1:]
     counted = after != IGNORED
     index = counted.flatten().nonzero()[:, 0]

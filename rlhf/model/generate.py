@@ -1,4 +1,4 @@
-"""The sampler: ragged prompts in, responses with their log-probs out. Rollouts are most of PPO's time.
+"""The sampler: prompts of different lengths in, responses with their log-probs out. Rollouts take most of PPO's time.
 
 `sample` runs our GPT with a preallocated key-value cache, takes the log-probs while it samples and drops finished
 sequences from the batch; other models go through transformers' `generate`. `stream` yields one response token by
@@ -42,7 +42,7 @@ class Samples(NamedTuple):
 
 
 def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[tuple[Tensor, ...]]:
-    """Yields (rows, tokens, log-probs, ended) a step; `rows` are the prompts still carried along."""
+    """Yields (rows, tokens, log-probs, ended) a step; `rows` are the prompts still in the batch."""
     rows = torch.arange(len(uniforms), device=eos.device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
     logits = decoder.prefill()
@@ -74,7 +74,7 @@ def _rows_carried(live: int, rows: int, packed: bool) -> int:
 def _sample_native(
     model: GPTForCausalLM, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice
 ) -> tuple[Tensor, Tensor]:
-    """Tokens (B, max_new_tokens) and log-probs of the same shape; what follows an end token means nothing."""
+    """Tokens (B, max_new_tokens) and log-probs of the same shape; values after an end token are meaningless."""
     tokens = torch.full(uniforms.shape, pad, dtype=torch.int64, device=eos.device)
     logprobs = torch.zeros(uniforms.shape, device=eos.device)
     decoder = Decoder(model, prompts, uniforms.shape[1], pad)
@@ -266,7 +266,7 @@ def _check_room(model: Any, prompts: Prompts, max_new_tokens: int) -> None:
 
 
 def _default_batch(model: Any, columns: int) -> int:
-    """As many rows as keep their keys and values within bounds.
+    """The number of rows whose keys and values fit the bound.
 
     On a CPU eight times the weights (each step reads all weights, whatever the batch, and the longest
     responses are decoded by few rows at the end, once a batch), but 64 MiB at least, and 1 GiB or twice the
@@ -292,7 +292,7 @@ def _as_tensor(eos_token_id: int | Sequence[int] | None, device: torch.device) -
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside; afterwards exactly the modules that were training train again."""
+    """A context in eval mode; afterwards the modules that were in training mode are so again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Frozen models under autocast: their linear layers hold what autocast would make of the weights at every call."""
+"""Frozen models under autocast: the weights of linear layers are cast once instead of at every call."""
 
 import torch
 from torch import nn

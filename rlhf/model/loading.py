@@ -1,4 +1,4 @@
-"""Models from disk, whole: a weight that the file lacks would stay random, one that the model lacks would be dropped."""
+"""Loads models and checks that file and model have the same weights: missing ones would stay random, extra ones be dropped."""
 
 import re
 from typing import Any

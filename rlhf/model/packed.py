@@ -1,4 +1,4 @@
-"""Linear layers with their weights in oneDNN's blocked layout: for decoding on a CPU, where weights stay and rows are few.
+"""Linear layers with their weights in oneDNN's blocked layout: for decoding on a CPU, with fixed weights and few rows.
 
 A plain product lays its matrix of weights out anew at each call, which few rows do not pay for: with 32 rows and
 widths from 256 the packed product takes half to two thirds of the time. Training and long forwards gain little and
@@ -47,7 +47,7 @@ def is_packable(layer: nn.Module) -> bool:
 
 @contextmanager
 def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
-    """Within it, large linear layers multiply by packed copies of their weights; gives how many do.
+    """A context in which large linear layers multiply by packed copies of their weights; yields their number.
 
     rows: of the products that matter most. The weights must not change meanwhile, and nothing may need gradients; results
     differ from the plain layers' by rounding. Where packing does not serve (another device or precision, small layers, more

@@ -44,7 +44,7 @@ def ragged_loss(
 
 
 class RaggedLoss:
-    """Mixed into a Trainer of padded rows, before it: `ragged_loss` in the place of one forward over the whole batch.
+    """Mixin for a Trainer of padded rows: `ragged_loss` instead of one forward over the whole batch.
 
     Packed rows, other models and sharded weights go the Trainer's own way.
     """

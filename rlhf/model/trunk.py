@@ -1,4 +1,4 @@
-"""What training needs of any causal language model: hidden states of chosen tokens, and whether logits are a plain product."""
+"""Functions for any causal language model: hidden states of chosen tokens, and whether logits are a plain product."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
 
 
 def logits_at(model: Any, tokens: Tensor, kept: Tensor) -> Tensor:
-    """Logits (N, V) after the tokens that `kept` names, through the model's own forward, whatever it does to them."""
+    """Logits (N, V) after the tokens that `kept` names, by the model's own forward, with any scaling or capping it applies."""
     return model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).index_select(0, kept)
 
 
