@@ -111,7 +111,16 @@ def _lora_relations(config: Config, command: str) -> list[str]:
     if config.lora.rank and config.reward.model is not None and command in ("reward", "pipeline"):
         return [f"lora.rank={config.lora.rank}: reward.model={config.reward.model} trains all its weights: run `rlhf reward` without "
                 "lora.rank, and the other stages with it"]  # fmt: skip
-    return []
+    if not config.lora.share_trunk:
+        return []
+    problems = []
+    if not config.lora.rank:
+        problems.append("lora.share_trunk=true: the models differ in their adapters alone: set lora.rank")
+    if config.ppo.critic == "random":
+        problems.append("lora.share_trunk=true: ppo.critic=random has another trunk: want ppo.critic=reward or sft")
+    if config.deepspeed != "none":
+        problems.append(f"lora.share_trunk=true: does not go with deepspeed={config.deepspeed}: use deepspeed=none")
+    return problems
 
 
 def _launch_problems(config: Config, command: str) -> list[str]:

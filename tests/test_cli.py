@@ -286,7 +286,7 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others(key):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, ppo do: leave it out"),
+        (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, ppo, dpo do: leave it out"),
         (["evaluate", "rollout.temperature=2"], "rollout.temperature: `rlhf evaluate` does not use it; ppo, chat do: leave"),
         (["rejection", "rollout.temperature=2"], "rollout.temperature: `rlhf rejection` does not use it"),
         (["label", "rollout.temperature=2"], "rollout.temperature: `rlhf label` does not use it"),

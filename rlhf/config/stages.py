@@ -200,6 +200,10 @@ class LoraConfig:
 
     rank: int = setting(0, "rank of the adapters; 0: train all weights", min=0)
     alpha: int = setting(16, "the adapters' output is scaled by alpha / rank", min=1)
+    share_trunk: bool = setting(
+        False,
+        "PPO's four models share one copy of the SFT model's weights; needs a reward model trained with lora.rank",
+    )
 
 
 @dataclass(slots=True)

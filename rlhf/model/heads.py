@@ -112,6 +112,14 @@ class RewardModel(PreTrainedModel):
         model.trunk.load_state_dict(trunk.state_dict())
         return model.eval()
 
+    @classmethod
+    def on_trunk(cls, config: RewardConfig, trunk: Any) -> RewardModel:
+        """A reward model on a trunk as it is, not on a copy, with a fresh head."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.trunk, model.head = trunk, ScalarHead(config.trunk.hidden_size).initialise()
+        return model.eval()
+
     def _score(self, hidden: Tensor, calibrated: bool) -> Tensor:
         raw = self.head(hidden).squeeze(-1).float()
         return self.config.gain * (raw - self.config.shift) if calibrated else raw

@@ -1,6 +1,5 @@
 """The models of PPO: policy and critic as one module, and the frozen reference."""
 
-import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from rlhf.model.trunk import hidden_at
 from rlhf.ppo.ptx import pretraining_loss
 from rlhf.ppo.rollout import Rollout, before_responses, logprobs_of_hidden, response_logprobs, unpacked
 from rlhf.runs.folders import Stage
+from rlhf.training.adapters import share_weights
 
 
 class ActorCritic(nn.Module):
@@ -97,7 +97,10 @@ def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardM
         start = "sft"
     if start == "reward":
         assert reward_model is not None
-        return copy.deepcopy(reward_model).requires_grad_(True).fold_calibration()
+        shared = reward_model.trunk if config.lora.share_trunk else nn.Module()
+        return share_weights(reward_model, shared).requires_grad_(True).fold_calibration()
+    if start == "sft" and config.lora.share_trunk:
+        return RewardModel.on_trunk(RewardConfig(trunk=policy.base_model.config), share_weights(policy.base_model))
     if start == "sft":
         return RewardModel.from_causal_lm(policy)
     return RewardModel(RewardConfig(trunk=policy.base_model.config))

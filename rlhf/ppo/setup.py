@@ -19,7 +19,7 @@ from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples
-from rlhf.model.heads import RewardModel
+from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, without_dropout
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
@@ -27,10 +27,10 @@ from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
 from rlhf.ppo.rollout import Prompts, Rollout, RolloutSetup, sample_responses, score_responses
 from rlhf.processes import Ranks
-from rlhf.runs.folders import Stage, stage_folder
+from rlhf.runs.folders import Stage, check_output, read_stage, stage_folder
 from rlhf.runs.sources import fractions, is_function, need_source, reward_folder, reward_model_folder, reward_sources
 from rlhf.tokenizer import load_tokenizer
-from rlhf.training.adapters import add_adapters, share_weights
+from rlhf.training.adapters import add_adapters, load_adapters, share_weights
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, make_engine, shard_frozen
 from rlhf.training.loop import refuse_nonfinite
@@ -127,17 +127,19 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     folder = stage_folder(config, "sft") / "model"
     tokenizer = load_tokenizer(folder)
     policy = without_dropout(load_policy(folder, dropout=0.0))
-    reward, own = make_reward(config, tokenizer, device, stage.say)
+    reward, own = make_reward(config, tokenizer, device, stage.say, policy if config.lora.share_trunk else None)
     critic = make_critic(config, stage, policy, own)
     for source in reward.sources.values() if isinstance(reward, CombinedReward) else [reward]:
         if isinstance(source, ModelReward):
-            source.model = shard_frozen(config, source.model, device)
+            shared = config.lora.share_trunk
+            source.model = source.model.to(device) if shared else shard_frozen(config, source.model, device)
     reference: nn.Module
     if config.lora.rank:
         reference = Reference(share_weights(policy).requires_grad_(False))
         add_adapters(policy, config, folder, device)
         if isinstance(critic, RewardModel):
-            add_adapters(critic, config, folder, device)
+            begun = reward_model_folder(reward_folder(config, None)) if own and settings.critic == "reward" else folder
+            add_adapters(critic, config, begun, device)
         engine = make_actor_critic_engine(config, policy, critic, device)
         reference.to(device)
     else:
@@ -193,10 +195,39 @@ def load_reward(folder: Path, device: torch.device) -> RewardModel | TextRewardM
                         "run `rlhf reward overwrite=true` again") from error  # fmt: skip
 
 
+def load_on_trunk(config: Config, folder: Path, policy: Any) -> RewardModel:
+    """The reward model of a stage's folder as adapters and a head on the policy's own trunk, the SFT model, frozen.
+
+    Raises: UserError if it was not trained with adapters, or on another SFT model.
+    """
+    remedy = "or set lora.share_trunk=false"
+    record, sft = read_stage(folder), stage_folder(config, "sft")
+    if record is None or not (folder / "adapters").is_dir():
+        raise UserError(
+            f"lora.share_trunk=true: {folder} was not trained with adapters: train it with lora.rank, {remedy}"
+        )
+    theirs, ours = record["parents"].get("sft", ""), check_output(sft)["hash"]
+    if theirs != ours:
+        raise UserError(f"lora.share_trunk=true: {folder} was trained on another SFT model ({theirs[:8]}) than {sft} ({ours[:8]}): "
+                        f"train it on that one, {remedy}")  # fmt: skip
+    settings = RewardConfig.from_pretrained(str(folder / "model"))
+    with torch.random.fork_rng():
+        model = RewardModel.on_trunk(settings, share_weights(policy.base_model))
+    load_adapters(model, folder / "adapters", "reward")
+    return model
+
+
 def make_reward(
-    config: Config, tokenizer: Any, device: torch.device, say: Callable[[str], None] = lambda text: None
+    config: Config,
+    tokenizer: Any,
+    device: torch.device,
+    say: Callable[[str], None] = lambda text: None,
+    policy: Any = None,
 ) -> tuple[Reward, RewardModel | None]:
-    """The reward, and the run's own reward model if the critic can start from it."""
+    """The reward, and the run's own reward model if the critic can start from it.
+
+    policy: whose trunk the reward models share, with adapters of their own; None: each has its own weights.
+    """
     settings = config.ppo
     batch = 2 * settings.micro_batch_episodes
     names, weights = reward_sources(config)
@@ -208,7 +239,11 @@ def make_reward(
             say(f"rewards come from the function {name}")
             continue
         folder = reward_folder(config, name)
-        model = load_reward(reward_model_folder(folder), device)
+        model = (
+            load_reward(reward_model_folder(folder), device)
+            if policy is None
+            else load_on_trunk(config, folder, policy)
+        )
         if not settings.calibrated:
             model.calibrate(gain=1.0, shift=0.0)
         if isinstance(model, RewardModel):

@@ -28,6 +28,7 @@ from rlhf.runs.sources import hash_sources, need_source
 from rlhf.stages.reward import held_out_labelers, load_items
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
+from rlhf.training.adapters import add_adapters, share_weights
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
 from rlhf.training.setup import load_policy, set_up
@@ -57,7 +58,9 @@ def run(config: Config) -> None:
         rows = {split: [make_row(item, tokenizer, context - room) for item in items[split]] for split in items}
 
         # 2. The SFT model, and once more as the frozen reference
-        model, reference = load_policy(folder), load_policy(folder)
+        model = load_policy(folder)
+        reference = share_weights(model).requires_grad_(False) if config.lora.rank else load_policy(folder)
+        add_adapters(model, config, folder, device)
         trainer = make_trainer(stage, model, reference, tokenizer, rows["train"], device)
 
         # 3. Train

@@ -7,6 +7,7 @@ Source: Hu et al. 2021 (LoRA).
 
 import copy
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,11 @@ def import_peft() -> Any:
 def inject(model: Any, settings: Any, name: str) -> None:
     """Put PEFT's layers into the model under an adapter name; adapters of other names stay in force beside it."""
     before = [adapter for _, layer in adapted_layers(model) for adapter in layer.lora_A]
-    import_peft().inject_adapter_in_model(settings, model, adapter_name=name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="Already found a `peft_config`"
+        )  # a critic that starts from a reward model
+        import_peft().inject_adapter_in_model(settings, model, adapter_name=name)
     active = [*dict.fromkeys(before), name]
     for _, layer in adapted_layers(model):
         layer.set_adapter(active)

@@ -1,6 +1,7 @@
 """LoRA in SFT, the reward model and PPO: what trains, what is written, and that resuming changes nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -10,9 +11,11 @@ from safetensors.torch import load_file
 from rlhf.checks import check_config
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
-from rlhf.stages import reward
+from rlhf.runs.folders import open_stage
+from rlhf.stages import ppo, reward
+from rlhf.tracking.writers import make_tracker
 from rlhf.training.adapters import add_adapters, gathered_state, merged
-from rlhf.training.setup import load_policy
+from rlhf.training.setup import load_policy, set_up
 
 from .conftest import Run
 from .test_resume import assert_same_weights, interrupt
@@ -127,3 +130,84 @@ def test_a_classifier_has_no_adapters(gold_run, command):
     ):
         check_config(gold_run.config(*LORA, "reward.model=some"), command)
     check_config(gold_run.config(*LORA, "reward.model=some"), "ppo")
+
+
+# --- one trunk, four models ----------------------------------------------------------------------------------------
+
+PPO = ["lora.rank=1", "lora.alpha=8", "ppo.critic_warmup_updates=0", "ppo.warmup_updates=0", "ppo.episodes_per_update=32",
+       "ppo.episodes=32", "ppo.minibatches=2", "ppo.epochs=1", "kl.target=null", "ppo.lr=1e-3"]  # fmt: skip
+
+
+def models_of(run: ppo.PpoRun) -> list[torch.nn.Module]:
+    return [run.actor_critic, *run.frozen_models()]
+
+
+def bytes_of(*models: torch.nn.Module) -> int:
+    """Of distinct storages."""
+    found = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for m in models for p in m.parameters()}
+    return sum(found.values())
+
+
+@pytest.fixture(scope="module")
+def first_updates(adapted, tmp_path_factory) -> dict[bool, dict[str, Any]]:
+    """PPO's first update with a trunk of each model's own and with a shared one, after its invariants."""
+    found = {}
+    for shared in (False, True):
+        run = adapted["reward"].copy(tmp_path_factory.mktemp("ppo"), "ppo")
+        config = run.config(*PPO, f"lora.share_trunk={str(shared).lower()}")
+        with open_stage(config, "ppo") as stage:
+            trainer = ppo.make_ppo_run(config, stage, set_up(config))
+            one = bytes_of(load_policy(run.folder / "sft" / "model"))
+            tracker = make_tracker("off", folder=stage.folder, run="", stage="", config={})
+            metrics = ppo.one_update(trainer, 1, tracker)
+            ppo.write_models(trainer)
+        found[shared] = {"share": bytes_of(*models_of(trainer)) / one, "metrics": metrics, "folder": stage.folder}
+    return found
+
+
+def test_a_shared_trunk_is_held_once(first_updates):
+    assert first_updates[True]["share"] < 1.1 and first_updates[False]["share"] > 2.5
+
+
+def test_a_shared_trunk_changes_no_result(first_updates):
+    measured = ("time/", "memory/", "rollout/tokens_per_s")
+    one, two = (
+        {n: v for n, v in first_updates[s]["metrics"].items() if not n.startswith(measured)} for s in (False, True)
+    )
+    assert one == pytest.approx(two, abs=1e-5, rel=1e-5) and one["optim/policy_grad_norm"] > 0
+    for name in ("model", "critic"):
+        mine, theirs = (load_file(first_updates[s]["folder"] / name / "model.safetensors") for s in (True, False))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.allclose(mine[n], theirs[n], atol=1e-5) for n in mine), name
+
+
+def test_a_reward_model_without_adapters_shares_no_trunk(copy_until):
+    run = copy_until("ppo")
+    config = run.config(*PPO, "lora.share_trunk=true")
+    with (
+        open_stage(config, "ppo") as stage,
+        pytest.raises(UserError, match=r"reward was not trained with adapters: train it"),
+    ):
+        ppo.make_ppo_run(config, stage, set_up(config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["lora.rank=0"], "set lora.rank"),
+        (["ppo.critic=random"], "want ppo.critic=reward or sft"),
+        (["deepspeed=zero2"], "use deepspeed=none"),
+    ],
+)  # fmt: skip
+def test_what_shares_no_trunk_is_refused(gold_run, settings, message):
+    with pytest.raises(UserError, match=rf"^lora.share_trunk=true: .*{message}"):
+        check_config(gold_run.config("lora.rank=2", "lora.share_trunk=true", *settings), "ppo")
+
+
+def test_dpo_trains_adapters_beside_its_own_reference(copy_until):
+    run = copy_until(None)
+    folder = run.stage("dpo", *LORA, "dpo.epochs=1")
+    base, model = (load_file(run.folder / name / "model" / "model.safetensors") for name in ("sft", "dpo"))
+    changed = {name for name in model if not model[name].equal(base[name])}
+    assert changed and all(n.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight")) for n in changed)
+    assert (folder / "adapters" / "adapter_model.safetensors").exists()
