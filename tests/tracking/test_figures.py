@@ -14,12 +14,12 @@ from rlhf.report.figures import (
     for_log,
     format_value,
     is_noisy,
-    is_number,
     moving_average,
     save,
     thin,
 )
 from rlhf.report.inline_svg import MAX_HOVERS, draw, nearest
+from rlhf.tracking.jsonl import is_number
 
 
 @pytest.mark.parametrize(
