@@ -33,8 +33,10 @@ def _import_relations(config: ImportConfig) -> list[str]:
 
 
 def _plan_relations(config: PlanConfig) -> list[str]:
-    problems = []
-    context, answer = config.model.context_length, config.rollout.max_new_tokens
+    problems: list[str] = []
+    context, answer = own_context(config), config.rollout.max_new_tokens
+    if context is None:
+        return problems  # the plan itself reads the model's
     if config.sequence is not None and config.sequence > context:
         problems.append(f"sequence={config.sequence}: want at most model.context_length={context}")
     if answer >= (config.sequence or context):
@@ -44,6 +46,11 @@ def _plan_relations(config: PlanConfig) -> list[str]:
     if config.lora.rank:
         problems.append(f"lora.rank={config.lora.rank}: the plan counts training of all weights: want 0")
     return problems
+
+
+def own_context(config: Config) -> int | None:
+    """The context of a model of ours, in tokens; None for an adopted one, against whose own the stages check."""
+    return config.model.context_length if config.model.pretrained is None else None
 
 
 def _relations(config: Config, command: str) -> list[str]:
@@ -57,13 +64,14 @@ def _relations(config: Config, command: str) -> list[str]:
     if config.gold.enabled and config.data.prompts is not None and command in ("evaluate", "pipeline"):
         problems.append(f"data.prompts={config.data.prompts}: the gold world's evaluation judges its own prompts only: "
                         "leave it out, or set gold.enabled=false")  # fmt: skip
-    problems += _pretrain_relations(config)
+    problems += _pretrain_relations(config) if own_context(config) is not None else []
     problems += _ppo_relations(config, command)
     problems += _kl_relations(config)
     problems += _lora_relations(config, command)
-    if config.gold.enabled and config.rollout.max_new_tokens >= config.model.context_length:
+    context = own_context(config)
+    if config.gold.enabled and context is not None and config.rollout.max_new_tokens >= context:
         problems.append(f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in "
-                        f"model.context_length={config.model.context_length}")  # fmt: skip
+                        f"model.context_length={context}")  # fmt: skip
     if config.gold.responses_min > config.gold.responses_max:
         problems.append(f"gold.responses_min={config.gold.responses_min}: want at most gold.responses_max="
                         f"{config.gold.responses_max}")  # fmt: skip

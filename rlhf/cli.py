@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf.adopting import check_adopting, refuse_as_shape, refuse_in_later_stage, refuse_other_name
 from rlhf.composing import (
     SCHEMAS,
     compose_config,
@@ -185,8 +186,10 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
                 _check_choice(key, override.value(), folder)
             continue
         if key not in keys:
+            refuse_other_name(key, override.value())
             known = [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)
             raise UserError(f"unknown setting {key!r}{nearest_key(key, known)}: `rlhf <command> --cfg job` shows all")
+    check_adopting(overrides)
 
 
 def uses(command: str, key: str) -> bool:
@@ -218,6 +221,7 @@ def check_used(overrides: list[str], command: str) -> None:
         return
     unused = [key for key in given if not uses(command, key)]
     if unused:
+        refuse_in_later_stage(command, unused[0])
         others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])] or [
             "pipeline"
         ]
@@ -233,6 +237,8 @@ def _check_choice(group: str, value: Any, folder: str | None) -> None:
         return
     places = [conf_dir(), *([] if folder is None else [Path(folder)])]
     choices = sorted(p.stem for place in places for p in (place / group).glob("*.yaml"))
+    if group == "model" and value not in choices:
+        refuse_as_shape(value)
     if value not in choices:
         raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
 

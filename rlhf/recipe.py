@@ -52,14 +52,14 @@ ROWS = (
     ),
     StageRow(
         "tokenizer",
-        "train the byte-level BPE on the pretraining text",
+        "train the byte-level BPE on the pretraining text, or adopt a model's tokenizer",
         parents=("world",),
         data=("corpus",),
-        settings=("tokenizer", "data.corpus", "data.encoding", "model.context_length"),
+        settings=("tokenizer", "data.corpus", "data.encoding", "model.context_length", "model.pretrained"),
     ),
     StageRow(
         "pretrain",
-        "pretrain the GPT from random weights",
+        "pretrain the GPT from random weights, or adopt a pretrained model",
         parents=("world", "tokenizer"),
         data=("corpus",),
         settings=("seed", "precision", "model", "pretrain", "data.corpus", "data.encoding", "data.held_out"),

@@ -146,6 +146,13 @@ def special_id(tokenizer: "PreTrainedTokenizerFast", token: str) -> int:
     return found
 
 
+def is_byte_level(tokenizer: "PreTrainedTokenizerFast") -> bool:
+    """Whether each token stands for a fixed number of bytes."""
+    from tokenizers import decoders
+
+    return isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel)
+
+
 def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """How many bytes of text each token id stands for, (V,): 0 for special tokens.
 
@@ -153,10 +160,8 @@ def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 
     Raises: UserError if the tokenizer is not byte-level, since its tokens have no fixed number of bytes.
     """
-    from tokenizers import decoders
-
     backend = tokenizer.backend_tokenizer
-    if not isinstance(backend.decoder, decoders.ByteLevel):
+    if not is_byte_level(tokenizer):
         raise UserError("bits per byte needs a byte-level BPE tokenizer: this tokenizer's decoder is another one")
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     # Byte-level BPE writes each byte of a token as one character of its alphabet.

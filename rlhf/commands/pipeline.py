@@ -30,7 +30,7 @@ from rlhf.runs.folders import (
     settings_of,
     stage_folder,
 )
-from rlhf.runs.sources import data_source, hash_sources
+from rlhf.runs.sources import data_source, hash_sources, kinds_read
 from rlhf.terminal import say
 
 LEAST_FREE_BYTES = 200 * 2**20  # with less, a run would fail later
@@ -81,7 +81,7 @@ def forwarded_overrides() -> list[str]:
 def check_before(config: Config) -> None:
     """Check for errors that would otherwise appear after minutes: missing data, a full disk. Raises: UserError."""
     stages = stages_to_run(config)
-    read = {kind for stage in stages for kind in STAGES[stage].data}
+    read = {kind for stage in stages for kind in kinds_read(config, stage)}
     kinds = [kind for kind in ("corpus", "demonstrations", "comparisons") if kind in read]
     missing = [kind for kind in kinds if data_source(config, kind) is None]
     if missing:

@@ -116,6 +116,8 @@ def _time(plan: dict[str, Any]) -> list[str]:
 
 def _optimal(plan: dict[str, Any]) -> list[str]:
     found = plan["compute_optimal"]
+    if not found:
+        return ["an adopted model: no pretraining is planned (set pretrain.tokens to continue it on data.corpus)"]
     lines = [
         f"compute-optimal (Hoffmann et al. 2022)     for this model          for {found['budget_flops']:.2e} FLOPs"
     ]

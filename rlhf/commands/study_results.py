@@ -255,7 +255,9 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
         "kl": evaluate.kl_between(answers, ppo, sft, tokenizer.pad_token_id, device),
         "kl_coef": float(last["objective/kl_coef"]),
         "score": score_of(own, tokenizer, records, answers, device),
-        "bpb": held_out_loss(own, load_policy(ppo).to(device), corpus, tokenizer)["bpb"],
+        "bpb": held_out_loss(
+            own, load_policy(ppo).to(device), corpus.blocks("heldout", tokenizer.model_max_length), tokenizer
+        )["bpb"],
         "seconds": float((read_stage(cell.ppo) or {})["seconds"]),
     }
     if "val/explained_var" in last:

@@ -80,6 +80,12 @@ from rlhf.config.stages import (
 from rlhf.config.stages import (
     TokenizerSettings as TokenizerSettings,
 )
+from rlhf.config.stages import (
+    pretraining_tokens as pretraining_tokens,
+)
+from rlhf.config.stages import (
+    shape_settings as shape_settings,
+)
 from rlhf.recipe import GOLD_STAGES, PARENTS
 
 

@@ -68,6 +68,7 @@ KINDS = {
         "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
         lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),
     ),
+    "switch": Kind("auto, true or false", lambda v: v == "auto" or isinstance(v, bool)),
     "encoding": Kind("an encoding that Python knows, such as utf-8", _is_encoding),
 }
 

@@ -1,15 +1,25 @@
 """Settings of the stages: what the recipe computes. The defaults are the papers' values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rlhf.config.setting import MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, setting
 
+PAPER_TOKENS = 300_000_000_000  # Brown et al. 2020, table 2.1
+
 
 @dataclass(slots=True)
 class ModelConfig:
-    """The GPT to pretrain."""
+    """The GPT to pretrain, or the pretrained model to adopt, whose shape is its own."""
 
+    pretrained: str | None = setting(
+        None, "adopt this model (a hub id, @revision if need be; a folder; a .gguf file) in place of pretraining one"
+    )
+    native: Any = setting(
+        "auto",
+        "run an adopted model as our GPT (auto: if it has the same logits) or as transformers' class",
+        kind="switch",
+    )
     n_layer: int = setting(12, "blocks", min=1)
     n_head: int = setting(12, "attention heads", min=1)
     n_kv_head: int | None = setting(None, "key and value heads; fewer than n_head: grouped-query attention", min=1)
@@ -62,11 +72,26 @@ class DataConfig:
     )
 
 
+def shape_settings() -> tuple[str, ...]:
+    """The keys of `model` that shape a model of ours, and of the tokenizer trained for it: an adopted one has its own."""
+    shape = [f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ("pretrained", "native")]
+    return (*shape, *(f"tokenizer.{item.name}" for item in fields(TokenizerSettings)))
+
+
+def pretraining_tokens(config: Any) -> int:
+    """Tokens to pretrain on: if none are set, the paper's number for a model of ours and none for an adopted one."""
+    if config.pretrain.tokens is not None:
+        return config.pretrain.tokens
+    return PAPER_TOKENS if config.model.pretrained is None else 0
+
+
 @dataclass(slots=True)
 class PretrainConfig:
     """Language modelling on packed blocks (Brown et al. 2020, section 2.3 and appendix B)."""
 
-    tokens: int = setting(300_000_000_000, "total training tokens", min=1)
+    tokens: int | None = setting(
+        None, "total training tokens; none: 300 billion for a GPT of ours, no step for an adopted model", min=1
+    )
     global_batch_tokens: int = setting(524_288, "tokens per optimizer step", min=1)
     micro_batch_sequences: int = setting(16, "sequences per forward on one device", min=1, changes=ROUNDING)
     optimizer: str = setting("adamw", "muon: Muon on matrices, AdamW on the rest", choices=("adamw", "muon"))

@@ -13,6 +13,7 @@ from rlhf.errors import UserError
 from rlhf.model.convert import why_not_native
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+UNSTATED_CONTEXT = 2048  # tokens, of a model that does not say
 # What is read of a hub repository before its weights are.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf.chat_template import ENDS, find_end_of_turn
 from rlhf.errors import UserError
-from rlhf.model.checkpoint import Checkpoint, download, read_checkpoint
+from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
 from rlhf.model.convert import from_transformers, why_not_native
 from rlhf.model.trunk import multiplies_plainly
 from rlhf.tokenizer import CHAT_TEMPLATE, END, ROLES
@@ -103,8 +103,7 @@ def adopt_tokenizer(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
     tokenizer.init_kwargs[ENDS] = list(dict.fromkeys(i for i in ends if i is not None))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if checkpoint.context:
-        tokenizer.model_max_length = min(tokenizer.model_max_length, checkpoint.context)
+    tokenizer.model_max_length = min(tokenizer.model_max_length, checkpoint.context or UNSTATED_CONTEXT)
     tokenizer.padding_side = "right"
     return tokenizer, notes
 

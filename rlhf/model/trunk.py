@@ -8,6 +8,11 @@ from torch import Tensor
 from rlhf.model.gpt import GPTForCausalLM, GPTModel
 
 
+def context_of(model: Any, tokenizer: Any) -> int:
+    """Tokens that the model reads at most; if its configuration does not say, as many as its tokenizer gives."""
+    return getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
+
+
 def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
     """Last hidden states (N, D) of the tokens that `kept` (N,) names by row * T + position, of any causal trunk.
 

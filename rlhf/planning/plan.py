@@ -7,9 +7,10 @@ import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlhf.config import PlanConfig
+from rlhf.config import PlanConfig, pretraining_tokens
+from rlhf.errors import UserError
 from rlhf.planning import compute, memory, scaling
-from rlhf.planning.shapes import Shape, make_shape
+from rlhf.planning.shapes import Shape, make_shape, read_shape
 
 STAGES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
 PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "activations", "logits", "kv_cache")
@@ -49,13 +50,29 @@ def setup_of(config: PlanConfig) -> Setup:
 
 
 def shape_of(config: PlanConfig) -> Shape:
-    """The model's shape."""
+    """The model's shape; of an adopted one, as its configuration states it."""
+    if config.model.pretrained is not None:
+        return read_shape(config.model.pretrained)
     return make_shape(config.model, config.tokenizer.vocab_size)
 
 
 def sequence_of(config: PlanConfig) -> int:
-    """Tokens of the longest row of SFT, reward model and PPO."""
-    return config.sequence or config.model.context_length
+    """Tokens of the longest row of SFT, reward model and PPO.
+
+    Raises: UserError for more than the model reads, or too few for a prompt and an answer.
+    """
+    context, answer = shape_of(config).context_length, config.rollout.max_new_tokens
+    longest = config.sequence or context
+    if longest > context:
+        raise UserError(f"sequence={longest}: want at most the model's context of {context} tokens")
+    if answer >= longest:
+        raise UserError(f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens: lower it")
+    return longest
+
+
+def block_length(config: PlanConfig) -> int:
+    """Tokens of a block of pretraining: the context, or one batch if that is less."""
+    return min(shape_of(config).context_length, config.pretrain.global_batch_tokens)
 
 
 def critic_parameters(config: PlanConfig, shape: Shape) -> int:
@@ -81,9 +98,7 @@ def micro_batches(config: PlanConfig, gpus: int) -> dict[str, int]:
     minibatch = share(ppo.episodes_per_update // ppo.minibatches)
     episodes = share(ppo.episodes_per_update)
     return {
-        "pretrain": min(
-            pretrain.micro_batch_sequences, share(pretrain.global_batch_tokens // config.model.context_length)
-        ),
+        "pretrain": min(pretrain.micro_batch_sequences, share(pretrain.global_batch_tokens // block_length(config))),
         "sft": min(config.sft.micro_batch_size, share(config.sft.batch_size)),
         "reward": min(config.reward.micro_batch_responses, share(config.reward.batch_prompts * RESPONSES)),
         "ppo rollout": min(config.rollout.batch_size, episodes),
@@ -124,7 +139,7 @@ def stage_bytes(config: PlanConfig, setup: Setup, stage: str) -> dict[str, int]:
 def _training(config: PlanConfig, setup: Setup, stage: str, rows: int, longest: int) -> dict[str, int]:
     """What forward and backward keep: of two trunks in PPO where the critic has its own."""
     shape = shape_of(config)
-    tokens = config.model.context_length if stage == "pretrain" else longest
+    tokens = block_length(config) if stage == "pretrain" else longest
     dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)
     ppo = stage == "ppo update"
     kept = memory.activation_bytes(
@@ -232,10 +247,10 @@ def _as_overrides(setup: Setup) -> str:
 
 def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     """FLOPs and hours of pretraining and of PPO by phase, at the stated MFU; decoding by the roofline."""
-    shape, context, longest = shape_of(config), config.model.context_length, sequence_of(config)
+    shape, context, longest = shape_of(config), block_length(config), sequence_of(config)
     flops_a_gpu = config.mfu * 1e12 * (config.peak_tflops or PEAK_TFLOPS[config.dtype])
     speed = config.gpus * flops_a_gpu
-    pretrain = compute.training_flops(shape, config.pretrain.tokens, context)
+    pretrain = compute.training_flops(shape, pretraining_tokens(config), context)
 
     answer = min(longest - 1, config.rollout.max_new_tokens)
     prompt = longest - answer
@@ -268,11 +283,13 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
 
 def make_optimal(config: PlanConfig) -> dict[str, Any]:
     """By approach: the tokens and FLOPs that suit this model, and the model and tokens that suit this budget (6 N D)."""
-    parameters = shape_of(config).language_model
-    budget = 6.0 * parameters * config.pretrain.tokens
+    parameters, tokens = shape_of(config).language_model, pretraining_tokens(config)
+    if tokens == 0:
+        return {}  # an adopted model is not pretrained
+    budget = 6.0 * parameters * tokens
     found: dict[str, Any] = {
         "budget_flops": budget,
-        "loss": scaling.parametric_loss(parameters, config.pretrain.tokens),
+        "loss": scaling.parametric_loss(parameters, tokens),
     }
     for number, frontier in scaling.make_frontiers().items():
         flops = frontier.flops(parameters)

@@ -3,7 +3,8 @@
 `tests/planning` compares the counts with the model itself on the meta device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from rlhf.config import ModelConfig
 
@@ -25,6 +26,7 @@ class Shape:
     bias: bool
     tied: bool
     dropout: float
+    more: int = 0  # parameters of an adopted model that this closed form does not count, such as experts
 
     @property
     def kv_width(self) -> int:
@@ -63,7 +65,7 @@ class Shape:
     def trunk(self) -> int:
         """Parameters without an unembedding of its own: embeddings, blocks, last norm."""
         positions = self.context_length * self.width if self.learned_positions else 0
-        return self.embedding + positions + self.n_layer * self.block + self.norm
+        return self.embedding + positions + self.n_layer * self.block + self.norm + self.more
 
     @property
     def language_model(self) -> int:
@@ -86,3 +88,26 @@ def make_shape(model: ModelConfig, vocab_size: int) -> Shape:
         learned_positions=model.positions == "learned", layernorm=model.norm == "layernorm", swiglu=swiglu,
         bias=model.bias, tied=model.tie_word_embeddings, dropout=model.dropout,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def read_shape(source: str) -> Shape:
+    """The shape of a pretrained model, from its configuration alone. Raises: UserError for what is no such model."""
+    from rlhf.model.checkpoint import UNSTATED_CONTEXT, read_checkpoint
+
+    checkpoint = read_checkpoint(source)
+    config = checkpoint.config
+    heads = config.num_attention_heads
+    tied = bool(config.tie_word_embeddings)
+    told = {
+        name: getattr(config, name, None) for name in ("num_key_value_heads", "intermediate_size", "ffn_dim", "n_inner")
+    }
+    gated = getattr(config, "hidden_act", None) in ("silu", "swiglu", "gelu_pytorch_tanh")
+    shape = Shape(
+        n_layer=config.num_hidden_layers, n_head=heads, n_kv_head=told["num_key_value_heads"] or heads,
+        width=config.hidden_size,
+        mlp_width=told["intermediate_size"] or told["ffn_dim"] or told["n_inner"] or 4 * config.hidden_size,
+        context_length=checkpoint.context or UNSTATED_CONTEXT, vocab_size=config.vocab_size, learned_positions=False,
+        layernorm=not gated, swiglu=gated, bias=False, tied=tied, dropout=0.0,
+    )  # fmt: skip
+    return replace(shape, more=checkpoint.parameters - shape.language_model)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
-from rlhf.model.trunk import hidden_at
+from rlhf.model.trunk import hidden_at, multiplies_plainly
 from rlhf.ppo.ptx import pretraining_loss
 from rlhf.ppo.rollout import Rollout, before_responses, logprobs_of_hidden, response_logprobs, unpacked
 from rlhf.runs.folders import Stage
@@ -39,9 +39,12 @@ class ActorCritic(nn.Module):
         before = before_responses(starts, tokens.shape[1], mask)  # (N,)
         hidden: Any = None
         logp = entropies = None
-        if with_policy or self.shared:
+        plain = multiplies_plainly(self.policy)
+        if (with_policy and plain) or self.shared:
             hidden = hidden_at(self.policy.base_model, tokens, before)  # (N, D)
-        if with_policy:
+        if with_policy and not plain:
+            logp, entropies = response_logprobs(self.policy, tokens, starts, mask, True, entropy_gradient)
+        elif with_policy:
             chosen = tokens.flatten()[before + 1]
             logp, entropies = logprobs_of_hidden(self.policy, hidden, chosen, mask, True, entropy_gradient)
         if self.critic is None:

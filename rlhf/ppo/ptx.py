@@ -33,7 +33,10 @@ class PretrainingBlocks:
             raise UserError(f"ppo.ptx_coef: the corpus of {folder} was packed with another tokenizer: "
                             "point parents.pretrain at the run that the SFT model comes from")  # fmt: skip
         settings = (read_stage(folder) or {}).get("settings", {})
-        context = settings.get("model.context_length", config.model.context_length)
+        batch = settings.get("pretrain.global_batch_tokens", config.pretrain.global_batch_tokens)
+        context = settings.get(
+            "model.context_length", min(tokenizer.model_max_length, batch)
+        )  # an adopted one's: its own
         isolate = settings.get("pretrain.isolate_documents", config.pretrain.isolate_documents)
         return cls(corpus.blocks("train", context), isolate, config.seed)
 

@@ -57,7 +57,12 @@ def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor
 
 
 def response_logprobs(
-    policy: Any, tokens: Tensor, prompt_lengths: Tensor, mask: Tensor, with_entropy: bool = False
+    policy: Any,
+    tokens: Tensor,
+    prompt_lengths: Tensor,
+    mask: Tensor,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
@@ -67,10 +72,10 @@ def response_logprobs(
     chosen = tokens.flatten()[before + 1]
     if not multiplies_plainly(policy):
         logits = logits_at(policy, tokens, before)  # (N, V)
-        spread = unpacked(entropy(logits.detach()), mask) if with_entropy else None
+        spread = unpacked(entropy(logits if entropy_gradient else logits.detach()), mask) if with_entropy else None
         return unpacked(token_logprobs(logits, chosen), mask), spread
     hidden = hidden_at(policy.base_model, tokens, before)  # (N, D)
-    return logprobs_of_hidden(policy, hidden, chosen, mask, with_entropy)
+    return logprobs_of_hidden(policy, hidden, chosen, mask, with_entropy, entropy_gradient)
 
 
 def logprobs_of_hidden(

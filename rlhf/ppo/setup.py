@@ -20,6 +20,7 @@ from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples
 from rlhf.model.heads import RewardConfig, RewardModel
+from rlhf.model.gpt import GPTForCausalLM
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, without_dropout
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
@@ -89,7 +90,8 @@ class PpoRun:
         config, engine, tokenizer = self.config, self.engine, self.tokenizer
         return RolloutSetup(
             policy=lambda: engine.whole(self.actor_critic.policy),
-            recompute=functools.partial(engine, method="policy_logprobs") if engine.bfloat16 else None,
+            recompute=functools.partial(engine, method="policy_logprobs")
+            if engine.bfloat16 or not isinstance(self.actor_critic.policy, GPTForCausalLM) else None,
             reference=self.reference, reward=self.reward,
             values=None if self.actor_critic.critic is None else functools.partial(engine, method="values_at"),
             texts=lambda responses: [decode_response(tokenizer, ids).strip() for ids in responses], seed=config.seed,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import __version__
-from rlhf.config import Config, ParentsConfig
+from rlhf.config import Config, ParentsConfig, shape_settings
 from rlhf.config.setting import RESULT, ROUNDING, get, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, write_json
@@ -55,8 +55,9 @@ def settings_of(config: Config, stage: str) -> dict[str, Any]:
             flat[key] = value
 
     named = STAGES[stage].settings
+    unread = shape_settings() if config.model.pretrained is not None else ()
     for key, stated in settings_in(Config).items():
-        if (key in named or key.partition(".")[0] in named) and stated.changes == RESULT:
+        if (key in named or key.partition(".")[0] in named) and stated.changes == RESULT and key not in unread:
             add(key, precision_of(config) if key == "precision" else stored(get(config, key)))
     return json.loads(json.dumps(flat, default=str))
 
@@ -78,6 +79,9 @@ def stage_folder(config: Config, stage: str) -> Path:
     for candidate in (Path(given) / stage, Path(given)):
         if (candidate / "stage.json").exists():
             return candidate
+    if (Path(given) / "config.json").is_file() or given.endswith(".gguf"):
+        raise UserError(f"parents.{stage}={given}: a pretrained model, and no run: adopt it with `rlhf tokenizer "
+                        f"model.pretrained={given}` and `rlhf pretrain model.pretrained={given}`, or in `rlhf pipeline`")  # fmt: skip
     raise UserError(
         f"parents.{stage}={given}: neither a run under {config.runs_dir}/ nor a stage folder: check the name"
     )

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import Config
+from rlhf.config import Config, pretraining_tokens
 from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
@@ -49,6 +49,22 @@ def need_source(config: Config, kind: str) -> Any:
     if found is None:
         raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold")
     return found
+
+
+def kinds_read(config: Config, stage: str) -> tuple[str, ...]:
+    """The kinds of data that a stage reads. An adopted model needs no corpus; if there is one, pretraining goes on."""
+    adopts = config.model.pretrained is not None
+    continues = stage == "pretrain" and pretraining_tokens(config) > 0 and data_source(config, "corpus") is not None
+    return tuple(kind for kind in STAGES[stage].data if kind != "corpus" or not adopts or continues)
+
+
+def hash_pretrained(config: Config) -> dict[str, str]:
+    """Hashes of the files of an adopted local model; of a hub id the record holds the commit."""
+    path = Path(config.model.pretrained or "").expanduser()
+    if config.model.pretrained is None or not path.exists():
+        return {}
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    return {f"model.pretrained:{file.name}": sha256_file(file) for file in files}
 
 
 def is_function(name: str) -> bool:
@@ -188,7 +204,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
     found: dict[str, str] = {}
-    for kind in STAGES[stage].data:
+    for kind in kinds_read(config, stage):
         given = getattr(config.data, kind)
         if given is None:
             continue
@@ -200,6 +216,8 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
                 if name in found:  # files with the same name in several folders
                     name += f"#{len(found)}"
                 found[name] = _check_import(config, source.path) if source.imported else sha256_file(source.path)
+    if stage in ("tokenizer", "pretrain"):
+        found |= hash_pretrained(config)
     if stage == "reward" and config.reward.model is not None and Path(config.reward.model).is_dir():
         files = sorted(path for path in Path(config.reward.model).iterdir() if path.is_file())
         found |= {f"reward.model:{path.name}": sha256_file(path) for path in files}

@@ -1,4 +1,4 @@
-"""Stage 1: the GPT from random weights, by next-token prediction on packed blocks.
+"""Stage 1: the GPT from random weights, by next-token prediction on packed blocks; or a pretrained model, adopted.
 
 L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1). The loop is transformers' Trainer.
 """
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.config import Config
+from rlhf.config import Config, pretraining_tokens
 from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, pack_corpus
 from rlhf.errors import UserError
-from rlhf.files import sha256_file
+from rlhf.files import sha256_file, write_json
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.model.pretrained import Adopted, adopt
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.processes import Ranks, on_first_rank
 from rlhf.runs.folders import Stage, open_stage, stage_folder
-from rlhf.runs.sources import hash_sources, need_source
-from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
+from rlhf.runs.sources import hash_sources, kinds_read, need_source
+from rlhf.tokenizer import is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.tracking.progress import progress
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, make_adamw
@@ -35,17 +36,23 @@ def run(config: Config) -> None:
         device = set_up(config)
         tokenizer = load_tokenizer(stage_folder(config, "tokenizer") / "model")
 
-        # 1. Pack the documents into full blocks
+        # 1. A GPT with random weights, or the model to adopt
+        adopted = None if config.model.pretrained is None else adopt_model(stage, config.model.pretrained, tokenizer)
+        if "corpus" not in kinds_read(config, "pretrain"):
+            keep_adopted(stage, adopted)  # type: ignore[arg-type]
+            return
+        model = make_model(config, tokenizer) if adopted is None else adopted.model
+        check_continuation(config, model)
+        length = block_length(config, model.config.max_position_embeddings)
+
+        # 2. Pack the documents into full blocks
         corpus = load_or_pack(stage, tokenizer)
-        blocks = corpus.blocks("train", config.model.context_length)
-        steps = max(1, config.pretrain.tokens // config.pretrain.global_batch_tokens)
+        blocks = corpus.blocks("train", length)
+        steps = max(1, pretraining_tokens(config) // config.pretrain.global_batch_tokens)
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
         stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
 
-        corpus.blocks("heldout", config.model.context_length)  # raises if there is less than one block, before training
-
-        # 2. A GPT with random weights
-        model = make_model(config, tokenizer)
+        corpus.blocks("heldout", length)  # refuses less than one block, before the work
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
         # 3. Train
@@ -59,10 +66,54 @@ def run(config: Config) -> None:
             save_output(model, tokenizer, stage)
 
             # 4. Held-out loss
-            summary = held_out_loss(config, model, corpus, tokenizer)
+            summary = held_out_loss(config, model, corpus.blocks("heldout", length), tokenizer)
             loop.tracker.log({f"eval/heldout/{name}": value for name, value in summary.items()}, step=steps)
-            stage.say(f"held-out loss {summary['loss']:.3f} nats per token, {summary['bpb']:.3f} bits per byte")
+            bits = f", {summary['bpb']:.3f} bits per byte" if "bpb" in summary else ""
+            stage.say(f"held-out loss {summary['loss']:.3f} nats per token{bits}")
         stage.finish(summary)
+
+
+def adopt_model(stage: Stage, source: str, tokenizer: "PreTrainedTokenizerFast") -> Adopted:
+    """The pretrained model, and in the stage's folder adopted.json, the record of what came in.
+
+    Raises: UserError if its tokenizer is not that of the tokenizer stage.
+    """
+    adopted = adopt(source, native=stage.config.model.native, say=stage.say)
+    if tokenizer_hash(adopted.tokenizer) != tokenizer_hash(tokenizer):
+        raise UserError(f"model.pretrained={source}: its tokenizer is not the one that the tokenizer stage adopted: run `rlhf "
+                        f"tokenizer model.pretrained={source} overwrite=true` first")  # fmt: skip
+    if stage.writes:
+        write_json(stage.folder / "adopted.json", adopted.record)
+    return adopted
+
+
+def keep_adopted(stage: Stage, adopted: Adopted) -> None:
+    """Write the adopted model as it is."""
+    if stage.config.pretrain.tokens is not None:
+        stage.say(f"pretrain.tokens={stage.config.pretrain.tokens}, but data.corpus is not set: no step is taken, the model is "
+                  "adopted as it is")  # fmt: skip
+    save_output(adopted.model, adopted.tokenizer, stage)
+    stage.finish({"parameters": sum(p.numel() for p in adopted.model.parameters())})
+
+
+def check_continuation(config: Config, model: Any) -> None:
+    """Raises: UserError for what continued pretraining of an adopted model cannot do."""
+    batch, length = config.pretrain.global_batch_tokens, block_length(config, model.config.max_position_embeddings)
+    sequences = batch // length
+    if batch % length:
+        raise UserError(f"pretrain.global_batch_tokens={batch}: want a multiple of the model's context of {length} tokens, or "
+                        "less than it")  # fmt: skip
+    if sequences % min(config.pretrain.micro_batch_sequences, sequences):
+        raise UserError(f"pretrain.micro_batch_sequences={config.pretrain.micro_batch_sequences}: want a divisor of the "
+                        f"{sequences} sequences of a batch")  # fmt: skip
+    if config.pretrain.isolate_documents and not isinstance(model, GPTForCausalLM):
+        raise UserError("pretrain.isolate_documents: transformers' class does not keep documents apart: leave it out, or use "
+                        "model.native=true")  # fmt: skip
+
+
+def block_length(config: Config, context: int) -> int:
+    """Tokens of a block: the context, or one batch if that is less."""
+    return min(context, config.pretrain.global_batch_tokens)
 
 
 def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast") -> PackedCorpus:
@@ -95,6 +146,7 @@ def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCa
     from dataclasses import asdict
 
     settings = asdict(config.model)
+    del settings["pretrained"], settings["native"]
     try:
         shape = GPTConfig(
             vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
@@ -123,7 +175,7 @@ def make_trainer(stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, d
     arguments = TrainingArguments(
         train_sampling_strategy="random" if settings.shuffle else "sequential", remove_unused_columns=False,
         **shared_arguments(
-            stage, device, rows=settings.global_batch_tokens // config.model.context_length,
+            stage, device, rows=settings.global_batch_tokens // blocks.context_length,
             micro=settings.micro_batch_sequences, setting=f"pretrain.global_batch_tokens={settings.global_batch_tokens}",
             steps=steps, max_grad_norm=settings.max_grad_norm,
         ),
@@ -131,7 +183,8 @@ def make_trainer(stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, d
 
     class PretrainTrainer(StageTrainer, Trainer):
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(model, inputs | {"skip_logits": True}, *args, **kwargs)
+            ours = {"skip_logits": True} if isinstance(getattr(model, "module", model), GPTForCausalLM) else {}
+            return super().compute_loss(model, inputs | ours, *args, **kwargs)
 
     return PretrainTrainer(
         stage=stage, optimizer=lambda: make_optimizer(config, model),
@@ -142,13 +195,13 @@ def make_trainer(stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, d
 
 
 @torch.no_grad()
-def held_out_loss(
-    config: Config, model: GPTForCausalLM, corpus: PackedCorpus, tokenizer: "PreTrainedTokenizerFast"
-) -> dict[str, float]:
-    """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators are not counted."""
-    blocks = corpus.blocks("heldout", config.model.context_length)
+def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTrainedTokenizerFast") -> dict[str, float]:
+    """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators count in neither.
+
+    A tokenizer that is not byte-level has no number of bytes per token, so that there is no "bpb".
+    """
     collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
-    bytes_of = torch.tensor(token_byte_lengths(tokenizer))
+    bytes_of = torch.tensor(token_byte_lengths(tokenizer)) if is_byte_level(tokenizer) else None
     device = next(model.parameters()).device
     model.eval()
     nats = bytes_seen = tokens_seen = 0.0
@@ -160,5 +213,6 @@ def held_out_loss(
         text = labels != blocks.separator
         nats -= (token_logprobs(logits, labels) * text).sum().item()
         tokens_seen += text.sum().item()
-        bytes_seen += bytes_of[labels.cpu()].sum().item()
-    return {"loss": nats / tokens_seen, "bpb": nats / (bytes_seen * 0.6931471805599453)}
+        bytes_seen += 0 if bytes_of is None else bytes_of[labels.cpu()].sum().item()
+    loss = {"loss": nats / tokens_seen}
+    return loss if bytes_of is None else loss | {"bpb": nats / (bytes_seen * 0.6931471805599453)}

@@ -14,6 +14,7 @@ from rlhf.data.demonstrations import encode_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, draw_candidates
+from rlhf.model.trunk import context_of
 from rlhf.ppo.setup import load_ppo_prompts, make_reward
 from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, open_stage, stage_folder
@@ -44,7 +45,7 @@ def run(config: Config) -> None:
             temporary.replace(path)
 
         # 2. Fine-tune on them
-        rows = encode_demonstrations(kept, tokenizer, policy.config.max_position_embeddings)
+        rows = encode_demonstrations(kept, tokenizer, context_of(policy, tokenizer))
         model = load_with_dropout(folder, config.sft.dropout)
         trainer = make_trainer(stage, model, tokenizer, rows, config.rejection.epochs, device)
         with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:

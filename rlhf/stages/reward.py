@@ -113,7 +113,7 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
     settings = config.reward
     model: RewardModel | TextRewardModel
     if settings.model is None:
-        model = RewardModel.from_causal_lm(str(stage_folder(config, "sft") / "model"), dropout=0.0)
+        model = RewardModel.from_causal_lm(str(stage_folder(config, "sft") / "model"))
     else:
         model = TextRewardModel.from_base(settings.model)
     if config.gradient_checkpointing:

@@ -24,6 +24,7 @@ from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.gpt import Block
 from rlhf.model.ragged import RaggedLoss
+from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.processes import Ranks
 from rlhf.runs.folders import Stage, open_stage, stage_folder
@@ -57,7 +58,7 @@ def run(config: Config) -> None:
         splits = divide(config, records)
         counts: Counter[str] = Counter()
         model = load_with_dropout(base, config.sft.dropout)
-        context = model.config.max_position_embeddings
+        context = context_of(model, tokenizer)
         rows = {s: encode_demonstrations(splits[s], tokenizer, context, counts=counts) for s in splits}
         stage.say(f"{len(rows['train']):,} demonstrations to train on, {len(rows['dev'])} held out; "
                   + ", ".join(f"{n} {count:,}" for n, count in sorted(counts.items())))  # fmt: skip
@@ -165,7 +166,7 @@ def make_trainer(
     )
     arguments = SFTConfig(
         include_num_input_tokens_seen="non_padding", packing=settings.pack, eos_token=tokenizer.eos_token,
-        max_length=model.config.max_position_embeddings,
+        max_length=context_of(model, tokenizer), router_aux_loss_coef=0.0,  # the loss is the demonstrations' alone
         **shared_arguments(
             stage, device, rows=settings.batch_size, micro=settings.micro_batch_size,
             setting=f"sft.batch_size={settings.batch_size}", steps=1, max_grad_norm=settings.max_grad_norm,

@@ -1,4 +1,7 @@
-"""Stage 0: the byte-level BPE, trained on the pretraining text."""
+"""Stage 0: the byte-level BPE, trained on the pretraining text; or the tokenizer of the model to adopt."""
+
+from collections.abc import Callable
+from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
@@ -10,6 +13,11 @@ from rlhf.tokenizer import train_tokenizer
 def run(config: Config) -> None:
     """Write runs/<run>/tokenizer/model."""
     with open_stage(config, "tokenizer", hash_sources(config, "tokenizer")) as stage:
+        if config.model.pretrained is not None:
+            tokenizer = adopt(config.model.pretrained, stage.say)
+            tokenizer.save_pretrained(str(stage.model))
+            stage.finish({"vocab_size": len(tokenizer)})
+            return
         documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
         tokenizer = train_tokenizer(
             limited(documents, config.tokenizer.max_characters),
@@ -19,6 +27,18 @@ def run(config: Config) -> None:
         tokenizer.save_pretrained(str(stage.model))
         stage.say(f"{len(tokenizer)} entries")
         stage.finish({"vocab_size": len(tokenizer)})
+
+
+def adopt(source: str, say: Callable[[str], None]) -> Any:
+    """A pretrained model's tokenizer, with its chat template or ours."""
+    from rlhf.model.checkpoint import read_checkpoint
+    from rlhf.model.pretrained import adopt_tokenizer
+
+    tokenizer, notes = adopt_tokenizer(read_checkpoint(source))
+    for note in notes:
+        say(note)
+    say(f"{len(tokenizer)} entries, adopted from {source}")
+    return tokenizer
 
 
 def limited(documents, characters: int):

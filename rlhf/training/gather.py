@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.errors import UserError
 from rlhf.files import read_json, write_json
@@ -88,6 +90,8 @@ def save_model_checked(module: Any, folder: Path, state: Mapping[str, Tensor] | 
             str(folder), state_dict=dict(state)
         )  # copied, because save_pretrained empties the dictionary
         _state_type(folder, state)
+        if isinstance(module, PreTrainedModel):  # experts are one tensor in memory and several in the file
+            state = revert_weight_conversion(module, dict(state))
     else:
         save_file({n: t.contiguous() for n, t in state.items()}, str(folder / "model.safetensors"))
     check_saved(folder, state)

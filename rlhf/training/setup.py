@@ -68,14 +68,20 @@ def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
     )  # fmt: skip
 
 
-def load_policy(folder: Path, **overrides: Any) -> Any:
-    """A causal LM from a stage's model folder, in float32, in eval mode."""
+def load_policy(folder: Path, dropout: float | None = None) -> Any:
+    """A causal LM from a stage's model folder, in float32, in eval mode.
+
+    dropout: in place of its own, if its configuration has this setting, as ours and OPT's have.
+    """
     import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
 
     be_quiet()
     try:
         loader = transformers.AutoModelForCausalLM
-        model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, **overrides)
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if dropout is not None and hasattr(config, "dropout"):
+            config.dropout = dropout
+        model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{folder}: not a readable model ({reason_of(error)}): run the stage that writes it again"

@@ -41,7 +41,7 @@ def tokenizer(gold_run):
 @pytest.fixture
 def model(gold_run) -> RewardModel:
     torch.manual_seed(0)
-    return RewardModel.from_causal_lm(str(gold_run.folder / "sft" / "model"), dropout=0.0)
+    return RewardModel.from_causal_lm(str(gold_run.folder / "sft" / "model"))
 
 
 def make_ranking(

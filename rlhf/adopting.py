@@ -1,0 +1,50 @@
+"""How a pretrained model is named on the command line: model.pretrained=…, and what is said to who names it otherwise."""
+
+from pathlib import Path
+
+from rlhf.errors import UserError
+
+# What other programs call the model to start from.
+NAMES_ELSEWHERE = ("model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_path", "model_id", "base_model",
+                   "pretrained", "checkpoint", "hf_model", "name_or_path")  # fmt: skip
+
+
+def refuse_other_name(key: str, value: object) -> None:
+    """Raises: UserError if a setting that we lack is another program's name for the model."""
+    if key.removeprefix("model.") in NAMES_ELSEWHERE:
+        raise UserError(f"unknown setting {key!r}: a pretrained model is named with model.pretrained={value}, in `rlhf pipeline`, "
+                        "or in `rlhf tokenizer` and `rlhf pretrain`")  # fmt: skip
+
+
+def refuse_as_shape(value: str) -> None:
+    """Raises: UserError if the value of model=… is a path, a hub id or a file."""
+    if "/" in value or value.endswith(".gguf") or Path(value).exists():
+        raise UserError(f"model={value}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named with "
+                        f"model.pretrained={value}")  # fmt: skip
+
+
+def refuse_in_later_stage(command: str, key: str) -> None:
+    """Raises: UserError if model.pretrained is given to a command that starts from what stages before it wrote."""
+    if key == "model.pretrained":
+        raise UserError(f"model.pretrained: `rlhf {command}` starts from what the stages before it wrote: run `rlhf tokenizer` and "
+                        "`rlhf pretrain` with it first, or `rlhf pipeline`, which runs all")  # fmt: skip
+
+
+def check_adopting(overrides: list[str]) -> None:
+    """Refuse settings that mean nothing beside model.pretrained.
+
+    Raises: UserError.
+    """
+    from rlhf.config import shape_settings
+
+    given = {key: value for key, _, value in (text.lstrip("+~").partition("=") for text in overrides)}
+    if given.get("model.pretrained", "null") == "null":
+        return
+    shapes = [key for key in given if key in (*shape_settings(), "model")]
+    if shapes:
+        raise UserError(f"{', '.join(shapes)}: a pretrained model has a shape and a tokenizer of its own: leave it out, or leave "
+                        "out model.pretrained")  # fmt: skip
+    tokens = given.get("pretrain.tokens", "null")
+    if tokens != "null" and not {"data.corpus", "experiment"} & set(given):
+        raise UserError(f"pretrain.tokens={tokens}: pretraining goes on with text only: set data.corpus too, or leave "
+                        "pretrain.tokens out to adopt the model as it is")  # fmt: skip
