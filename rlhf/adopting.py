@@ -26,8 +26,8 @@ def refuse_as_shape(value: str) -> None:
 def refuse_in_later_stage(command: str, key: str) -> None:
     """Raises: UserError if model.pretrained is given to a command that starts from what stages before it wrote."""
     if key == "model.pretrained":
-        raise UserError(f"model.pretrained: `rlhf {command}` starts from what the stages before it wrote: run `rlhf tokenizer` and "
-                        "`rlhf pretrain` with it first, or `rlhf pipeline`, which runs all")  # fmt: skip
+        raise UserError(f"model.pretrained: `rlhf {command}` does not use it; it starts from what earlier stages wrote: leave it out, or "
+                        "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`")  # fmt: skip
 
 
 def check_adopting(overrides: list[str]) -> None:

@@ -101,7 +101,7 @@ def test_an_adopted_model_goes_through_every_stage(tmp_path, labels, name):
         ("tokenizer model=someone/model", "a pretrained model is named with model.pretrained=someone/model"),
         ("sft model_name_or_path={folder}", "a pretrained model is named with model.pretrained={folder}, in `rlhf pipeline`"),
         ("sft model.name_or_path=x", "a pretrained model is named with model.pretrained=x"),
-        ("sft model.pretrained={folder}", "run `rlhf tokenizer` and `rlhf pretrain` with it first, or `rlhf pipeline`"),
+        ("sft model.pretrained={folder}", "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"),
         ("sft parents.pretrain={folder}", "a pretrained model, and no run: adopt it with `rlhf tokenizer model.pretrained={folder}`"),
         ("pretrain model.pretrained={folder} model.n_layer=3", "model.n_layer: a pretrained model has a shape and a tokenizer"),
         ("pretrain model.pretrained={folder} model=gpt2", "model: a pretrained model has a shape and a tokenizer of its own"),
