@@ -19,8 +19,8 @@ from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples
-from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, without_dropout
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
