@@ -89,4 +89,4 @@ def test_a_row_and_a_file_add_a_stage(toy: Path, gold_run: Run, tmp_path: Path):
     assert "survey: complete, skipped\n" in rlhf("pipeline", *whole)
     assert '"survey"' in (run.folder / "pipeline.json").read_text()
     assert "survey" in (run.folder / "report.html").read_text()
-    assert "survey: complete" in rlhf("watch", *whole, "watch.wait=false")
+    assert "survey: complete" in rlhf("watch", "--shared-settings", *whole, "watch.wait=false")

@@ -41,9 +41,9 @@ class Checkpoint:
         return getattr(self.config, "max_position_embeddings", None)
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments for every from_pretrained of it: no code from the checkpoint, no pickles."""
+        """Where every from_pretrained finds it."""
         gguf = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
-        return {"pretrained_model_name_or_path": str(self.folder), "trust_remote_code": False, **gguf}
+        return {"pretrained_model_name_or_path": str(self.folder), **gguf}
 
     def weight_files(self) -> list[Path]:
         """Raises: UserError if there are none, or none in a format that is safe to read."""

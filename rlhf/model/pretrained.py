@@ -15,6 +15,7 @@ from rlhf.errors import UserError
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
 from rlhf.model.convert import from_transformers, why_not_native
 from rlhf.model.trunk import multiplies_plainly
+from rlhf.terminal import say
 from rlhf.tokenizer import CHAT_TEMPLATE, END, ROLES
 
 Native = Literal["auto"] | bool
@@ -32,7 +33,7 @@ class Adopted:
 
 
 def adopt(
-    source: str | Path, native: Native = "auto", revision: str | None = None, say: Callable[[str], None] = print
+    source: str | Path, native: Native = "auto", revision: str | None = None, say: Callable[[str], None] = say
 ) -> Adopted:
     """Load a checkpoint's weights and tokenizer. See `read_checkpoint` for `source`.
 
@@ -81,7 +82,7 @@ def adopt_tokenizer(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
     Pad may be the end token: masks come from lengths.
     """
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint.arguments())
+        tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint.arguments(), trust_remote_code=False)
     except Exception as error:  # the library raises many kinds
         raise UserError(f"model.pretrained={checkpoint.source}: no readable tokenizer ({str(error).splitlines()[0]}): "
                         "give a checkpoint with its tokenizer") from error  # fmt: skip
@@ -129,7 +130,7 @@ def load_weights(checkpoint: Checkpoint) -> Any:
     formats = {} if checkpoint.gguf_file else {"use_safetensors": checkpoint.weight_files()[0].suffix == ".safetensors"}
     arguments: dict[str, Any] = {**checkpoint.arguments(), **formats, "weights_only": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(**arguments, dtype=torch.float32)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**arguments, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # the libraries raise many kinds for what is damaged
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"model.pretrained={checkpoint.source}: not readable weights ({reason}): "

@@ -14,6 +14,7 @@ from rlhf.errors import UserError
 from rlhf.files import sha256_file, write_json
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.pretrained import Adopted, adopt
+from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.processes import Ranks, on_first_rank
 from rlhf.runs.folders import Stage, open_stage, stage_folder
@@ -42,8 +43,8 @@ def run(config: Config) -> None:
             keep_adopted(stage, adopted)  # type: ignore[arg-type]
             return
         model = make_model(config, tokenizer) if adopted is None else adopted.model
-        check_continuation(config, model)
-        length = block_length(config, model.config.max_position_embeddings)
+        length = block_length(config, context_of(model, tokenizer))
+        check_continuation(config, model, length)
 
         # 2. Pack the documents into full blocks
         corpus = load_or_pack(stage, tokenizer)
@@ -96,9 +97,9 @@ def keep_adopted(stage: Stage, adopted: Adopted) -> None:
     stage.finish({"parameters": sum(p.numel() for p in adopted.model.parameters())})
 
 
-def check_continuation(config: Config, model: Any) -> None:
+def check_continuation(config: Config, model: Any, length: int) -> None:
     """Raises: UserError for what continued pretraining of an adopted model cannot do."""
-    batch, length = config.pretrain.global_batch_tokens, block_length(config, model.config.max_position_embeddings)
+    batch = config.pretrain.global_batch_tokens
     sequences = batch // length
     if batch % length:
         raise UserError(f"pretrain.global_batch_tokens={batch}: want a multiple of the model's context of {length} tokens, or "

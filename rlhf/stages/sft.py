@@ -157,7 +157,7 @@ def make_trainer(
 
     datasets.disable_progress_bars()
     settings = stage.config.sft
-    rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), model.config.max_position_embeddings)
+    rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context_of(model, tokenizer))
     data = datasets.Dataset.from_dict(
         {
             "input_ids": [row["prompt"] + row["response"] for row in rows],
