@@ -4,6 +4,7 @@ Two threads, unless OMP_NUM_THREADS is set.
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ settings.register_profile("rlhf", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("rlhf")
 
 ROOT = Path(__file__).parents[1]
+
+# Under nohup SIGHUP is ignored, and a child inherits that: tests that send it would wait for nothing.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf.chat_template import ENDS, find_end_of_turn
 from rlhf.errors import UserError
+from rlhf.files import read_json
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
 from rlhf.model.convert import from_transformers, why_not_native
 from rlhf.model.trunk import multiplies_plainly
@@ -112,8 +113,9 @@ def adopt_tokenizer(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
 def _end_tokens(checkpoint: Checkpoint) -> list[int]:
     """Those that the generation configuration and the configuration name."""
     named = [checkpoint.config.eos_token_id]
-    if (checkpoint.folder / "generation_config.json").is_file() and checkpoint.gguf_file is None:
-        named.insert(0, GenerationConfig.from_pretrained(str(checkpoint.folder)).eos_token_id)
+    generation = read_json(checkpoint.folder / "generation_config.json")
+    if isinstance(generation, dict) and checkpoint.gguf_file is None:
+        named.insert(0, generation.get("eos_token_id"))
     return [i for value in named for i in (value if isinstance(value, list) else [value]) if i is not None]
 
 

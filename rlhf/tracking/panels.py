@@ -62,6 +62,11 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Scores of SFT and PPO", table="score_histogram", chart="wandb/lineseries/v0",
               fields=(("step", "score"), ("lineKey", "model"), ("lineVal", "share"))),
     ),
+    "DPO": (
+        Panel("Loss, nats per prompt", ("dpo/loss", "eval/<split>/loss")),
+        Panel("Pairs whose winner gained more", ("dpo/accuracy", "eval/<split>/accuracy")),
+        Panel("Margin between winner and loser", ("dpo/margin", "eval/<split>/margin")),
+    ),
     "SFT": (
         Panel("Loss, nats per response token", ("sft/loss", "eval/<split>/loss"), width=12),
         Panel("Learning rate", ("optim/lr",), width=12),

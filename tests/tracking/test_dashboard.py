@@ -12,7 +12,7 @@ from rlhf.tracking.metrics import find, known
 from rlhf.tracking.panels import NOT_SHOWN, SECTIONS, TABLES, panel_metrics
 from tests.tracking.wandb_server import serve
 
-WANTED = ("Reward and KL", "PPO health", "Rollouts", "Reward model", "SFT", "Pretraining", "Speed")
+WANTED = ("Reward and KL", "PPO health", "Rollouts", "Reward model", "DPO", "SFT", "Pretraining", "Speed")
 
 
 def test_every_section_and_every_name_is_there() -> None:
