@@ -53,8 +53,8 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.composing import compose_config
     from rlhf.ppo.setup import make_ppo_run
     from rlhf.recipe import ancestors
-    from rlhf.runs.folders import open_stage
     from rlhf.runs.sources import hash_sources
+    from rlhf.runs.stage import open_stage
     from rlhf.stages.ppo import one_update
     from rlhf.tracking.writers import make_tracker
     from rlhf.training.setup import set_up

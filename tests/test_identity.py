@@ -10,7 +10,8 @@ from rlhf.composing import compose_config
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, settings_in
 from rlhf.precision import precision_of
 from rlhf.recipe import STAGES
-from rlhf.runs.folders import open_stage, settings_of
+from rlhf.runs.folders import settings_of
+from rlhf.runs.stage import open_stage
 
 
 @pytest.fixture

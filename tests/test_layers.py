@@ -113,3 +113,14 @@ def test_help_imports_neither_torch_nor_transformers():
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.splitlines()[-1] == "[]"
+
+
+def test_files_and_functions_fit_on_a_few_screens():
+    long = [f"{module}: {len(path.read_text().splitlines())} lines" for module, path in MODULES.items()
+            if len(path.read_text().splitlines()) > 450]  # fmt: skip
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                long += [f"{module}.{node.name}: {lines} lines"] * (lines > 70)
+    assert long == []

@@ -21,6 +21,7 @@ from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
 from rlhf.runs.lineage import git_state
 from rlhf.runs.replacing import beside, set_aside, under_way
 from rlhf.runs.sources import hash_sources
+from rlhf.runs.stage import open_stage
 
 from .test_checkpoints import checkpoint, sealed
 
@@ -46,7 +47,7 @@ def changed(config: Config, **settings: object) -> Config:
 
 def run_stage(config: Config, name: str, text: str = "weights", **kwargs) -> Path:
     """A stage from beginning to end, whose output is one small file; returns its folder."""
-    with runs.open_stage(config, name, **kwargs) as stage:
+    with open_stage(config, name, **kwargs) as stage:
         stage.model.mkdir(exist_ok=True)
         (stage.model / "weights.txt").write_text(text)
         stage.finish({"loss": 1.5})
@@ -65,7 +66,7 @@ def fail_with(number: int):
 
 def test_a_complete_stage_keeps_what_was_asked_for(config):
     wanted = changed(config, checkpoints__keep_best=1, checkpoints__keep_every=2)
-    with runs.open_stage(wanted, "tokenizer") as stage:
+    with open_stage(wanted, "tokenizer") as stage:
         for step, figure in ((1, 0.9), (2, 0.1), (3, 0.2)):
             sealed(stage.checkpoints, step, figure, wanted.checkpoints)
         stage.finish()
@@ -77,7 +78,7 @@ def test_a_complete_stage_keeps_what_was_asked_for(config):
 def test_a_disk_that_fills_under_a_library_is_one_line_too(config):
     with (
         pytest.raises(UserError, match=r"tokenizer: cannot write: No space left on device: free"),
-        runs.open_stage(config, "tokenizer"),
+        open_stage(config, "tokenizer"),
     ):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
@@ -122,7 +123,7 @@ def test_a_run_lies_under_runs_dir(config):
 
 
 def test_a_stage_from_beginning_to_end(config, capsys):
-    with runs.open_stage(config, "tokenizer", {"corpus:a.txt": "0f"}) as stage:
+    with open_stage(config, "tokenizer", {"corpus:a.txt": "0f"}) as stage:
         running = runs.read_stage(stage.folder)
         assert running is not None and running["status"] == "running" and not runs.is_complete(stage.folder)
         assert not stage.resumed
@@ -156,7 +157,7 @@ def test_what_a_kill_left_half_written_is_no_output(config):
 
 
 def test_a_stage_says_how_many_steps_it_will_take(config):
-    with runs.open_stage(config, "tokenizer") as stage:
+    with open_stage(config, "tokenizer") as stage:
         stage.plan(12)
         record = runs.read_stage(stage.folder)
         assert record is not None and (record["status"], record["steps"]) == ("running", 12)
@@ -176,7 +177,7 @@ def test_overwrite_leaves_the_old_stage_until_the_new_one_is_complete(config):
     folder = run_stage(config, "tokenizer", "old")
     (folder / "stray.txt").touch()
     before = hash_files(folder)
-    with runs.open_stage(changed(config, overwrite=True), "tokenizer") as stage:
+    with open_stage(changed(config, overwrite=True), "tokenizer") as stage:
         assert not stage.resumed and stage.folder == beside(folder) and under_way(folder) == stage.folder
         assert sorted(p.name for p in stage.folder.iterdir()) == [".lock", "config.yaml", "stage.json"]
         stage.model.mkdir()
@@ -196,7 +197,7 @@ def test_overwrite_leaves_the_old_stage_until_the_new_one_is_complete(config):
 def test_an_overwrite_that_fails_at_once_loses_nothing_and_leaves_nothing(config, mistake):
     folder = run_stage(config, "tokenizer", "old")
     before = hash_files(folder)
-    with pytest.raises(type(mistake)), runs.open_stage(changed(config, overwrite=True), "tokenizer"):
+    with pytest.raises(type(mistake)), open_stage(changed(config, overwrite=True), "tokenizer"):
         raise mistake
     assert hash_files(folder) == before and sorted(p.name for p in folder.parent.iterdir()) == ["tokenizer"]
     runs.check_output(folder)
@@ -209,12 +210,12 @@ def test_an_interrupted_overwrite_is_resumed(config):
     assert runs.check_output(folder)["status"] == "complete"
     with pytest.raises(UserError, match="already has a complete tokenizer"):
         run_stage(config, "tokenizer")
-    with runs.open_stage(again, "tokenizer") as stage:
+    with open_stage(again, "tokenizer") as stage:
         assert stage.resumed and stage.elapsed() >= 100 and latest_checkpoint(stage.checkpoints) is not None
         stage.finish()
     interrupt(again, "tokenizer")
     other = changed(again, tokenizer__vocab_size=400)
-    with runs.open_stage(other, "tokenizer") as stage:  # what an overwrite left for other settings is in nobody's way
+    with open_stage(other, "tokenizer") as stage:  # what an overwrite left for other settings is in nobody's way
         assert not stage.resumed and not stage.checkpoints.exists()
         stage.finish()
     assert runs.read_stage(folder)["settings"]["tokenizer.vocab_size"] == 400
@@ -237,11 +238,11 @@ def test_a_kill_during_the_swap_is_settled(config, killed):
 def test_a_stage_that_did_no_step_is_not_begun(config):
     with (
         pytest.raises(UserError, match="no such file"),
-        runs.open_stage(config, "tokenizer", {"corpus:a": "0f"}) as stage,
+        open_stage(config, "tokenizer", {"corpus:a": "0f"}) as stage,
     ):
         raise UserError("no such file")
     assert not stage.folder.exists()
-    with contextlib.suppress(Killed), runs.open_stage(config, "tokenizer", {"corpus:a": "0f"}):
+    with contextlib.suppress(Killed), open_stage(config, "tokenizer", {"corpus:a": "0f"}):
         raise Killed
     assert runs.read_stage(stage.folder)["status"] == "running"
     run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer")
@@ -253,7 +254,7 @@ class Killed(BaseException):
 
 def interrupt(config: Config, name: str, **kwargs) -> Path:
     """A stage that is killed after its first checkpoint."""
-    with contextlib.suppress(Killed), runs.open_stage(config, name, **kwargs) as stage:
+    with contextlib.suppress(Killed), open_stage(config, name, **kwargs) as stage:
         stage.seconds_before = 100.0
         checkpoint(stage.checkpoints, 1)
         stage.note_progress()
@@ -263,7 +264,7 @@ def interrupt(config: Config, name: str, **kwargs) -> Path:
 
 def test_an_interrupted_stage_is_resumed_with_its_time(config):
     folder = interrupt(config, "tokenizer")
-    with runs.open_stage(config, "tokenizer") as stage:
+    with open_stage(config, "tokenizer") as stage:
         assert stage.resumed and 100 <= stage.elapsed() < 110
         assert latest_checkpoint(stage.checkpoints) == folder / "checkpoints" / "step-1"
         stage.finish()
@@ -273,7 +274,7 @@ def test_an_interrupted_stage_is_resumed_with_its_time(config):
 
 def test_overwrite_drops_what_an_interrupted_stage_left(config):
     interrupt(config, "tokenizer")
-    with runs.open_stage(changed(config, overwrite=True), "tokenizer") as stage:
+    with open_stage(changed(config, overwrite=True), "tokenizer") as stage:
         assert not stage.resumed and stage.elapsed() < 10 and not stage.checkpoints.exists()
 
 
@@ -341,7 +342,7 @@ def test_a_swap_that_the_disk_refuses_leaves_the_old_stage(config, monkeypatch):
 
 
 def test_two_processes_do_not_work_on_one_stage(config):
-    with runs.open_stage(config, "tokenizer") as stage:
+    with open_stage(config, "tokenizer") as stage:
         with pytest.raises(UserError, match=f"{stage.folder}: another process is working on it: wait"):
             run_stage(changed(config, overwrite=True), "tokenizer")
         assert runs.read_stage(stage.folder)["status"] == "running"
@@ -350,7 +351,7 @@ def test_two_processes_do_not_work_on_one_stage(config):
 
 
 def test_a_stage_that_failed_releases_its_lock(config):
-    with pytest.raises(ValueError, match="bug"), runs.open_stage(config, "tokenizer"):
+    with pytest.raises(ValueError, match="bug"), open_stage(config, "tokenizer"):
         raise ValueError("bug")
     run_stage(config, "tokenizer")
 
@@ -388,13 +389,13 @@ def test_a_disk_that_is_full_at_the_record(config, monkeypatch):
 
 def test_a_disk_that_fills_while_a_stage_writes_its_output(config):
     wanted = r"model.bin: cannot write: No space left on device: free space"
-    with pytest.raises(UserError, match=wanted), runs.open_stage(config, "tokenizer"):
+    with pytest.raises(UserError, match=wanted), open_stage(config, "tokenizer"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.bin")
     run_stage(config, "tokenizer")
 
 
 def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(config):
-    with pytest.raises(PermissionError), runs.open_stage(config, "tokenizer"):
+    with pytest.raises(PermissionError), open_stage(config, "tokenizer"):
         raise PermissionError(errno.EACCES, "Permission denied", "corpus.txt")
 
 

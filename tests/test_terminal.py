@@ -17,7 +17,8 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.exits import fail
 from rlhf.model import generate
-from rlhf.runs.folders import Stage, check_output, hash_of
+from rlhf.runs.folders import check_output, hash_of
+from rlhf.runs.stage import Stage
 from rlhf.terminal import one_line, printable, say
 from rlhf.tokenizer import encode_text, train_tokenizer
 from rlhf.tracking.progress import progress

@@ -22,7 +22,6 @@ from rlhf.runs.folders import (
     collect_parents,
     differences,
     earlier_run,
-    has_begun,
     is_complete,
     is_needed,
     read_stage,
@@ -31,6 +30,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.sources import data_source, hash_sources, kinds_read
+from rlhf.runs.stage import has_begun
 from rlhf.terminal import say
 
 LEAST_FREE_BYTES = 200 * 2**20  # with less, a run would fail later

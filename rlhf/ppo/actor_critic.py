@@ -9,7 +9,7 @@ from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.trunk import hidden_at, multiplies_plainly
 from rlhf.ppo.ptx import pretraining_loss
 from rlhf.ppo.rollout import Rollout, before_responses, logprobs_of_hidden, response_logprobs, unpacked
-from rlhf.runs.folders import Stage
+from rlhf.runs.stage import Stage
 from rlhf.training.adapters import share_weights
 
 

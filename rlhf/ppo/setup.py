@@ -28,8 +28,9 @@ from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
 from rlhf.ppo.rollout import Prompts, Rollout, RolloutSetup, sample_responses, score_responses
 from rlhf.processes import Ranks
-from rlhf.runs.folders import Stage, check_output, read_stage, stage_folder
+from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.sources import fractions, is_function, need_source, reward_folder, reward_model_folder, reward_sources
+from rlhf.runs.stage import Stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.adapters import add_adapters, load_adapters, share_weights
 from rlhf.training.ema import Ema

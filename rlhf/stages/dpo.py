@@ -23,8 +23,9 @@ from rlhf.data.prompts import encode_prompt_within
 from rlhf.model.batching import right_pad
 from rlhf.ops.ranking import ranking_loss
 from rlhf.processes import Ranks
-from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources, need_source
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.reward import held_out_labelers, load_items
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums

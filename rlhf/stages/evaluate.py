@@ -32,17 +32,9 @@ from rlhf.ppo.rewards import Episodes, Reward, pay
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
 from rlhf.recipe import BASELINES
-from rlhf.runs.folders import (
-    Stage,
-    check_output,
-    is_complete,
-    open_stage,
-    read_stage,
-    rounds_before,
-    run_folder,
-    stage_folder,
-)
+from rlhf.runs.folders import check_output, is_complete, read_stage, rounds_before, run_folder, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source, reward_sources
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.terminal import say
 from rlhf.tokenizer import encode_texts, load_tokenizer
 from rlhf.tracking.progress import progress

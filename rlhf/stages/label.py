@@ -19,8 +19,9 @@ from rlhf.gold.corpus import write_jsonl
 from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers, rank_responses
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.generate import sample
-from rlhf.runs.folders import earlier_run, open_stage, read_stage, run_folder, stage_folder
+from rlhf.runs.folders import earlier_run, read_stage, run_folder, stage_folder
 from rlhf.runs.sources import hash_sources, need_source
+from rlhf.runs.stage import open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.training.setup import load_policy, set_up

@@ -28,8 +28,8 @@ from rlhf.ppo.metrics import (
 from rlhf.ppo.rewards import pay
 from rlhf.ppo.setup import PpoRun, make_ppo_run
 from rlhf.ppo.update import optimize
-from rlhf.runs.folders import open_stage
 from rlhf.runs.sources import hash_sources
+from rlhf.runs.stage import open_stage
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import Tracker, read_jsonl
 from rlhf.training.loop import open_loop

@@ -17,8 +17,9 @@ from rlhf.model.pretrained import Adopted, adopt
 from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.processes import Ranks, on_first_rank
-from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.tracking.progress import progress
 from rlhf.training.loop import open_loop

@@ -17,8 +17,9 @@ from rlhf.evaluation.best_of import best_index, draw_candidates
 from rlhf.model.trunk import context_of
 from rlhf.ppo.setup import load_ppo_prompts, make_reward
 from rlhf.processes import Ranks
-from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress

@@ -39,8 +39,9 @@ from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.ops.ranking import ranking_loss
 from rlhf.processes import Ranks
-from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.training.adapters import add_adapters, save_model

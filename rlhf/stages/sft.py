@@ -27,8 +27,9 @@ from rlhf.model.ragged import RaggedLoss
 from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.processes import Ranks
-from rlhf.runs.folders import Stage, open_stage, stage_folder
+from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.training.adapters import add_adapters
 from rlhf.training.loop import open_loop

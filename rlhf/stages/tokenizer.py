@@ -5,8 +5,8 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
-from rlhf.runs.folders import open_stage
 from rlhf.runs.sources import hash_sources, need_source
+from rlhf.runs.stage import open_stage
 from rlhf.tokenizer import train_tokenizer
 
 

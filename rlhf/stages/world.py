@@ -2,7 +2,7 @@
 
 from rlhf.config import Config
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, write_jsonl
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 
 
 def run(config: Config) -> None:

@@ -24,7 +24,7 @@ from rlhf.runs.checkpoints import (
     latest_checkpoint,
     remove_checkpoint,
 )
-from rlhf.runs.folders import Stage
+from rlhf.runs.stage import Stage
 from rlhf.tracking.progress import Progress, progress
 from rlhf.tracking.writers import Tracker
 from rlhf.training.setup import open_tracker

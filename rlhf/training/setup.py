@@ -16,8 +16,8 @@ from rlhf.config import Config
 from rlhf.errors import UserError, reason_of
 from rlhf.model.loading import load_whole
 from rlhf.processes import connect
-from rlhf.runs.folders import Stage
 from rlhf.runs.lineage import tracking_config
+from rlhf.runs.stage import Stage
 from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.tracking.writers import Tracker, make_tracker
 from rlhf.training.allocator import keep_freed_memory

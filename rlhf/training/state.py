@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rlhf.errors import UserError
 from rlhf.processes import gather, rank
 from rlhf.runs.checkpoints import save_checkpoint
-from rlhf.runs.folders import Stage
+from rlhf.runs.stage import Stage
 from rlhf.training.gather import gathered, gathered_state
 from rlhf.training.optim import state_holder, steps_on_device
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from rlhf.errors import UserError
 from rlhf.interrupts import finish_step, request_stop, stop_requested
 from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
-from rlhf.runs.folders import Stage
+from rlhf.runs.stage import Stage
 from rlhf.tracking.metrics import known
 from rlhf.training.adapters import save_model
 from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite

@@ -13,7 +13,7 @@ from torch import nn
 
 from rlhf.config import Config
 from rlhf.precision import precision_of
-from rlhf.runs.folders import peak_rss_mb
+from rlhf.runs.stage import peak_rss_mb
 
 # 10^12 operations per second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first match counts.
 # Source: NVIDIA's data sheets of the A100, H100, H200, L4, L40S and B200.

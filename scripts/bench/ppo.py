@@ -62,7 +62,7 @@ def gpt2(spec: Spec, seed: int) -> Any:
 def write_parents(config: Any, spec: Spec) -> None:
     """The stages that PPO builds on, as if they had been trained."""
     from rlhf.model.heads import RewardModel
-    from rlhf.runs.folders import open_stage
+    from rlhf.runs.stage import open_stage
     from rlhf.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(spec["tokenizer"])
@@ -83,7 +83,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     from rlhf.composing import compose_config
     from rlhf.data.records import PromptRecord
     from rlhf.ppo.setup import make_ppo_run
-    from rlhf.runs.folders import open_stage
+    from rlhf.runs.stage import open_stage
     from rlhf.stages.ppo import one_update
     from rlhf.tracking.writers import make_tracker
     from rlhf.training.setup import set_up

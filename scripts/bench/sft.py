@@ -76,7 +76,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.composing import compose_config
-    from rlhf.runs.folders import open_stage
+    from rlhf.runs.stage import open_stage
     from rlhf.stages import sft
     from rlhf.training.setup import be_quiet
 

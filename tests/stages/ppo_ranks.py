@@ -14,7 +14,7 @@ from rlhf.interrupts import leave
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Rollout
 from rlhf.processes import disconnect, gather
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker

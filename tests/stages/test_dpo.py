@@ -10,7 +10,8 @@ import torch
 from rlhf.data.items import join_rankings, token_encoder
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.report.page import make_page
-from rlhf.runs.folders import hash_of, open_stage, read_stage
+from rlhf.runs.folders import hash_of, read_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import dpo
 from rlhf.stages.evaluate import finished_baselines
 from rlhf.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rlhf.checks import check_config
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.tracking.writers import make_tracker
 from rlhf.training.adapters import add_adapters, gathered_state, merged

@@ -18,7 +18,7 @@ from rlhf.ppo import update as ppo_update
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE, check_first_minibatch
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import Rollout, response_logprobs
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker

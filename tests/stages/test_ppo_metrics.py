@@ -25,7 +25,7 @@ from rlhf.ppo.rewards import CombinedReward
 from rlhf.ppo.rollout import Rollout
 from rlhf.ppo.setup import PpoRun
 from rlhf.runs.checkpoints import checkpoint_figure
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import DERIVED, METRICS
 from rlhf.training.setup import set_up

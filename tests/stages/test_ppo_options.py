@@ -13,7 +13,7 @@ from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rewards import CombinedReward, pay
 from rlhf.ppo.rollout import Rollout, response_logprobs
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.writers import make_tracker
 from rlhf.training.ema import Ema

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.ops.masked import whiten
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.training.setup import set_up
 from tests.stages.conftest import collect

@@ -21,7 +21,8 @@ from rlhf.errors import UserError
 from rlhf.evaluation import scoring
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
-from rlhf.runs.folders import open_stage, read_stage
+from rlhf.runs.folders import read_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import reward
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl

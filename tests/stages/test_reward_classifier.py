@@ -8,7 +8,8 @@ import torch
 
 from rlhf.chat_template import decode_response
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.runs.folders import open_stage, read_stage
+from rlhf.runs.folders import read_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.writers import make_tracker, read_jsonl
 from rlhf.training.setup import set_up

@@ -10,7 +10,8 @@ from rlhf.chat_template import encode_prompt, encode_response
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
 from rlhf.errors import UserError
-from rlhf.runs.folders import open_stage, read_stage
+from rlhf.runs.folders import read_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import sft
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl

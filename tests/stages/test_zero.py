@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Rollout
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.training.setup import set_up

@@ -19,7 +19,7 @@ from rlhf.model.generate import sample
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Rollout
 from rlhf.processes import disconnect, is_first, wait_for_all
-from rlhf.runs.folders import open_stage
+from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums

@@ -1,0 +1,300 @@
+"""A stage under way: begun or resumed under a lock, recorded in stage.json, finished with the hashes of its files."""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import platform
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf import __version__
+from rlhf.config import Config
+from rlhf.config.setting import ROUNDING, get, settings_in, stored
+from rlhf.errors import UserError
+from rlhf.files import DISK_ERRORS, disk_error, hash_files, share, write_json
+from rlhf.processes import is_first
+from rlhf.recipe import STAGES
+from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
+from rlhf.runs.folders import collect_parents, differences, hash_of, read_stage, run_folder, settings_of, stage_folder
+from rlhf.runs.lineage import git_state
+from rlhf.runs.replacing import beside, settle, swap
+from rlhf.terminal import say
+
+
+def peak_rss_mb() -> float:
+    """Peak resident memory of this process so far, in MB (10^6 bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak * (1 if platform.system() == "Darwin" else 1024) / 1e6, 1)
+
+
+def versions() -> dict[str, str]:
+    names = ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy")
+    found = {"rlhf": __version__, "python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@dataclass(slots=True)
+class Stage:
+    """A running stage: its folder, and the contents of its record."""
+
+    config: Config
+    name: str
+    folder: Path
+    parents: dict[str, str]
+    data: dict[str, str]
+    resumed: bool = False
+    seconds_before: float = 0.0  # spent by earlier, interrupted attempts
+    started: float = field(default_factory=time.monotonic)
+    steps: int | None = None  # total number of steps, once it is known
+    writes: bool = True  # only on rank 0, which prints and writes for all ranks
+    replaces: Path | None = None  # with overwrite=true the folder that this one replaces when it is complete
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    def say(self, text: str) -> None:
+        if not self.writes:
+            return
+        say(f"{self.name}: {text}")
+
+    def elapsed(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def record(self, status: str) -> dict[str, Any]:
+        return {
+            "stage": self.name, "status": status, "seed": self.config.seed, "run": self.config.run,
+            "settings": settings_of(self.config, self.name), "parents": self.parents, "data": self.data,
+            "versions": versions(), "git": git_state(), "seconds": round(self.elapsed(), 2), "peak_rss_mb": peak_rss_mb(),
+            "steps": self.steps, "config": stored(asdict(self.config)),
+        }  # fmt: skip
+
+    def plan(self, steps: int) -> None:
+        """Write the total number of optimizer steps (in PPO updates) to stage.json, for `rlhf watch`."""
+        self.steps = steps
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """Store the seconds spent so far, so that a resumed stage reports its total time."""
+        if not self.writes:
+            return
+        write_json(self.folder / "stage.json", self.record("running"))
+
+    def finish(self, summary: dict[str, float] | None = None) -> None:
+        """Hash the output, write the record as complete, and remove the checkpoints that are no longer needed."""
+        if not self.writes:
+            return
+        skip = ("checkpoints", "stage.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "wandb", "tensorboard",
+                ".lock")  # fmt: skip
+        share(self.folder)
+        record = self.record("complete") | {"summary": summary or {}, "files": hash_files(self.folder, skip)}
+        record["hash"] = hash_of(record)
+        write_json(self.folder / "stage.json", record)
+        if self.replaces is not None:
+            swap(self.replaces)
+            self.folder, self.replaces = self.replaces, None
+        else:
+            shutil.rmtree(beside(self.folder), ignore_errors=True)
+        if self.config.tracking.artifacts and self.config.tracking.kind == "wandb":
+            from rlhf.tracking.artifacts import publish
+
+            publish(self.folder, record, self.config.tracking.project)
+        self._drop_checkpoints()
+        took = f"{record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB"
+        self.say(f"complete in {took} -> {self.folder}")
+
+    def _drop_checkpoints(self) -> None:
+        """Remove the checkpoints of a complete stage, except those of checkpoints.keep_best and keep_every."""
+        settings = self.config.checkpoints
+        found = checkpoints(self.checkpoints)
+        if found and (settings.keep_best or settings.keep_every):
+            prune_checkpoints(self.checkpoints, checkpoint_step(found[-1]), replace(settings, keep=0))
+            if checkpoints(self.checkpoints):
+                return
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
+    """Start or resume a stage: check the parents, refuse to overwrite, hold a lock while it runs.
+
+    With overwrite=true the stage is written to a folder next to the existing one, which stays until the new one is
+    complete.
+
+    Raises: UserError if the stage is complete (and overwrite is false), was started with other settings or is being run
+    by another process, if the folder contains other files, if the disk is full, or if a parent does not fit.
+    """
+    folder = run_folder(config) / name
+    parents = collect_parents(config, name)
+    place, replaces = (beside(folder), folder) if config.overwrite else (folder, None)
+    stage = Stage(config, name, place, parents, data or {}, writes=is_first(), replaces=replaces)
+    if not stage.writes:
+        yield stage
+        return
+    with _lock(folder), _lock(stage.folder) if config.overwrite else contextlib.nullcontext():
+        settle(folder)
+        recorded = _begin_or_resume(stage)
+        folders = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
+        built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
+        stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
+        if recorded is not None:
+            _tell_other_rounding(stage, recorded)
+        stage.note_progress()
+        try:
+            _write_config(config, stage.folder)
+            yield stage
+        except OSError as error:
+            _discard_beginning(stage)
+            if error.errno in DISK_ERRORS:
+                raise disk_error(error, Path(error.filename or folder)) from error
+            raise
+        except Exception as error:  # libraries report a full disk by other errors than OSError
+            _discard_beginning(stage)
+            told = checkpoint_error(error, folder)
+            if told is error:
+                raise
+            raise told from error
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock a folder; creates it if necessary. Raises: UserError if another process holds it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise disk_error(error, folder) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{folder}: another process is working on it: wait for it, or choose another run=…"
+            ) from None
+        yield
+
+
+def _begin_or_resume(stage: Stage) -> dict | None:
+    """Prepare the stage's folder: keep it to resume an interrupted attempt, whose record is returned, or empty it.
+
+    Raises: UserError if the folder may not be replaced.
+    """
+    recorded = _replacement(stage) if stage.replaces is not None else read_stage(stage.folder)
+    misfit = None if recorded is None else _misfit(stage, recorded)
+    if recorded is not None and recorded["status"] == "complete":
+        raise UserError(
+            f"{stage.folder}: run {stage.config.run!r} already has a complete {stage.name}: "
+            "choose another run=…, or add overwrite=true to replace it"
+        )
+    if misfit is not None and has_begun(stage.folder, stage.name):
+        raise UserError(f"{stage.folder}: {misfit}, choose another run=…, or add overwrite=true to start again")
+    if recorded is None or misfit is not None:
+        _empty(stage, replace_others=recorded is not None or stage.replaces is not None)
+        return None
+    _sweep(stage.folder)
+    stage.resumed = True
+    stage.seconds_before = float(recorded.get("seconds", 0.0))
+    return recorded
+
+
+def _replacement(stage: Stage) -> dict | None:
+    """The record of an interrupted replacement that can be resumed, or None."""
+    try:
+        recorded = read_stage(stage.folder)
+    except UserError:
+        return None
+    fits = recorded is not None and recorded["status"] == "running" and _misfit(stage, recorded) is None
+    return recorded if fits else None
+
+
+def _misfit(stage: Stage, recorded: dict) -> str | None:
+    """Why an interrupted attempt cannot be resumed, and what to do; or None."""
+    wanted = settings_of(stage.config, stage.name)
+    if recorded["settings"] != wanted:
+        return f"was started with other settings ({differences(recorded['settings'], wanted)}): restore them to resume"
+    if recorded["parents"] != stage.parents or recorded["data"] != stage.data:
+        return "was started with other parents or data: restore them to resume"
+    return None
+
+
+def has_begun(folder: Path, name: str) -> bool:
+    """Whether a stage has work to resume from: a whole checkpoint, or a file of its row's `kept_work`."""
+    kept = STAGES[name].kept_work if name in STAGES else ()
+    return any(folder.glob("checkpoints/*/manifest.json")) or any((folder / path).exists() for path in kept)
+
+
+def _discard_beginning(stage: Stage) -> None:
+    """Remove the folder of a stage that failed before it did anything."""
+    left = {path.name for path in stage.folder.iterdir()}
+    empty = all(not path.stat().st_size for path in stage.folder.glob("*.jsonl"))
+    if not empty or not left <= {"stage.json", "config.yaml", ".lock", "metrics.jsonl", "samples.jsonl"}:
+        return
+    for folder in (stage.folder, *([] if stage.replaces is None else [stage.replaces])):
+        if folder == stage.folder or {path.name for path in folder.iterdir()} <= {".lock"}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tell_other_rounding(stage: Stage, recorded: dict) -> None:
+    """Print the changed settings that affect only speed, memory and rounding."""
+    before, own = flat_settings(recorded.get("config")), STAGES[stage.name].groups
+    changed = []
+    for key, stated in settings_in(Config).items():
+        group, value = key.rpartition(".")[0], stored(get(stage.config, key))
+        if (
+            stated.changes == ROUNDING
+            and (group in (*own, "", "sharding", "launcher"))
+            and before.get(key, value) != value
+        ):
+            changed.append(f"{key}={value}, was {before[key]}")
+    if changed:
+        stage.say(f"resumes with {'; '.join(changed)}: same computation, different rounding")
+
+
+def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"sft.lr": …} of nested settings."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _sweep(folder: Path) -> None:
+    """Remove temporary files that a killed attempt left."""
+    for path in [*folder.glob(".*.tmp"), *folder.glob("*.jsonl.kept")]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _empty(stage: Stage, replace_others: bool) -> None:
+    """Remove the contents of a stage's folder; the record is removed last, so that an interrupted removal is detected."""
+    found = [path for path in stage.folder.iterdir() if path.name != ".lock"]
+    strangers = sorted(path.name for path in found if not path.name.startswith("."))
+    if strangers and not replace_others:
+        raise UserError(
+            f"{stage.folder}: has no readable stage.json but other files ({', '.join(strangers[:3])}): choose another "
+            f"run=…, or run `rlhf {stage.name} overwrite=true` to replace them"
+        )
+    try:
+        for path in sorted(found, key=lambda p: p.name == "stage.json"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise disk_error(error, stage.folder) from error
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    """config.yaml: the whole configuration, which `rlhf` can read back."""
+    import yaml
+
+    (folder / "config.yaml").write_text(yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True))
