@@ -51,10 +51,10 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "export": ("rlhf.commands.export", "write a model that plain transformers loads", ("export",)),
     "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records in Arrow",
                ("columns", "words")),
-    "sample": ("rlhf.commands.sample", "draw K responses a prompt and write the tasks of a labelling round",
+    "sample": ("rlhf.commands.sample", "draw K responses per prompt and write the tasks of a labelling round",
                ("sample", "data")),
     "generate": ("rlhf.commands.generate", "have a model answer a file of prompts, for judges and labelers", ("generate",)),
-    "plan": ("rlhf.commands.plan", "memory a GPU and a stage, hours and compute-optimal sizes, before anyone pays",
+    "plan": ("rlhf.commands.plan", "memory per GPU and stage, hours, and compute-optimal sizes of a planned run",
              ("model", "tokenizer")),
     **{name: row for name, row in _STAGES.items() if name in GOLD_STAGES},
 }  # fmt: skip

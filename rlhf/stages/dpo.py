@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.comparisons import load_comparisons
-from rlhf.data.items import Item, check_labelers, token_encoder
+from rlhf.data.items import Item, token_encoder
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.model.batching import right_pad
 from rlhf.ops.ranking import ranking_loss
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.sources import hash_sources, need_source
+from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.stages.reward import held_out_labelers, load_items
+from rlhf.stages.reward import load_items, load_training_rankings
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.training.adapters import add_adapters, share_weights
@@ -45,14 +44,7 @@ def run(config: Config) -> None:
         tokenizer = load_tokenizer(folder)
 
         # 1. The rankings that may train, as pairs of answers; the same ones as the reward model's
-        records, info = load_comparisons(
-            need_source(config, "comparisons"), config.data.format, config.data.allow_partial
-        )
-        for line in info.describe():
-            stage.say(line)
-        held_out = held_out_labelers(config, records)
-        records = [record for record in records if record.labeler not in held_out]
-        check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), records)
+        records = load_training_rankings(config, stage)
         context = tokenizer.model_max_length
         room = min(config.rollout.max_new_tokens, context // 2)
         items = load_items(config, stage, records, token_encoder(tokenizer, context, room))

@@ -64,14 +64,7 @@ def run(config: Config) -> None:
         tokenizer = load_tokenizer(folder)
 
         # 1. The rankings to train on
-        records, info = load_comparisons(
-            need_source(config, "comparisons"), config.data.format, config.data.allow_partial
-        )
-        for line in info.describe():
-            stage.say(line)
-        held_out = held_out_labelers(config, records)
-        records = [record for record in records if record.labeler not in held_out]
-        check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), records)
+        records = load_training_rankings(config, stage)
 
         # 2. The SFT model without its unembedding, plus a scalar head; or a classifier with its own tokenizer
         model = make_model(config)
@@ -107,6 +100,17 @@ def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
         put_weights(model.float(), state)
     if stage.writes:
         (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
+
+
+def load_training_rankings(config: Config, stage: Stage) -> list[Ranking]:
+    """The rankings of data.comparisons without those of held-out labelers. Raises: UserError for an unknown labeler."""
+    records, info = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
+    for line in info.describe():
+        stage.say(line)
+    held_out = held_out_labelers(config, records)
+    records = [record for record in records if record.labeler not in held_out]
+    check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), records)
+    return records
 
 
 def make_model(config: Config) -> RewardModel | TextRewardModel:
