@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.cli import main
+from rlhf.files import hash_files
 from rlhf.tracking.writers import read_jsonl
 
 from .conftest import SMALL_MODEL, Run
@@ -122,6 +124,32 @@ def test_a_stage_that_is_complete_is_not_overwritten(refused, copy_until):
     told = refused("sft", *place(run))
     assert "already has a complete sft" in told and "overwrite=true" in told
     assert (run.folder / "sft" / "stage.json").read_bytes() == before
+
+
+MISTAKES = [
+    ("pretrain", "device=cuda", "device=cuda"),
+    ("pretrain", "model.n_kv_head=3", "n_kv_head"),
+    ("sft", "data.demonstrations='{folder}/bad.jsonl'", "bad.jsonl:2"),
+    ("reward", "reward.labeler_weights={{nobody: 2}}", "nobody"),
+    ("reward", "data.comparisons='{folder}/bad.jsonl'", "bad.jsonl"),
+    ("ppo", "ppo.rewards='math:no_such_function'", "no_such_function"),
+    ("ppo", "rollout.max_new_tokens=128", "rollout.max_new_tokens=128"),
+    ("evaluate", "data.prompts='{folder}/missing.jsonl'", "missing.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("stage", "mistake", "told"), MISTAKES)
+def test_overwriting_with_a_mistake_loses_nothing(refused, copy_until, folder, stage, mistake, told):
+    if mistake == "device=cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU: device=cuda is no mistake")
+    good = json.dumps({"kind": "demonstration", "id": "1", "prompt": "Hello", "response": "Hi"})
+    (folder / "bad.jsonl").write_text(good + '\n{"kind": "demonstration", "id": "2"}\n')
+    run = copy_until(None)
+    before = hash_files(run.folder)
+    assert told in refused(stage, *place(run), "overwrite=true", mistake.format(folder=folder))
+    left = hash_files(run.folder)
+    assert {name: left.get(name) for name in before} == before
+    assert not any(f"{stage}.new/" in name for name in left), "no half-made replacement"
 
 
 def test_a_stage_that_another_process_runs(refused, copy_until):
