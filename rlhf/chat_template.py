@@ -12,11 +12,14 @@ from functools import lru_cache
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.time_limit import time_limit
 from rlhf.tokenizer import encode_texts
 
 Turn = dict[str, str]
 PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rendered after
 ENDS = "end_token_ids"  # where an adopted tokenizer keeps its end tokens: a field of tokenizer_config.json
+SECONDS, LENGTH = 10.0, 10**7  # of a rendering, and of its text: a template may come from anywhere
+NOT_ONCE = "the chat template does not write what the assistant says once, as it is: use another tokenizer"
 
 
 # ------------------------------------------------------------------------------------------------ text to ids
@@ -100,12 +103,32 @@ def _call(tokenizer: Any, turns: list[Turn], generate: bool) -> str:
     if not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template: adopt it with model.pretrained, which gives it ours")
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
+        given = tokenizer.chat_template
+        _check_powers("\n".join(given.values()) if isinstance(given, dict) else given)
+        with time_limit(SECONDS):
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
+    except TimeoutError:
+        raise UserError(
+            f"the chat template takes more than {SECONDS:g} s for a dialogue: use another tokenizer"
+        ) from None
     except Exception as error:  # whatever the template raises
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"the chat template refuses a dialogue ({said}): change its turns, or use another tokenizer"
         ) from error
+    if len(text) > LENGTH:
+        raise UserError(f"the chat template writes {len(text):,} characters for a dialogue, more than {LENGTH:,}: use "
+                        "another tokenizer")  # fmt: skip
+    return text
+
+
+@lru_cache(maxsize=8)
+def _check_powers(template: str) -> None:
+    """Raises: ValueError for a template that computes a power: a large one takes hours in one step, which nothing can stop."""
+    from jinja2 import Environment
+
+    if any(token[1:] == ("operator", "**") for token in Environment().lex(template)):
+        raise ValueError("it computes a power with **")
 
 
 def _render(tokenizer: Any, turns: list[Turn], generate: bool) -> tuple[str, list[Turn]]:
@@ -151,9 +174,17 @@ def end_ids(tokenizer: Any) -> list[int]:
 def find_end_of_turn(tokenizer: Any) -> int | None:
     """The special token that the template writes after what the assistant says; None if it writes none."""
     marks = _make_marks(tokenizer, [])
-    text = _call(tokenizer, [*PROBE, {"role": "assistant", "content": marks.mark}], False)
-    found = marks.special.search(text, text.rindex(marks.mark))
+    after = _around(_call(tokenizer, [*PROBE, {"role": "assistant", "content": marks.mark}], False), marks)[1]
+    found = marks.special.search(after)
     return marks.ids[found[0]] if found else None
+
+
+def _around(text: str, marks: _Marks) -> tuple[str, str]:
+    """What stands before and after the mark. Raises: UserError if the template does not write it once."""
+    before, mark, after = text.partition(marks.mark)
+    if not mark or marks.mark in after:
+        raise UserError(NOT_ONCE)
+    return before, after
 
 
 def _after_end(tokenizer: Any, text: str, start: int, stop: int, marks: _Marks) -> int | None:
@@ -209,6 +240,22 @@ def encode_dialogue(tokenizer: Any, messages: Sequence[Any]) -> tuple[list[int],
     return whole, mask
 
 
+def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[int]:
+    """A dialogue that the assistant ends, as the template renders it; if its author was cut off (`ended` is false), up to
+    the last word of the assistant.
+
+    Raises: UserError as `encode_prompts`.
+    """
+    [turns], marks = _marked(tokenizer, [_turns(messages)])
+    if ended:
+        return _encode_rendered(tokenizer, [_render(tokenizer, turns, False)[0]], marks)[0]
+    last = {**turns[-1], "content": turns[-1]["content"].rstrip() + marks.mark}
+    text, mark, _ = _render(tokenizer, [*turns[:-1], last], False)[0].rpartition(marks.mark)
+    if not mark:
+        raise UserError(NOT_ONCE)
+    return _encode_rendered(tokenizer, [text], marks)[0]
+
+
 def _common(whole: list[int], part: list[int]) -> int:
     """How many tokens both begin with."""
     return next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
@@ -258,7 +305,7 @@ def _frame(tokenizer: Any, _: str) -> _Frame:
         _call(tokenizer, [*PROBE, {"role": "assistant", "content": content}], False)
         for content in (marks.mark, f"\n{marks.mark}\n")
     ]
-    before, after = texts[0].split(marks.mark)
+    before, after = _around(texts[0], marks)
     before = before[len(prompt) :] if before.startswith(prompt) else ""
     end = _after_end(tokenizer, after, 0, len(after), marks)
     after = after[:end] if end is not None else ""
@@ -268,7 +315,7 @@ def _frame(tokenizer: Any, _: str) -> _Frame:
 
 def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -> list[list[int]]:
     """Responses as the template writes them after a prompt; with their end token unless the authors were cut off."""
-    frame = _frame(tokenizer, tokenizer.chat_template)
+    frame = _frame(tokenizer, str(tokenizer.chat_template))
     marks = _make_marks(tokenizer, texts)
     after = frame.after if ended else ""
     pieces = [f"{frame.before}{marks.put(text.strip() if frame.strips else text)}{after}" for text in texts]

@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "rlhf"
 LAYERS = tuple(
     tuple(line.split())
     for line in (
-        "__init__ ops errors exits config composing precision rendezvous recipe interrupts processes files terminal adopting",
+        "__init__ ops errors exits config composing precision rendezvous recipe interrupts processes files terminal adopting "
+        "time_limit",
         "model data tracking runs gold planning tokenizer chat_template checks",
         "training report",
         "ppo evaluation",

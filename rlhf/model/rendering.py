@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.chat_template import encode_scored
 from rlhf.data.records import Message
 from rlhf.errors import UserError
 
@@ -45,7 +46,11 @@ class TextEncoder:
         self.tokenizer, self.limit = tokenizer, limit
         added = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
         self.form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
-        spellings = sorted((t for t in tokenizer.all_special_tokens if len(t) > 1), key=len, reverse=True)
+        if self.form == "template" and not tokenizer.is_fast:
+            raise UserError("reward.model: a chat template, but no tokenizer.json: save its tokenizer as a fast one")
+        # a chat template is told apart from what its messages spell where it is rendered
+        found = [] if self.form == "template" else tokenizer.all_special_tokens
+        spellings = sorted((t for t in found if len(t) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         self._special_ids = set(tokenizer.all_special_ids)
         self._closing = {tokenizer.sep_token_id, tokenizer.eos_token_id} - {None}
@@ -82,9 +87,8 @@ class TextEncoder:
         if self.form == "pair":
             encoded = self.tokenizer(render_prompt(messages), response, return_token_type_ids=True)
         elif self.form == "template":
-            text = self._templated(messages, response, ended)
-            encoded = self.tokenizer(text, add_special_tokens=False, return_token_type_ids=True)
-            return TextRow(list(encoded["input_ids"]), list(encoded["token_type_ids"]))
+            ids = encode_scored(self.tokenizer, [*messages, Message(role="assistant", content=response)], ended)
+            return TextRow(ids, [0] * len(ids))
         else:
             turns = [f"{m.role.capitalize()}: {m.content}" for m in messages]
             encoded = self.tokenizer("\n\n".join([*turns, f"Assistant: {response}"]), return_token_type_ids=True)
@@ -105,24 +109,6 @@ class TextEncoder:
             if ids[at] not in self._special_ids:
                 return None
         return None
-
-    def _templated(self, messages: list[Message], response: str, ended: bool) -> str:
-        turns = [
-            {"role": m.role, "content": m.content} for m in [*messages, Message(role="assistant", content=response)]
-        ]
-        try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False)
-        except Exception as error:  # whatever the template raises
-            if turns[0]["role"] == "system" and len(turns) > 2:  # many templates know no system turn
-                first = {"role": "user", "content": f"{turns[0]['content']}\n\n{turns[1]['content']}"}
-                merged = [Message.model_validate(turn) for turn in [first, *turns[2:-1]]]
-                return self._templated(merged, response, ended)
-            raise UserError(f"reward.model: its chat template refuses a dialogue ({str(error).splitlines()[0]}): "
-                            "give a tokenizer whose template fits, or one without a template") from error  # fmt: skip
-        shown = response.strip()
-        if not ended and shown and shown in text:
-            text = text[: text.rindex(shown) + len(shown)]
-        return text
 
     def _as_text(self, text: str) -> str:
         return self._special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) if self._special else text

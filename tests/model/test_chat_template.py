@@ -1,5 +1,9 @@
 """Chats of every template as tokens: the library's own ids, the assistant's tokens, and text that stays text."""
 
+import copy
+import threading
+import time
+
 import pytest
 
 from rlhf.chat_template import (
@@ -13,6 +17,7 @@ from rlhf.chat_template import (
 )
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.errors import UserError
+from rlhf.time_limit import time_limit
 from rlhf.tokenizer import train_tokenizer
 from tests.model.chats import KINDS, TEXT, make_tokenizer
 
@@ -148,3 +153,56 @@ def test_no_template_is_refused():
     tokenizer = make_tokenizer("chatml").__class__(tokenizer_object=make_tokenizer("chatml").backend_tokenizer)
     with pytest.raises(UserError, match=r"no chat template: adopt it with model\.pretrained"):
         encode_prompt(tokenizer, "a")
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+FOREIGN = {
+    LOOPS: "takes more than 0.1 s",
+    "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}": "takes more than 0.1 s",
+    "{% set x = 9 %}{{ x ** x ** x }}": r"computes a power",
+    "{{ 'x' * 10000001 }}": "writes 10,000,001 characters",
+    "hello": "does not write what the assistant says once",
+    "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}": "does not write what the assistant says once",
+}
+
+
+@pytest.mark.parametrize("template", FOREIGN)
+def test_a_template_that_takes_too_long_or_writes_too_much_is_refused(template, monkeypatch):
+    monkeypatch.setattr("rlhf.chat_template.SECONDS", 0.1)
+    monkeypatch.setattr("rlhf.time_limit.EVERY", 0.02)
+    tokenizer = copy.deepcopy(make_tokenizer("chatml"))
+    tokenizer.chat_template = template
+    for call in (find_end_of_turn, lambda tokenizer: encode_response(tokenizer, "a")):
+        with pytest.raises(UserError, match=FOREIGN[template]) as told:
+            call(tokenizer)
+        assert "\n" not in str(told.value)
+
+
+def test_powers_are_told_from_text_and_several_templates_are_one_each():
+    tokenizer, plain = copy.deepcopy(make_tokenizer("chatml")), make_tokenizer("chatml")
+    tokenizer.chat_template = {"default": plain.chat_template, "tools": "{# 2 ** 3 #}**bold** {{ '**' }}"}
+    assert encode_prompt(tokenizer, "a") == encode_prompt(plain, "a")
+    assert encode_response(tokenizer, "a") == encode_response(plain, "a")
+
+
+def test_the_time_limit_holds_in_a_thread_and_leaves_no_exception_behind(monkeypatch):
+    monkeypatch.setattr("rlhf.time_limit.EVERY", 0.02)
+    told = []
+
+    def work() -> None:
+        for seconds, busy in ((0.05, 60.0), (60.0, 0.1), (0.05, 60.0)):
+            try:
+                with time_limit(seconds):
+                    until = time.monotonic() + busy
+                    while time.monotonic() < until:
+                        pass
+                told.append("in time")
+            except TimeoutError:
+                told.append("late")
+        time.sleep(0.1)
+        told.append("ended")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert told == ["late", "in time", "late", "ended"]

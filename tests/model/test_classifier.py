@@ -187,6 +187,14 @@ def test_a_chat_template_is_used_where_there_is_one():
         "user : what colour is blood ? [SEP] assistant : red . [SEP]"
     )
     assert row.ids[:-1] == encoder.encode(PROMPTS[0], "red .", ended=False).ids
+    assert row.types == [0] * len(row.ids)
+    # cut off in a word that the template itself writes later on, or that the prompt spells as a special token
+    tokenizer.chat_template = tokenizer.chat_template.replace("[SEP] ", "[SEP] of course ")
+    row = TextEncoder(tokenizer, None).encode(user("a [SEP] dog"), "of course", ended=False)
+    told = " ".join(tokenizer.convert_ids_to_tokens(row.ids))
+    assert told.startswith("user : a") and told.endswith("dog [SEP] of course assistant : of course")
+    assert row.ids.count(tokenizer.sep_token_id) == 1
+    tokenizer.chat_template = tokenizer.chat_template.replace("[SEP] of course ", "[SEP] ")
     # a system turn that the template refuses goes before the first user turn
     told = " ".join(tokenizer.convert_ids_to_tokens(encoder.encode(DIALOGUE, "black").ids))
     assert told == "user : good snow [SEP] assistant : white [SEP] user : coal [SEP] assistant : black [SEP]"
