@@ -6,7 +6,7 @@ and a marked one is encoded as ordinary text.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,8 +15,9 @@ from rlhf.errors import UserError
 from rlhf.time_limit import time_limit
 from rlhf.tokenizer import encode_texts
 
-Turn = dict[str, str]
+Turn = dict[str, Any]
 PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rendered after
+CONTEXT = "context"  # key of an assistant's turn that is not to be learned
 ENDS = "end_token_ids"  # where an adopted tokenizer keeps its end tokens: a field of tokenizer_config.json
 SECONDS, LENGTH = 10.0, 10**7  # of a rendering, and of its text: a template may come from anywhere
 NOT_ONCE = "the chat template does not write what the assistant says once, as it is: use another tokenizer"
@@ -152,7 +153,7 @@ def _joined(turns: list[Turn]) -> list[Turn]:
     joined: list[Turn] = []
     for turn in turns:
         if joined and joined[-1]["role"] == turn["role"]:
-            joined[-1] = {**turn, "content": f"{joined[-1]['content']}\n\n{turn['content']}"}
+            joined[-1] = {**joined[-1], **turn, "content": f"{joined[-1]['content']}\n\n{turn['content']}"}
         else:
             joined.append(turn)
     return joined
@@ -214,24 +215,32 @@ def encode_prompt(tokenizer: Any, messages: str | Sequence[Any], add_generation_
     return encode_prompts(tokenizer, [messages], add_generation_prompt)[0]
 
 
-def encode_dialogue(tokenizer: Any, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
+def encode_dialogue(
+    tokenizer: Any, messages: Sequence[Any], context: Collection[int] = ()
+) -> tuple[list[int], list[bool]]:
     """A whole dialogue, and which tokens the assistant wrote: of each of its turns what follows the generation prompt, up to
     the end token and with it.
 
-    Nothing follows the last turn's end token; if the template writes none there, the tokenizer's is added.
+    context: places of turns that count as nobody's. Nothing follows the last turn's end token; if the template writes none
+    there, the tokenizer's is added.
 
     Raises: UserError as `encode_prompts`, or if a turn cannot be found in the rendered text.
     """
     [turns], marks = _marked(tokenizer, [_turns(messages)])
+    for place in context:
+        turns[place][CONTEXT] = True
     text, turns = _render(tokenizer, turns, False)
-    spans = [_find_turn(tokenizer, turns, i, text, marks) for i, t in enumerate(turns) if t["role"] == "assistant"]
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    spans = [_find_turn(tokenizer, turns, i, text, marks) for i in answers]
     last = bool(turns) and turns[-1]["role"] == "assistant"
     if last:
         text = text[: spans[-1][1]]
     pieces = [text, *(text[:place] for span in spans for place in span)]
     whole, *cuts = _encode_rendered(tokenizer, pieces, marks)
     mask = [False] * len(whole)
-    for start, stop in zip(cuts[::2], cuts[1::2], strict=True):
+    for i, start, stop in zip(answers, cuts[::2], cuts[1::2], strict=True):
+        if CONTEXT in turns[i]:
+            continue
         first, end = _common(whole, start), _common(whole, stop)
         mask[first:end] = [True] * (end - first)
     ends = end_ids(tokenizer)
@@ -278,7 +287,7 @@ def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: 
     start = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b) - 1
     suffix = one[start + 2 :]
     if not text.startswith(one[:start]) or not text.endswith(suffix):
-        raise UserError(f"the chat template hides what the assistant says in turn {index + 1}: use another template")
+        raise UserError(f"the chat template hides what the assistant says in turn {index + 1}: set sft.turns=last")
     stop = len(text) - len(suffix)
     following = _after_end(tokenizer, text, stop, len(text), marks)
     closed = following is not None and marks.special.sub("", text[stop:following]).strip() == ""

@@ -6,6 +6,7 @@ A command's module, and with it torch, is imported only when the command runs, s
 import contextlib
 import importlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -131,14 +132,17 @@ def _dispatch(arguments: list[str]) -> None:
     if any(flag in overrides for flag in ("-h", "--help")):
         write(_command_help(command) + "\n")
         return
-    text = None
+    texts: dict[str, str] = {}
     if "--" in overrides:
         if command != "chat":
             raise UserError(
                 f"--: only `rlhf chat` takes text after it: write the settings of `rlhf {command}` as key=value"
             )
         at = overrides.index("--")
-        overrides, text = overrides[:at], " ".join(overrides[at + 1 :])
+        overrides, texts["message"] = overrides[:at], " ".join(overrides[at + 1 :])
+    if command == "chat":
+        overrides, plain_texts = split_texts(overrides)
+        texts = plain_texts | texts
     shared = SHARED_FLAG in overrides
     overrides = [o for o in overrides if o != SHARED_FLAG]
     # `+` adds a group to Hydra's list of defaults; ours are in it already
@@ -147,7 +151,14 @@ def _dispatch(arguments: list[str]) -> None:
     check_overrides(plain, command, read_flags(flags, command)[1])
     if not shared and not {"-c", "--cfg", "-i", "--info"}.intersection(split_flags(overrides)[0]):
         check_used(split_flags(overrides)[1], command)
-    _run_with_hydra(command, overrides, text)
+    _run_with_hydra(command, overrides, texts)
+
+
+def split_texts(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The other overrides, and what chat.message and chat.system say in plain words, which need none of Hydra's quotes."""
+    found = [re.fullmatch(r"chat\.(message|system)=\s*([^\s'\"$].*)", text, re.DOTALL) for text in overrides]
+    texts = {match[1]: match[2] for match in found if match and match[2] != "null"}
+    return [text for text, match in zip(overrides, found, strict=True) if not match or match[2] == "null"], texts
 
 
 def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -243,8 +254,8 @@ def _check_choice(group: str, value: Any, folder: str | None) -> None:
         raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
 
 
-def _run_with_hydra(command: str, arguments: list[str], text: str | None) -> None:
-    """Check the configuration (of a sweep: every job's), then have Hydra run the command with it."""
+def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -> None:
+    """Check the configuration (of a sweep: every job's), then have Hydra run the command with it. texts: of `rlhf chat`."""
     flags, plain = split_flags(arguments)
     sweep = any(flag in ("-m", "--multirun") for flag in flags)
     name, folder = read_flags(flags, command)
@@ -264,8 +275,8 @@ def _run_with_hydra(command: str, arguments: list[str], text: str | None) -> Non
             config = to_settings(composed)
             if name != config_name(command):
                 check_config(config, command)
-            if text is not None:
-                config.chat.message = text
+            for name_of_text, text in texts.items():
+                setattr(config.chat, name_of_text, text)
             module_of(command).run(config)
 
     register_schema()

@@ -21,17 +21,18 @@ def run(config: Config) -> None:
 
     device = set_up(config)
     policy, tokenizer = load_policy(folder / "model").to(device), load_tokenizer(folder / "model")
+    opening = [{"role": "system", "content": config.chat.system}] if config.chat.system is not None else []
     if config.chat.message is not None:
-        answer(config, policy, tokenizer, [{"role": "user", "content": config.chat.message}], 0)
+        answer(config, policy, tokenizer, [*opening, {"role": "user", "content": config.chat.message}], 0)
         return
     interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive:
         say(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
-    dialogue: list[dict[str, str]] = []
+    dialogue = list(opening)
     turn = 0
     while (line := read_line(interactive)) is not None:
         if not line:
-            dialogue.clear()
+            dialogue = list(opening)
             continue
         dialogue.append({"role": "user", "content": line})
         dialogue.append({"role": "assistant", "content": answer(config, policy, tokenizer, dialogue, turn)})
@@ -61,7 +62,9 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.model.generate import stream
 
     try:
-        dialogue[-1]["content"].encode()  # in some locales a byte that is no text arrives as half a character
+        "".join(
+            message["content"] for message in dialogue
+        ).encode()  # in some locales a byte that is no text arrives as half a character
     except UnicodeEncodeError:
         raise UserError(NOT_TEXT) from None
     length = min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)

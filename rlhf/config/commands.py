@@ -61,6 +61,7 @@ class ChatConfig:
     stage: str = setting("ppo", "stage whose model answers", choices=POLICY_STAGES)
     greedy: bool = setting(False, "take the most probable token instead of sampling")
     message: str | None = setting(None, "answer this one message and exit")
+    system: str | None = setting(None, "a system prompt before every dialogue")
 
 
 @dataclass(slots=True)

@@ -113,6 +113,7 @@ class SftConfig:
     """Supervised fine-tuning on demonstrations (Ouyang et al. 2022, appendix C.1)."""
 
     epochs: int = setting(16, "passes over the demonstrations", min=1)
+    turns: str = setting("all", "the assistant's turns of a dialogue that are learned", choices=("all", "last"))
     batch_size: int = setting(32, "demonstrations per optimizer step", min=1)
     lr: float = setting(9.65e-6, "learning rate of AdamW; cosine without warm-up", above=0, max=10)
     final_lr_fraction: float = setting(0.1, "final learning rate, as a fraction of lr", min=0, max=1)

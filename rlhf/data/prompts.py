@@ -50,6 +50,17 @@ def load_prompts(
     return prompts, info
 
 
+def drop_oldest(turns: list[Message]) -> int:
+    """Remove the oldest turn, and what follows it up to the next turn of the user; a system turn stays. How many were removed:
+    none of the last one.
+    """
+    first = 1 if turns[0].role == "system" and len(turns) > 1 else 0
+    users = (i for i in range(first + 1, len(turns)) if turns[i].role == "user")
+    until = next(users, first)
+    del turns[first:until]
+    return until - first
+
+
 def encode_prompt_within(
     tokenizer: "PreTrainedTokenizerFast", prompt: str | Sequence[Message], room: int
 ) -> tuple[list[int], bool] | None:
@@ -63,11 +74,7 @@ def encode_prompt_within(
     if len(ids) <= room:
         return ids, False
     turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
-    first = 1 if turns[0].role == "system" and len(turns) > 1 else 0
-    while len(turns) > first + 1:
-        del turns[first]
-        while turns[first].role != "user":
-            del turns[first]
+    while drop_oldest(turns):
         ids = encode_prompt(tokenizer, turns)
         if len(ids) <= room:
             return ids, True

@@ -1,6 +1,7 @@
 """Stage 2: supervised fine-tuning on demonstrations. The loop is TRL's SFTTrainer.
 
-The loss counts the demonstrated response and its end-of-turn token, never the prompt (Ouyang et al. 2022, section 3.5).
+The loss counts what the assistant wrote, each turn's end token included, never the user's text (Ouyang et al. 2022, section
+3.5). sft.turns=last counts a dialogue's last answer alone.
 On request a share of the rows is pretraining text (appendix C.3), and the prompt counts too, with a weight: L3 = L2 + lm_coef L1
 (Radford et al. 2018, equation 5).
 Differs: the last epoch is kept; the paper chooses the epoch by reward-model score on held-out prompts, and that model is
@@ -17,7 +18,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus
-from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
+from rlhf.data.demonstrations import Row, encode_demonstrations, labels_of, load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
@@ -60,7 +61,8 @@ def run(config: Config) -> None:
         counts: Counter[str] = Counter()
         model = load_with_dropout(base, config.sft.dropout)
         context = context_of(model, tokenizer)
-        rows = {s: encode_demonstrations(splits[s], tokenizer, context, counts=counts) for s in splits}
+        turns = config.sft.turns
+        rows = {s: encode_demonstrations(splits[s], tokenizer, context, turns=turns, counts=counts) for s in splits}
         stage.say(f"{len(rows['train']):,} demonstrations to train on, {len(rows['dev'])} held out; "
                   + ", ".join(f"{n} {count:,}" for n, count in sorted(counts.items())))  # fmt: skip
         if not rows["train"]:
@@ -101,7 +103,7 @@ def load_with_dropout(folder: Path, share: float) -> Any:
     return model
 
 
-def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[dict[str, list[int]]]:
+def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[Row]:
     """`sft.pretrain_fraction` of all rows beside `count` demonstrations: different blocks of the base's own corpus, all of which
     is to be learned.
 
@@ -146,9 +148,7 @@ class PromptLoss:
         return loss + self.lm_coef * super().compute_loss(model, inputs | {"labels": prompt}, *arguments, **keywords)  # type: ignore[misc]
 
 
-def make_trainer(
-    stage: Stage, model: Any, tokenizer: Any, rows: list[dict[str, list[int]]], epochs: int, device: torch.device
-) -> Any:
+def make_trainer(stage: Stage, model: Any, tokenizer: Any, rows: list[Row], epochs: int, device: torch.device) -> Any:
     """SFTTrainer over tokenised demonstrations and pretraining text, with AdamW and a cosine without warm-up.
 
     `args.max_steps` is `epochs` passes over the rows. With sft.pack a row contains several demonstrations.
@@ -162,7 +162,7 @@ def make_trainer(
     data = datasets.Dataset.from_dict(
         {
             "input_ids": [row["prompt"] + row["response"] for row in rows],
-            "labels": [[IGNORED] * len(row["prompt"]) + row["response"] for row in rows],
+            "labels": [labels_of(row, IGNORED) for row in rows],
         }
     )
     arguments = SFTConfig(
@@ -189,16 +189,15 @@ def make_trainer(
 
 
 @torch.no_grad()
-def response_loss(model: Any, rows: list[dict[str, list[int]]], pad: int) -> float:
-    """Mean loss in nats over all response tokens of the rows."""
+def response_loss(model: Any, rows: list[Row], pad: int) -> float:
+    """Mean loss in nats over all tokens of the rows that are learned."""
     model.eval()
     device = next(model.parameters()).device
     nats = tokens = 0.0
     for group in by_length([len(row["prompt"]) + len(row["response"]) for row in rows], 32):
-        padded, lengths = right_pad([rows[i]["prompt"] + rows[i]["response"] for i in group], pad)
-        starts = torch.tensor([len(rows[i]["prompt"]) for i in group])
-        position = torch.arange(1, padded.shape[1])
-        mask = (position >= starts[:, None]) & (position < lengths[:, None])  # (B, T - 1): response tokens
+        padded, _ = right_pad([rows[i]["prompt"] + rows[i]["response"] for i in group], pad)
+        labels, _ = right_pad([labels_of(rows[i], IGNORED) for i in group], IGNORED)
+        mask = labels[:, 1:] != IGNORED  # (B, T - 1)
         logits = model(padded.to(device), use_cache=False).logits[:, :-1]
         logp = token_logprobs(logits, padded[:, 1:].to(device)).cpu()
         nats -= (logp * mask).sum().item()

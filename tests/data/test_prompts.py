@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from rlhf.chat_template import encode_prompt
-from rlhf.data.demonstrations import encode_demonstrations
+from rlhf.data.demonstrations import encode_demonstrations, labels_of
 from rlhf.data.prompts import encode_prompt_within, load_prompts, prompts_of
 from rlhf.data.records import Demonstration, Message, PromptRecord
 from rlhf.errors import UserError
@@ -111,3 +111,68 @@ def test_hostile_text_in_a_demonstration_stays_text(tokenizer):
     [row] = encode_demonstrations([record], tokenizer, 200)
     assert row["prompt"].count(ASSISTANT) == 1 and row["response"].count(END) == 1
     assert PromptRecord(id="p", prompt=record.prompt).prompt == record.prompt
+
+
+def dialogue(*answers, weights=(), system="Be brief"):
+    """A demonstration whose assistant gave these answers, with a loss_weight each."""
+    prompt = [{"role": "system", "content": system}] if system else []
+    for i, answer in enumerate(answers):
+        prompt += [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": answer}]
+    for turn, weight in zip([t for t in prompt if t["role"] == "assistant"], weights, strict=False):
+        turn["loss_weight"] = weight
+    return Demonstration(id="d", prompt=prompt[:-1], response=answers[-1])
+
+
+def learned(rows):
+    """What is learned in each run of labels, as tokens."""
+    runs = []
+    for row in rows:
+        before = -100
+        for label in labels_of(row, -100):
+            if label != -100:
+                runs += [[]] if before == -100 else []
+                runs[-1].append(label)
+            before = label
+    return runs
+
+
+def test_every_answer_of_a_dialogue_is_learned(tokenizer):
+    record = dialogue("The cat", "The dog", "The mat")
+    wanted = [[*encode_text(tokenizer, text), END] for text in ("The cat", "The dog", "The mat")]
+    counts = Counter()
+    rows = encode_demonstrations([record], tokenizer, 200, turns="all", counts=counts)
+    assert len(rows) == 1 and learned(rows) == wanted
+    assert {name: n for name, n in counts.items() if n} == {"kept": 1, "earlier_turns": 2}
+    [last] = encode_demonstrations([record], tokenizer, 200, turns="last")
+    assert (
+        learned([last]) == wanted[2:] and last["prompt"] + last["response"] == rows[0]["prompt"] + rows[0]["response"]
+    )
+
+
+def test_an_answer_of_weight_0_is_context(tokenizer):
+    rows = encode_demonstrations([dialogue("a", "b", "c", weights=(1, 0))], tokenizer, 200, turns="all")
+    assert [run[:-1] for run in learned(rows)] == [encode_text(tokenizer, text) for text in "ac"]
+
+
+def test_one_answer_is_encoded_alike_either_way(tokenizer):
+    record = dialogue("The cat sat on the mat")
+    rows = [encode_demonstrations([record], tokenizer, 200, turns=turns) for turns in ("all", "last")]
+    assert rows[0] == rows[1] and "earlier" not in rows[0][0]
+
+
+@pytest.mark.parametrize("system", ["Be brief", None])
+def test_a_dialogue_too_long_for_the_context_makes_rows_that_learn_each_answer_once(tokenizer, system):
+    record = dialogue(*"abcdefg", system=system)
+    whole = encode_demonstrations([record], tokenizer, 500, turns="all")
+    context = len(whole[0]["prompt"] + whole[0]["response"]) // 2
+    counts = Counter()
+    rows = encode_demonstrations([record], tokenizer, context, turns="all", counts=counts)
+    assert 1 < len(rows) == 1 + counts["further_rows"] and counts["kept"] == 1
+    assert all(len(row["prompt"] + row["response"]) <= context for row in rows)
+    assert sorted(learned(rows)) == sorted(learned(whole)) and len(learned(rows)) == 7
+    assert all(row["prompt"][0] == (SYSTEM if system else USER) for row in rows)
+    # a turn that is too long alone: as the last answer of any demonstration, cut from the left
+    counts.clear()
+    long = dialogue("yes", "no").model_copy(update={"response": "The cat sat on the mat. " * 50})
+    [row] = encode_demonstrations([long], tokenizer, 24, turns="all", counts=counts)
+    assert len(row["prompt"] + row["response"]) == 24 and counts["truncated_responses"] == 1

@@ -16,10 +16,11 @@ from rlhf.commands import import_data
 from rlhf.config import ImportConfig
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.corpus import iterate_documents
-from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.demonstrations import encode_demonstrations, labels_of, load_demonstrations
 from rlhf.data.importers import load_all
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
+from rlhf.tokenizer import train_tokenizer
 
 
 class Expected(NamedTuple):
@@ -227,6 +228,20 @@ def test_dialogues_keep_their_texts(shared):
     records, _ = load_demonstrations(str(path))
     instances = [instance for row in raw_rows(path) for instance in row["instances"]]
     assert [record.response for record in records] == [instance["output"] for instance in instances]
+
+
+def test_every_assistant_character_of_a_dialogue_is_learned(shared):
+    """1,000 turns of the assistant, whose last ones have 45% of the characters."""
+    path = shared / "demonstrations/sharegpt-500.json"
+    records, _ = load_demonstrations(str(path))
+    turns = [turn["value"] for row in raw_rows(path) for turn in row["conversations"] if turn["from"] == "gpt"]
+    tokenizer = train_tokenizer(turns, 500, context_length=512)
+    shares = {}
+    for which in ("last", "all"):
+        rows = encode_demonstrations(records, tokenizer, 2048, turns=which)
+        said = [[label for label in labels_of(row, -100) if label != -100] for row in rows]
+        shares[which] = sum(len(tokenizer.decode(ids, skip_special_tokens=True)) for ids in said) / len("".join(turns))
+    assert len(turns) == 1000 and shares["all"] == 1.0 and shares["last"] == pytest.approx(0.4477, abs=1e-3), shares
 
 
 def test_mt_bench_gives_first_turns(shared):

@@ -52,13 +52,15 @@ def save(folder: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that name a few demonstrations and comparisons."""
+    """Overrides that name a few demonstrations, every other one a dialogue with a system prompt, and comparisons."""
     folder = tmp_path_factory.mktemp("labels")
-    rows: dict[str, list[dict[str, str]]] = {"demonstrations": [], "comparisons": []}
+    rows: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "comparisons": []}
     for i in range(12):
-        prompt = f"Where is the {i} cat?"
-        rows["demonstrations"].append({"instruction": prompt, "input": "", "output": "On the mat." * (1 + i % 2)})
-        rows["comparisons"].append({"prompt": prompt, "chosen": "On the mat.", "rejected": f"No {i}"})
+        asked = [{"role": "user", "content": f"Where is the {i} cat?"}]
+        before = [{"role": "system", "content": "Be brief."}, *asked, {"role": "assistant", "content": "A cat?"}]
+        answer = {"role": "assistant", "content": "On the mat." * (1 + i % 2)}
+        rows["demonstrations"].append({"messages": [*(before if i % 2 else []), *asked, answer]})
+        rows["comparisons"].append({"prompt": asked, "chosen": [answer], "rejected": [answer | {"content": f"No {i}"}]})
     for kind, records in rows.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
     return [f"data.{kind}='{folder}/{kind}.jsonl'" for kind in rows]

@@ -130,3 +130,20 @@ def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path):
         generated(gold_run, prompts, out)
     generated(gold_run, prompts, out, "overwrite=true")
     assert out.read_bytes() != first
+
+
+def test_a_system_prompt_is_heard_in_chat_generate_and_the_api(gold_run, tmp_path, capsys):
+    """The same greedy answer from all three, unlike the one without it."""
+    from rlhf.api import load
+    from rlhf.commands import chat
+
+    turns = [{"role": "system", "content": "The cat is red. " * 3}, {"role": "user", "content": "Tell me about Paris."}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (turns, turns[1:])))
+    heard, unheard = (row["responses"][0] for row in generated(gold_run, path, tmp_path / "o", "generate.greedy=true"))
+    assert heard != unheard
+    assert load(gold_run.folder).sample([turns, turns[1:]], greedy=True) == [heard, unheard]
+    capsys.readouterr()
+    for system, wanted in ((f"'{turns[0]['content']}'", heard), ("null", unheard)):
+        chat.run(gold_run.config(f"chat.system={system}", "chat.message='Tell me about Paris.'", "chat.greedy=true"))
+        assert capsys.readouterr().out.strip() == wanted

@@ -130,6 +130,23 @@ def test_the_prompt_counts_with_its_coefficient(copy_until, pack):
     assert loss == pytest.approx((response + 0.5 * prompt) / 5, abs=1e-4)
 
 
+def test_earlier_answers_count_as_the_last_one_does(copy_until):
+    """Tokens 2 and 3 of the first row, which an earlier turn gave, and the responses: 2 + 3 + 2 tokens. Held out, the same."""
+    rows = [
+        {"prompt": [5, 9, 7, 30, 8], "response": [41, 42, 1], "earlier": [0, 0, 1, 1, 0]},
+        {"prompt": [8, 6], "response": [77, 1]},
+    ]
+    trainer = lone_trainer(copy_until("sft"), rows)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    trainer.model.eval()
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(7)).item()
+    spans = ((rows[0], 2, 4), (rows[0], 5, 8), (rows[1], 2, 4))
+    wanted = sum(nats_of(trainer.model, *span) for span in spans) / 7
+    assert loss == pytest.approx(wanted, abs=1e-4)
+    assert sft.response_loss(trainer.model, rows, 0) == pytest.approx(wanted, abs=1e-4)
+
+
 def test_a_share_of_the_rows_is_pretraining_text(copy_until):
     """0.25 of the rows beside 30 demonstrations: 10 different blocks of the corpus, every token of which is a label."""
     run = copy_until("sft")

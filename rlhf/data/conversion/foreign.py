@@ -82,7 +82,8 @@ def with_system(system: Any, turns: Turns) -> Turns:
     return [{"role": "system", "content": chat_text(system, "system")}, *turns]
 
 
-def _is_learned(turn: Mapping[str, Any]) -> bool:
+def is_learned(turn: Mapping[str, Any]) -> bool:
+    """Whether a turn is the assistant's and has no weight of 0."""
     return turn["role"] == "assistant" and all(turn.get(key) is None or turn[key] != 0 for key in _WEIGHTS)
 
 
@@ -91,16 +92,15 @@ def _more(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dialogue_record(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """One record of a dialogue: a demonstration of its last answer, or a prompt where nothing is answered.
+    """One record of a dialogue: a demonstration of its last answer, or a prompt if nothing is answered.
 
-    The last answer only, since a demonstration is one answer by one writer: each dialogue counts once, and its
-    earlier answers are context. One a turn would repeat long dialogues many times, under prompts that begin
-    alike. Where turns have a `loss_weight` (or `weight`), an answer of weight 0 is context as well. What
-    follows the answer is kept as `metadata.later_turns`; other keys of its turn as `metadata.answer`.
+    Earlier answers are turns of its prompt, which SFT learns too (sft.turns). If turns have a `loss_weight` (or `weight`),
+    an answer of weight 0 is context. What follows the answer is kept as `metadata.later_turns`; other keys of its turn as
+    `metadata.answer`.
 
     Raises: BadRow if every answer has weight 0.
     """
-    learned = [i for i, turn in enumerate(turns) if _is_learned(turn)]
+    learned = [i for i, turn in enumerate(turns) if is_learned(turn)]
     if not learned:
         if any(turn["role"] == "assistant" for turn in turns):
             raise BadRow(field, "every assistant turn has weight 0, want one to learn: remove the row")
