@@ -50,7 +50,7 @@ def draw_answers(
     """One response to each prompt, in order; the keys distinguish several responses to one prompt."""
     samples = sample(
         policy, prompts, seed=how.seed, keys=keys, max_new_tokens=how.max_new_tokens, eos_token_id=end_ids(tokenizer),
-        pad_token_id=tokenizer.pad_token_id, temperature=how.temperature, greedy=how.greedy, batch_size=how.batch_size,
+        pad_token_id=tokenizer.pad_token_id, temperature=how.temperature, greedy=how.greedy, batch_size=how.batch_size, settled=True,
     )  # fmt: skip
     return [
         Answer(decode_response(tokenizer, ids).strip(), ended, ids, row[: len(ids)])

@@ -30,6 +30,7 @@ class Choice:
     top_p: float = 1.0
     top_k: int = 0
     greedy: bool = False
+    settled: bool = False  # rounding decides nothing: see `rlhf.model.settled`
 
     def __post_init__(self) -> None:
         problems = []
@@ -60,7 +61,13 @@ def _plain_key(key: Any) -> Key:
 
 
 def make_uniforms(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
-    """Uniform numbers (len(keys), steps) float32 in [0, 1), a function of (seed, key, step) only.
+    """Uniform numbers (len(keys), steps) float32 in [0, 1), a function of (seed, key, step) only."""
+    words = make_words(seed, keys, steps)
+    return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
+
+
+def make_words(seed: int, keys: Sequence[Key], steps: int) -> Any:
+    """Random words (len(keys), steps) uint64, a function of (seed, key, step) only.
 
     A counter-based generator: the mixing function of Steele et al. 2014 (splitmix64) over hash(seed, key) +
     step.
@@ -70,8 +77,7 @@ def make_uniforms(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
     x = state + np.arange(1, steps + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = x ^ (x >> np.uint64(31))
-    return torch.from_numpy(((x >> np.uint64(40)).astype(np.float32)) * np.float32(2**-24))
+    return x ^ (x >> np.uint64(31))
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:

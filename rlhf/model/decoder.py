@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.model.fused_loss import is_plain
-from rlhf.model.gpt import GPTForCausalLM, rotary_factors
+from rlhf.model.gpt import GPTForCausalLM, Rope, rotary_factors
 from rlhf.model.packed import is_packed
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
@@ -55,24 +56,27 @@ class Decoder:
             unseen = (column >= self.lengths[:, None]) & (column < self.column)
             self.gap = weight.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)  # (B, L)
             self.gap = self.gap[:, None, None]  # (B, 1, 1, L)
-        self.rope = None
-        if config.positions == "rotary":
-            positions = torch.arange(columns, device=weight.device)
-            # cos and sin, each (L, 1, D/H)
-            self.rope = rotary_factors(positions, config, weight.dtype)
+        self.rope = self._make_rope(columns)
+
+    def _make_rope(self, columns: int) -> Rope | None:
+        """cos and sin of each position, each (L, 1, D/H)."""
+        weight = self.trunk.embed_tokens.weight
+        if self.model.config.positions != "rotary":
+            return None
+        return rotary_factors(torch.arange(columns, device=weight.device), self.model.config, weight.dtype)
 
     def prefill(self) -> Tensor:
         """Logits (B, V) after each prompt; on a CPU a few rows of similar length at a time, to compute little padding."""
         count = len(self.tokens)
         size = PREFILL_ROWS if self.tokens.device.type == "cpu" else count
-        last = [self._prefill_rows(slice(start, start + size)) for start in range(0, count, size)]
-        return self._logits(torch.cat(last))
+        parts = [slice(start, start + size) for start in range(0, count, size)]
+        return self._logits(torch.cat([self._prefill_rows(part, self.tokens[part]) for part in parts]))
 
-    def _prefill_rows(self, part: slice) -> Tensor:
+    def _prefill_rows(self, part: slice, tokens: Tensor) -> Tensor:
         """Hidden states (rows, D) after the prompts of some rows, cut to the longest of them; fills their cache."""
         lengths, trunk = self.lengths[part], self.trunk
         width = int(lengths.max()) if len(lengths) < len(self.lengths) else self.column
-        x = trunk.embed_tokens(self.tokens[part, :width])
+        x = trunk.embed_tokens(tokens[:, :width])
         if trunk.embed_positions is not None:
             x = x + trunk.embed_positions.weight[:width]
         rope = None if self.rope is None else (self.rope[0][:width], self.rope[1][:width])
@@ -92,23 +96,29 @@ class Decoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after one more token (B,) a row."""
-        trunk, column = self.trunk, self.column
+        trunk = self.trunk
         x = trunk.embed_tokens(tokens)  # (B, D)
         if trunk.embed_positions is not None:
             x = x + trunk.embed_positions(self.lengths)
         rope = None if self.rope is None else (self.rope[0][self.lengths], self.rope[1][self.lengths])
-        gap = None if self.gap is None else self.gap[..., : column + 1]
+        place, columns, gap = self._new_columns()
         rows, heads = x.shape[0], self.shape[1]
         for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
             q, k, v = layer.attention.project(layer.before_attention(x), rope)  # (B, H or KV, D/H)
-            keys[:, :, column], values[:, :, column] = k, v
+            keys[place], values[place] = k, v
             # the queries that share a key head stand where a sequence would: (B, KV, H/KV, D/H)
             q = q.reshape(rows, heads, -1, self.shape[-1])
-            y = _attend(q, keys[:, :, : column + 1], values[:, :, : column + 1], gap)
+            y = _attend(q, keys[:, :, :columns], values[:, :, :columns], gap)
             x = layer.after_attention(x, layer.attention.out(y.reshape(rows, -1)))
         self.column += 1
         self.lengths += 1
         return self._logits(x)
+
+    def _new_columns(self) -> tuple[Any, int, Tensor | None]:
+        """Where a step's keys and values go, how many columns it attends to, and their mask."""
+        columns = self.column + 1
+        gap = None if self.gap is None else self.gap[..., :columns]
+        return (slice(None), slice(None), self.column), columns, gap
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.trunk.norm(x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from rlhf.model.choosing import Choice, Key, choose_tokens, make_uniforms, plain
 from rlhf.model.decoder import Decoder, Prompts, computed_in
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.packed import packed_weights
+from rlhf.model.settled import choose_settled, make_noise_seeds
 
 MAX_BATCH = 256
 PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over them) pays
@@ -45,22 +47,31 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
     """Yields (rows, tokens, log-probs, ended) a step; `rows` are the prompts still in the batch."""
     rows = torch.arange(len(uniforms), device=eos.device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
+    said = torch.zeros(uniforms.shape[:2], dtype=torch.int64, device=eos.device)  # what each row has answered so far
     logits = decoder.prefill()
     for step in range(uniforms.shape[1]):
-        tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
+        tokens_of = partial(_tokens_of, decoder, rows, said, step)
+        tokens, logp = choose_settled(logits, uniforms[:, step], choice, tokens_of, decoder.model)
+        said[rows, step] = tokens
         ended = ended | torch.isin(tokens, eos)
         yield rows, tokens, logp, ended
         live = len(ended) - int(ended.sum())
         if live == 0 or step + 1 == uniforms.shape[1]:
             return
-        if (carried := _rows_carried(live, len(ended), decoder.packed)) < len(ended):
+        if (carried := rows_carried(live, len(ended), decoder.packed)) < len(ended):
             # the first of the ended ones stay where more are carried than live
             kept = decoder.drop(ended & (ended.cumsum(0) > carried - live))
             rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
         logits = decoder.step(tokens)
 
 
-def _rows_carried(live: int, rows: int, packed: bool) -> int:
+def _tokens_of(decoder: Decoder, rows: Tensor, said: Tensor, step: int, row: int) -> Tensor:
+    """A row's prompt and what it has answered so far (T,)."""
+    prompt = decoder.tokens[rows[row], : int(decoder.lengths[row]) - step]
+    return torch.cat((prompt, said[rows[row], :step]))
+
+
+def rows_carried(live: int, rows: int, packed: bool) -> int:
     """The number of rows with which a batch continues: a few ended ones cost less to keep than to remove.
 
     Packed products are compiled for each number of rows, and some megabytes each, so that they see few: of three bits.
@@ -75,8 +86,8 @@ def _sample_native(
     model: GPTForCausalLM, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice
 ) -> tuple[Tensor, Tensor]:
     """Tokens (B, max_new_tokens) and log-probs of the same shape; values after an end token are meaningless."""
-    tokens = torch.full(uniforms.shape, pad, dtype=torch.int64, device=eos.device)
-    logprobs = torch.zeros(uniforms.shape, device=eos.device)
+    tokens = torch.full(uniforms.shape[:2], pad, dtype=torch.int64, device=eos.device)
+    logprobs = torch.zeros(tokens.shape, device=eos.device)
     decoder = Decoder(model, prompts, uniforms.shape[1], pad)
     for step, (rows, chosen, logp, _) in enumerate(_decode(decoder, uniforms, eos, choice)):
         tokens[rows, step] = chosen
@@ -90,12 +101,15 @@ def _sample_native(
 class _ChooseByUniform(LogitsProcessor):
     """Leaves only the token that inverse transform sampling picks, so that `generate` takes it by argmax."""
 
-    def __init__(self, uniforms: Tensor, prompt_width: int, choice: Choice):
-        self.uniforms, self.prompt_width, self.choice = uniforms, prompt_width, choice
+    def __init__(self, model: Any, uniforms: Tensor, width: int, lengths: Tensor, choice: Choice):
+        self.model, self.uniforms, self.width, self.lengths, self.choice = model, uniforms, width, lengths, choice
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        step = input_ids.shape[1] - self.prompt_width
-        tokens, _ = choose_tokens(scores, self.uniforms[:, step], self.choice)
+        def tokens_of(row: int) -> Tensor:
+            return input_ids[row, self.width - int(self.lengths[row]) :]
+
+        step = input_ids.shape[1] - self.width
+        tokens, _ = choose_settled(scores, self.uniforms[:, step], self.choice, tokens_of, self.model)
         return torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
 
 
@@ -118,7 +132,7 @@ def _sample_transformers(
             max_new_tokens=steps,
             eos_token_id=eos.tolist() or None,
             pad_token_id=pad,
-            logits_processor=LogitsProcessorList([_ChooseByUniform(uniforms, width, choice)]),
+            logits_processor=LogitsProcessorList([_ChooseByUniform(model, uniforms, width, lengths, choice)]),
         )
     finally:
         model.generation_config = own
@@ -149,24 +163,27 @@ def sample(
     keys: Sequence[Key] | Tensor | None = None,
     seed: int = 0,
     batch_size: int | None = None,
+    settled: bool = False,
 ) -> Samples:
     """One response to each prompt, drawn token by token from softmax(logits / temperature).
 
     keys: one int, str, or tuple of them a prompt; (seed, key) fixes the prompt's random numbers (None: its
     index).
     batch_size: prompts decoded together; None fits the key-value cache to the processor. The order of the
-    prompts, the batch they share and its size change no sample but through rounding of the logits. The
+    prompts, the batch they share and its size change no sample but through rounding of the logits; with
+    `settled` not through that either, see `rlhf.model.settled`. The
     log-probs are those of the full softmax at `temperature`; for models that are not ours a forward
     recomputes them. Dropout is off while sampling, and every module's training flag is as before afterwards.
 
     Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for
     sampling settings out of range, and for keys that do not match the prompts.
     """
-    choice = Choice(temperature, top_p, top_k, greedy)
+    choice = Choice(temperature, top_p, top_k, greedy, settled)
     _check_room(model, prompts, max_new_tokens)
     device = next(model.parameters()).device
     eos = _as_tensor(eos_token_id, device)
-    uniforms = make_uniforms(seed, plain_keys(keys, len(prompts)), max_new_tokens).to(device)
+    numbers = make_noise_seeds if settled else make_uniforms
+    uniforms = numbers(seed, plain_keys(keys, len(prompts)), max_new_tokens).to(device)
     native = isinstance(model, GPTForCausalLM)
     decode: Any = _sample_native if native else _sample_transformers
     size = batch_size or _default_batch(model, max(map(len, prompts), default=1) + max_new_tokens)

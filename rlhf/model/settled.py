@@ -1,0 +1,115 @@
+"""Draws that rounding does not decide: the same token for the same prompt and seed, whatever else is in the batch.
+
+The logits of a row depend on its neighbours in their last bits, through the shapes of the products. By the inverse transform
+that can change a token wherever the draw falls next to an edge, and among unlikely tokens every place is next to one. So a
+token is drawn as the largest of logit + Gumbel noise (Gumbel 1954, Maddison et al. 2014), with noise that depends on (seed,
+key, step, token) only: it can change only if the two largest are nearly equal. For such rows, a few in ten thousand, the
+logits are computed again from the row's tokens alone, in a batch of one with the weights as they are; every way of sampling
+then decides by the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.model.choosing import Choice, Key, choose_tokens, make_words
+from rlhf.model.gpt import GPTForCausalLM
+
+CLOSE = 2e-4  # between logits in float32: nearer ones may change places by rounding, which stays below 2e-5
+
+
+def make_noise_seeds(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
+    """Seeds (len(keys), steps, 2) int32 of the noise of a step, a function of (seed, key, step) only."""
+    return torch.from_numpy(make_words(seed, keys, steps)[..., None].view("int32"))
+
+
+def choose_settled(
+    logits: Tensor, numbers: Tensor, choice: Choice, tokens_of: Callable[[int], Tensor], model: Any
+) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) and their log-probs (B,), as `choose_tokens`; unless `choice` is settled, they are its.
+
+    numbers: uniforms (B,), or noise seeds (B, 2) if settled. tokens_of: the tokens (T,) of a row so far, whose last one the
+    logits follow.
+    """
+    if not choice.settled:
+        return choose_tokens(logits, numbers, choice)
+    tokens, logp, close = _draw(logits, numbers, choice, CLOSE)
+    for row in close.nonzero()[:, 0].tolist():
+        part = slice(row, row + 1)
+        tokens[part], logp[part], _ = _draw(logits_alone(model, tokens_of(row)), numbers[part], choice, 0.0)
+    return tokens, logp
+
+
+def _draw(logits: Tensor, seeds: Tensor, choice: Choice, slack: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (B,), log-probs (B,), and whether logits that are off by slack / 2 could give another token, (B,) bool."""
+    logits = logits.float() / choice.temperature
+    slack = slack / min(choice.temperature, 1.0)
+    logprobs = torch.log_softmax(logits, -1)
+    noisy = logits if choice.greedy else logits + gumbel_noise(seeds, logits.shape[-1])
+    sure = None
+    if not choice.greedy and (choice.top_p < 1 or 0 < choice.top_k < logits.shape[-1]):
+        sure, possible = _kept(logprobs, choice, slack)
+        noisy = noisy.masked_fill(~possible, -torch.inf)
+    best, tokens = noisy.topk(2, dim=-1)
+    close, chosen = best[:, 0] - best[:, 1] < slack, tokens[:, :1]
+    if sure is not None:
+        close |= ~sure.gather(-1, chosen)[:, 0]
+    return chosen[:, 0], logprobs.gather(-1, chosen)[:, 0], close
+
+
+def _kept(logprobs: Tensor, choice: Choice, slack: float) -> tuple[Tensor, Tensor]:
+    """The tokens that top_k and top_p keep whatever the rounding, and those that they may keep, both (B, V) bool."""
+    ordered = logprobs.sort(dim=-1, descending=True).values
+    floors = []
+    for margin in (-slack, slack):
+        kept = torch.ones_like(ordered, dtype=torch.bool)
+        if choice.top_k:
+            kept[:, choice.top_k :] = False
+        probs = ordered.exp().masked_fill(~kept, 0.0)
+        before = probs.cumsum(-1) - probs  # mass of the likelier tokens
+        kept &= before < (choice.top_p + margin) * probs.sum(-1, keepdim=True)
+        kept[:, 0] = True
+        floors.append(ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True))
+    alone_at_the_top = (logprobs == ordered[:, :1]) & (ordered[:, :1] - ordered[:, 1:2] >= slack)
+    return (logprobs >= floors[0] + slack) | alone_at_the_top, logprobs >= floors[1] - slack
+
+
+def gumbel_noise(seeds: Tensor, size: int) -> Tensor:
+    """-log(-log U) (B, size) float32 for seeds (B, 2) int32, U from a hash of seed and place."""
+    place = torch.arange(size, dtype=torch.int32, device=seeds.device) * -1640531535  # 2^32 / golden ratio, odd
+    bits = _mix(_mix(place + seeds[:, :1]) ^ seeds[:, 1:])
+    # U = 1 - v, so that the small v, whose noise is large, are the finest
+    v = (bits.float() + (2.0**31 + 0.5)) * 2.0**-32
+    return -(-torch.log1p(-v.clamp(2.0**-33, 1 - 2.0**-24))).log()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int32 that changes half of the bits if one changes (Wellons 2018, lowbias32)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def logits_alone(model: Any, tokens: Tensor) -> Tensor:
+    """Logits (1, V) after the tokens (T,), of one forward over them alone."""
+    last = {"logits_to_keep": 1} if isinstance(model, GPTForCausalLM) else {}
+    with unpacked(model):
+        return model(tokens[None], use_cache=False, **last).logits[:, -1]
+
+
+@contextmanager
+def unpacked(model: nn.Module) -> Iterator[None]:
+    """A context in which layers that multiply by packed copies of their weights use the weights themselves."""
+    packed = [(vars(module), vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+    for values, _ in packed:
+        del values["forward"]
+    try:
+        yield
+    finally:
+        for values, forward in packed:
+            values["forward"] = forward

@@ -1,0 +1,213 @@
+"""A running batch whose sequences join and leave between tokens: the sampler for a server.
+
+`Slots` is the decoder with a cache in which every row has columns of its own; a step is the decoder's. `RunningBatch` draws
+with it as `sample` draws: which token a sequence gets depends on (seed, key, step), its prompt and the model alone. Models
+that are not ours are stepped one sequence at a time, each with its own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.model.choosing import Choice, Key
+from rlhf.model.decoder import Decoder
+from rlhf.model.generate import rows_carried
+from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.packed import is_packed
+from rlhf.model.settled import choose_settled, make_noise_seeds, unpacked
+
+COLUMN_BLOCK = 64  # the cache grows by so many columns
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One response that is being drawn."""
+
+    prompt: list[int]
+    choice: Choice  # settled
+    seed: int
+    key: Key
+    max_new_tokens: int
+    ends: frozenset[int]
+    alternatives: int = 0  # likeliest tokens to report with each token
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # per token, the alternatives and their log-probs
+    noise_seeds: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.noise_seeds = make_noise_seeds(self.seed, [self.key], self.max_new_tokens)[0]
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.tokens) and self.tokens[-1] in self.ends
+
+    @property
+    def finished(self) -> bool:
+        return self.ended or len(self.tokens) == self.max_new_tokens
+
+    @property
+    def columns(self) -> int:
+        """Of keys and values that it may need."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+class Slots(Decoder):
+    """Our GPT over a cache of `rows` rows, of which the first `live` are in use; row i's token t lies in column t."""
+
+    def __init__(self, model: GPTForCausalLM, rows: int):
+        super().__init__(model, [[0]], 1, pad=0)
+        self.rows, self.live, self.columns = rows, 0, 0
+        self.packed = any(is_packed(module) for module in model.modules())
+        self.device = self.tokens.device
+        self.all_lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.whole: list[tuple[Tensor, Tensor]] = []
+        self.reserve(0)
+
+    def reserve(self, columns: int) -> None:
+        """Make room for sequences of so many tokens; what is in the cache stays, unless no row is in use."""
+        columns = -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
+        if columns <= self.columns and (self.live or columns == self.columns):
+            return
+        config = self.model.config
+        self.shape = (self.rows, config.n_kv_head, columns, config.head_dim)
+        weight = self.trunk.embed_tokens.weight
+        before = self.whole
+        self.whole = [
+            (weight.new_zeros(self.shape, dtype=self.kind), weight.new_zeros(self.shape, dtype=self.kind))
+            for _ in self.trunk.layers
+        ]
+        if self.live:
+            for old, new in zip(before, self.whole, strict=True):
+                for a, b in zip(old, new, strict=True):
+                    b[: self.live, :, : self.columns] = a[: self.live]
+        self.columns = columns
+        self.rope = self._make_rope(columns)
+
+    def join(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (N, V) after prompts that take the next rows."""
+        first, self.live = self.live, self.live + len(prompts)
+        self._view(self.live)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        self.lengths[first:] = lengths
+        self.column = int(lengths.max())
+        tokens = torch.tensor([list(p) + [0] * (self.column - len(p)) for p in prompts], device=self.device)
+        with unpacked(self.model):  # whose products would be compiled for each number of tokens
+            return self._logits(self._prefill_rows(slice(first, self.live), tokens))
+
+    def leave(self, row: int) -> None:
+        """The last row in use takes the place of one that ends."""
+        self.live -= 1
+        if row != self.live:
+            for side in (side for pair in self.whole for side in pair):
+                side[row] = side[self.live]
+            self.all_lengths[row] = self.all_lengths[self.live]
+        self.all_lengths[self.live] = 0
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (live, V) after one more token (live,) a row. A few free rows are computed too where that is faster."""
+        computed = rows_carried(self.live, self.rows, self.packed)
+        self._view(computed)
+        logits = super().step(torch.nn.functional.pad(tokens, (0, computed - self.live)))
+        self.all_lengths[self.live :] = 0
+        return logits[: self.live]
+
+    def _view(self, rows: int) -> None:
+        """The decoder's own fields, of the first rows."""
+        self.cache = [(keys[:rows], values[:rows]) for keys, values in self.whole]
+        self.lengths = self.all_lengths[:rows]
+
+    def _new_columns(self) -> tuple[Any, int, Tensor | None]:
+        longest = int(self.lengths.max()) + 1
+        rows = torch.arange(len(self.lengths), device=self.device)
+        hidden = torch.arange(longest, device=self.device) > self.lengths[:, None]
+        gap = torch.zeros(hidden.shape, device=self.device).masked_fill(hidden, -torch.inf)
+        return (rows, slice(None), self.lengths), longest, gap[:, None, None]
+
+
+class RunningBatch:
+    """Responses of one model that are drawn together, at most `rows` at once."""
+
+    def __init__(self, model: Any, rows: int):
+        self.model, self.rows = model.eval(), rows
+        self.responses: list[Response] = []  # in the order of the rows
+        native = isinstance(model, GPTForCausalLM)
+        self.slots = Slots(model, rows) if native else None
+        self.caches: list[Any] = []  # of a model that is not ours, per response
+        self.device = next(model.parameters()).device
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    @torch.inference_mode()
+    def join(self, new: Sequence[Response]) -> None:
+        """Read the prompts of new responses, and draw the first token of each."""
+        if self.slots is None:
+            logits = torch.cat([self._forward(len(self) + i, one.prompt) for i, one in enumerate(new)])
+        else:
+            self.slots.reserve(max(one.columns for one in [*self.responses, *new]))
+            logits = self.slots.join([one.prompt for one in new])
+        self.responses += new
+        self._choose(logits, new)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Draw one more token of every response; none of them may be finished."""
+        last = [one.tokens[-1] for one in self.responses]
+        if self.slots is None:
+            logits = torch.cat([self._forward(i, [token]) for i, token in enumerate(last)])
+        else:
+            logits = self.slots.step(torch.tensor(last, device=self.device))
+        self._choose(logits, self.responses)
+
+    @torch.inference_mode()
+    def leave(self, response: Response) -> None:
+        """Take a response out, finished or not."""
+        row = self.responses.index(response)
+        if self.slots is not None:
+            self.slots.leave(row)
+        for rows in (self.responses, self.caches):
+            if rows:
+                rows[row] = rows[-1]
+                rows.pop()
+
+    def _forward(self, row: int, tokens: list[int]) -> Tensor:
+        """Logits (1, V) of a model that is not ours after more tokens of one response."""
+        if row == len(self.caches):
+            self.caches.append(None)
+        output = self.model(
+            torch.tensor([tokens], device=self.device), past_key_values=self.caches[row], use_cache=True
+        )
+        self.caches[row] = output.past_key_values
+        return output.logits[:, -1]
+
+    def _choose(self, logits: Tensor, responses: Sequence[Response]) -> None:
+        """Draw a token per row; rows that draw alike are drawn together."""
+        alike: dict[tuple, list[int]] = {}
+        for row, one in enumerate(responses):
+            alike.setdefault((one.choice.temperature, one.choice.top_p, one.choice.greedy), []).append(row)
+        seeds = torch.stack([one.noise_seeds[len(one.tokens)] for one in responses]).to(self.device)
+        for rows in alike.values():
+            part = [responses[row] for row in rows]
+            of_all = len(rows) == len(responses)
+            own, numbers = (logits, seeds) if of_all else (logits[rows], seeds[rows])
+
+            def tokens_of(row: int, part: list[Response] = part) -> Tensor:
+                return torch.tensor(part[row].prompt + part[row].tokens, device=self.device)
+
+            tokens, logp = choose_settled(own, numbers, part[0].choice, tokens_of, self.model)
+            for one, row, token, value in zip(part, own, tokens.tolist(), logp.tolist(), strict=True):
+                if one.alternatives:
+                    one.tops.append(_likeliest(row, one))
+                one.tokens.append(token)
+                one.logprobs.append(value)
+
+
+def _likeliest(logits: Tensor, response: Response) -> list[tuple[int, float]]:
+    top = torch.log_softmax(logits.float() / response.choice.temperature, -1).topk(response.alternatives)
+    return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
