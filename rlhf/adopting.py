@@ -35,7 +35,7 @@ def check_adopting(overrides: list[str]) -> None:
 
     Raises: UserError.
     """
-    from rlhf.config import shape_settings
+    from rlhf.config.stages import shape_settings
 
     given = {key: value for key, _, value in (text.lstrip("+~").partition("=") for text in overrides)}
     if given.get("model.pretrained", "null") == "null":

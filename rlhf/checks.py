@@ -1,6 +1,7 @@
 """Relations between settings, checked before anything runs; all problems are reported at once."""
 
-from rlhf.config import Config, ImportConfig, PlanConfig
+from rlhf.config import Config, PlanConfig
+from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import get, settings_in, wrong_values
 from rlhf.errors import UserError
 from rlhf.processes import process_count

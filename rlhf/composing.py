@@ -9,11 +9,13 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.config import Config, PlanConfig
+from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import FromEnvironment
 from rlhf.errors import UserError
 
-# Commands that have a schema of their own, by the class in rlhf/config/; all others share `Config`.
-SCHEMAS = {"import": "ImportConfig", "plan": "PlanConfig"}
+# Commands that have a schema of their own; all others share `Config`.
+SCHEMAS: dict[str, type[Any]] = {"import": ImportConfig, "plan": PlanConfig}
 
 
 def to_settings(composed: Any) -> Any:
@@ -77,9 +79,7 @@ def conf_dir() -> Path:
 
 def schema_of(command: str) -> type[Any]:
     """The dataclass that a command's configuration is composed to."""
-    from rlhf import config
-
-    return getattr(config, SCHEMAS.get(command, "Config"))
+    return SCHEMAS.get(command, Config)
 
 
 def schema_keys(command: str = "") -> dict[str, Any]:
@@ -125,8 +125,6 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
 def register_schema() -> None:
     """Tell Hydra the schemas."""
     from hydra.core.config_store import ConfigStore
-
-    from rlhf.config import Config
 
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)

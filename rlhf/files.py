@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.terminal import say
 
 # What a disk that is full, or may not be written, gives.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file, read in 1 MiB pieces."""
-    digest = hashlib.sha256()
+    """Hex sha256 of a file."""
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_files(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str]:
@@ -56,15 +54,53 @@ def write_text(path: Path, text: str, errors: str = "replace") -> None:
         raise disk_error(error, path) from error
 
 
+def beside(out: Path) -> Path:
+    """The folder in which the replacement of a folder is written."""
+    return out.with_name(f".{out.name}.new")
+
+
+def set_aside(out: Path) -> Path:
+    """Where the old folder lies between the two renames of `swap`."""
+    return out.with_name(f".{out.name}.old")
+
+
+def swap(out: Path, new: Path | None = None) -> None:
+    """Move the complete replacement to the place of the old folder. Raises: UserError if the system refuses."""
+    new, old = new or beside(out), set_aside(out)
+    try:
+        shutil.rmtree(old, ignore_errors=True)
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    except OSError as error:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise disk_error(error, out) from error
+    sync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def mend(out: Path) -> None:
+    """Undo, or finish, a replacement that was killed. Call it with `out` held."""
+    old, new = set_aside(out), beside(out)
+    if old.exists() and not out.exists():
+        old.rename(out)
+        say(f"{out}: restored, since the command that was to replace it was killed")
+    for left in (old, new):
+        if left.exists():
+            say(f"removing {left}, which a killed command left behind")
+            shutil.rmtree(left)
+
+
 @contextlib.contextmanager
 def held(out: Path) -> Iterator[None]:
-    """Keep other processes of ours from writing `out` at the same time. Raises: UserError if one does."""
+    """Keep other processes of ours from writing `out` at the same time, and `mend` it. Raises: UserError if one does."""
     lock = out.with_name(f".{out.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")
     except OSError as error:
-        raise disk_error(error, out) from error
+        raise disk_error(error, out, "out") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,6 +109,7 @@ def held(out: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"{out}: another process is writing it: wait for it, or choose another place") from None
         try:
+            mend(out)
             yield
         finally:
             lock.unlink(missing_ok=True)
@@ -84,21 +121,24 @@ def replaced(out: Path) -> Iterator[Path]:
 
     Call it with `out` held. Raises: UserError if the disk is full or refuses.
     """
-    new, old = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    new = beside(out)
     try:
-        shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         yield new
-        if out.exists():
-            out.rename(old)
-        new.rename(out)
+        swap(out)
     except OSError as error:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise disk_error(error, out) from error
+        raise disk_error(error, Path(error.filename or out), "out") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def share(folder: Path) -> None:
@@ -113,21 +153,25 @@ def share(folder: Path) -> None:
             path.chmod(0o666 & ~mask)
 
 
-def read_json(path: Path) -> Any:
-    """The JSON of a file, or None if it does not exist or is damaged."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is missing, damaged or holds something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
-        return None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
-def disk_error(error: OSError, path: Path) -> UserError:
-    """An operating system's complaint about writing, as one line that says what to do."""
+def disk_error(error: OSError, path: Path, setting: str = "runs_dir") -> UserError:
+    """An operating system's complaint about writing, as one line that says what to do. setting: that names the place."""
+    full = f"free space or choose another disk with {setting}=…; a run resumes from its last checkpoint"
+    refused = f"make the folder writable or choose another with {setting}=…"
     remedy = {
-        errno.ENOSPC: "free space or choose another disk with runs_dir=…; the run resumes from its last checkpoint",
-        errno.EDQUOT: "free space or choose another disk with runs_dir=…; the run resumes from its last checkpoint",
-        errno.EFBIG: "raise the limit on the size of files (ulimit -f); the run resumes from its last checkpoint",
-        errno.EACCES: "make the folder writable or choose another with runs_dir=…",
-        errno.EROFS: "make the folder writable or choose another with runs_dir=…",
-    }.get(error.errno or 0, "check the disk, then run the same command again")
+        errno.ENOSPC: full,
+        errno.EDQUOT: full,
+        errno.EFBIG: f"raise the limit on the size of files (ulimit -f), or {full}",
+        errno.EACCES: refused,
+        errno.EPERM: refused,
+        errno.EROFS: refused,
+    }.get(error.errno or 0, f"check the disk and {setting}=…, then run the same command again")
     return UserError(f"{path}: cannot write: {error.strerror or error}: {remedy}")

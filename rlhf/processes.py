@@ -63,11 +63,6 @@ def launch_environment(number: int, processes: int, address: str, port: int) -> 
     return dict(zip(LAUNCHER_VARIABLES, map(str, values), strict=True))
 
 
-def environment_alone() -> dict[str, str]:
-    """The environment of a process that a launched process starts for itself: that process is in no launch."""
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-
-
 def lost_another(error: Exception) -> bool:
     """Whether an error only says that another process of this launch is gone."""
     return process_count() > 1 and any(sign in str(error) for sign in LOST_PROCESS)

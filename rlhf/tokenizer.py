@@ -134,18 +134,6 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:
     return tokenizer.eos_token_id if found is None else found  # type: ignore[return-value]
 
 
-def special_id(tokenizer: "PreTrainedTokenizerFast", token: str) -> int:
-    """The id of a special token of the chat format.
-
-    Raises: UserError if the tokenizer has no such token.
-    """
-    found = tokenizer.backend_tokenizer.token_to_id(token)
-    if found is None:
-        wanted = " ".join(SPECIAL_TOKENS)
-        raise UserError(f"the tokenizer has no {token}: want one that `rlhf tokenizer` made, with {wanted}")
-    return found
-
-
 def is_byte_level(tokenizer: "PreTrainedTokenizerFast") -> bool:
     """Whether each token stands for a fixed number of bytes."""
     from tokenizers import decoders

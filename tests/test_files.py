@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf.errors import UserError
-from rlhf.files import hash_files, held, read_json, replaced, share, write_json
+from rlhf.files import beside, hash_files, held, read_json, replaced, set_aside, share, write_json
 
 
 def fail_with(number: int):
@@ -33,12 +33,12 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"[1] 2"])
 def test_damaged_json_reads_as_nothing(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
-    assert read_json(tmp_path / "a.json") is None
+    assert read_json(tmp_path / "a.json") == {}
 
 
 def test_missing_json_reads_as_nothing(tmp_path):
     (tmp_path / "file").touch()
-    assert read_json(tmp_path / "none.json") is read_json(tmp_path / "file" / "a.json") is None
+    assert read_json(tmp_path / "none.json") == read_json(tmp_path / "file" / "a.json") == {}
 
 
 def test_hashes_are_sha256_by_relative_path(tmp_path):
@@ -63,6 +63,21 @@ def test_a_folder_is_replaced_when_it_is_whole_and_left_alone_when_not(tmp_path)
             (folder / "a.txt").write_text("three")
             raise error
     assert (out / "a.txt").read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_replacement_left_is_undone_or_removed_by_the_next_one(tmp_path, capsys):
+    out = tmp_path / "out"
+    with held(out), replaced(out) as folder:
+        (folder / "a.txt").write_text("one")
+    beside(out).mkdir()  # killed while it filled the folder
+    with held(out):
+        assert [p.name for p in sorted(tmp_path.iterdir())] == [".out.lock", "out"]
+    out.rename(set_aside(out))  # killed between its two renames
+    beside(out).mkdir()
+    with held(out):
+        assert (out / "a.txt").read_text() == "one" and not set_aside(out).exists()
+    said = capsys.readouterr().out.splitlines()
+    assert ["restored" in line for line in said] == [False, True, False] and "left behind" in said[0]
 
 
 def test_two_processes_do_not_write_one_place(tmp_path):

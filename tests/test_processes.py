@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import rlhf
-from rlhf.processes import LAUNCHER_VARIABLES, environment_alone, is_first, launch_environment, rank
+from rlhf.processes import LAUNCHER_VARIABLES, is_first, launch_environment, rank
 
 HOME = Path(rlhf.__file__).parent
 
@@ -26,4 +26,3 @@ def test_a_launch_and_a_process_of_its_own(monkeypatch):
     for name, value in launch_environment(1, 3, "127.0.0.1", 4567).items():
         monkeypatch.setenv(name, value)
     assert (rank(), is_first()) == (1, False)
-    assert not set(LAUNCHER_VARIABLES) & set(environment_alone())

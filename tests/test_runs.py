@@ -14,12 +14,12 @@ import yaml
 from rlhf.composing import schema_keys
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import hash_files, sha256_file
+from rlhf.files import beside, hash_files, set_aside, sha256_file
 from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
 from rlhf.runs.lineage import git_state
-from rlhf.runs.replacing import beside, set_aside, under_way
+from rlhf.runs.replacing import under_way
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
 
@@ -365,7 +365,7 @@ def test_a_stage_that_failed_releases_its_lock(config):
         (errno.EACCES, "make the folder writable or choose another with runs_dir=…"),
         (errno.EROFS, "make the folder writable or choose another with runs_dir=…"),
         (errno.ENOSPC, "free space or choose another disk with runs_dir=…"),
-        (errno.EIO, "check the disk, then run the same command again"),
+        (errno.EIO, "check the disk and runs_dir=…, then run the same command again"),
     ],
 )
 def test_a_folder_that_cannot_be_made(config, monkeypatch, number, remedy):

@@ -20,7 +20,6 @@ from rlhf.tokenizer import (
     encode_text,
     encode_texts,
     load_tokenizer,
-    special_id,
     token_byte_lengths,
     tokenizer_hash,
     train_tokenizer,
@@ -44,7 +43,7 @@ def test_any_text_survives_and_gives_no_special_token(text):
 
 
 def test_special_tokens_have_ids_of_their_own():
-    assert [special_id(TOKENIZER, token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4, 5]
+    assert [TOKENIZER.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4, 5]
     assert (TOKENIZER.pad_token, TOKENIZER.bos_token, TOKENIZER.eos_token) == (PAD, SEPARATOR, END)
     assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id
     assert TOKENIZER.model_max_length == 16

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import disk_error, write_json
+from rlhf.files import disk_error, read_json, write_json
 from rlhf.terminal import say
 
 # Seconds after which a server that does not answer is given up.
@@ -23,7 +23,7 @@ def run(config: Config) -> None:
 
     path = Path(config.runs_dir) / "dashboard.json"
     project, entity = os.environ.get("WANDB_PROJECT", config.tracking.project), config.tracking.entity
-    before = _read(path)
+    before = read_json(path)
     specification = make_specification(project, entity)
     same_place = before.get("project") == project and before.get("entity") == entity
     if same_place and isinstance(before.get("url"), str):
@@ -41,12 +41,6 @@ def run(config: Config) -> None:
     specification["url"] = send_within(TIMEOUT, project, entity, path)
     write_json(path, specification)
     say(f"dashboard: {specification['url']}")
-
-
-def _read(path: Path) -> dict:
-    from rlhf.tracking.jsonl import read_json
-
-    return read_json(path)
 
 
 def send_within(seconds: float, project: str, entity: str | None, remembered: Path) -> str:

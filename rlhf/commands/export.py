@@ -16,7 +16,6 @@ def run(config: Config) -> None:
     check_output(source)
     out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / config.export.stage
     refuse_inside_stage(out, "export.out")
-    check_free(out, config.overwrite)
 
     from safetensors import SafetensorError
 
@@ -24,10 +23,12 @@ def run(config: Config) -> None:
 
     write = write_reward if config.export.stage == "reward" else write_policy
     try:
-        with held(out), replaced(out) as folder:
-            loading, notes = write(config, source / "model", folder)
-            write_card(folder, model_card(config, config.export.stage, loading.format(out.name), notes))
-            share(folder)
+        with held(out):
+            check_free(out, config.overwrite)
+            with replaced(out) as folder:
+                loading, notes = write(config, source / "model", folder)
+                write_card(folder, model_card(config, config.export.stage, loading.format(out.name), notes))
+                share(folder)
     except (OSError, SafetensorError) as error:
         raise checkpoint_error(error, out) from error
     say(f"export: {source / 'model'} -> {out}: {loading.format(out)} loads it")

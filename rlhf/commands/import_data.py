@@ -5,8 +5,6 @@ manifest is written, what a killed import left behind, and what the screen shows
 """
 
 import contextlib
-import errno
-import fcntl
 import os
 import shutil
 import time
@@ -14,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import ImportConfig
+from rlhf.config.commands import ImportConfig
 from rlhf.data.records import one_line
 from rlhf.errors import UserError
+from rlhf.files import beside, disk_error, held, mend, swap
 from rlhf.terminal import say
 
 
@@ -51,7 +50,7 @@ def run(config: ImportConfig) -> None:
         }  # fmt: skip
         seal(folder, "partial" if partial else "complete", about)
         target = _partial(out) if partial else out
-        _put_in_place(folder, target)
+        swap(target, folder)
     for line in describe(report) + importer.notes:
         _say(line)
     for reject in importer.first_rejects:
@@ -90,77 +89,30 @@ def _earlier(config: ImportConfig, out: Path) -> Any:
 # --- the folder ----------------------------------------------------------------------------------------------------
 
 
-def disk_problem(error: OSError, path: Path) -> UserError:
-    """An operating system's complaint about writing, as one line that says what to do."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "free space, or choose another disk with out=…, then run the same command again"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        remedy = "make the folder writable, or choose another with out=…"
-    else:
-        remedy = "check the disk and out=…, then run the same command again"
-    return UserError(f"{path}: cannot write: {error.strerror or error}: {remedy}")
-
-
 @contextlib.contextmanager
 def _working_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """An empty folder beside `out`, locked; removed where the import fails.
+    """An empty folder beside `out`, which is held; removed if the import fails.
 
     Raises: UserError if `out` is there already, another process imports to it, or the disk refuses.
     """
-    folder = out.with_name(f".{out.name}.importing")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        left = folder.exists()
-        folder.mkdir(exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise disk_problem(error, out) from error
-    try:
-        if not _lock(lock, folder):
-            raise UserError(f"{out}: another process is importing to it: wait for it, or choose another out=…")
+    folder = beside(out)
+    with held(out):
         try:
+            mend(_partial(out))
             for target in (out, _partial(out)):
-                _restore(target)
                 if target.exists() or target.is_symlink():
                     _check_replaceable(target, overwrite or target != out)
-            if left:
-                _say(f"removing {folder}, which an import that was killed left behind")
-                for path in folder.iterdir():
-                    _remove(path)
+            folder.mkdir()
             yield folder
         except OSError as error:
-            raise disk_problem(error, Path(error.filename or folder)) from error
+            raise disk_error(error, Path(error.filename or folder), "out") from error
         finally:
-            if _is_same(lock, folder):  # not the one that another import has begun since
-                shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(lock)
-
-
-def _lock(handle: int, folder: Path) -> bool:
-    """Whether the folder is ours alone: nobody else has it, nor has moved it away since it was opened."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _is_same(handle, folder)
-    except BlockingIOError:
-        return False
-
-
-def _is_same(handle: int, folder: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), folder.stat())
-    except FileNotFoundError:
-        return False
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _partial(out: Path) -> Path:
     """Where an import with too many rejects goes."""
     return out.with_name(out.name + ".partial")
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, a file, or a link but not what it points to."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
@@ -173,30 +125,3 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         raise UserError(f"{out}: is a link, so it is not replaced: give the folder that it points to")
     if not is_import(out) and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out}: is no import, so it is not replaced: choose another out=…, or remove it yourself")
-
-
-def _old(out: Path) -> Path:
-    return out.with_name(f".{out.name}.old")
-
-
-def _restore(out: Path) -> None:
-    """Undo, or finish, a replacement that was killed between its two renames."""
-    old = _old(out)
-    if old.exists() and not out.exists():
-        old.rename(out)
-        _say(f"{out}: restored, since an import that was to replace it was killed")
-    elif old.exists():
-        _say(f"removing {old}, which an import that was killed left behind")
-        _remove(old)
-
-
-def _put_in_place(folder: Path, target: Path) -> None:
-    """Rename a sealed folder; what it replaces stays beside it until then."""
-    from rlhf.data.storage import sync_folder
-
-    old = _old(target)
-    if target.exists():
-        target.rename(old)
-    folder.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -53,8 +53,7 @@ def stage_records(config: Config, stage: str) -> dict[str, dict[str, Any]]:
 
 def adopted_record(config: Config) -> dict[str, Any]:
     """What the pretrain stage says of the checkpoint it adopted; empty where it pretrained a model of its own."""
-    found = read_json(stage_folder(config, "pretrain") / "adopted.json")
-    return found if isinstance(found, dict) else {}
+    return read_json(stage_folder(config, "pretrain") / "adopted.json")
 
 
 def base_lines(adopted: dict[str, Any], licence: str) -> list[str]:

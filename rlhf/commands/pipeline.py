@@ -202,7 +202,7 @@ def show(config: Config, table: dict, seconds: float) -> None:
         say(f"{name:<{width}}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
     total = sum(row["seconds"] or 0 for row in table["stages"].values())
     say(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
-    results = read_json(run_folder(config) / "evaluate" / "results.json") or {}
+    results = read_json(run_folder(config) / "evaluate" / "results.json")
     if "gold" in results:
         win, greedy = results["gold"]["win_rate_vs_sft"], results["gold"]["win_rate_greedy"]
         say()

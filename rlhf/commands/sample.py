@@ -84,8 +84,8 @@ def check_free(out: Path, overwrite: bool) -> None:
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    record = read_json(out / RECORD) if out.is_dir() else None
-    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
+    record = read_json(out / RECORD)
+    if not isinstance(record.get("files"), dict):
         raise UserError(f"{out}: exists and was not written by `rlhf sample`: choose another sample.out=…")
     if not overwrite:
         raise UserError(

@@ -222,7 +222,7 @@ def cached(folder: Path, name: str, basis: Any, make: Any) -> Any:
     path = folder / f"{name}.json"
     digest = hashlib.sha256(json.dumps(basis, sort_keys=True, default=str).encode()).hexdigest()
     found = read_json(path)
-    if not isinstance(found, dict) or found.get("basis") != digest:
+    if found.get("basis") != digest:
         found = {"basis": digest, "value": make()}
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, found)

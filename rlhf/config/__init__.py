@@ -7,84 +7,24 @@ All of this is stated once, on the field (setting.py). YAML under conf/ holds di
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.commands import (
-    ChatConfig as ChatConfig,
-)
-from rlhf.config.commands import (
-    ColumnsConfig as ColumnsConfig,
-)
-from rlhf.config.commands import (
-    ExportConfig as ExportConfig,
-)
-from rlhf.config.commands import (
-    GenerateConfig as GenerateConfig,
-)
-from rlhf.config.commands import (
-    ImportConfig as ImportConfig,
-)
-from rlhf.config.commands import (
-    ReportConfig as ReportConfig,
-)
-from rlhf.config.commands import (
-    SampleConfig as SampleConfig,
-)
-from rlhf.config.commands import (
-    WatchConfig as WatchConfig,
-)
-from rlhf.config.commands import (
-    WordsConfig as WordsConfig,
-)
+from rlhf.config.commands import ChatConfig, ExportConfig, GenerateConfig, ReportConfig, SampleConfig, WatchConfig
 from rlhf.config.setting import MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, group, setting
 from rlhf.config.stages import (
-    DataConfig as DataConfig,
-)
-from rlhf.config.stages import (
-    DpoConfig as DpoConfig,
-)
-from rlhf.config.stages import (
-    EvaluateConfig as EvaluateConfig,
-)
-from rlhf.config.stages import (
-    GoldConfig as GoldConfig,
-)
-from rlhf.config.stages import (
-    KlConfig as KlConfig,
-)
-from rlhf.config.stages import (
-    LoraConfig as LoraConfig,
-)
-from rlhf.config.stages import (
-    ModelConfig as ModelConfig,
-)
-from rlhf.config.stages import (
-    PpoConfig as PpoConfig,
-)
-from rlhf.config.stages import (
-    PretrainConfig as PretrainConfig,
-)
-from rlhf.config.stages import (
-    RejectionConfig as RejectionConfig,
-)
-from rlhf.config.stages import (
-    RewardConfig as RewardConfig,
-)
-from rlhf.config.stages import (
-    RolloutConfig as RolloutConfig,
-)
-from rlhf.config.stages import (
-    SftConfig as SftConfig,
-)
-from rlhf.config.stages import (
-    StudyConfig as StudyConfig,
-)
-from rlhf.config.stages import (
-    TokenizerSettings as TokenizerSettings,
-)
-from rlhf.config.stages import (
-    pretraining_tokens as pretraining_tokens,
-)
-from rlhf.config.stages import (
-    shape_settings as shape_settings,
+    DataConfig,
+    DpoConfig,
+    EvaluateConfig,
+    GoldConfig,
+    KlConfig,
+    LoraConfig,
+    ModelConfig,
+    PpoConfig,
+    PretrainConfig,
+    RejectionConfig,
+    RewardConfig,
+    RolloutConfig,
+    SftConfig,
+    StudyConfig,
+    TokenizerSettings,
 )
 from rlhf.recipe import GOLD_STAGES, PARENTS
 

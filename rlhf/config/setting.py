@@ -174,6 +174,14 @@ def get(config: Any, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"sft.lr": …} of nested settings."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 class FromEnvironment(str):
     """A value that an interpolation such as ${oc.env:TOKEN} gave: what is stored is the interpolation."""
 

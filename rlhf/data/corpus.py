@@ -325,10 +325,6 @@ class PackedCorpus:
         """Tokens of a split, separators included."""
         return self.meta["splits"][split]["tokens"]
 
-    def byte_count(self, split: str) -> int:
-        """UTF-8 bytes of a split's text, separators not included."""
-        return self.meta["splits"][split]["bytes"]
-
     def tokens(self, split: str) -> np.ndarray:
         """All tokens of a split, (token_count,) uint16 or uint32, memory-mapped."""
         if self.token_count(split) == 0:

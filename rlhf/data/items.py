@@ -87,13 +87,6 @@ def token_encoder(tokenizer: "PreTrainedTokenizerFast", context_length: int, roo
     return encode
 
 
-def make_items(
-    records: Sequence[Ranking], tokenizer: "PreTrainedTokenizerFast", context_length: int, room: int
-) -> tuple[list[Item], int]:
-    """`join_rankings` for reward models on the policy's own tokens."""
-    return join_rankings(records, token_encoder(tokenizer, context_length, room))
-
-
 def join_rankings(
     records: Sequence[Ranking], encode: Encode, labeler_weights: Mapping[str, float] | None = None
 ) -> tuple[list[Item], int]:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf.data.reading.json_rows import is_deep
-from rlhf.data.reading.readers import file_sha256
 from rlhf.data.reading.sources import MANIFEST, is_import
 from rlhf.data.records import KINDS, Message, Record, first_problem
 from rlhf.data.splits import SPLITS, with_split
 from rlhf.errors import UserError
+from rlhf.files import sha256_file, sync_folder, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -166,30 +166,10 @@ class ArrowWriter:
             sync(self._file)
             self._file.close()
 
-    def abandon(self) -> None:
-        """Let go of a file that nobody will read."""
-        if self._file is not None:
-            self._file.close()
-
 
 def sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        sync(file)
 
 
 def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
@@ -197,9 +177,9 @@ def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     for inner in {p.parent for p in files}:
         sync_folder(inner)
-    hashes = {p.relative_to(folder).as_posix(): {"sha256": file_sha256(p), "bytes": p.stat().st_size} for p in files}
+    hashes = {p.relative_to(folder).as_posix(): {"sha256": sha256_file(p), "bytes": p.stat().st_size} for p in files}
     manifest = {"rlhf_import": VERSION, "status": status, **about, "files": hashes}
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    write_json(folder / MANIFEST, manifest)
     sync_folder(folder)
 
 
@@ -256,7 +236,7 @@ def check_whole(folder: Path, manifest: dict[str, Any], allow_partial: bool) -> 
 
 def manifest_sha256(folder: Path) -> str:
     """One hash for an import: its manifest names the hash of every file."""
-    return file_sha256(folder / MANIFEST)
+    return sha256_file(folder / MANIFEST)
 
 
 _verified: dict[tuple[str, int, int, str], bool] = {}  # files that this process has hashed already
@@ -280,7 +260,7 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
             raise UserError(f"{path}: missing from the import: run `rlhf import` again") from None
         key = (str(path.resolve()), state.st_size, state.st_mtime_ns, about["sha256"])
         if not _verified.get(key):
-            if state.st_size != about["bytes"] or file_sha256(path) != about["sha256"]:
+            if state.st_size != about["bytes"] or sha256_file(path) != about["sha256"]:
                 raise UserError(f"{path}: changed since it was imported: run `rlhf import` again")
             _verified[key] = True
     return manifest

@@ -114,7 +114,7 @@ def _end_tokens(checkpoint: Checkpoint) -> list[int]:
     """Those that the generation configuration and the configuration name."""
     named = [checkpoint.config.eos_token_id]
     generation = read_json(checkpoint.folder / "generation_config.json")
-    if isinstance(generation, dict) and checkpoint.gguf_file is None:
+    if checkpoint.gguf_file is None:
         named.insert(0, generation.get("eos_token_id"))
     return [i for value in named for i in (value if isinstance(value, list) else [value]) if i is not None]
 

@@ -7,7 +7,8 @@ import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlhf.config import PlanConfig, pretraining_tokens
+from rlhf.config import PlanConfig
+from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
 from rlhf.planning import compute, memory, scaling
 from rlhf.planning.shapes import Shape, make_shape, read_shape

@@ -9,13 +9,13 @@ from rlhf.recipe import BASELINES
 from rlhf.report.charts import Picture, make_calibration, make_choices, make_histogram, make_paths, make_study
 from rlhf.report.overview import interval
 from rlhf.tracking.jsonl import is_number
+from rlhf.tracking.results import histogram
 from rlhf.tracking.run_files import RunFiles, get, number, visible
 
 MODELS = ("base", "sft", "ppo", *BASELINES)
 # What is drawn of a study that is a row per choice.
 CHOICE_FIGURES = (("win_rate", "win rate over SFT"), ("gold", "true reward"), ("kl", "KL to SFT, nats"),
                   ("bpb", "bits per byte of held-out text"))  # fmt: skip
-HISTOGRAM_BINS = 24
 REWARD_FIGURES = (
     ("accuracy", "Accuracy on held-out pairs"),
     ("noise_ceiling", "Ceiling that the labels' noise allows"),
@@ -137,22 +137,11 @@ def scored(run: RunFiles, model: str) -> list[float]:
 def histograms(runs: list[RunFiles]) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:
     """{model: (middle of a bin, share of responses)} of each run, over bins that all runs share."""
     found = [(run.name, {model: scored(run, model) for model in ("sft", "ppo")}) for run in runs]
-    everything = [value for _, models in found for values in models.values() for value in values]
-    if len(everything) < 10:
+    together = {(run, model): values for run, models in found for model, values in models.items()}
+    if sum(map(len, together.values())) < 10:
         return []
-    low, high = min(everything), max(everything)
-    width = (high - low) / HISTOGRAM_BINS or 1.0
-    told = []
-    for name, models in found:
-        shares = {}
-        for model, values in models.items():
-            counts = [0] * HISTOGRAM_BINS
-            for value in values:
-                counts[min(int((value - low) / width), HISTOGRAM_BINS - 1)] += 1
-            rows = [(low + (i + 0.5) * width, count / len(values)) for i, count in enumerate(counts)] if values else []
-            shares[model] = rows
-        told.append((name, shares))
-    return told
+    shares = histogram(together)
+    return [(run, {model: shares[run, model] for model in models}) for run, models in found]
 
 
 def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:

@@ -3,26 +3,12 @@
 from dataclasses import asdict
 from typing import Any
 
+from rlhf.config.setting import NOTHING, flatten, settings_in
 from rlhf.recipe import GOLD_STAGES
 from rlhf.report.figures import MAX_POINTS, format_value
 from rlhf.report.samples import MORE_SAMPLES, SHOWN_SAMPLES
 from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.run_files import RunFiles, get, number, visible
-
-# What changes no result: where things lie, and how they are shown.
-NOT_SETTINGS = ("run", "runs_dir", "overwrite", "device", "threads")
-NOT_GROUPS = ("report", "watch", "chat", "export", "tracking", "sample", "checkpoints")
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"ppo.lr": …} of nested settings."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items() if isinstance(tree, dict) else []:
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def settings_of(run: RunFiles) -> dict[str, Any]:
@@ -37,7 +23,11 @@ def settings_of(run: RunFiles) -> dict[str, Any]:
 
 
 def only_settings(flat: dict[str, Any]) -> dict[str, Any]:
-    return {key: v for key, v in flat.items() if key not in NOT_SETTINGS and key.partition(".")[0] not in NOT_GROUPS}
+    """Without those that change nothing of a result: where files are, and what is shown."""
+    from rlhf.config import Config
+
+    unimportant = {key for key, stated in settings_in(Config).items() if stated.changes == NOTHING}
+    return {key: value for key, value in flat.items() if key not in unimportant}
 
 
 def make_differences(runs: list[RunFiles]) -> list[tuple[str, list[str]]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, write_json
+from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, sync_folder, write_json
 from rlhf.runs.records import read_record
 from rlhf.terminal import say
 
@@ -30,12 +30,8 @@ def seal(folder: Path, figure: float | None = None) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
-    for path in (folder, folder.parent):  # sync the names too, before older checkpoints are removed
-        number = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+    for path in (folder, folder.parent):  # the names too, before older checkpoints are removed
+        sync_folder(path)
 
 
 def read_manifest(folder: Path) -> dict | None:

@@ -15,8 +15,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import Config, ParentsConfig, shape_settings
-from rlhf.config.setting import RESULT, get, settings_in, stored
+from rlhf.config import Config, ParentsConfig
+from rlhf.config.setting import RESULT, flatten, get, settings_in, stored
+from rlhf.config.stages import shape_settings
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
 from rlhf.precision import precision_of
@@ -32,18 +33,11 @@ def settings_of(config: Config, stage: str) -> dict[str, Any]:
     """The settings a stage's result depends on, flat: {"sft.lr": 5e-4, …}."""
     flat: dict[str, Any] = {}
 
-    def add(key: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                add(f"{key}.{name}", inner)
-        else:
-            flat[key] = value
-
     named = STAGES[stage].settings
     unread = shape_settings() if config.model.pretrained is not None else ()
     for key, stated in settings_in(Config).items():
         if (key in named or key.partition(".")[0] in named) and stated.changes == RESULT and key not in unread:
-            add(key, precision_of(config) if key == "precision" else stored(get(config, key)))
+            flat |= flatten({key: precision_of(config) if key == "precision" else stored(get(config, key))})
     return json.loads(json.dumps(flat, default=str))
 
 

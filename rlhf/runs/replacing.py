@@ -8,36 +8,12 @@ runs/<run>/.sft.old/  exists only between the two renames of the swap
 import shutil
 from pathlib import Path
 
-from rlhf.files import disk_error
-
-
-def beside(folder: Path) -> Path:
-    """The folder in which the replacement of a stage is written."""
-    return folder.with_name(f".{folder.name}.new")
-
-
-def set_aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
+from rlhf.files import beside, set_aside
 
 
 def under_way(folder: Path) -> Path:
     """The folder in which the stage is running: that of its replacement, if there is one, else its own."""
     return beside(folder) if (beside(folder) / "stage.json").is_file() else folder
-
-
-def swap(folder: Path) -> None:
-    """Move the complete replacement to the place of the old stage. Raises: UserError if the system refuses."""
-    new, old = beside(folder), set_aside(folder)
-    try:
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-    except OSError as error:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise disk_error(error, folder) from error
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def settle(folder: Path) -> None:

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import Config, pretraining_tokens
+from rlhf.config import Config
+from rlhf.config.stages import pretraining_tokens
 from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
@@ -128,8 +129,7 @@ def classifier_folder(config: Config, name: str) -> Path:
         raise UserError(f"ppo.rewards: {name}: neither a run under {config.runs_dir}/ with a reward model, nor a reward "
                         "stage's folder, nor a folder or hub id of a classifier, nor a function module:name: check the "
                         "name")  # fmt: skip
-    found = read_json(folder / "config.json")
-    described = found if isinstance(found, dict) else {}
+    described = read_json(folder / "config.json")
     if described.get("model_type") == "rlhf_reward":
         raise UserError(f"ppo.rewards: {name}: the model of a reward stage without its record: name the stage's folder, "
                         "which contains stage.json")  # fmt: skip

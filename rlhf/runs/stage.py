@@ -14,15 +14,15 @@ from typing import Any
 
 from rlhf import __version__
 from rlhf.config import Config
-from rlhf.config.setting import ROUNDING, get, settings_in, stored
+from rlhf.config.setting import ROUNDING, flatten, get, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, disk_error, hash_files, share, write_json
+from rlhf.files import DISK_ERRORS, beside, disk_error, hash_files, share, swap, write_json
 from rlhf.processes import is_first
 from rlhf.recipe import STAGES
 from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
 from rlhf.runs.folders import collect_parents, differences, hash_of, read_stage, run_folder, settings_of, stage_folder
 from rlhf.runs.lineage import git_state
-from rlhf.runs.replacing import beside, settle, swap
+from rlhf.runs.replacing import settle
 from rlhf.terminal import say
 
 
@@ -248,7 +248,7 @@ def _discard_beginning(stage: Stage) -> None:
 
 def _tell_other_rounding(stage: Stage, recorded: dict) -> None:
     """Print the changed settings that affect only speed, memory and rounding."""
-    before, own = flat_settings(recorded.get("config")), STAGES[stage.name].groups
+    before, own = flatten(recorded.get("config")), STAGES[stage.name].groups
     changed = []
     for key, stated in settings_in(Config).items():
         group, value = key.rpartition(".")[0], stored(get(stage.config, key))
@@ -260,14 +260,6 @@ def _tell_other_rounding(stage: Stage, recorded: dict) -> None:
             changed.append(f"{key}={value}, was {before[key]}")
     if changed:
         stage.say(f"resumes with {'; '.join(changed)}: same computation, different rounding")
-
-
-def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"sft.lr": …} of nested settings."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _sweep(folder: Path) -> None:

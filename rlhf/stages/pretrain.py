@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.config import Config, pretraining_tokens
+from rlhf.config import Config
+from rlhf.config.stages import pretraining_tokens
 from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, pack_corpus
 from rlhf.errors import UserError
 from rlhf.files import sha256_file, write_json

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhf.tracking.jsonl import read_json
+from rlhf.files import read_json
 from rlhf.tracking.metrics import find
 from rlhf.tracking.panels import SECTIONS, TABLES, Panel
 

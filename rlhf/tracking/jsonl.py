@@ -62,15 +62,6 @@ def encode_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is missing, torn or holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def is_number(value: object) -> bool:
     """Whether a value read from JSON is a number that can be shown."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30

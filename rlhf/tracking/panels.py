@@ -85,24 +85,9 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Elapsed seconds", ("time/elapsed_s",)),
     ),
 }  # fmt: skip
-# Logged, and in no panel on purpose.
-NOT_SHOWN = {
-    "optim/steps": "a constant; in the report",
-    "calibration/gain": "one number a run, in its summary",
-    "calibration/shift": "one number a run, in its summary",
-    "progress/step": "an x axis",
-    "progress/episodes": "an x axis",
-    "progress/tokens": "an x axis",
-}
 # Tables that a stage shows, and their columns.
 TABLES = {
     "samples": ("step", "id", "prompt", "response", "score", "kl", "length"),
     "calibration": ("gap", "curve", "share", "n"),
     "score_histogram": ("score", "model", "share"),
 }
-
-
-def panel_metrics() -> set[str]:
-    """Every metric that a panel draws or stands over."""
-    panels = [panel for section in SECTIONS.values() for panel in section]
-    return {name for panel in panels for name in (*panel.metrics, panel.x)}

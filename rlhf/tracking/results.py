@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.panels import TABLES
+from rlhf.tracking.run_files import get, number
 from rlhf.tracking.writers import Tracker
 
 # Metric under eval/test/ by its place in results.json.
@@ -32,53 +33,44 @@ BINS = 24
 def log_results(tracker: Tracker, results: Mapping[str, Any], scores: Mapping[str, Sequence[Sequence[float]]]) -> None:
     """Logs the figures under eval/test/, the calibration curve and the histograms of `scores`, {model: a list per prompt}."""
     metrics = {
-        f"eval/test/{name}": value
-        for name, place in PLACES.items()
-        if (value := find_number(results, place)) is not None
+        f"eval/test/{name}": value for name, place in PLACES.items() if (value := figure(results, place)) is not None
     }
-    parts = at(results, ("gold", "parts", "ppo"))
+    parts = get(results, "gold", "parts", "ppo")
     if isinstance(parts, Mapping):
         metrics |= {f"eval/test/gold/{name}": float(value) for name, value in parts.items() if is_number(value)}
-    strangers = find_number(results, HELD_OUT_LABELERS)
+    strangers = figure(results, HELD_OUT_LABELERS)
     if strangers is not None:
         metrics["eval/held_out_labelers/accuracy"] = strangers
     tracker.log(metrics, step=0)
     tracker.table("calibration", TABLES["calibration"], list(calibration_rows(results)))
-    tracker.table("score_histogram", TABLES["score_histogram"], list(histogram_rows(scores)))
+    flat = {model: [score for row in rows for score in row] for model, rows in scores.items()}
+    bins = [(middle, model, share) for model, rows in histogram(flat).items() for middle, share in rows]
+    tracker.table("score_histogram", TABLES["score_histogram"], bins)
     tracker.summary(metrics)
 
 
-def at(tree: Any, place: Sequence[str]) -> Any:
-    for key in place:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def find_number(tree: Any, place: Sequence[str]) -> float | None:
+def figure(results: Mapping[str, Any], place: Sequence[str]) -> float | None:
     """The number there, or the `value` of {"value", "ci95", …}."""
-    found = at(tree, place)
-    found = found.get("value") if isinstance(found, Mapping) else found
-    return float(found) if found is not None and is_number(found) else None
+    found = get(results, *place)
+    return number(found, "value") if isinstance(found, Mapping) else number(found)
 
 
 def calibration_rows(results: Mapping[str, Any]) -> Iterator[tuple[float, str, float, int]]:
     """(score gap, predicted or observed, share of wins, pairs)."""
-    for row in at(results, ("reward_model", "calibration")) or []:
+    for row in get(results, "reward_model", "calibration") or []:
         for curve in ("predicted", "observed"):
             yield row["gap"], curve, row[curve], row["n"]
 
 
-def histogram_rows(scores: Mapping[str, Sequence[Sequence[float]]]) -> Iterator[tuple[float, str, float]]:
-    """(middle of a bin, model, share of its responses), all models over the same bins."""
-    flat = {model: [score for row in rows for score in row] for model, rows in scores.items()}
-    everything = [score for values in flat.values() for score in values]
-    if not everything:
-        return
-    low = min(everything)
-    width = (max(everything) - low) / BINS or 1.0
-    for model, values in flat.items():
-        counts = [0] * BINS
-        for value in values:
-            counts[min(int((value - low) / width), BINS - 1)] += 1
-        for i, count in enumerate(counts):
-            yield low + (i + 0.5) * width, model, count / len(values)
+def histogram(scores: Mapping[Any, Sequence[float]]) -> dict[Any, list[tuple[float, float]]]:
+    """{name: (middle of a bin, share of its scores)}, all models over the same bins."""
+    import numpy as np
+
+    edges = np.histogram_bin_edges([score for values in scores.values() for score in values], BINS)
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    return {
+        model: list(zip(middles, (np.histogram(values, edges)[0] / len(values)).tolist(), strict=True))
+        if values
+        else []
+        for model, values in scores.items()
+    }

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf.files import read_json
 from rlhf.recipe import PIPELINE, STAGES
 from rlhf.runs.replacing import under_way
-from rlhf.tracking.jsonl import count_unreadable, is_number, read_json, read_jsonl
+from rlhf.tracking.jsonl import count_unreadable, is_number, read_jsonl
 from rlhf.tracking.metrics import find
 from rlhf.tracking.progress import format_seconds
 

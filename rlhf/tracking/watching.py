@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf.files import read_json
 from rlhf.recipe import ROUND_STAGES, STAGES
 from rlhf.runs.replacing import under_way
 from rlhf.terminal import printable
-from rlhf.tracking.jsonl import is_number, parse_line, read_json
+from rlhf.tracking.jsonl import is_number, parse_line
 from rlhf.tracking.progress import format_figure, format_seconds
 from rlhf.tracking.run_files import get
 

@@ -101,7 +101,7 @@ def _state_type(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Write the dtype of the stored weights to config.json, if the module in memory has another."""
     kind = str(next(t for t in state.values() if t.is_floating_point()).dtype).removeprefix("torch.")
     config = read_json(folder / "config.json")
-    if config is not None and config.get("dtype") != kind:
+    if config and config.get("dtype") != kind:
         write_json(folder / "config.json", config | {"dtype": kind})
 
 

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from rlhf.data.agreement import judgements as agreement
 from rlhf.data.agreement.figures import compute_cohen, compute_fleiss
-from rlhf.data.agreement.judgements import AgreementCounter, agreement_report, describe, pairwise_agreement
+from rlhf.data.agreement.judgements import AgreementCounter, describe, pairwise_agreement
 from rlhf.data.records import Message, RankedResponse, Ranking
+
+
+def agreement_report(rankings):
+    counter = AgreementCounter()
+    for ranking in rankings:
+        counter.add(ranking)
+    return counter.report()
+
 
 FIGURES = ("pairwise", "cohen_kappa", "fleiss_kappa", "krippendorff_alpha", "kendall_tau")
 

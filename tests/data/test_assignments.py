@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.config import ImportConfig
+from rlhf.config.commands import ImportConfig
 from rlhf.data.importing.assignments import Assignments, read_assignments
 from rlhf.data.importing.importer import Importer
 from rlhf.data.reading.sources import resolve_sources

@@ -112,7 +112,7 @@ def test_a_packed_corpus_holds_every_document_once(tokenizer, tmp_path):
     assert train == [text for text in DOCUMENTS if text not in held_out] and len(train + held_out) == 400
     assert held_out == [text for text in DOCUMENTS if text in held_out]
     assert 20 <= len(held_out) <= 60  # 40 expected, standard deviation 6
-    assert packed.byte_count("heldout") == sum(len(text.encode()) for text in held_out)
+    assert packed.meta["splits"]["heldout"]["bytes"] == sum(len(text.encode()) for text in held_out)
     assert packed.meta["splits"]["train"]["documents"] == len(train)
     assert packed.token_count("train") == sum(len(encode_text(tokenizer, text)) + 1 for text in train)
     assert calls[-1] == (400, sum(len(encode_text(tokenizer, text)) for text in DOCUMENTS))
@@ -124,7 +124,7 @@ def test_bytes_of_text_follow_from_the_tokens(tokenizer, tmp_path):
     packed = pack(DOCUMENTS, tokenizer, tmp_path)
     lengths = np.array(token_byte_lengths(tokenizer))
     for split in ("train", "heldout"):
-        assert lengths[packed.tokens(split)].sum() == packed.byte_count(split)
+        assert lengths[packed.tokens(split)].sum() == packed.meta["splits"][split]["bytes"]
 
 
 def test_packing_is_repeatable_and_the_seed_matters(tokenizer, tmp_path):

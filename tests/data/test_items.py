@@ -4,10 +4,12 @@ import pytest
 
 from rlhf.chat_template import decode_response, encode_prompt, encode_response
 from rlhf.data import items as module
-from rlhf.data.items import check_labelers, join_rankings, labelers_of, make_items, token_encoder
+from rlhf.data.items import check_labelers, join_rankings, labelers_of, token_encoder
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
-from rlhf.tokenizer import END, encode_text, special_id
+from rlhf.tokenizer import END, encode_text
+
+from .ranked import make_items
 
 PROMPT = "Name a colour."
 TEXTS = ("Blue.", "Green is a colour.", "The cat.")
@@ -27,7 +29,7 @@ def test_an_item_is_a_prompt_with_all_its_answers(tokenizer):
     answers = [encode_response(tokenizer, text) for text in TEXTS]
     assert item.rows == [prompt + answer for answer in answers]
     assert item.lengths == [len(answer) for answer in answers]
-    assert all(row[-1] == special_id(tokenizer, END) for row in item.rows)
+    assert all(row[-1] == tokenizer.convert_tokens_to_ids(END) for row in item.rows)
     assert item.pairs() == [(0, 2), (1, 0), (1, 2)]  # b over a, b over c, a over c
     assert item.weights().tolist() == [[0, 0, 1], [1, 0, 1], [0, 0, 0]]
     assert unpaired == 0
@@ -151,7 +153,7 @@ def test_a_ranking_without_an_ordered_pair_gives_no_item(tokenizer, record):
 def test_a_response_that_was_cut_off_has_no_end_token(tokenizer):
     responses = [{"id": "a", "text": "Blue", "metadata": {"ended": False}}, {"id": "b", "text": "Blue"}]
     [item], _ = make_items([ranking("b", "a", responses=responses)], tokenizer, 64, 32)
-    end = special_id(tokenizer, END)
+    end = tokenizer.convert_tokens_to_ids(END)
     assert item.rows[0] + [end] == item.rows[1] and item.lengths[0] + 1 == item.lengths[1]
 
 
@@ -160,7 +162,7 @@ def test_what_does_not_fit_is_truncated_and_then_has_no_end_token(tokenizer):
     [item], _ = make_items([ranking("a", "b", texts=("Blue.", long))], tokenizer, 32, 16)
     whole = encode_prompt(tokenizer, PROMPT) + encode_response(tokenizer, long)
     assert len(whole) > 32 and item.rows[1] == whole[:32]
-    assert item.rows[0][-1] == special_id(tokenizer, END) != item.rows[1][-1]
+    assert item.rows[0][-1] == tokenizer.convert_tokens_to_ids(END) != item.rows[1][-1]
     assert item.lengths[1] == len(encode_response(tokenizer, long))  # as long as its author made it
 
 

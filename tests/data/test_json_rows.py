@@ -184,7 +184,7 @@ def mutate(line: bytes, random_: random.Random) -> bytes:
 
 
 def test_mutated_lines_are_records_or_rejects_and_the_counts_add_up(tmp_path):
-    from rlhf.config import ImportConfig
+    from rlhf.config.commands import ImportConfig
     from rlhf.data.importing.assignments import Assignments
     from rlhf.data.importing.importer import Importer
     from rlhf.data.reading.sources import ROW_SUFFIXES, resolve_sources

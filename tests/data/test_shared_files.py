@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlhf.commands import import_data
-from rlhf.config import ImportConfig
+from rlhf.config.commands import ImportConfig
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.corpus import iterate_documents
 from rlhf.data.demonstrations import encode_demonstrations, labels_of, load_demonstrations

@@ -192,5 +192,5 @@ def test_files_are_hashed_once_a_process_and_again_when_they_change(folder, monk
     from rlhf.data import storage
 
     verify(folder)
-    monkeypatch.setattr(storage, "file_sha256", lambda path: pytest.fail("hashed twice"))
+    monkeypatch.setattr(storage, "sha256_file", lambda path: pytest.fail("hashed twice"))
     verify(folder)

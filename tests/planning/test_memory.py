@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.config import Config, ModelConfig
+from rlhf.config import Config
+from rlhf.config.stages import ModelConfig
 from rlhf.planning import memory
 from rlhf.planning.memory import model_state_bytes
 from rlhf.planning.shapes import make_shape

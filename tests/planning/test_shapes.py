@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf import cli
-from rlhf.config import ModelConfig
+from rlhf.config.stages import ModelConfig
 from rlhf.planning.shapes import make_shape
 
 # Preset: parameters that its paper prints. GPT-1's is in Radford et al. 2019, table 2; GPT-3: Brown et al. 2020, table 2.1;

@@ -21,6 +21,7 @@ from rlhf.data.importers import load_all
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
+from rlhf.files import held
 from rlhf.runs.sources import hash_sources
 
 DEMONSTRATION = {"kind": "demonstration", "id": "d", "prompt": "Name a town.", "response": "Bern"}
@@ -388,7 +389,7 @@ def test_a_killed_import_leaves_nothing_that_training_accepts(tmp_path, capsys, 
     run(capsys, f"path={small}", f"out={out}")
     before = bytes_of(out)
     child = start(f"path={path}", f"out={out}", "overwrite=true", f"processes={processes}")
-    working = tmp_path / ".out.importing"
+    working = tmp_path / ".out.new"
     deadline = time.monotonic() + 60
     while not list(working.glob("unsplit/*.arrow")):  # in the middle of its writing
         assert child.poll() is None and time.monotonic() < deadline, child.communicate()
@@ -403,7 +404,7 @@ def test_a_killed_import_leaves_nothing_that_training_accepts(tmp_path, capsys, 
         assert time.monotonic() < deadline, processes_below(tmp_path)
         time.sleep(0.1)
     said = run(capsys, f"path={small}", f"out={out}", "overwrite=true")
-    assert "which an import that was killed left behind" in said
+    assert "which a killed command left behind" in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.jsonl", "out", "small.jsonl"]
 
 
@@ -420,18 +421,10 @@ def test_an_import_killed_between_its_two_renames_is_restored(tmp_path, capsys):
 
 
 def test_two_imports_to_one_place_are_refused(tmp_path, capsys):
-    import fcntl
-
     path = write(tmp_path / "labels.jsonl", [DEMONSTRATION])
-    (tmp_path / ".out.importing").mkdir()
-    handle = os.open(tmp_path / ".out.importing", os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
+    with held(tmp_path / "out"):
         line, _ = refused(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-        assert "another process is importing to it" in line
-        assert (tmp_path / ".out.importing").exists(), "it belongs to the other"
-    finally:
-        os.close(handle)
+        assert "another process is writing it" in line and not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_one_line(tmp_path):
@@ -447,7 +440,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     )
     _, err = child.communicate(timeout=120)
     assert child.returncode == 2 and err.startswith("rlhf: error: ") and err.count("\n") == 1, err
-    assert "cannot write: File too large: free space, or choose another disk with out=" in err
+    assert "cannot write: File too large: raise the limit on the size of files" in err
     assert [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]
 
 

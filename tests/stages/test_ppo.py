@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.config import PpoConfig
+from rlhf.config.stages import PpoConfig
 from rlhf.errors import UserError
 from rlhf.ops.masked import whiten
 from rlhf.ppo import update as ppo_update

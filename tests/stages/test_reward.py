@@ -14,7 +14,7 @@ from rlhf.chat_template import encode_prompt, encode_response
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
-from rlhf.data.items import Item, join_rankings, make_items, token_encoder
+from rlhf.data.items import Item, join_rankings, token_encoder
 from rlhf.data.prompts import prompts_of
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
@@ -30,6 +30,8 @@ from rlhf.training.engine import make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_policy
+
+from ..data.ranked import make_items
 
 CPU = torch.device("cpu")
 

@@ -166,7 +166,8 @@ def test_a_column_that_never_varies_has_no_weight():
 
 def gold_items(gold_run) -> list[Item]:
     from rlhf.data.comparisons import load_comparisons
-    from rlhf.data.items import make_items
+
+    from ..data.ranked import make_items
 
     tokenizer = load_tokenizer(gold_run.folder / "sft" / "model")
     records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0]

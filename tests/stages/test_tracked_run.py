@@ -13,11 +13,13 @@ import pytest
 
 from rlhf.tracking.dashboard import example
 from rlhf.tracking.metrics import METRICS, find
-from rlhf.tracking.panels import NOT_SHOWN, TABLES, panel_metrics
+from rlhf.tracking.panels import TABLES
 from rlhf.tracking.writers import read_jsonl
 from tests.stages.conftest import Run, run_stage
 from tests.tracking.wandb_file import history_row, read_history, read_records, run_files
 from tests.tracking.wandb_server import serve
+
+from ..tracking.test_dashboard import NOT_SHOWN, panel_metrics
 
 ROOT = Path(__file__).parents[2]
 TRACKED = ("sft", "reward", "ppo", "evaluate")

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.config import Config, ModelConfig
+from rlhf.config import Config
+from rlhf.config.stages import ModelConfig
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
 from rlhf.planning import compute

@@ -5,7 +5,7 @@ Judgements are kept as bytes by `agreement_packing.py`; the statistics are in `a
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,14 +215,6 @@ def _sample(hashes: np.ndarray, comparisons: np.ndarray) -> np.ndarray:
     chosen = np.zeros(len(hashes), bool)
     chosen[by_hash[kept]] = True
     return chosen
-
-
-def agreement_report(rankings: Iterable[Ranking]) -> dict[str, Any]:
-    """`AgreementCounter.report` of these rankings."""
-    counter = AgreementCounter()
-    for ranking in rankings:
-        counter.add(ranking)
-    return counter.report()
 
 
 def describe(report: dict[str, Any]) -> list[str]:

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.data.reading.readers import Reject, Row, file_sha256, read_rows
+from rlhf.data.reading.readers import Reject, Row, read_rows
 from rlhf.data.reading.sources import RECORD_SUFFIXES, Source, printable_path, resolve_sources
 from rlhf.data.records import KINDS, Demonstration, PromptRecord, Ranking, Record, first_problem, one_line, shown
 from rlhf.errors import UserError
+from rlhf.files import sha256_file
 
 LOOK_AHEAD = 20  # rows that recognition looks at
 _SHOWN_PROBLEMS = 5
@@ -265,7 +266,7 @@ def import_source(source: Source, format: str, info: SourceInfo) -> Iterator[Rec
         yield from (Reject(source.name, row.line, part.field, part.message) for part in parts)
         about.records.update(record.kind for record in made)
         yield from made
-    about.sha256 = file_sha256(source.path) if source.path else digest.hexdigest()
+    about.sha256 = sha256_file(source.path) if source.path else digest.hexdigest()
 
 
 def row_bytes(row: Row) -> bytes:

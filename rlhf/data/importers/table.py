@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from rlhf.config import ColumnsConfig, WordsConfig
+from rlhf.config.commands import ColumnsConfig, WordsConfig
 from rlhf.data.conversion.mapped import Mapped, cells_of, value_at
 from rlhf.data.conversion.paths import MISSING, lookup
 from rlhf.data.conversion.verdicts import TIE, Vocabulary, as_number, normal, read_thumb

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from rlhf.config import ColumnsConfig, WordsConfig
+from rlhf.config.commands import ColumnsConfig, WordsConfig
 from rlhf.data.agreement.judgements import Judgement, judgement_of
 from rlhf.data.importers import BadRow, Format, convert_row, formats, make_records, row_bytes
 from rlhf.data.importing.cleaning import FACT, KIND_NUMBERS, PII_KINDS, fact_of

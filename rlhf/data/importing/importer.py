@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from rlhf.config import ImportConfig
+from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, settings_in
 from rlhf.data.agreement.judgements import AgreementCounter
 from rlhf.data.importers import Format, choose_format, formats, stem_of

@@ -11,12 +11,12 @@ from rlhf.data.reading.readers import (
     Reject,
     Row,
     TableOptions,
-    file_sha256,
     open_bytes,
     read_rows,
 )
 from rlhf.data.reading.sources import TABLE_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
+from rlhf.files import sha256_file
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 4 << 20
@@ -83,6 +83,6 @@ class Digest:
         if self._path is None:
             return self._rows.hexdigest()
         try:
-            return file_sha256(self._path)
+            return sha256_file(self._path)
         except OSError as error:
             raise UserError(f"{self._path}: cannot be read ({error.strerror or error})") from error

@@ -6,7 +6,6 @@ be read. Which files a setting names is in `sources.py`; JSON is parsed in `json
 
 import codecs
 import gzip
-import hashlib
 import io
 import sys
 import zlib
@@ -132,12 +131,6 @@ def open_bytes(path: Path, meter: Meter | None = None) -> Iterator[IO[bytes]]:
         raise UserError(f"{path}: damaged {suffix} file ({error}): copy or download it again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file as it lies on disk."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path, encoding: str = "utf-8", remedy: str | None = None) -> Iterator[str]:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 from pydantic import ValidationError
 
-from rlhf.config import Config, DataConfig
+from rlhf.config import Config
+from rlhf.config.stages import DataConfig
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.importers import BadRow, convert_row, formats, load_all, make_records
 from rlhf.data.reading.readers import Row

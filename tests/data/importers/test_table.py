@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rlhf.composing import compose_config
-from rlhf.config import ColumnsConfig, WordsConfig
+from rlhf.config.commands import ColumnsConfig, WordsConfig
 from rlhf.data.importers import BadRow, convert_row, formats, make_records
 from rlhf.data.importers.table import make_format
 from rlhf.data.importing.assignments import Assignments
