@@ -120,4 +120,4 @@ def test_weights_have_the_mode_of_the_umask(tmp_path):
 def test_a_damaged_file_is_no_value(tmp_path, content):
     path = tmp_path / "a.json"
     path.mkdir() if content is None else path.write_bytes(content)
-    assert read_json(path) is None
+    assert read_json(path) == {}
