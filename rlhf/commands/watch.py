@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -31,47 +32,46 @@ def run(config: Config) -> None:
         say()
 
 
-def follow_plain(folder: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
-    """A line when a stage begins or ends and every PLAIN_INTERVAL seconds."""
-    watch = Watch(folder)
-    told: dict[str, tuple[str, str]] = {}
-    told_at = 0.0
+def look_until_the_end(watch: Watch, every: float, wait: bool, patience: float) -> Iterator[None]:
+    """Look at the run again and again; ends with the run, or after `patience` seconds in which nothing works on it."""
     silent_since = time.monotonic()
     while True:
         changed = watch.look()
         now = time.monotonic()
         silent_since = now if changed or watch.running else silent_since
+        yield
+        if not wait or watch.ended or now - silent_since >= patience:
+            return
+        time.sleep(every)
+
+
+def follow_plain(folder: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
+    """A line when a stage begins or ends and every PLAIN_INTERVAL seconds."""
+    watch = Watch(folder)
+    told: dict[str, tuple[str, str]] = {}
+    told_at = 0.0
+    for _ in look_until_the_end(watch, every, wait, patience):
+        now = time.monotonic()
         for stage in watch.begun:
             text, before = line(stage), told.get(stage.title, ("", ""))
-            moved = stage.status != before[0] or (text != before[1] and now - told_at >= PLAIN_INTERVAL)
-            if moved:
+            if stage.status != before[0] or (text != before[1] and now - told_at >= PLAIN_INTERVAL):
                 say(text, out)
                 told[stage.title] = (stage.status, text)
                 told_at = now
-        if not wait or watch.ended or now - silent_since >= patience:
-            conclude(watch, wait)
-            return
-        time.sleep(every)
+    conclude(watch, wait)
 
 
 def follow_live(folder: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
     """A small screen that is drawn over itself."""
     watch = Watch(folder)
     height = 0
-    silent_since = time.monotonic()
     write("\x1b[?25l", out)  # no cursor
     try:
-        while True:
-            changed = watch.look()
-            now = time.monotonic()
-            silent_since = now if changed or watch.running else silent_since
+        for _ in look_until_the_end(watch, every, wait, patience):
             lines = screen(watch, max(20, shutil.get_terminal_size().columns))
             shown = "".join(f"\x1b[2K{text}\n" for text in lines)
             write((f"\x1b[{height}A" if height else "") + shown + "\x1b[0J", out)
             height = len(lines)
-            if not wait or watch.ended or now - silent_since >= patience:
-                break
-            time.sleep(every)
     finally:
         write("\x1b[?25h", out)
     conclude(watch, wait)

@@ -1,7 +1,6 @@
-"""Curves drawn by matplotlib: what a picture holds, how it is smoothed and thinned, and the picture as a file of its own.
+"""Curves drawn by matplotlib: what a picture holds, how it is smoothed and thinned, and the picture as a separate file.
 
-Colours are stand-ins that `inline_svg.py` makes the page's own and `save` the light page's. What is drawn, and where,
-is `charts.py`'s business.
+What is drawn, and where, is in `charts.py`; a picture inside the page is in `inline_svg.py`.
 """
 
 import itertools
@@ -9,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Pixels of a picture; the page scales it to its column.
 WIDTH, HEIGHT = 380.0, 190.0
@@ -19,16 +18,19 @@ NAMES_BOTTOM = 64.0  # where slanted names stand below the axis
 SMOOTH_FROM = 60
 MAX_POINTS = 400
 SERIES_COLOURS = 6
-# Colours that nothing else in a picture has, each replaced by the CSS variable.
-STAND_INS = {f"#0000{i + 1:02x}": f"var(--s{i})" for i in range(SERIES_COLOURS)} | {
-    "#000010": "var(--grid)",
-    "#000011": "var(--axis)",
-    "#000012": "var(--muted)",
-}
-_GRID, _AXIS, _MUTED = "#000010", "#000011", "#000012"
-# The light page's colours, for pictures that stand alone.
-_PAPER = dict(zip(STAND_INS, ("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e", "#ecece7", "#b9bcb8",
-                               "#6f7782"), strict=True))  # fmt: skip
+
+
+class Palette(NamedTuple):
+    """The colours of a picture."""
+
+    series: tuple[str, ...]
+    grid: str
+    axis: str
+    muted: str
+
+
+# The light page's colours, for pictures in files of their own.
+PAPER = Palette(("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e"), "#ecece7", "#b9bcb8", "#6f7782")
 # How the series of one colour differ: solid, dashed, dotted.
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)), (0, (1.2, 2)))
 
@@ -151,44 +153,24 @@ def save(curve: Curve, path: Path, title: str) -> Path:
     Raises: ValueError if no series has a point; OSError if the file cannot be written.
     """
     series = [one for one in curve.series if one.xs]
-    figure, axes = make_figure_axes(curve, series, 640.0, 360.0, log=False)
+    figure, axes = make_figure_axes(curve, series, 640.0, 360.0, PAPER)
     bottom = 0.25 if curve.names else 0.14
     axes.set_position((0.1, bottom, 0.87, 0.86 - bottom))
     axes.set_title(title, loc="left", fontsize=13, color="#1c2127", pad=14)
-    axes.set_xlabel(curve.x_name, color=_MUTED)
-    axes.set_ylabel(curve.y_name, color=_MUTED)
+    axes.set_xlabel(curve.x_name, color=PAPER.muted)
+    axes.set_ylabel(curve.y_name, color=PAPER.muted)
     for mark in curve.marks:
         axes.annotate(mark.label, (1, mark.y), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                      color=_MUTED, fontsize=9)  # fmt: skip
+                      color=PAPER.muted, fontsize=9)  # fmt: skip
     for one in series:
         if one.dots or not one.line:
-            colour = f"#0000{one.colour % SERIES_COLOURS + 1:02x}"
+            colour = PAPER.series[one.colour % SERIES_COLOURS]
             axes.plot(one.xs, one.ys, "o", markersize=4, color=colour, label="" if one.line else one.label)
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=9, labelcolor="#1c2127")
     with drawing_settings():
-        for artist in figure.findobj(lambda one: hasattr(one, "get_color") or hasattr(one, "get_edgecolor")):
-            _repaint(artist)
         figure.savefig(path, format=path.suffix.removeprefix("."), dpi=144, facecolor="#ffffff", metadata={})
     return path
-
-
-def _repaint(artist: Any) -> None:
-    """The stand-ins of one piece of a picture as colours of the light page."""
-    from matplotlib.colors import to_hex
-
-    for get, change in (
-        ("get_color", "set_color"),
-        ("get_edgecolor", "set_edgecolor"),
-        ("get_facecolor", "set_facecolor"),
-    ):
-        if hasattr(artist, get) and hasattr(artist, change):
-            try:
-                found = to_hex(getattr(artist, get)())
-            except (TypeError, ValueError):
-                continue
-            if found in _PAPER:
-                getattr(artist, change)(_PAPER[found])
 
 
 def drawing_settings() -> Any:
@@ -198,8 +180,10 @@ def drawing_settings() -> Any:
     return matplotlib.rc_context(options)
 
 
-def make_figure_axes(curve: Curve, series: list[Series], width: float, height: float, log: bool) -> tuple[Any, Any]:
-    """matplotlib's figure and axes with everything plotted, in stand-in colours."""
+def make_figure_axes(
+    curve: Curve, series: list[Series], width: float, height: float, palette: Palette, log: bool = False
+) -> tuple[Any, Any]:
+    """matplotlib's figure and axes with everything plotted."""
     if not series:
         raise ValueError("a picture needs at least one point")
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -211,20 +195,20 @@ def make_figure_axes(curve: Curve, series: list[Series], width: float, height: f
         axes = figure.add_axes((
             LEFT / width, curve.bottom / height, 1 - (LEFT + RIGHT) / width, 1 - (TOP + curve.bottom) / height,
         ))  # fmt: skip
-        _set_axes(axes, series, curve, log)
+        _set_axes(axes, series, curve, palette, log)
         for one in series:
-            _plot(axes, one, curve.bars)
+            _plot(axes, one, palette.series[one.colour % SERIES_COLOURS], curve.bars)
     return figure, axes
 
 
-def _set_axes(axes: Any, series: list[Series], curve: Curve, log: bool) -> None:
+def _set_axes(axes: Any, series: list[Series], curve: Curve, palette: Palette, log: bool) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_AXIS)
-    axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED, pad=5)
-    axes.grid(axis="y", color=_GRID, linewidth=1, clip_on=False)
+    axes.spines["bottom"].set_color(palette.axis)
+    axes.tick_params(length=0, labelsize=10, labelcolor=palette.muted, pad=5)
+    axes.grid(axis="y", color=palette.grid, linewidth=1, clip_on=False)
     axes.set_axisbelow(True)
     axes.patch.set_visible(False)
     xs = [x for one in series for x in one.xs]
@@ -253,7 +237,7 @@ def _set_axes(axes: Any, series: list[Series], curve: Curve, log: bool) -> None:
     if curve.names:
         axes.set_xticks(range(len(curve.names)), curve.names, rotation=32, ha="right", rotation_mode="anchor")
     for mark in curve.marks:
-        axes.axhline(mark.y, color=_MUTED, linewidth=1, dashes=(3, 3), clip_on=False)
+        axes.axhline(mark.y, color=palette.muted, linewidth=1, dashes=(3, 3), clip_on=False)
 
 
 def _widen(low: float, high: float, share: float) -> tuple[float, float]:
@@ -264,8 +248,7 @@ def _widen(low: float, high: float, share: float) -> tuple[float, float]:
     return low - share * span, high + share * span
 
 
-def _plot(axes: Any, one: Series, bars: bool) -> None:
-    colour = f"#0000{one.colour % SERIES_COLOURS + 1:02x}"
+def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
     style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False,
                              "linestyle": DASHES[one.dash % len(DASHES)]}  # fmt: skip
     has_interval = bool(one.lows) and len(one.lows) == len(one.highs) == len(one.xs)

@@ -16,11 +16,11 @@ from rlhf.report.figures import (
     HEIGHT,
     RIGHT,
     SERIES_COLOURS,
-    STAND_INS,
     TOP,
     WIDTH,
     Curve,
     Mark,
+    Palette,
     Series,
     drawing_settings,
     format_value,
@@ -29,6 +29,8 @@ from rlhf.report.figures import (
 )
 
 MAX_HOVERS = 48
+# Colours that nothing else in a picture has, each replaced by a CSS variable of the page.
+STAND_INS = Palette(tuple(f"#0000{i + 1:02x}" for i in range(SERIES_COLOURS)), "#000010", "#000011", "#000012")
 HOVER_LINE = 13.0  # pixels from one value to the next
 
 Place = Callable[[float, float], tuple[float, float]]  # data to pixels
@@ -41,7 +43,7 @@ def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool =
     Raises: ValueError if no series has a point.
     """
     series = [one for one in curve.series if one.xs]
-    figure, axes = make_figure_axes(curve, series, width, height, log)
+    figure, axes = make_figure_axes(curve, series, width, height, STAND_INS, log)
     out = io.StringIO()
     with drawing_settings():
         figure.savefig(out, format="svg", transparent=True)
@@ -68,8 +70,10 @@ def _inline(svg: str) -> str:
     svg = re.sub(r"font(-\w+)?: [^;\"]*; ?", "", svg)  # the page chooses the font
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"|<g/>', "", svg)
     svg = re.sub(r'(?<= )(?:d|x|y|style)="[^"]*"', lambda found: _round(found.group()), svg)
-    for colour, variable in STAND_INS.items():
-        svg = svg.replace(colour, variable)
+    for i, colour in enumerate(STAND_INS.series):
+        svg = svg.replace(colour, f"var(--s{i})")
+    for name in ("grid", "axis", "muted"):
+        svg = svg.replace(getattr(STAND_INS, name), f"var(--{name})")
     return re.sub(r"\s*\n\s*", " ", svg)
 
 

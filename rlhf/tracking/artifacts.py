@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.runs.lineage import tracking_config
-from rlhf.tracking.background import Background, Rows
+from rlhf.tracking.background import Background, Sink
 from rlhf.tracking.wandb_run import INIT_TIMEOUT, Environment, finish_run, open_run_id, seconds_allowed, start_run
 
 TYPES = {"world": "dataset", "label": "dataset", "tokenizer": "tokenizer", "evaluate": "results"}
@@ -29,7 +29,7 @@ def publish(folder: Path, record: Mapping[str, Any], project: str) -> None:
     Background("Weights & Biases", lambda: _Publisher(folder, record, project), limit).finish(False)
 
 
-class _Publisher:
+class _Publisher(Sink):
     """A run that is opened again for its artifacts; the sink of one `finish`."""
 
     def __init__(self, folder: Path, record: Mapping[str, Any], project: str) -> None:
@@ -54,18 +54,6 @@ class _Publisher:
 
     def finish(self, failed: bool) -> None:
         finish_run(self._run, self._folder, failed, self._environment)
-
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        """Nothing: metrics are the tracker's."""
-
-    def samples(self, rows: Rows, step: int) -> None:
-        """Nothing."""
-
-    def table(self, name: str, columns: Any, rows: Any) -> None:
-        """Nothing."""
-
-    def summary(self, values: Mapping[str, float]) -> None:
-        """Nothing."""
 
 
 def data_artifact(wandb: Any, name: str, digest: str) -> Any:

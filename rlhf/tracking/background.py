@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +21,14 @@ TABLES = ("samples", "table")
 Rows = list[dict[str, Any]]
 
 
-class Sink(Protocol):
-    """Where numbers are shown, beside the files."""
+class Sink:
+    """Where numbers are shown, beside the files. What a sink does not override, it does not show."""
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         """One line of metrics, its axes among them."""
 
     def samples(self, rows: Rows, step: int) -> None:
-        """Generated text, one dict a response."""
+        """Generated text, one dict per response."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A small table that is shown as it is."""
@@ -40,7 +40,7 @@ class Sink(Protocol):
         """Write out what is held back; nothing is called after it."""
 
 
-class Background:
+class Background(Sink):
     """A sink in a thread of its own. `start` makes the sink there, since starting may hang too."""
 
     def __init__(self, name: str, start: Callable[[], Sink], finish_timeout: float) -> None:

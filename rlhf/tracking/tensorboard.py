@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
-from rlhf.tracking.background import Rows
+from rlhf.tracking.background import Rows, Sink
 
 MISSING = (
     "tracking=tensorboard: the package tensorboard is not installed: run pip install 'rlhf-recipe[tensorboard]', "
@@ -21,7 +21,7 @@ def require_tensorboard() -> None:
         raise UserError(MISSING)
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     """Event files under folder/tensorboard. A resumed stage has TensorBoard drop the steps that are written again."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf.tracking.background import Rows
+from rlhf.tracking.background import Rows, Sink
 from rlhf.tracking.metrics import X_AXES
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Environment:
                 os.environ.pop(name)
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A W&B run. Raises what wandb raises; the caller survives it."""
 
     def __init__(
