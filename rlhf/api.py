@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config import Config
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
+from rlhf.precision import inference
 from rlhf.recipe import PARENTS, POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, read_stage, stage_folder
 
@@ -115,7 +116,8 @@ class LoadedRun:
             )
         asked = [found[0] for found in fitted if found is not None]
         keys = [("api", i) for i in range(len(asked))]
-        answers = draw_answers(policy, tokenizer, asked, keys, Drawing(seed, length, temperature, greedy))
+        with inference(self._config, self.device):
+            answers = draw_answers(policy, tokenizer, asked, keys, Drawing(seed, length, temperature, greedy))
         return [answer.text for answer in answers]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -135,7 +137,8 @@ class LoadedRun:
             if found is None:
                 raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
             rows += found[0]
-        return score_rows(model, rows, self.tokenizer.pad_token_id, self.device).tolist()  # type: ignore[arg-type]
+        with inference(self._config, self.device):
+            return score_rows(model, rows, self.tokenizer.pad_token_id, self.device).tolist()  # type: ignore[arg-type]
 
     def _checked(self, stage: str) -> Path:
         folder = stage_folder(self._config, stage)

@@ -1,9 +1,16 @@
-"""Which precision training really uses. Imports torch only if there may be a GPU to ask about."""
+"""In which precision models compute, in training and outside it. Imports torch only if there may be a GPU to ask about."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.config import Config
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA's GPUs, of these under Windows' Linux, of AMD's
 
@@ -21,3 +28,25 @@ def gpu_has_bfloat16() -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def wants_bfloat16(config: Config, device: "torch.device") -> bool:
+    """Whether models compute in bfloat16, with float32 master weights. Raises: UserError if the GPU has none."""
+    if config.precision == "auto":
+        return device.type == "cuda" and gpu_has_bfloat16()
+    if config.precision == "bfloat16" and device.type == "cuda" and not gpu_has_bfloat16():
+        raise UserError("precision=bfloat16: this GPU has none: use precision=float32")
+    return config.precision == "bfloat16"
+
+
+@contextmanager
+def inference(config: Config, device: "torch.device") -> Iterator["torch.device"]:
+    """How models run outside training: without gradients, their products in the precision of training; yields the device.
+
+    Scalar heads and calibration stay in float32. TF32 stays off: float32 is what was asked for, and GPUs that have TF32
+    have bfloat16.
+    """
+    import torch
+
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=wants_bfloat16(config, device)):
+        yield device

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Ranks wait while rank 0 packs a corpus or writes a large checkpoint; torch's own limit is 10 to 30 minutes.
 LONGEST_WAIT = timedelta(hours=12)
+BUCKET = 2**25  # elements of gradients that travel together: 128 MiB in float32
 # What a launcher sets for each process.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How gloo and NCCL report that the other end of a connection is gone.
@@ -206,6 +207,22 @@ class Ranks:
         total = x.clone()
         dist.all_reduce(total)
         return total
+
+    def sum_tensors(self, tensors: "list[Tensor]", most: int = BUCKET) -> "list[Tensor]":
+        """The sums of tensors of one type, in messages of up to `most` elements (of one tensor at least)."""
+        import torch
+
+        if self.count == 1:
+            return tensors
+        sums, bucket = [], []
+        for i, x in enumerate(tensors):
+            bucket.append(x)
+            if i + 1 == len(tensors) or sum(map(torch.numel, bucket)) + tensors[i + 1].numel() > most:
+                total = self.sum_tensor(torch.cat([t.flatten() for t in bucket]))
+                parts = total.split([t.numel() for t in bucket])
+                sums += [part.view(t.shape) for part, t in zip(parts, bucket, strict=True)]
+                bucket = []
+        return sums
 
     def sum(self, x: "Tensor | float") -> float:
         import torch

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import rlhf
+from rlhf.commands.launch import run_processes
 from rlhf.processes import LAUNCHER_VARIABLES, is_first, launch_environment, rank
 
 HOME = Path(rlhf.__file__).parent
@@ -26,3 +27,32 @@ def test_a_launch_and_a_process_of_its_own(monkeypatch):
     for name, value in launch_environment(1, 3, "127.0.0.1", 4567).items():
         monkeypatch.setenv(name, value)
     assert (rank(), is_first()) == (1, False)
+
+
+GRADIENTS = """
+import sys
+import torch, torch.distributed as dist
+from rlhf.processes import Ranks, connect, disconnect, rank
+from rlhf.interrupts import leave
+connect(torch.device("cpu"))
+generator = torch.Generator().manual_seed(rank())
+own = [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (40,), (7, 2), (1,))]
+before, sent = [x.clone() for x in own], []
+each = [Ranks(torch.device("cpu")).sum_tensor(x) for x in own]
+reduce = dist.all_reduce
+dist.all_reduce = lambda x, *more: (sent.append(x.numel()), reduce(x, *more))
+together = Ranks(torch.device("cpu")).sum_tensors(own, most=32)
+assert sent == [16, 40, 15], sent
+assert all(a.equal(b) for a, b in zip(together, each, strict=True)), "to the digit"
+assert all(a.equal(b) for a, b in zip(own, before, strict=True)), "what was given is left alone"
+if disconnect():
+    leave(0)
+"""
+
+
+def test_tensors_are_summed_in_a_few_messages(tmp_path, monkeypatch):
+    """Two processes: the sums are those of one message per tensor."""
+    monkeypatch.setenv("PYTHONPATH", str(HOME.parent))
+    script = tmp_path / "gradients.py"
+    script.write_text(GRADIENTS)
+    assert run_processes([sys.executable, str(script)], 2) == 0

@@ -1,10 +1,12 @@
 """`rlhf chat`: talk to a model of a run in the terminal, with its chat template, token by token."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.precision import inference
 from rlhf.runs.folders import check_output, stage_folder
 from rlhf.terminal import printable, say, write
 
@@ -17,14 +19,19 @@ def run(config: Config) -> None:
     check_output(folder)
 
     from rlhf.tokenizer import load_tokenizer
-    from rlhf.training.setup import load_policy, set_up
+    from rlhf.training.setup import load_frozen, set_up
 
-    device = set_up(config)
-    policy, tokenizer = load_policy(folder / "model").to(device), load_tokenizer(folder / "model")
-    opening = [{"role": "system", "content": config.chat.system}] if config.chat.system is not None else []
-    if config.chat.message is not None:
-        answer(config, policy, tokenizer, [*opening, {"role": "user", "content": config.chat.message}], 0)
-        return
+    with inference(config, set_up(config)) as device:
+        policy, tokenizer = load_frozen(config, folder / "model", device), load_tokenizer(folder / "model")
+        opening = [{"role": "system", "content": config.chat.system}] if config.chat.system is not None else []
+        if config.chat.message is not None:
+            answer(config, policy, tokenizer, [*opening, {"role": "user", "content": config.chat.message}], 0)
+        else:
+            converse(config, folder, policy, tokenizer, opening)
+
+
+def converse(config: Config, folder: Path, policy: Any, tokenizer: Any, opening: list[dict[str, str]]) -> None:
+    """Answer messages until the input ends. opening: what each dialogue begins with."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive:
         say(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")

@@ -17,6 +17,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.files import disk_error, held
+from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.sources import need_source
 from rlhf.terminal import say
@@ -67,7 +68,7 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
     """Answer every prompt that fits; `out` appears when all are answered. Raises: UserError if none fits."""
     from rlhf.evaluation.answers import Drawing, fit_prompts, room_for
     from rlhf.tokenizer import load_tokenizer
-    from rlhf.training.setup import load_policy, set_up
+    from rlhf.training.setup import load_frozen, set_up
 
     settings, device = config.generate, set_up(config)
     tokenizer = load_tokenizer(folder / "model")
@@ -87,12 +88,12 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
         for record, _, cut in asked
     ]
     partial = out.with_name(f"{out.name}.partial")
-    with partial.open("a+b") as file, progress(len(asked), "generate", unit="prompt") as bar:
+    with partial.open("a+b") as file, progress(len(asked), "generate", unit="prompt") as bar, inference(config, device):
         done = keep_finished(file, heads, settings.samples, settings.logprobs)
         if done:
             say(f"generate: {done} of {len(asked)} prompts are answered in {partial}: goes on from there")
             bar.update(done)
-        policy: Any = load_policy(folder / "model").to(device)
+        policy: Any = load_frozen(config, folder / "model", device)
         for start in range(done, len(asked), CHUNK):
             part = slice(start, start + CHUNK)
             for row in answer_rows(config, policy, tokenizer, asked[part], heads[part], how):

@@ -15,6 +15,7 @@ from rlhf.data.splits import prompt_key, record_split
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
 from rlhf.files import held, read_json, replaced, sha256_file, write_json
+from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.sources import data_source, fractions, need_source
 from rlhf.terminal import say
@@ -142,17 +143,17 @@ def draw_tasks(
     """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and of those that do not fit the context."""
     from rlhf.evaluation.answers import fit_prompts, room_for
     from rlhf.tokenizer import load_tokenizer
-    from rlhf.training.setup import load_policy, set_up
+    from rlhf.training.setup import load_frozen, set_up
 
     device = set_up(config)
-    policy, tokenizer = load_policy(folder / "model").to(device), load_tokenizer(folder / "model")
+    policy, tokenizer = load_frozen(config, folder / "model", device), load_tokenizer(folder / "model")
     length, room = room_for(tokenizer, config.rollout.max_new_tokens)
     fitted = fit_prompts(tokenizer, [record.prompt for record in prompts], room)
     # Otherwise a labeler would judge the answer to a prompt of which the model had seen only a part.
     whole = [(record, found[0]) for record, found in zip(prompts, fitted, strict=True) if found and not found[1]]
     tasks: list[Ranking] = []
     ids = unique_ids([f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" for record, _ in whole])
-    with progress(len(whole), "sample", unit="prompt") as bar:
+    with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
         for start in range(0, len(whole), CHUNK):
             part = whole[start : start + CHUNK]
             for (record, _), drawn in zip(part, draw(config, policy, tokenizer, part, length), strict=True):

@@ -22,13 +22,14 @@ from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.ppo.rewards import pay
 from rlhf.ppo.setup import held_out_prompts, make_reward
+from rlhf.precision import inference
 from rlhf.runs.folders import read_stage, settings_of
 from rlhf.runs.sources import fractions
 from rlhf.stages import evaluate
 from rlhf.stages.pretrain import held_out_loss
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import load_frozen, set_up
 
 BEST_OF = (1, 2, 4, 8, 16, 32, 64)
 CURVES = ("kl", "score", "gold", "correct")
@@ -160,10 +161,11 @@ def best_of_curve(cell: Cell) -> list[dict[str, float]]:
     config = cell_config(cell)
     device = set_up(config)
     tokenizer = load_tokenizer(cell.stages["sft"] / "model")
-    policy = load_policy(cell.stages["sft"] / "model").to(device)
+    policy = load_frozen(config, cell.stages["sft"] / "model", device)
     reward, _ = make_reward(config, tokenizer, device)
     records, prompts = dev_prompts(config, cell.stages["world"], tokenizer)
-    found = draw_candidates(config, policy, tokenizer, records, prompts, max(BEST_OF), reward)
+    with inference(config, device):
+        found = draw_candidates(config, policy, tokenizer, records, prompts, max(BEST_OF), reward)
     tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
     judged = [
         [judge(task, t, ended=e) for t, e in zip(texts, ended, strict=True)]
@@ -220,7 +222,8 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
 
     def answers_of(folder: Path, name: str) -> dict[str, Any]:
-        drawn = evaluate.draw(own, load_policy(folder).to(device), prompts, end_ids(tokenizer), tokenizer, name)
+        with inference(own, device):
+            drawn = evaluate.draw(own, load_frozen(own, folder, device), prompts, end_ids(tokenizer), tokenizer, name)
         return drawn | {
             kind: [
                 [judge(task, t, ended=e) for t, e in zip(texts, ended, strict=True)]
@@ -247,17 +250,19 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     answers = evaluate.Answers(prompts=prompts, **{k: v for k, v in ours.items() if not k.startswith("judged")})
     last = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "objective/kl" in row][-1]
     corpus = PackedCorpus.load(cell.stages["pretrain"] / "corpus")
+    with inference(own, device):
+        kl = evaluate.kl_between(own, answers, ppo, sft, tokenizer.pad_token_id, device)
+        blocks = corpus.blocks("heldout", tokenizer.model_max_length)
+        bits = held_out_loss(own, load_frozen(own, ppo, device), blocks, tokenizer)["bpb"]
     figures = {
         "win_rate": wins("judged"),
         "win_rate_greedy": wins("judged_greedy"),
         "gold": mean(totals(ours, "judged")),
         "correct": mean(totals(ours, "judged", "correct")),
-        "kl": evaluate.kl_between(answers, ppo, sft, tokenizer.pad_token_id, device),
+        "kl": kl,
         "kl_coef": float(last["objective/kl_coef"]),
         "score": score_of(own, tokenizer, records, answers, device),
-        "bpb": held_out_loss(
-            own, load_policy(ppo).to(device), corpus.blocks("heldout", tokenizer.model_max_length), tokenizer
-        )["bpb"],
+        "bpb": bits,
         "seconds": float((read_stage(cell.ppo) or {})["seconds"]),
     }
     if "val/explained_var" in last:
@@ -277,5 +282,6 @@ def score_of(config: Config, tokenizer: Any, records: list[PromptRecord], answer
     """Mean calibrated score of the drawn responses, as PPO pays it."""
     plain = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, calibrated=True))
     reward, _ = make_reward(plain, tokenizer, device)
-    scores = torch.tensor(evaluate.score_by(reward, answers, records)).flatten()
+    with inference(plain, device):
+        scores = torch.tensor(evaluate.score_by(reward, answers, records)).flatten()
     return pay(plain, scores, torch.tensor(answers["ended"]).flatten()).mean().item()

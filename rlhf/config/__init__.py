@@ -108,7 +108,7 @@ class Config:
     )
     precision: str = setting(
         "auto",
-        "precision of training; bfloat16: mixed; auto: bfloat16 if the GPU supports it",
+        "precision of the models; bfloat16: mixed; auto: bfloat16 if the GPU supports it",
         choices=("auto", "float32", "bfloat16"),
     )
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, more time", changes=ROUNDING)

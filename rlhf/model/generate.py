@@ -22,10 +22,12 @@ from rlhf.errors import UserError
 from rlhf.model.choosing import Choice, Key, choose_tokens, make_uniforms, plain_keys
 from rlhf.model.decoder import Decoder, Prompts, computed_in
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.half import products_cast
 from rlhf.model.packed import packed_weights
 from rlhf.model.settled import choose_settled, make_noise_seeds
 
 MAX_BATCH = 256
+LOOK_EVERY = 8  # steps on a GPU between two looks at which rows have ended: a look waits for the GPU
 PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over them) pays
 # Keys and values of a batch on a CPU: a small machine's memory, and the least that it gives.
 MOST_CACHE_BYTES, LEAST_CACHE_BYTES = 2**30, 64 * 2**20
@@ -44,7 +46,11 @@ class Samples(NamedTuple):
 
 
 def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[tuple[Tensor, ...]]:
-    """Yields (rows, tokens, log-probs, ended) a step; `rows` are the prompts still in the batch."""
+    """Yields (rows, tokens, log-probs, ended) a step; `rows` are the prompts still in the batch.
+
+    Rows that have ended stay until the next look, and what they draw meanwhile is not read.
+    """
+    every = _steps_between_looks(eos.device)
     rows = torch.arange(len(uniforms), device=eos.device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
     said = torch.zeros(uniforms.shape[:2], dtype=torch.int64, device=eos.device)  # what each row has answered so far
@@ -55,8 +61,10 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
         said[rows, step] = tokens
         ended = ended | torch.isin(tokens, eos)
         yield rows, tokens, logp, ended
-        live = len(ended) - int(ended.sum())
-        if live == 0 or step + 1 == uniforms.shape[1]:
+        if step + 1 == uniforms.shape[1]:
+            return
+        live = len(ended) if (step + 1) % every else len(ended) - int(ended.sum())
+        if live == 0:
             return
         if (carried := rows_carried(live, len(ended), decoder.packed)) < len(ended):
             # the first of the ended ones stay where more are carried than live
@@ -69,6 +77,10 @@ def _tokens_of(decoder: Decoder, rows: Tensor, said: Tensor, step: int, row: int
     """A row's prompt and what it has answered so far (T,)."""
     prompt = decoder.tokens[rows[row], : int(decoder.lengths[row]) - step]
     return torch.cat((prompt, said[rows[row], :step]))
+
+
+def _steps_between_looks(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else LOOK_EVERY
 
 
 def rows_carried(live: int, rows: int, packed: bool) -> int:
@@ -193,7 +205,7 @@ def sample(
     packed = (
         packed_weights(model, min(size, len(prompts))) if native and max_new_tokens >= PACKED_STEPS else nullcontext()
     )
-    with _evaluating(model), torch.inference_mode(), packed:
+    with _evaluating(model), products_cast(model), torch.inference_mode(), packed:
         for start in range(0, len(order), size):
             part = order[start : start + size]
             index = torch.tensor(part, device=device)
@@ -234,8 +246,10 @@ def _stream_native(
 ) -> Iterator[int]:
     with _evaluating(model):
         decoder = Decoder(model, [prompt], uniforms.shape[1], pad=0)
-        for _, tokens, _, _ in _decode(decoder, uniforms, eos, choice):
+        for _, tokens, _, ended in _decode(decoder, uniforms, eos, choice):
             yield int(tokens)
+            if bool(ended):
+                return
 
 
 @torch.inference_mode()

@@ -20,9 +20,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from rlhf.model.fused_loss import compute_fused_loss, is_plain
 from rlhf.model.gpt_config import GPTConfig
-from rlhf.model.masks import make_attention_mask, make_positions
+from rlhf.model.masks import Documents, make_attention_mask, make_positions
 
 Rope = tuple[Tensor, Tensor]
+Mask = Tensor | Documents
 
 
 def _make_norm(config: GPTConfig) -> nn.Module:
@@ -96,20 +97,23 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(
-        self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: Cache | None, kept: Tensor | None = None
+        self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: Cache | None, kept: Tensor | None = None
     ) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))  # (B, H or KV, T, D/H)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None and q.shape[2] > 1,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.n_kv_head != self.n_head,
-        )
+        if isinstance(mask, Documents):
+            y = mask.attend(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None and q.shape[2] > 1,
+                dropout_p=self.dropout if self.training else 0.0,
+                enable_gqa=self.n_kv_head != self.n_head,
+            )
         return self.out(_select(y.transpose(1, 2).flatten(2), kept))  # (B, T, D) or (N, D)
 
 
@@ -143,7 +147,7 @@ class Block(GradientCheckpointingLayer):
         self,
         x: Tensor,
         rope: Rope | None = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         past_key_values: Cache | None = None,
         kept: Tensor | None = None,
     ) -> Tensor:
@@ -266,7 +270,10 @@ class GPTModel(GPTPreTrainedModel):
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        mask = make_attention_mask(x, attention_mask, position_ids, seq_idx, past_key_values, past)
+        varlen = self.config.head_dim % 8 == 0 and not (
+            self.training and self.config.dropout
+        )  # that kernel has no dropout
+        mask = make_attention_mask(x, attention_mask, position_ids, seq_idx, past_key_values, past, varlen)
         x, rope = self.embed(x, make_positions(x, attention_mask, position_ids, past))
 
         hidden_states = [x] if output_hidden_states else None

@@ -1,9 +1,21 @@
 """Frozen models under autocast: the weights of linear layers are cast once instead of at every call."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import nn
 
+from rlhf.config import Config
 from rlhf.model.heads import ScalarHead
+from rlhf.precision import wants_bfloat16
+
+
+def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
+    """A model that does not train, on its device, with the weights of its products as `inference` multiplies them."""
+    model.requires_grad_(False).to(device)
+    return cast_frozen_products(model) if wants_bfloat16(config, device) else model
 
 
 def cast_frozen_products(model: nn.Module, kind: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -13,13 +25,37 @@ def cast_frozen_products(model: nn.Module, kind: torch.dtype = torch.bfloat16) -
     unembedding that is tied to an embedding.
     """
     model.requires_grad_(False)
+    for p in product_weights(model):
+        p.data = p.data.to(kind)
+    return model
+
+
+@contextmanager
+def products_cast(model: nn.Module) -> Iterator[None]:
+    """A context in which autocast, if it is on, finds the weights of linear layers cast already; no result changes.
+
+    Autocast keeps casts of weights that need gradients only: those under adapters it would cast at every token. The weights
+    must not change meanwhile.
+    """
+    weight = next(model.parameters())
+    device = weight.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    kept = [(p, p.data) for p in product_weights(model) if p.dtype == torch.float32] if on else []
+    try:
+        for p, _ in kept:
+            p.data = p.data.to(torch.get_autocast_dtype(device))
+        yield
+    finally:
+        for p, data in kept:
+            p.data = data
+
+
+def product_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of linear layers, without those that an embedding shares, and without slices (ZeRO-3)."""
     products = [module for module in model.modules() if is_product(module)]
     elsewhere = {id(p) for m in model.modules() if not is_product(m) for p in m.parameters(recurse=False)}
-    for module in products:
-        for p in module.parameters(recurse=False):
-            if id(p) not in elsewhere:
-                p.data = p.data.to(kind)
-    return model
+    found = {id(p): p for module in products for p in module.parameters(recurse=False) if id(p) not in elsewhere}
+    return [p for p in found.values() if not hasattr(p, "ds_id")]
 
 
 def is_product(module: nn.Module) -> bool:

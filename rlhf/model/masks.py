@@ -1,9 +1,35 @@
 """Which tokens attend to which, and their positions, from padding masks and restarting positions."""
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
+
+
+class Documents(NamedTuple):
+    """Where the documents of packed rows begin: all that a kernel for variable lengths needs, in place of B T^2 of a mask."""
+
+    starts: Tensor  # (documents + 1,) int32: the place of each one's first token, by row * T + position; and B T
+    longest: int  # tokens of the longest one
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention within each document, of q (B, H, T, D/H) and k, v (B, KV, T, D/H), in the precision of v."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        flat = [x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in (q, k, v)]  # (B T, heads, D/H)
+        where: Any = (self.starts, self.starts, self.longest, self.longest)
+        y: Any = varlen_attn(
+            flat[0], flat[1], flat[2], *where, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return y.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+def has_varlen(x: Tensor) -> bool:
+    """Whether torch attends to documents of several lengths at once where x is: in half precision, on recent GPUs."""
+    half = torch.is_autocast_enabled("cuda") or x.dtype.itemsize < 4
+    return x.is_cuda and half and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def make_positions(x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past: int) -> Tensor:
@@ -25,8 +51,12 @@ def make_attention_mask(
     seq_idx: Tensor | None,
     cache: Cache | None,
     past: int,
-) -> Tensor | None:
-    """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain causal kernel is enough."""
+    varlen: bool = False,
+) -> Tensor | Documents | None:
+    """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain causal kernel is enough.
+
+    varlen: whether the heads fit a kernel for variable lengths; of packed rows without padding it takes the documents alone.
+    """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
     length = x.shape[1]
@@ -38,6 +68,8 @@ def make_attention_mask(
     segments = _segments(position_ids, seq_idx, can_look) if fresh and length > 1 else None
     if attention_mask is None and segments is None and keys == past + length and (fresh or length == 1):
         return None
+    if segments is not None and attention_mask is None and varlen and can_look and has_varlen(x):
+        return make_documents(segments.expand(x.shape[:2]))
     query = torch.arange(length, device=x.device)[:, None] + past  # (T, 1)
     key = torch.arange(keys, device=x.device)
     mask = (key <= query)[None]  # (1, T, keys)
@@ -47,6 +79,14 @@ def make_attention_mask(
         real = F.pad(attention_mask.bool(), (0, max(0, keys - attention_mask.shape[1])))[:, None, :keys]
         mask = mask & (real | (key == query))  # a pad sees itself: a row without any key has no softmax
     return mask[:, None]
+
+
+def make_documents(segments: Tensor) -> Documents:
+    """The documents of rows (B, T) of numbers that change where one begins."""
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=segments.numel())
+    return Documents(starts.to(torch.int32), int(starts.diff().max()))
 
 
 def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:
@@ -59,7 +99,7 @@ def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:
 def _segments(position_ids: Tensor | None, seq_idx: Tensor | None, can_look: bool) -> Tensor | None:
     """Number of the example (B or 1, T) each token belongs to; None if every row holds one example."""
     if seq_idx is not None:
-        return seq_idx
+        return None if can_look and bool((seq_idx == seq_idx[:, :1]).all()) else seq_idx
     if position_ids is None:
         return None
     starts = position_ids[:, 1:] < position_ids[:, :-1]

@@ -20,6 +20,7 @@ from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.half import hold_frozen
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, without_dropout
@@ -136,6 +137,8 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
         if isinstance(source, ModelReward):
             shared = config.lora.share_trunk
             source.model = source.model.to(device) if shared else shard_frozen(config, source.model, device)
+        elif isinstance(source, TextReward) and not zero_stage(config):  # ZeRO has no autocast that it would run under
+            hold_frozen(config, source.model, device)
     reference: nn.Module
     if config.lora.rank:
         reference = Reference(share_weights(policy).requires_grad_(False))

@@ -21,6 +21,7 @@ from rlhf.data.items import Item, token_encoder
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.model.batching import right_pad
 from rlhf.ops.ranking import ranking_loss
+from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources
@@ -62,7 +63,8 @@ def run(config: Config) -> None:
             save_output(model, tokenizer, stage)
 
             # 4. Held-out figures
-            summary = held_out_figures(trainer, rows["dev"])
+            with inference(config, device):
+                summary = held_out_figures(trainer, rows["dev"])
             if summary:
                 loop.tracker.log({f"eval/dev/{name}": value for name, value in summary.items()}, step=loop.total)
                 stage.say(f"held out: accuracy {summary['accuracy']:.3f}, loss {summary['loss']:.3f}")
@@ -183,7 +185,6 @@ def make_trainer(
     )  # fmt: skip
 
 
-@torch.no_grad()
 def held_out_figures(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
     """{"loss", "accuracy", "margin"} of rows that train nothing; empty without such rows."""
     trainer.model.eval()

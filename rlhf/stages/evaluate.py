@@ -28,9 +28,11 @@ from rlhf.gold.world import task_from_metadata
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples, sample
+from rlhf.model.half import hold_frozen
 from rlhf.ppo.rewards import Episodes, Reward, pay
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
+from rlhf.precision import inference
 from rlhf.recipe import BASELINES
 from rlhf.runs.folders import check_output, is_complete, read_stage, rounds_before, run_folder, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source, reward_sources
@@ -39,16 +41,16 @@ from rlhf.terminal import say
 from rlhf.tokenizer import encode_texts, load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.tracking.results import log_results
-from rlhf.training.setup import load_policy, open_tracker, set_up
+from rlhf.training.setup import load_frozen, open_tracker, set_up
 
 
 def run(config: Config) -> None:
     """Write runs/<run>/evaluate: results.json and samples.jsonl."""
-    with open_stage(config, "evaluate", hash_sources(config, "evaluate")) as stage:
-        device = set_up(config)
+    sources = hash_sources(config, "evaluate")
+    with open_stage(config, "evaluate", sources) as stage, inference(config, set_up(config)) as device:
         tokenizer = load_tokenizer(stage_folder(config, "ppo") / "model")
         records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"), stage.say)
-        reward_model = load_reward_model(stage_folder(config, "reward") / "model", device)
+        reward_model = hold_frozen(config, load_reward_model(stage_folder(config, "reward") / "model", device), device)
 
         # 1. Responses of every policy to the test prompts
         baselines = finished_baselines(config, stage.say)
@@ -68,7 +70,9 @@ def run(config: Config) -> None:
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
         results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
         ppo, sft = (stage_folder(config, name) / "model" for name in ("ppo", "sft"))
-        results["kl_to_sft_nats"] = round(kl_between(answers["ppo"], ppo, sft, tokenizer.pad_token_id, device), 4)
+        results["kl_to_sft_nats"] = round(
+            kl_between(config, answers["ppo"], ppo, sft, tokenizer.pad_token_id, device), 4
+        )
         results["rm_win_rate_vs_sft"] = win_rate(optimised["ppo"], optimised["sft"])
         gold = judge_answers(config, records, answers)
         if gold is not None:
@@ -137,7 +141,7 @@ def compare_baseline(
     policy, sft = run_folder(config) / name / "model", stage_folder(config, "sft") / "model"
     pad = load_tokenizer(sft).pad_token_id
     found: dict[str, Any] = {
-        "kl_to_sft_nats": round(kl_between(answers[name], policy, sft, pad, device), 4),
+        "kl_to_sft_nats": round(kl_between(config, answers[name], policy, sft, pad, device), 4),
         "rm_win_rate_vs_sft": win_rate(scores[name], scores["sft"]),
     }
     return found | ({} if gold is None else gold_win_rates(gold, name))
@@ -165,7 +169,7 @@ def answer_all(
         for name in names:
             parent = "pretrain" if name.startswith("base") else name
             folder = run_folder(config) / name if name in BASELINES else stage_folder(config, parent)
-            policy = load_policy(folder / "model").to(device)
+            policy = load_frozen(config, folder / "model", device)
             asked, ends = prompts, end_ids(tokenizer)
             if name == "base_prompted":  # a text like those it was trained on, for it to continue
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
@@ -272,7 +276,7 @@ def evaluate_best_of(
     device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """Best-of-n by the reward model over n samples of the SFT model: the baseline for PPO."""
-    n, policy = config.evaluate.best_of, load_policy(stage_folder(config, "sft") / "model").to(device)
+    n, policy = config.evaluate.best_of, load_frozen(config, stage_folder(config, "sft") / "model", device)
     reward, _ = make_reward(config, tokenizer, device)
     with progress(len(prompts), f"evaluate: best of {n}", unit="prompt") as bar:
         found = draw_candidates(config, policy, tokenizer, records, prompts, n, reward, bar)
@@ -301,10 +305,11 @@ def mean_of(rows: list[list[Any]]) -> float:
     return round(sum(map(sum, rows)) / sum(map(len, rows)), 4)
 
 
-@torch.no_grad()
-def kl_between(answers: Answers, policy: Path, reference: Path, pad: int, device: torch.device) -> float:
+def kl_between(
+    config: Config, answers: Answers, policy: Path, reference: Path, pad: int, device: torch.device
+) -> float:
     """Mean over the policy's samples of sum_t (logp - logp_ref), nats per sequence."""
-    policies = [load_policy(folder).to(device) for folder in (policy, reference)]
+    policies = [load_frozen(config, folder, device) for folder in (policy, reference)]
     pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
     total = 0.0
     for group in by_length([len(p) + len(r) for p, r in pairs], 64):

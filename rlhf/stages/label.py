@@ -19,12 +19,13 @@ from rlhf.gold.corpus import write_jsonl
 from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers, rank_responses
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.generate import sample
+from rlhf.precision import inference
 from rlhf.runs.folders import earlier_run, read_stage, run_folder, stage_folder
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import load_frozen, set_up
 
 SPARE = 3  # samples beyond K, to replace duplicates
 
@@ -33,11 +34,13 @@ def run(config: Config) -> None:
     """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples per prompt, of this round and all earlier ones."""
     if not config.gold.enabled:
         raise UserError("label: only the gold world has simulated labelers: add experiment=gold")
-    with open_stage(config, "label", hash_sources(config, "label")) as stage:
-        device = set_up(config)
+    with (
+        open_stage(config, "label", hash_sources(config, "label")) as stage,
+        inference(config, set_up(config)) as device,
+    ):
         earlier = earlier_run(config)
         source = stage_folder(config, "sft") if earlier is None else run_folder(earlier) / "ppo"
-        policy, tokenizer = load_policy(source / "model").to(device), load_tokenizer(source / "model")
+        policy, tokenizer = load_frozen(config, source / "model", device), load_tokenizer(source / "model")
         prompts = choose_prompts(config)
         if not any(record.metadata.get("split") == "train" for record in prompts):
             raise UserError(f"gold.comparison_prompts={config.gold.comparison_prompts}: the world has too few training prompts "

@@ -17,6 +17,7 @@ from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.pretrained import Adopted, adopt
 from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
+from rlhf.precision import inference
 from rlhf.processes import Ranks, on_first_rank
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
@@ -69,7 +70,8 @@ def run(config: Config) -> None:
             save_output(model, tokenizer, stage)
 
             # 4. Held-out loss
-            summary = held_out_loss(config, model, corpus.blocks("heldout", length), tokenizer)
+            with inference(config, device):
+                summary = held_out_loss(config, model, corpus.blocks("heldout", length), tokenizer)
             loop.tracker.log({f"eval/heldout/{name}": value for name, value in summary.items()}, step=steps)
             bits = f", {summary['bpb']:.3f} bits per byte" if "bpb" in summary else ""
             stage.say(f"held-out loss {summary['loss']:.3f} nats per token{bits}")
@@ -197,7 +199,6 @@ def make_trainer(stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, d
     )  # fmt: skip
 
 
-@torch.no_grad()
 def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTrainedTokenizerFast") -> dict[str, float]:
     """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators count in neither.
 

@@ -16,6 +16,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, draw_candidates
 from rlhf.model.trunk import context_of
 from rlhf.ppo.setup import load_ppo_prompts, make_reward
+from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources
@@ -24,7 +25,7 @@ from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.training.loop import open_loop
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import load_frozen, set_up
 from rlhf.training.trainer import save_output, train
 
 
@@ -33,7 +34,7 @@ def run(config: Config) -> None:
     with open_stage(config, "rejection", hash_sources(config, "rejection")) as stage:
         device = set_up(config)
         folder = stage_folder(config, "sft") / "model"
-        tokenizer, policy = load_tokenizer(folder), load_policy(folder).to(device)
+        tokenizer, policy = load_tokenizer(folder), load_frozen(config, folder, device)
 
         # 1. Sample n, keep the best that ends
         path = stage.folder / "demonstrations.jsonl"
@@ -62,7 +63,7 @@ def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: to
     reward, _ = make_reward(config, tokenizer, device, stage.say)
     records, tokens = [record for record, _ in prompts], [ids for _, ids in prompts]
     n = config.rejection.samples
-    with progress(len(prompts), "rejection: sampling", unit="prompt") as bar:
+    with progress(len(prompts), "rejection: sampling", unit="prompt") as bar, inference(config, device):
         found = draw_candidates(config, policy, tokenizer, records, tokens, n, reward, bar)
     kept = []
     for i, record in enumerate(records):

@@ -38,6 +38,7 @@ from rlhf.model.classifier import TextRewardModel
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.ops.ranking import ranking_loss
+from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
@@ -49,7 +50,7 @@ from rlhf.training.engine import Engine, ZeroEngine, make_engine
 from rlhf.training.gather import gathered_state
 from rlhf.training.loop import StageLoop, gradient_norm, open_loop, refuse_nonfinite
 from rlhf.training.optim import cosine_schedule, decay_groups
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import load_frozen, set_up
 from rlhf.training.state import put_random_state, put_weights, read_state, write_checkpoint
 from rlhf.training.usage import training_flops, usage_metrics
 
@@ -78,11 +79,13 @@ def run(config: Config) -> None:
         steps = settings.epochs * -(-len(items["train"]) // settings.batch_prompts)
         with open_loop(stage, engine.ranks, steps) as loop:
             train(loop, engine, items["train"], tokenizer.pad_token_id)
-            gain, shift = calibrate(config, engine, tokenizer, records, device)
+            with inference(config, device):
+                gain, shift = calibrate(config, engine, tokenizer, records, device)
             save_output(model, tokenizer, stage)
 
             # 4. Held-out figures
-            summary = held_out_figures(loop, engine, items["dev"], tokenizer.pad_token_id)
+            with inference(config, device):
+                summary = held_out_figures(loop, engine, items["dev"], tokenizer.pad_token_id)
             loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=steps)
         stage.say(
             f"calibrated: demonstrations average 0 (shift {shift:.3f}), SFT samples have deviation 1 (gain {gain:.3f})"
@@ -304,7 +307,7 @@ def score_samples(
     config: Config, model: Any, tokenizer: Any, prompts: list[PromptRecord], device: torch.device
 ) -> Tensor:
     """Raw scores of one SFT sample per prompt; prompts that do not fit the context are skipped."""
-    policy = load_policy(stage_folder(config, "sft") / "model").to(device)
+    policy = load_frozen(config, stage_folder(config, "sft") / "model", device)
     context = tokenizer.model_max_length
     length = min(config.rollout.max_new_tokens, context // 2)
     fitted = [(p.prompt, encode_prompt_within(tokenizer, p.prompt, context - length)) for p in prompts]

@@ -27,6 +27,7 @@ from rlhf.model.gpt import Block
 from rlhf.model.ragged import RaggedLoss
 from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
+from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
@@ -78,7 +79,8 @@ def run(config: Config) -> None:
             # 3. Held-out loss
             summary = {}
             if rows["dev"]:
-                summary["loss"] = response_loss(model, rows["dev"], tokenizer.pad_token_id)
+                with inference(config, device):
+                    summary["loss"] = response_loss(model, rows["dev"], tokenizer.pad_token_id)
                 loop.tracker.log({"eval/dev/loss": summary["loss"]}, step=loop.total)
                 stage.say(f"held-out loss {summary['loss']:.3f} nats per response token")
         stage.finish(summary)
@@ -188,7 +190,6 @@ def make_trainer(stage: Stage, model: Any, tokenizer: Any, rows: list[Row], epoc
     return trainer
 
 
-@torch.no_grad()
 def response_loss(model: Any, rows: list[Row], pad: int) -> float:
     """Mean loss in nats over all tokens of the rows that are learned."""
     model.eval()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.precision import wants_bfloat16
 from rlhf.training.gather import gathered_state, save_model_checked
-from rlhf.training.zero import wants_bfloat16, zero_stage
+from rlhf.training.zero import zero_stage
 
 TRAINED = "default"  # the name of the adapters that train
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # PEFT's files

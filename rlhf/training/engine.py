@@ -18,12 +18,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rlhf.config import Config
-from rlhf.model.half import cast_frozen_products
+from rlhf.model.half import hold_frozen
+from rlhf.precision import wants_bfloat16
 from rlhf.processes import Ranks, connect_alone
 from rlhf.training import gather
 from rlhf.training.optim import make_adamw
 from rlhf.training.state import State, plain_state, put_plain_state
-from rlhf.training.zero import deepspeed_settings, need_deepspeed, offloads, wants_bfloat16, zero_stage
+from rlhf.training.zero import deepspeed_settings, need_deepspeed, offloads, zero_stage
 from rlhf.training.zero_state import ZeroState, group_numbers
 
 
@@ -63,9 +64,10 @@ class Engine:
         """Sum the gradients over all ranks."""
         if self.ranks.count == 1:
             return
-        for p in parameters:
-            if p.requires_grad:
-                p.grad = self.ranks.sum_tensor(torch.zeros_like(p) if p.grad is None else p.grad)
+        trained = [p for p in parameters if p.requires_grad]
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        for p, total in zip(trained, self.ranks.sum_tensors(own), strict=True):
+            p.grad = total
 
     def step(self, rates: list[float]) -> None:
         """One optimizer step, with a learning rate per group; clears the gradients."""
@@ -203,9 +205,11 @@ def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.
     Under ZeRO-3 every rank must call it the same number of times. In bfloat16, all its weights are cast under ZeRO, as
     the trained ones are; otherwise only those that autocast would cast at every call.
     """
+    if not zero_stage(config):
+        return hold_frozen(config, module, device)
     module.to(device)
     if wants_bfloat16(config, device):
-        module = module.to(torch.bfloat16) if zero_stage(config) else cast_frozen_products(module)
+        module = module.to(torch.bfloat16)
     if zero_stage(config) < 3:
         return module
     settings = deepspeed_settings(config, bfloat16=wants_bfloat16(config, device))

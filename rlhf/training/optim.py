@@ -17,10 +17,17 @@ def make_adamw(
     lr: of groups that name none. on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
     """
     if not on_host:
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0)
+        fused = True if on_gpu(groups) else None  # elsewhere torch's own choice
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=fused)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, weight_decay=0.0, adamw_mode=True)
+
+
+def on_gpu(groups: list[dict[str, Any]]) -> bool:
+    """Whether every parameter of the groups is on a GPU, where one kernel updates them all."""
+    kinds = {p.device.type for group in groups for p in group["params"]}
+    return kinds == {"cuda"}
 
 
 def cosine_schedule(step: int, steps: int, warmup: int, final: float) -> float:

@@ -14,6 +14,7 @@ import transformers
 
 from rlhf.config import Config
 from rlhf.errors import UserError, reason_of
+from rlhf.model.half import hold_frozen
 from rlhf.model.loading import load_whole
 from rlhf.processes import connect
 from rlhf.runs.lineage import tracking_config
@@ -87,6 +88,11 @@ def load_policy(folder: Path, dropout: float | None = None) -> Any:
             f"{folder}: not a readable model ({reason_of(error)}): run the stage that writes it again"
         ) from error
     return model.eval()
+
+
+def load_frozen(config: Config, folder: Path, device: torch.device) -> Any:
+    """`load_policy` of a model that does not train, on its device, as `inference` runs it."""
+    return hold_frozen(config, load_policy(folder), device)
 
 
 def check_tokenizer(parent: Path, tokenizer: "PreTrainedTokenizerFast") -> None:

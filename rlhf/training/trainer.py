@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from rlhf.errors import UserError
 from rlhf.interrupts import finish_step, request_stop, stop_requested
+from rlhf.precision import wants_bfloat16
 from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
 from rlhf.runs.stage import Stage
 from rlhf.tracking.metrics import known
@@ -33,7 +34,7 @@ from rlhf.training.state import (
     write_checkpoint,
 )
 from rlhf.training.usage import training_flops, usage_metrics
-from rlhf.training.zero import deepspeed_settings, need_deepspeed, wants_bfloat16, zero_stage
+from rlhf.training.zero import deepspeed_settings, need_deepspeed, zero_stage
 from rlhf.training.zero_state import ZeroState, group_numbers
 
 if TYPE_CHECKING:  # what the class below is mixed into; importing it takes a second

@@ -10,7 +10,6 @@ import torch
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.precision import gpu_has_bfloat16
 
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero2_offload": 2, "zero3_offload": 3}
 
@@ -22,15 +21,6 @@ def zero_stage(config: Config) -> int:
 
 def offloads(config: Config) -> bool:
     return config.deepspeed.endswith("_offload")
-
-
-def wants_bfloat16(config: Config, device: torch.device) -> bool:
-    """Whether training runs in bfloat16 with float32 master weights. Raises: UserError if the GPU has none."""
-    if config.precision == "auto":
-        return device.type == "cuda" and gpu_has_bfloat16()
-    if config.precision == "bfloat16" and device.type == "cuda" and not gpu_has_bfloat16():
-        raise UserError("precision=bfloat16: this GPU has none: use precision=float32")
-    return config.precision == "bfloat16"
 
 
 def need_deepspeed(config: Config) -> None:

@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.errors import UserError
-from rlhf.model import GPTConfig, GPTForCausalLM, decoder
+from rlhf.model import GPTConfig, GPTForCausalLM, decoder, generate
 from rlhf.model.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.model.generate import _default_batch, sample, stream
 from rlhf.ppo.rollout import response_logprobs
@@ -342,3 +343,36 @@ def test_under_autocast_the_sampler_computes_logits_as_training_does():
                 gaps.append((response_logprobs(model, tokens, start, mask[i : i + 1])[0] - samples.logprobs[i]).abs())
     assert model(torch.tensor(rows[:1])).logits.mean() < -70
     assert torch.cat(gaps).mean() < 0.01 and torch.cat(gaps).max() < 0.1
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for whose result the host would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_host_does_not_wait_at_each_token_on_a_gpu(kind, monkeypatch):
+    """Looking at which rows have ended every 8 steps gives the same answers."""
+    model, settings = make(kind), {"max_new_tokens": 20, "eos_token_id": [1, 7, 9, 12], "pad_token_id": PAD}
+    prompts = [p[:5] for p in PROMPTS] * 6
+    with Waits() as each_token:
+        each = sample(model, prompts, **settings)
+    monkeypatch.setattr(generate, "_steps_between_looks", lambda device: generate.LOOK_EVERY)
+    with Waits() as all_steps:
+        seldom = sample(model, prompts, **settings)
+    with Waits() as one_step:
+        sample(model, prompts, **settings | {"max_new_tokens": 1})
+    assert max(map(len, each.responses)) > 16 > min(map(len, each.responses)), "or nothing was tested"
+    assert seldom.responses == each.responses and seldom.ended.equal(each.ended)
+    assert torch.allclose(seldom.logprobs, each.logprobs, atol=1e-6, rtol=0.0)
+    assert each_token.count - one_step.count >= 19
+    # two looks: one number each, and one number and two lists of rows where some leave the batch
+    assert all_steps.count - one_step.count <= 2 * 4
+    assert list(stream(model, prompts[0], eos_token_id=[1, 7, 9, 12], max_new_tokens=20)) == each.responses[0]

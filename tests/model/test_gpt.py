@@ -1,6 +1,7 @@
 """The GPT against transformers' classes, and against itself padded, packed, cached and reloaded."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel
+from rlhf.model import masks as gpt_masks
 from rlhf.model.convert import from_transformers
+from rlhf.model.gpt import Attention
 from rlhf.model.trunk import hidden_at
 from tests.model.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.presets import preset
@@ -202,6 +205,44 @@ def test_cache_equals_no_cache(kind):
         cache = output.past_key_values
         parts.append(output.logits)
     assert close(torch.cat(parts, 1)[mask.bool()], expected[mask.bool()])
+
+
+def attend_by_document(q, k, v, starts, _starts, longest, _longest, window_size, enable_gqa):
+    """What the GPU's kernel for variable lengths computes: each document by itself."""
+    assert window_size == (-1, 0) and longest == int(starts.diff().max()) and starts.dtype == torch.int32
+    bounds = starts.tolist()
+    parts = [
+        F.scaled_dot_product_attention(
+            *(x[begin:end].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=enable_gqa
+        )[0].transpose(0, 1)
+        for begin, end in pairwise(bounds)
+    ]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, monkeypatch):
+    model, tokens = make(kind, width=32), random_tokens(2, 12)
+    positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
+    by_mask, masks = model(tokens, position_ids=positions).logits, []
+    monkeypatch.setattr(gpt_masks, "has_varlen", lambda x: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_by_document)
+    monkeypatch.setattr(Attention, "forward", recording(Attention.forward, masks))
+    assert close(model(tokens, position_ids=positions).logits, by_mask)
+    assert all(mask.starts.tolist() == [0, 5, 12, 24] for mask in masks) and masks
+    masks.clear()
+    model(tokens, position_ids=positions[1:])  # one document a row
+    model(tokens, seq_idx=torch.tensor([[3] * 12, [4] * 12]))
+    assert masks and all(mask is None for mask in masks)
+
+
+def recording(forward, masks):
+    def recorded(self, x, rope, mask, cache, kept=None):
+        masks.append(mask)
+        return forward(self, x, rope, mask, cache, kept)
+
+    return recorded
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """LoRA in SFT, the reward model and PPO: what trains, what is written, and that resuming changes nothing."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.checks import check_config
 from rlhf.errors import UserError
+from rlhf.model import generate
+from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
@@ -211,3 +216,41 @@ def test_dpo_trains_adapters_beside_its_own_reference(copy_until):
     changed = {name for name in model if not model[name].equal(base[name])}
     assert changed and all(n.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight")) for n in changed)
     assert (folder / "adapters" / "adapter_model.safetensors").exists()
+
+
+class Casts(TorchDispatchMode):
+    """Counts the matrices that are cast to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        found = function(*arguments, **(keywords or {}))
+        matrix = isinstance(found, Tensor) and found.dtype == torch.bfloat16 and found.shape in MATRICES
+        self.count += matrix and arguments[0].dtype == torch.float32
+        return found
+
+
+MATRICES = {(192, 64), (64, 64), (352, 64), (64, 176)}  # the frozen weights of the small run's blocks
+
+
+def test_decoding_in_bfloat16_casts_frozen_weights_once(gold_run, monkeypatch):
+    """Autocast keeps the casts of weights that train, not of those that lie under adapters."""
+    folder = gold_run.folder / "sft" / "model"
+    policy = load_policy(folder)
+    add_adapters(policy, gold_run.config(*LORA), folder, torch.device("cpu"))
+    assert {tuple(p.shape) for n, p in policy.named_parameters() if ".base_layer.weight" in n} == MATRICES
+    settings = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+
+    def draw():
+        with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+            return sample(policy, [[5, 6, 7], [8, 9]], **settings), casts.count
+
+    ours, count = draw()
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "products_cast", lambda model: contextlib.nullcontext())
+        plain, plain_count = draw()
+    assert (count, plain_count) == (8, 6 * 8), "two layers of four matrices, each once or at each of 6 steps"
+    assert ours.responses == plain.responses and ours.logprobs.equal(plain.logprobs)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}

@@ -5,9 +5,10 @@ import io
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.training.optim import MuonAdamW
+from rlhf.training.optim import MuonAdamW, make_adamw
 
 SETTINGS = {"muon_lr": 0.02, "lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 TOKENS = torch.randint(0, 17, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -164,3 +165,11 @@ def test_without_its_state_a_restart_is_an_interruption():
     for group in fresh.param_groups:
         group["lr"] /= 4
     assert (losses + train(other, fresh, schedule, 3))[4:] != expected[4:]
+
+
+@pytest.mark.parametrize(("devices", "fused"), [(["cpu"], None), (["cuda"], True), (["cuda", "cpu"], None)])
+def test_adamw_is_fused_where_all_its_parameters_are_on_a_gpu(devices, fused):
+    with FakeTensorMode():  # tensors that know their device and hold nothing
+        groups = [{"params": [nn.Parameter(torch.empty(3, device=device))]} for device in devices]
+        groups.append({"params": []})
+        assert make_adamw(groups).defaults["fused"] is fused

@@ -1,0 +1,105 @@
+"""precision=bfloat16 holds outside training too: whatever answers or scores multiplies in bfloat16, its heads in float32."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf.commands import chat, generate, sample, study_results
+from rlhf.commands.study import Cell
+from rlhf.data.comparisons import load_comparisons
+from rlhf.model.classifier import load_reward_model
+from rlhf.model.gpt import ResidualLinear
+from rlhf.model.heads import ScalarHead
+from rlhf.precision import inference
+from rlhf.recipe import PARENTS
+from rlhf.stages import evaluate, label, rejection, reward
+from rlhf.tokenizer import load_tokenizer
+from rlhf.training.setup import load_frozen
+
+HALF = ["precision=bfloat16", "device=cpu", "rollout.max_new_tokens=6", "rollout.batch_size=64"]
+CPU = torch.device("cpu")
+Seen = dict[type, set[torch.dtype]]
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    """The types of what products in blocks and scalar heads gave, by the layer's class."""
+    found: Seen = defaultdict(set)
+
+    def look(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        if isinstance(module, ResidualLinear | ScalarHead):
+            found[type(module)].add(output.dtype)
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    yield found
+    handle.remove()
+
+
+def assert_half(seen: Seen, scored: bool) -> None:
+    assert seen[ResidualLinear] == {torch.bfloat16}
+    assert seen[ScalarHead] == ({torch.float32} if scored else set())
+
+
+def test_evaluate(copy_until, seen):
+    run = copy_until("evaluate")
+    run.stage("evaluate", *HALF, "evaluate.prompts=4", "evaluate.samples=1", "evaluate.best_of=2")
+    assert_half(seen, scored=True)
+
+
+def test_label(copy_until, seen, monkeypatch):
+    monkeypatch.setattr(label, "choose_prompts", lambda config, choose=label.choose_prompts: choose(config)[:4])
+    copy_until("label").stage("label", *HALF)
+    assert_half(seen, scored=False)
+
+
+def test_rejection(copy_until, seen):
+    run = copy_until("evaluate")
+    config = run.config(*HALF, "rollout.max_new_tokens=24", "rejection.prompts=8", "rejection.samples=4")
+    folder = run.folder / "sft" / "model"
+    with evaluate.open_stage(config, "rejection") as stage:
+        policy = load_frozen(config, folder, CPU)
+        rejection.choose(config, stage, policy, load_tokenizer(folder), CPU)
+    assert_half(seen, scored=True)
+
+
+def test_calibration_of_the_reward_model(gold_run, seen):
+    config = gold_run.config(*HALF, "reward.calibration_samples=8")
+    model = load_reward_model(gold_run.folder / "reward" / "model", CPU)
+    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))
+    tokenizer = load_tokenizer(gold_run.folder / "sft" / "model")
+    with inference(config, CPU):
+        reward.calibrate(config, model, tokenizer, records[:40], CPU)
+    assert_half(seen, scored=True)
+
+
+def test_commands_that_answer(gold_run, seen, tmp_path):
+    out = f"generate.out='{tmp_path}/out.jsonl'"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "hello"}\n')
+    generate.run(gold_run.config(*HALF, out, f"data.prompts={prompts}"))
+    assert_half(seen, scored=False)
+    seen.clear()
+    chat.run(gold_run.config(*HALF, "chat.message=hello"))
+    assert_half(seen, scored=False)
+    seen.clear()
+    asked = sample.load_prompts(str(prompts))[0]
+    sample.draw_tasks(gold_run.config(*HALF, "sample.responses=2"), gold_run.folder / "sft", asked, "any")
+    assert_half(seen, scored=False)
+
+
+def test_study(gold_run, tmp_path, seen, monkeypatch):
+    monkeypatch.setattr(study_results, "EVAL_PROMPTS", 2)
+    monkeypatch.setattr(study_results, "BEST_OF", (1, 2))
+    ppo = gold_run.copy(tmp_path, None, "default-seed0")
+    overrides = (*gold_run.overrides, f"runs_dir='{tmp_path}'", "run=default-seed0", *HALF)
+    stages = {stage: gold_run.folder / stage for stage in PARENTS}
+    cell = Cell("default", 0, gold_run.folder, tmp_path, overrides, stages)
+    assert len(study_results.best_of_curve(cell)) == 2
+    assert_half(seen, scored=True)
+    seen.clear()
+    config = ppo.config("evaluate.samples=1", "pretrain.eval_sequences=4")
+    assert study_results.evaluate_cell(config, cell)["bpb"] > 0
+    assert_half(seen, scored=True)
