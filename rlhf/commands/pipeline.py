@@ -23,7 +23,7 @@ from rlhf.runs.folders import (
     differences,
     earlier_run,
     is_complete,
-    is_needed,
+    needs_parent,
     read_stage,
     run_folder,
     settings_of,
@@ -59,10 +59,11 @@ def stages_to_run(config: Config) -> list[str]:
     wanted: set[str] = set()
 
     def want(stage: str) -> None:
-        if stage not in wanted and is_needed(config, stage) and getattr(config.parents, stage, None) is None:
+        if stage not in wanted and getattr(config.parents, stage, None) is None:
             wanted.add(stage)
             for parent in STAGES[stage].parents:
-                want(parent)
+                if needs_parent(config, stage, parent):
+                    want(parent)
 
     for stage in PIPELINE:
         if not any(stage in STAGES[child].parents for child in PIPELINE):
@@ -82,6 +83,9 @@ def check_before(config: Config) -> None:
     """Check for errors that would otherwise appear after minutes: missing data, a full disk. Raises: UserError."""
     stages = stages_to_run(config)
     read = {kind for stage in stages for kind in kinds_read(config, stage)}
+    measured = "evaluate" in stages and needs_parent(config, "evaluate", "reward")
+    if "reward" not in stages and not measured:
+        read.discard("comparisons")  # they are prompts at most
     kinds = [kind for kind in ("corpus", "demonstrations", "comparisons") if kind in read]
     missing = [kind for kind in kinds if data_source(config, kind) is None]
     if missing:

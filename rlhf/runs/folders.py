@@ -25,7 +25,7 @@ from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.records import read_record
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-PAID_STAGES = ("ppo", "rejection")  # they need the reward stage only as a reward source
+PAID_STAGES = ("ppo", "rejection", "evaluate")  # they need the reward stage only as a reward source
 ROUND = re.compile(r"-round-\d+$")  # the suffix of the runs of earlier labelling rounds
 
 
@@ -119,6 +119,13 @@ def pays_itself(config: Config) -> bool:
     return given is None or (not isinstance(given, str) and None in list(given))
 
 
+def needs_parent(config: Config, stage: str, parent: str) -> bool:
+    """Whether a stage reads a parent of its row. Without need of a reward model, `evaluate` measures a finished one all the same."""
+    if parent == "reward" and stage in PAID_STAGES and not pays_itself(config):
+        return stage == "evaluate" and is_complete(stage_folder(config, parent))
+    return is_needed(config, parent)
+
+
 def hash_of(record: dict) -> str:
     """The hash that children store: settings, parents and output files of a complete stage."""
     basis = {key: record[key] for key in ("stage", "settings", "parents", "data", "files")}
@@ -166,8 +173,11 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     """{parent: hash}. Raises: UserError if a parent is missing, damaged, or was built on other grandparents."""
     records = {}
     for parent in STAGES[stage].parents:
-        if is_needed(config, parent) and not (parent == "reward" and stage in PAID_STAGES and not pays_itself(config)):
+        if needs_parent(config, stage, parent):
             folder = stage_folder(config, parent)
+            if parent == "reward" and stage in PAID_STAGES and read_stage(folder) is None:
+                raise UserError(f"{folder}: no finished reward there: run `rlhf reward` first, name one with parents.reward=…, or give "
+                                "ppo.rewards=… a finished classifier or a function")  # fmt: skip
             records[parent] = check_output(folder, parent) | {"folder": folder}
     earlier = earlier_run(config) if stage == "label" else None
     if earlier is not None:

@@ -34,7 +34,15 @@ from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
 from rlhf.precision import inference
 from rlhf.recipe import BASELINES
-from rlhf.runs.folders import check_output, is_complete, read_stage, rounds_before, run_folder, stage_folder
+from rlhf.runs.folders import (
+    check_output,
+    is_complete,
+    needs_parent,
+    read_stage,
+    rounds_before,
+    run_folder,
+    stage_folder,
+)
 from rlhf.runs.sources import fractions, hash_sources, need_source, reward_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.terminal import say
@@ -50,22 +58,28 @@ def run(config: Config) -> None:
     with open_stage(config, "evaluate", sources) as stage, inference(config, set_up(config)) as device:
         tokenizer = load_tokenizer(stage_folder(config, "ppo") / "model")
         records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"), stage.say)
-        reward_model = hold_frozen(config, load_reward_model(stage_folder(config, "reward") / "model", device), device)
+        reward_model = None
+        if needs_parent(config, "evaluate", "reward"):
+            reward_model = load_reward_model(stage_folder(config, "reward") / "model", device)
+            reward_model = hold_frozen(config, reward_model, device)
 
         # 1. Responses of every policy to the test prompts
         baselines = finished_baselines(config, stage.say)
         names = (*(("base", "base_prompted") if config.gold.enabled else ()), "sft", "ppo", *baselines)
         answers = answer_all(config, names, records, prompts, tokenizer, device)
 
-        # 2. Evaluate the reward model
-        results: dict[str, Any] = {"reward_model": evaluate_reward_model(config, reward_model, tokenizer, device)}
-        for line in describe(results["reward_model"]):
-            stage.say(line)
+        # 2. Evaluate the reward model, if the run has one
+        results: dict[str, Any] = {}
+        scores, paid = score_answers(config, answers, records, reward_model, tokenizer, device)
+        if reward_model is not None:
+            results["reward_model"] = evaluate_reward_model(config, reward_model, tokenizer, device)
+            for line in describe(results["reward_model"]):
+                stage.say(line)
+            found = score_distributions(config, reward_model, tokenizer, scores["sft"], device)
+            results["reward_model"]["scores"] = found
 
         # 3. Evaluate the policies
-        scores = score_answers(answers, records, reward_model, tokenizer.pad_token_id, device)
-        results["reward_model"]["scores"] = score_distributions(config, reward_model, tokenizer, scores["sft"], device)
-        optimised = paid_scores(config, answers, records, scores, tokenizer, device)
+        optimised = with_missing_eos(config, answers, paid)
         results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
         results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
@@ -211,40 +225,42 @@ def unpack(samples: Samples, tokenizer: Any, ends: list[int], count: int) -> dic
     }
 
 
+Scores = dict[str, list[list[float]]]  # by policy, a list per prompt
+
+
 def score_answers(
-    answers: dict[str, Answers], records: list[PromptRecord], reward_model: Any, pad: int, device: torch.device
-) -> dict[str, list[list[float]]]:
-    """Calibrated reward-model scores of the samples of SFT, PPO and the baselines, a list per prompt."""
-    scores = {}
-    for name in answers:
-        if name.startswith("base"):
-            continue
-        ids, prompts = answers[name]["ids"], answers[name]["prompts"]
-        if isinstance(reward_model, TextRewardModel):
-            asked = [record.prompt for record, responses in zip(records, ids, strict=True) for _ in responses]
-            texts, ended = ([x for row in answers[name][key] for x in row] for key in ("texts", "ended"))
-            flat = reward_model.score_texts(asked, texts, ended).tolist()
-        else:
-            rows = [p + response for p, responses in zip(prompts, ids, strict=True) for response in responses]
-            flat = score_rows(reward_model, rows, pad, device).tolist()
-        count = len(ids[0])
-        scores[name] = [flat[i : i + count] for i in range(0, len(flat), count)]
-    return scores
+    config: Config, answers: dict[str, Answers], records: list[PromptRecord], reward_model: Any, tokenizer: Any,
+    device: torch.device,
+) -> tuple[Scores, Scores]:  # fmt: skip
+    """Scores of the samples of SFT, PPO and the baselines: by the run's own calibrated reward model, and by PPO's sources.
 
-
-def paid_scores(
-    config: Config, answers: dict[str, Answers], records: list[PromptRecord], scores: dict[str, list[list[float]]],
-    tokenizer: Any, device: torch.device,
-) -> dict[str, list[list[float]]]:  # fmt: skip
-    """The scores of the responses of SFT, PPO and the baselines as PPO was trained on: sources, scale, rule for missing end tokens.
-
-    scores: of the run's own calibrated reward model. They are used unless ppo.rewards, ppo.reward_weights or
-    ppo.calibrated is set.
+    The two are the same if ppo.rewards, ppo.reward_weights and ppo.calibrated are not set, or if there is no reward model.
     """
-    if reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
+    names = [name for name in answers if not name.startswith("base")]
+    scores, paid = {}, {}
+    if reward_model is not None:
+        pad = tokenizer.pad_token_id
+        scores = {name: score_by_model(reward_model, answers[name], records, pad, device) for name in names}
+    if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, tokenizer, device)
-        scores = {name: score_by(reward, answers[name], records) for name in scores}
-    return with_missing_eos(config, answers, scores)
+        paid = {name: score_by(reward, answers[name], records) for name in names}
+    return scores or paid, paid or scores
+
+
+def score_by_model(
+    reward_model: Any, answers: Answers, records: list[PromptRecord], pad: int, device: torch.device
+) -> list[list[float]]:
+    """The reward model's calibrated scores of one policy's samples, a list per prompt."""
+    ids, prompts = answers["ids"], answers["prompts"]
+    if isinstance(reward_model, TextRewardModel):
+        asked = [record.prompt for record, responses in zip(records, ids, strict=True) for _ in responses]
+        texts, ended = ([x for row in answers[key] for x in row] for key in ("texts", "ended"))
+        flat = reward_model.score_texts(asked, texts, ended).tolist()
+    else:
+        rows = [p + response for p, responses in zip(prompts, ids, strict=True) for response in responses]
+        flat = score_rows(reward_model, rows, pad, device).tolist()
+    count = len(ids[0])
+    return [flat[i : i + count] for i in range(0, len(flat), count)]
 
 
 def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> list[list[float]]:

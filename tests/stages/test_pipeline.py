@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,39 @@ def test_overwrite_redoes_the_changed_stage_and_what_builds_on_it(whole, monkeyp
     for stage in GOLD_STAGES:
         assert (read_stage(whole.folder / stage)["hash"] != hashes[stage]) == (stage in ran)
     assert pipe_in_process(monkeypatch, whole, *changed) == []
+
+
+def test_no_reward_model_is_trained_if_a_function_pays(gold_run, copy_until, tmp_path, monkeypatch):
+    """The pipeline to the end without a reward stage; once there is one, `evaluate` measures it too."""
+    run = copy_until("reward")
+    (tmp_path / "pay.py").write_text(
+        "def brief(prompts, responses, metadata):\n    return [-len(r) for r in responses]\n"
+    )
+    paid = [f"ppo.rewards='{tmp_path}/pay.py:brief'", "ppo.episodes=64", *SHORT_EVALUATION]
+    assert pipe_in_process(monkeypatch, run, *paid) == ["ppo", "evaluate"] and not (run.folder / "reward").exists()
+    results = json.loads((run.folder / "evaluate" / "results.json").read_text())
+    answers = [json.loads(line)["responses"] for line in (run.folder / "evaluate" / "samples.jsonl").open()]
+    for name in ("sft", "ppo"):
+        mean = sum(-len(row[name]) for row in answers) / len(answers)
+        assert results["reward_without_eos_rule"][name] == pytest.approx(mean, abs=1e-3)
+    assert "reward_model" not in results and results["best_of_n"]["reward"] > results["reward"]["sft"]
+    assert (run.folder / "report.html").exists()
+    assert pipe_in_process(monkeypatch, run, *paid) == []
+    shutil.copytree(gold_run.folder / "reward", run.folder / "reward")
+    assert pipe_in_process(monkeypatch, run, *paid, "overwrite=true") == ["evaluate"]
+    again = json.loads((run.folder / "evaluate" / "results.json").read_text())
+    assert "accuracy" in again["reward_model"] and again["reward"] == results["reward"]
+
+
+def test_comparisons_are_not_asked_for_if_a_classifier_pays(tmp_path):
+    (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "Who?", "completion": "I."}\n')
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "id2label": {"0": "score"}}')
+    given = [f"data.demonstrations='{tmp_path}/demonstrations.jsonl'", f"ppo.rewards='{tmp_path}'"]
+    given.append("model.pretrained=some/model")
+    run = Run(tmp_path, "run", [])
+    pipeline.check_before(run.config(*given))
+    with pytest.raises(UserError, match=r"^data\.comparisons not set: give a file"):
+        pipeline.check_before(run.config(*given[::2]))
 
 
 def test_every_parent_may_be_another_runs(gold_run, capsys):
