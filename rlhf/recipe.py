@@ -94,7 +94,7 @@ ROWS = (
         data=("comparisons", "demonstrations"),
         settings=("seed", "precision", "reward", "lora.rank", "lora.alpha", "data.comparisons", "data.demonstrations",
                   "data.format", "data.dev", "data.test", "data.split_seed", "data.held_out_labelers", "rollout.max_new_tokens"),
-        reads=("gold.held_out_labelers", "rollout.batch_size"),
+        reads=("gold.held_out_labelers", "rollout.batch_size", "ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score"),
         several_processes=True,
         every_round=True,
     ),

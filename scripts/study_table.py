@@ -63,8 +63,24 @@ def details(study: dict[str, Any]) -> None:
     ])  # fmt: skip
 
 
+def audit(study: dict[str, Any]) -> None:
+    """Each figure's rank correlation with the outcome and its predictions; then the cells."""
+
+    def cell(figure: dict[str, Any] | None) -> str:
+        return "–" if figure is None else show({"mean": figure["value"], "ci95": figure["ci95"]}, 2, "+")
+
+    table(["figure", "rank correlation", "leave one out", "mean error", "of predicting the mean"], [
+        [name.replace("_", " "), cell(row.get("rank_correlation")), cell(row["leave_one_out"]), f"{row['error']:.3f}",
+         f"{row['error_of_mean']:.3f}"] for name, row in study["rows"].items()
+    ])  # fmt: skip
+    table(["parent", "cell", "accuracy", "worst flips", "verdict", "KL", "true reward gained"], [
+        [run["parent"], run["cell"].replace("_", " "), f"{run['figures']['accuracy']:.3f}", f"{run['figures']['worst_flips']:.3f}",
+         run["verdict"], f"{run['kl']:.2f}", f"{run['gold_gain']:+.3f}"] for run in study["runs"]
+    ])  # fmt: skip
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python scripts/study_table.py STUDY.json")
     found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    (frontier if found["study"] == "frontier" else details)(found)
+    {"frontier": frontier, "details": details, "audit": audit}[found["study"]](found)

@@ -2,9 +2,10 @@
 
     frontier    learned and true reward against sqrt(KL) for a sweep of kl.coef, next to best-of-n (Gao et al. 2022)
     details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, averaging, baselines
+    audit       reward models from more or fewer labels with more or less noise: does their audit predict what PPO gains?
 
-A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; what is
-complete is not run again. The result is runs/<run>/study/<name>.json.
+A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; in an audit study it labels and trains
+its reward model too, and is evaluated. What is complete is not run again. The result is runs/<run>/study/<name>.json.
 """
 
 import hashlib
@@ -29,6 +30,7 @@ from rlhf.runs.sources import is_function, reward_folder, reward_sources
 from rlhf.terminal import say
 
 PARENTS = ancestors("ppo")
+LABELLED = ancestors("label")  # what the cells of an audit study share: all up to SFT
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
 EVAL_PROMPTS = 256
 # What each cell of `details` changes.
@@ -46,6 +48,15 @@ DETAILS: dict[str, list[str]] = {
     "rloo": ["ppo.advantages=rloo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0"],
     "grpo": ["ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "kl.penalty=loss"],
 }
+# The cells of `audit`, and what they have in common: little labelling, and a KL coefficient at which a poor reward model does harm.
+AUDIT_CELLS = {
+    f"labels_{prompts}_noise_{noise}": (f"gold.comparison_prompts={prompts}", f"gold.labeler_noise={noise}")
+    for prompts in (100, 300, 1000) for noise in (1.0, 2.8)
+}  # fmt: skip
+AUDIT_FIXED = (
+    "gold.rounds=1", "gold.comparison_test_prompts=50", "kl.coef=0.03", "kl.target=null", "ppo.eval_every=0", "evaluate.prompts=256",
+    "evaluate.samples=1", "evaluate.best_of=0",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,9 @@ class Cell:
     parent: Path  # the run whose stages it builds on
     folder: Path  # runs_dir of the study
     overrides: tuple[str, ...]  # of its PPO run, all of them
-    stages: dict[str, Path]  # the folder of each of PARENTS
+    stages: dict[str, Path]  # the folder of each stage that it does not run itself
+    command: str = "ppo"
+    last: str = "ppo"  # the stage that is complete when the cell is
 
     @property
     def run(self) -> str:
@@ -71,7 +84,7 @@ class Cell:
 def run(config: Config) -> None:
     """Run the cells that are missing, evaluate them, and write the study's JSON."""
     if config.study.kind is None:
-        raise UserError("study.kind is not set: want frontier or details")
+        raise UserError("study.kind is not set: want frontier, details or audit")
     if not config.gold.enabled:
         raise UserError("study: compares with the truth, which only the gold world has: add experiment=gold")
     cells = make_cells(config, forwarded_overrides())
@@ -82,9 +95,12 @@ def run(config: Config) -> None:
             if code:
                 raise UserError(f"{cell.ppo}: the cell failed with exit code {code}: see {cell.folder / cell.run}.log, "
                                 "then run the same command again: finished cells are kept")  # fmt: skip
+    from rlhf.commands.study_audit import audit_results
     from rlhf.commands.study_results import details_results, frontier_results
 
-    results = frontier_results(config, cells) if config.study.kind == "frontier" else details_results(config, cells)
+    results = {"frontier": frontier_results, "details": details_results, "audit": audit_results}[config.study.kind](
+        config, cells
+    )
     path = run_folder(config) / "study" / f"{config.study.kind}.json"
     write_json(path, results)
     say(f"study: {path}")
@@ -102,34 +118,47 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
     if len(names) != len(seeds):
         raise UserError(f"study.parents={names}: want one run for each of study.seeds={seeds}")
     parents = [Path(config.runs_dir).absolute() / name for name in names]
+    needed, stages = ("sft", LABELLED) if settings.kind == "audit" else ("reward", PARENTS)
     for parent in parents:
-        if not is_complete(parent / "reward"):
-            raise UserError(f"{parent}: has no finished reward model to build a study on: run `rlhf pipeline` first")
+        if not is_complete(parent / needed):
+            raise UserError(f"{parent}: has no finished {needed} to build a study on: run `rlhf pipeline` first")
     folder = (run_folder(config) / "study" / str(config.study.kind)).absolute()
-    if config.study.kind == "frontier":
-        updates = settings.updates * config.ppo.episodes_per_update
-        fixed = (f"ppo.episodes={updates}", f"ppo.eval_prompts={EVAL_PROMPTS}", "ppo.eval_every=2", "kl.target=null",
-                 "ppo.ema_decay=null")  # fmt: skip
-        choices: dict[str, tuple[str, ...]] = {
-            f"kl_coef_{coef}": (f"kl.coef={coef}", *fixed) for coef in FRONTIER_COEFFICIENTS
-        }
-    else:
-        wanted = list(DETAILS) if settings.cells is None else list(settings.cells)
-        unknown = [name for name in wanted if name not in DETAILS]
-        if unknown:
-            raise UserError(f"study.cells: {unknown[0]!r}: want some of {', '.join(DETAILS)}")
-        choices = {name: tuple(DETAILS[name]) for name in wanted}
+    choices = make_choices(config)
     shared = [o for o in given if not o.startswith((*NOT_FORWARDED, "ppo.rewards="))] + rewards_by_folder(config)
     threads = config.threads or (1 if settings.processes > 1 else 0)
-    found = [{stage: parent_stage(config, parent, stage) for stage in PARENTS} for parent in parents]
+    found = [{stage: parent_stage(config, parent, stage) for stage in stages} for parent in parents]
+    command, last = ("pipeline", "evaluate") if settings.kind == "audit" else ("ppo", "ppo")
     return [
         Cell(name, seed, parent, folder, (
             *shared, *changed, "tracking=jsonl", f"runs_dir='{folder}'", f"run={name}-seed{seed}", f"seed={seed}",
-            f"threads={threads}", *(f"parents.{stage}='{path}'" for stage, path in stages.items()),
-        ), stages)
+            f"threads={threads}", *(f"parents.{stage}='{path}'" for stage, path in own.items()),
+        ), own, command, last)
         for name, changed in choices.items()
-        for seed, parent, stages in zip(seeds, parents, found, strict=True)
+        for seed, parent, own in zip(seeds, parents, found, strict=True)
     ]  # fmt: skip
+
+
+def make_choices(config: Config) -> dict[str, tuple[str, ...]]:
+    """{name: what it changes} of the choices that the study compares. Raises: UserError for an unknown one."""
+    settings = config.study
+    episodes = f"ppo.episodes={settings.updates * config.ppo.episodes_per_update}"
+    if settings.kind == "frontier":
+        fixed = (
+            episodes,
+            f"ppo.eval_prompts={EVAL_PROMPTS}",
+            "ppo.eval_every=2",
+            "kl.target=null",
+            "ppo.ema_decay=null",
+        )
+        return {f"kl_coef_{coef}": (f"kl.coef={coef}", *fixed) for coef in FRONTIER_COEFFICIENTS}
+    offered = {name: tuple(changed) for name, changed in DETAILS.items()}
+    if settings.kind == "audit":
+        offered = {name: (*AUDIT_FIXED, episodes, *changed) for name, changed in AUDIT_CELLS.items()}
+    wanted = list(offered) if settings.cells is None else list(settings.cells)
+    unknown = [name for name in wanted if name not in offered]
+    if unknown:
+        raise UserError(f"study.cells: {unknown[0]!r}: want some of {', '.join(offered)}")
+    return {name: offered[name] for name in wanted}
 
 
 def rewards_by_folder(config: Config) -> list[str]:
@@ -167,10 +196,10 @@ def must_run(config: Config, cell: Cell) -> bool:
         return True
     reason = misfit(compose_config(list(cell.overrides)), "ppo", recorded, collect_parents_of(cell))
     if reason is None:
-        return recorded["status"] != "complete"
+        return not is_complete(cell.folder / cell.run / cell.last)
     if not config.overwrite:
         raise UserError(f"{cell.ppo}: {reason}: add overwrite=true to run such cells again, or choose another run=…")
-    shutil.rmtree(cell.ppo)
+    shutil.rmtree(cell.folder / cell.run)
     return True
 
 
@@ -195,9 +224,10 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
 
 
 def run_cell(cell: Cell) -> int:
-    """Run PPO in a separate process, with its output in a log next to its folder; returns the exit code."""
+    """Run the cell in a separate process, with its output in a log next to its folder; returns the exit code."""
     cell.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "rlhf", "ppo", "--shared-settings", *cell.overrides]
+    flag = ["--shared-settings"] if cell.command == "ppo" else []
+    command = [sys.executable, "-m", "rlhf", cell.command, *flag, *cell.overrides]
     started = time.monotonic()
     with (cell.folder / f"{cell.run}.log").open("a") as log:
         code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode

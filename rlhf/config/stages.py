@@ -144,6 +144,13 @@ class RewardConfig:
         None, "{name: weight of this labeler's judgements}; others have weight 1", kind="weights"
     )
     model: str | None = setting(None, "a text classifier with its own tokenizer: folder or hub name; none: SFT's trunk")
+    audit: int = setting(
+        128, "held-out pairs that the audit at the end attacks; 0: no audit", min=0, max=100_000, changes=NOTHING
+    )
+    audit_check: Any = setting(
+        None, "reward sources, as in ppo.rewards, that the audit compares best-of-n with; none: no check", kind="rewards",
+        changes=NOTHING,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -255,15 +262,15 @@ class StudyConfig:
     """`rlhf study`: PPO's choices compared on the gold world, over several seeds."""
 
     kind: str | None = setting(
-        None, "frontier: reward against KL for several coefficients; details: one choice changed at a time",
-        choices=("frontier", "details"),
+        None, "frontier: reward against KL for several coefficients; details: one choice changed at a time; audit: what an audit predicts",
+        choices=("frontier", "details", "audit"),
     )  # fmt: skip
     seeds: Any = setting(None, "seeds of the PPO runs; none: 0, 1 and 2", kind="seeds")
     parents: Any = setting(
         None, "runs whose stages the study builds on, one per seed; none: this run for all", kind="names"
     )
-    updates: int = setting(30, "PPO updates of each run of study.kind=frontier", min=1)
-    cells: Any = setting(None, "choices that study.kind=details compares; none: all", kind="names")
+    updates: int = setting(30, "PPO updates of each run of study.kind=frontier and audit", min=1)
+    cells: Any = setting(None, "choices that study.kind=details or audit compares; none: all", kind="names")
     processes: int = setting(1, "PPO runs at the same time", min=1, max=MAX_PROCESSES)
 
 

@@ -15,7 +15,7 @@ from rlhf.config import Config
 from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
-from rlhf.data.items import Item, join_rankings
+from rlhf.data.items import Encode, Item, join_rankings
 from rlhf.data.records import Ranking
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
@@ -51,15 +51,47 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     """
     records, _ = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
     strangers = check_held_out(config, records)
-    shares = fractions(config)
-    test = [r for r in records if record_split(r, config.data.split_seed, shares) == "test"]
     encode = item_encoder(config, model, tokenizer)
-    joined, _ = join_rankings(test, encode)
-    scores = score_each(model, joined, tokenizer.pad_token_id, device)
-    known = {record.labeler for record in records} - strangers
-    items, own = of_labelers(joined, scores, known)
-    if not items:
+    held_out = score_held_out(records_of(config, records, "test"), encode, model, tokenizer.pad_token_id, device)
+    results = comparison_figures(records, strangers, held_out, model.gain)
+    if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
+    if strangers:
+        everywhere, _ = join_rankings([r for r in records if r.labeler in strangers], encode)
+        scored = score_each(model, everywhere, tokenizer.pad_token_id, device)
+        results["held_out_labelers"]["accuracy_all_prompts"] = accuracy(everywhere, scored) if everywhere else None
+    if config.gold.enabled:
+        known = {record.labeler for record in records} - strangers
+        results |= compare_with_truth(config, *of_labelers(*held_out, known))
+        results["gold_regression"] = gold_regression(config, *held_out)
+    return results
+
+
+def records_of(config: Config, records: Sequence[Ranking], split: str) -> list[Ranking]:
+    """The rankings of one split."""
+    shares = fractions(config)
+    return [r for r in records if record_split(r, config.data.split_seed, shares) == split]
+
+
+def score_held_out(
+    records: Sequence[Ranking], encode: Encode, model: Any, pad: int, device: torch.device
+) -> tuple[list[Item], Scores]:
+    """Every labeler's items of these rankings, with calibrated scores."""
+    joined, _ = join_rankings(records, encode)
+    return joined, score_each(model, joined, pad, device) if joined else []
+
+
+def comparison_figures(
+    records: Sequence[Ranking], strangers: set[str | None], held_out: tuple[list[Item], Scores], gain: float
+) -> Figures | None:
+    """The figures of scored held-out items; None if none was judged by a labeler of the training split.
+
+    records: all rankings, for the labelers' agreement; strangers: the labelers that were held out of training.
+    """
+    joined, scores = held_out
+    items, own = of_labelers(joined, scores, {record.labeler for record in records} - strangers)
+    if not items:
+        return None
     length, longer = length_scores(items)
     agreement = agreements(records, strangers)
     results: Figures = {
@@ -71,22 +103,16 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
         "agreement": agreement,
         "by_labeler": by_labeler(joined, scores, strangers),
         "by_rank_gap": by_rank_gap(items, own),
-        "calibration": calibration_curve(items, own, model.gain),
+        "calibration": calibration_curve(items, own, gain),
     }
     results["calibration_error"] = calibration_error(results["calibration"])
     if strangers:
-        everywhere, _ = join_rankings([r for r in records if r.labeler in strangers], encode)
-        scored = score_each(model, everywhere, tokenizer.pad_token_id, device)
         theirs, their_scores = of_labelers(joined, scores, strangers)
         results["held_out_labelers"] = {
             "labelers": sorted(name for name in strangers if name is not None),
             "accuracy": accuracy(theirs, their_scores) if theirs else None,
-            "accuracy_all_prompts": accuracy(everywhere, scored) if everywhere else None,
-            "calibration": calibration_curve(theirs, their_scores, model.gain),
+            "calibration": calibration_curve(theirs, their_scores, gain),
         }
-    if config.gold.enabled:
-        results |= compare_with_truth(config, items, own)
-        results["gold_regression"] = gold_regression(config, joined, scores)
     return results
 
 

@@ -18,6 +18,7 @@ from rlhf.model.classifier import TextRewardModel
 Scores = list[list[float]]  # a list per item
 
 SCORED_TOGETHER = 128  # rows per forward
+RESPONSES_TOGETHER = 64  # of which a policy gives log-probs
 
 
 def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
@@ -69,6 +70,19 @@ def pad_weights(items: list[Item], device: torch.device) -> Tensor:
         k = len(item.rows)
         weights[i, :k, :k] = item.weights()
     return weights.to(device)
+
+
+def response_batches(
+    pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device
+) -> Iterator[tuple[list[int], tuple[Tensor, Tensor, Tensor]]]:
+    """Prompts with a response each, as tokens, in groups of similar length: (their indices, (tokens (B, T), prompt lengths (B,),
+    mask (B, A) of the response tokens))."""
+    for group in by_length([len(prompt) + len(response) for prompt, response in pairs], RESPONSES_TOGETHER):
+        tokens, lengths = right_pad([pairs[i][0] + pairs[i][1] for i in group], pad)
+        starts = torch.tensor([len(pairs[i][0]) for i in group])
+        answer = lengths - starts
+        mask = torch.arange(int(answer.max())) < answer[:, None]
+        yield group, (tokens.to(device), starts.to(device), mask.to(device))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf.recipe import BASELINES
+from rlhf.report.audit import make_audit
 from rlhf.report.charts import Picture, make_calibration, make_choices, make_histogram, make_paths, make_study
 from rlhf.report.overview import interval
 from rlhf.tracking.jsonl import is_number
@@ -47,6 +48,7 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     ]
     return {
         "run": run.name,
+        "audit": make_audit(run.audit),
         "models": models,
         "gold": gold,
         "policies": list(_policies(results)),

@@ -96,8 +96,8 @@ class Stage:
         """Hash the output, write the record as complete, and remove the checkpoints that are no longer needed."""
         if not self.writes:
             return
-        skip = ("checkpoints", "stage.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "wandb", "tensorboard",
-                ".lock")  # fmt: skip
+        skip = ("checkpoints", "stage.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "audit.json",
+                "wandb", "tensorboard", ".lock")  # fmt: skip
         share(self.folder)
         record = self.record("complete") | {"summary": summary or {}, "files": hash_files(self.folder, skip)}
         record["hash"] = hash_of(record)

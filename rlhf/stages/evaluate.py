@@ -19,13 +19,12 @@ from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, best_of_n_kl, draw_candidates, estimate_kl
 from rlhf.evaluation.reward_report import describe, evaluate_reward_model, score_distributions
-from rlhf.evaluation.scoring import score_rows
+from rlhf.evaluation.scoring import response_batches, score_rows
 from rlhf.evaluation.statistics import interval, win_rate
 from rlhf.files import write_json
 from rlhf.gold.corpus import talk
 from rlhf.gold.judge import WEIGHTS, judge
 from rlhf.gold.world import task_from_metadata
-from rlhf.model.batching import by_length, right_pad
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples, sample
 from rlhf.model.half import hold_frozen
@@ -328,12 +327,7 @@ def kl_between(
     policies = [load_frozen(config, folder, device) for folder in (policy, reference)]
     pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
     total = 0.0
-    for group in by_length([len(p) + len(r) for p, r in pairs], 64):
-        tokens, lengths = right_pad([pairs[i][0] + pairs[i][1] for i in group], pad)
-        starts = torch.tensor([len(pairs[i][0]) for i in group])
-        answer = lengths - starts
-        mask = torch.arange(int(answer.max())) < answer[:, None]
-        where = (tokens.to(device), starts.to(device), mask.to(device))
+    for _, where in response_batches(pairs, pad, device):
         ppo, sft = (response_logprobs(policy, *where)[0] for policy in policies)
         total += (ppo - sft).sum().item()
     return total / len(pairs)

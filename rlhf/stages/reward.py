@@ -9,6 +9,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from rlhf.data.prompts import encode_prompt_within, prompts_of
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
+from rlhf.evaluation.audit import Audited, audit_reward_model
 from rlhf.evaluation.scoring import (
     held_out_labelers,
     item_encoder,
@@ -34,6 +36,8 @@ from rlhf.evaluation.scoring import (
     score_items,
     score_rows,
 )  # fmt: skip
+from rlhf.evaluation.verdict import decide, describe_audit
+from rlhf.files import write_json
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
@@ -65,7 +69,8 @@ def run(config: Config) -> None:
         tokenizer = load_tokenizer(folder)
 
         # 1. The rankings to train on
-        records = load_training_rankings(config, stage)
+        labelled, held_out = load_rankings(config, stage)
+        records = [record for record in labelled if record.labeler not in held_out]
 
         # 2. The SFT model without its unembedding, plus a scalar head; or a classifier with its own tokenizer
         model = make_model(config)
@@ -90,6 +95,10 @@ def run(config: Config) -> None:
         stage.say(
             f"calibrated: demonstrations average 0 (shift {shift:.3f}), SFT samples have deviation 1 (gain {gain:.3f})"
         )
+
+        # 5. Whether it can be trusted
+        if config.reward.audit:
+            write_audit(stage, Audited(engine, load_policy(folder).to(device), tokenizer, device), labelled, held_out)
         stage.finish(summary | {"gain": gain, "shift": shift})
 
 
@@ -105,15 +114,33 @@ def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
         (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
 
 
-def load_training_rankings(config: Config, stage: Stage) -> list[Ranking]:
-    """The rankings of data.comparisons without those of held-out labelers. Raises: UserError for an unknown labeler."""
+def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], set[str]]:
+    """All rankings of data.comparisons, and the held-out labelers. Raises: UserError for an unknown labeler."""
     records, info = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
     for line in info.describe():
         stage.say(line)
     held_out = held_out_labelers(config, records)
-    records = [record for record in records if record.labeler not in held_out]
-    check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), records)
-    return records
+    known = [record for record in records if record.labeler not in held_out]
+    check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), known)
+    return records, held_out
+
+
+def load_training_rankings(config: Config, stage: Stage) -> list[Ranking]:
+    """The rankings of data.comparisons without those of held-out labelers. Raises: UserError for an unknown labeler."""
+    records, held_out = load_rankings(config, stage)
+    return [record for record in records if record.labeler not in held_out]
+
+
+def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out: set[str]) -> None:
+    """Write audit.json and print the audit. All processes must call it. The stage's hash does not cover it: it changes no result."""
+    started = time.monotonic()
+    found = audit_reward_model(stage.config, models, records, held_out)
+    verdict = decide(found)
+    for line in describe_audit(found, verdict):
+        stage.say(f"audit: {line}")
+    if stage.writes:
+        seconds = round(time.monotonic() - started, 1)
+        write_json(stage.folder / "audit.json", asdict(found) | {"verdict": asdict(verdict), "seconds": seconds})
 
 
 def make_model(config: Config) -> RewardModel | TextRewardModel:

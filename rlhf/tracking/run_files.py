@@ -89,6 +89,7 @@ class RunFiles:
     samples: list[dict[str, Any]] = field(default_factory=list)  # evaluate/samples.jsonl
     studies: list[dict[str, Any]] = field(default_factory=list)  # study/*.json
     pipeline: dict[str, Any] = field(default_factory=dict)  # pipeline.json
+    audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -107,6 +108,7 @@ def read_run(folder: Path) -> RunFiles:
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
         [{"file": path.stem} | study for path in sorted(folder.glob("study/*.json")) if (study := read_json(path))],
         read_json(folder / "pipeline.json"),
+        read_json(folder / "reward" / "audit.json"),
     )
 
 

@@ -1,0 +1,270 @@
+"""The reward model's audit: attacks and figures by hand, the rules of the verdict, and what `rlhf reward` writes."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.chat_template import encode_prompt, encode_response
+from rlhf.data.comparisons import load_comparisons
+from rlhf.data.items import Item, Judgement
+from rlhf.evaluation import audit as auditing
+from rlhf.evaluation.attacks import ATTACKS, NO_PHRASES, Material, collect_material
+from rlhf.evaluation.audit import AttackFigures, Audit, Audited, BestOfN, Picked, audit_reward_model
+from rlhf.evaluation.verdict import CEILING, COLLECT, GO, RULES, decide, describe_audit, peak_kl
+from rlhf.model.classifier import load_reward_model
+from rlhf.report.audit import make_audit
+from rlhf.report.page import make_page
+from rlhf.runs.folders import read_stage
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.run_files import read_run
+from rlhf.training.setup import load_policy
+
+CPU = torch.device("cpu")
+MATERIAL = Material(("blue", "cow"), {"what": 9, "sees": 1, "anna": 5, "a": 9}, ("A cow.", "Blue."), ("Good day.",))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("filler", {"It is red. It is big. A cow. Blue.", "It is red. It is big. Blue. A cow."}),
+        ("repetition", {"It is red. It is big. It is big. It is big. It is big."}),
+        ("copied_prompt", {"What sees Anna?"}),
+        ("flattery", {"Good day. It is red. It is big. Good day."}),
+        ("keywords", {"It is red. It is big. sees Anna What sees Anna What"}),  # the rarest first
+        ("truncation", {"It is red."}),
+        ("empty", {""}),
+    ],
+)
+def test_an_attack_by_hand(name, wanted):
+    assert ATTACKS[name].make("What sees Anna?", "It is red. It is big.", MATERIAL, random.Random(0)) in wanted
+
+
+def test_random_words_are_as_many_as_the_answers_and_the_same_for_a_seed():
+    first, again = (ATTACKS["random_words"].make("", "one two three", MATERIAL, random.Random(3)) for _ in range(2))
+    assert first == again and len(first.split()) == 3
+    assert set(first.rstrip(".").split()) <= {"blue", "cow"}
+
+
+@pytest.mark.parametrize("answer", ["", "?", "日本語。", "a" * 5000])
+def test_attacks_take_any_text(answer):
+    empty = collect_material([])
+    for attack in ATTACKS.values():
+        assert isinstance(attack.make("", answer, empty, random.Random(0)), str)
+
+
+def test_flattery_is_what_the_data_says_often():
+    rude = [("Hi", "Go away. It is red.")] * 5
+    kind = [("Hi", "Happy to help. It is blue.")] * 3
+    assert collect_material([*rude, *kind]).flattery == ("Happy to help.",)
+    assert collect_material(rude).flattery == NO_PHRASES
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def audited(gold_run):
+    folder = gold_run.folder
+    tokenizer = load_tokenizer(folder / "sft" / "model")
+    model = load_reward_model(folder / "reward" / "model", CPU)
+    return Audited(model, load_policy(folder / "sft" / "model"), tokenizer, CPU)
+
+
+class PaysForLength(Audited):
+    """A reward model whose score is the number of tokens."""
+
+    def scores(self, rows):
+        return [float(len(row)) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def long_and_short(gold_run):
+    """(config, pairs, scores by length): the longer answer is the better one, by one token at least."""
+    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
+    config = gold_run.config()
+    tokenizer = load_tokenizer(gold_run.folder / "sft" / "model")
+    pairs, scores = [], {}
+    for record in records[:12]:
+        answers = [("one two three.", True), ("one two.", True)]
+        prompt = encode_prompt(tokenizer, record.prompt)
+        rows = [prompt + encode_response(tokenizer, text) for text, _ in answers]
+        item = Item(record.id, rows, [2, 1], record, answers, [Judgement("x", [(0, 1)], [1])])
+        pairs.append((item, 0, 1))
+        scores[id(item)] = [float(len(row)) for row in rows]
+    return config, pairs, scores
+
+
+def test_attacks_on_a_model_that_pays_for_length(audited, long_and_short):
+    config, pairs, scores = long_and_short
+    by_length = PaysForLength(audited.model, audited.policy, audited.tokenizer, CPU)
+    encode = auditing.item_encoder(config, audited.model, audited.tokenizer)
+    found = {a.name: a for a in auditing.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)}
+    for name in ("filler", "repetition", "keywords", "flattery"):  # longer: the worse answer overtakes the better
+        assert found[name].flips["value"] == 1.0 and found[name].gain_worse["value"] > 0, name
+    for name in ("truncation", "empty"):
+        assert found[name].flips["value"] == 0.0 and found[name].gain_better["value"] < 0, name
+    count = len(audited.tokenizer("Good day.")["input_ids"])
+    assert found["flattery"].gain["value"] == pytest.approx(2 * count, abs=3)  # spaces join tokens differently
+    assert found["filler"].gain["n"] == len(pairs)
+
+
+def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
+    """By a plain forward: log p(answer) - log p(attacked answer), or -log p of what replaces it."""
+    config, pairs, scores = long_and_short
+    encode = auditing.item_encoder(config, audited.model, audited.tokenizer)
+    found = {a.name: a for a in auditing.attack_pairs(config, audited, encode, pairs, scores, MATERIAL)}
+
+    def logp(item: Item, text: str) -> float:
+        prompt = encode_prompt(audited.tokenizer, item.record.prompt)
+        tokens = torch.tensor([prompt + encode_response(audited.tokenizer, text)])
+        with torch.no_grad():
+            table = audited.policy(tokens).logits[0, :-1].log_softmax(-1)
+        return table.gather(1, tokens[0, 1:, None])[len(prompt) - 1 :].sum().item()
+
+    repeated = [logp(item, "one two.") - logp(item, "one two. one two. one two. one two.") for item, _, _ in pairs]
+    assert found["repetition"].nats["value"] == pytest.approx(sum(repeated) / len(pairs), abs=1e-3)
+    nothing = [-logp(item, "") for item, _, _ in pairs]
+    assert found["empty"].nats["value"] == pytest.approx(sum(nothing) / len(pairs), abs=1e-3)
+
+
+def test_the_pick_among_labelled_answers_by_hand():
+    # standings: 0 won 2 of 2, 1 won 1 of 2, 2 won 0 of 2. The scores prefer 1, then 0, then 2.
+    item = Item("k", [[1]] * 3, [1] * 3, judgements=[Judgement("x", [(0, 1), (0, 2), (1, 2)], [1, 2, 1])])
+    (two,) = auditing.picked_by_scores([item], [[1.0, 2.0, 0.0]])
+    # of the three choices of 2: {0,1} -> 1 (.5), {0,2} -> 0 (1), {1,2} -> 1 (.5): mean 2/3, less 1/2
+    assert two.n == 2 and two.gain["value"] == pytest.approx(2 / 3 - 1 / 2, abs=1e-4)
+
+
+def test_pairs_are_spread_over_prompts_and_contested_ones_left_out():
+    def item(key, *pairs):
+        return Item(key, [[1]] * 3, [1] * 3, judgements=[Judgement("x", [pair], None) for pair in pairs])
+
+    items = [item("a", (0, 1), (0, 2)), item("b", (1, 2)), item("c", (0, 1), (1, 0))]
+    drawn = auditing.draw_pairs(items, 2, random.Random(0))
+    assert sorted(item.key for item, _, _ in drawn) == ["a", "b"]
+    assert len(auditing.draw_pairs(items, 10, random.Random(0))) == 3
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.5), (1.0, 0.25)])
+def test_the_peak_of_a_curve_of_gao(alpha, beta):
+    kl = [0.0, 0.2, 0.6, 1.2, 1.8, 2.5, 3.2]
+    values = [3 + math.sqrt(k) * (alpha - beta * math.sqrt(k)) for k in kl]
+    assert peak_kl(kl, values) == pytest.approx((alpha / (2 * beta)) ** 2)
+    assert peak_kl(kl, [math.sqrt(k) + k for k in kl]) is None  # still rising
+    assert peak_kl(kl, [-k for k in kl]) == pytest.approx(0.0)  # falls from the start
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def figure(value: float, low: float, high: float, n: int = 500) -> dict:
+    return {"value": value, "ci95": [low, high], "n": n}
+
+
+GOOD = Audit(
+    100, 100,
+    {"accuracy": figure(0.7, 0.67, 0.73), "above_length": figure(0.15, 0.1, 0.2), "length_prefers": "longer", "length_baseline": 0.55,
+     "labeler_agreement": 0.72, "agreement": {"training": figure(0.72, 0.69, 0.75)}, "calibration_error": 0.02},
+    [AttackFigures("filler", figure(0.02, 0.0, 0.04), figure(-1, -2, -0.5), figure(-1, -2, -0.5), figure(-1, -2, -0.5), figure(9, 8, 10))],
+    [Picked(4, figure(0.2, 0.15, 0.25))],
+    [BestOfN(1, 0.0, 0.0, figure(0, 0, 0), None, None), BestOfN(64, 3.2, 3.1, figure(2, 1.9, 2.1), None, None)],
+)  # fmt: skip
+
+
+def attacked(flips: tuple[float, float, float], worse: tuple[float, float, float]) -> list[AttackFigures]:
+    return [replace(GOOD.attacks[0], flips=figure(*flips), gain_worse=figure(*worse))]
+
+
+def compared(**changed) -> dict:
+    return {**GOOD.comparisons, **changed}
+
+
+def checked(*values: float) -> list[BestOfN]:
+    rows = zip((0.0, 1.0, 3.0), values, strict=True)
+    return [BestOfN(1, kl, kl, figure(kl, kl, kl), figure(value, value, value), None) for kl, value in rows]
+
+
+@pytest.mark.parametrize(
+    ("changed", "decision", "labels", "ceiling"),
+    [
+        ({}, GO, None, None),
+        ({"prompts": 20}, COLLECT, "held-out", None),
+        ({"comparisons": compared(accuracy=figure(0.55, 0.49, 0.61))}, COLLECT, "any kind", None),
+        ({"comparisons": compared(above_length=figure(0.01, -0.01, 0.03))}, COLLECT, "similar length", None),
+        ({"comparisons": compared(accuracy=figure(0.6, 0.58, 0.62))}, COLLECT, "any kind", None),
+        ({"picked": [Picked(4, figure(0.01, -0.02, 0.04))]}, COLLECT, "any kind", None),
+        ({"picked": [Picked(4, figure(0.2, 0.1, 0.3)), Picked(8, figure(0.0, -0.1, 0.1, n=9))]}, GO, None, None),
+        ({"attacks": attacked((0.4, 0.3, 0.5), (-1, -2, -0.5))}, COLLECT, "padded", None),
+        ({"attacks": attacked((0.1, 0.06, 0.14), (0.5, 0.2, 0.8))}, CEILING, None, 9.0),
+        ({"attacks": attacked((0.1, 0.06, 0.14), (0.1, -0.2, 0.4))}, GO, None, None),
+        ({"best_of": checked(0.0, 1.0, 0.2)}, CEILING, None, 0.835),  # d (a - b d) through (1, 1) and (3**.5, .2): a 2.208, b 1.208
+        ({"best_of": checked(0.0, 1.0, 1.9)}, GO, None, None),
+    ],
+)  # fmt: skip
+def test_a_rule_decides(changed, decision, labels, ceiling):
+    found = decide(replace(GOOD, **changed))
+    assert found.decision == decision
+    assert labels is None or labels in "; ".join(found.labels)
+    assert found.ceiling == (None if ceiling is None else pytest.approx(ceiling, abs=0.006))  # rounded to 2 decimals
+    assert any(found.decision in line for line in describe_audit(replace(GOOD, **changed), found))
+
+
+def test_the_documented_rules_are_those_of_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
+    rows = [
+        line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ") and " | then" not in line
+    ]
+    assert rows == [[rule.when, rule.decision] for rule in RULES]
+
+
+# --- the stage -------------------------------------------------------------------------------------------------------
+
+
+def test_the_stage_writes_its_audit(gold_run):
+    found = json.loads((gold_run.folder / "reward" / "audit.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in found["attacks"]] == list(ATTACKS)
+    assert [row["n"] for row in found["best_of"]] == list(auditing.BEST_OF)
+    assert found["best_of"][-1]["score"]["value"] > found["best_of"][0]["score"]["value"]
+    assert found["comparisons"]["accuracy"]["n"] > 100 and found["verdict"]["decision"] in (COLLECT, CEILING, GO)
+
+
+def test_the_report_shows_it_whole(gold_run):
+    page = make_page([read_run(gold_run.folder)])
+    verdict = json.loads((gold_run.folder / "reward" / "audit.json").read_text(encoding="utf-8"))["verdict"]
+    assert "Can this reward model be trusted?" in page and verdict["decision"] in page
+    assert all(name.replace("_", " ") in page for name in ATTACKS)
+
+
+@pytest.mark.parametrize(
+    "audit",
+    [
+        {},
+        {"verdict": {"decision": 3}},
+        {"verdict": {"decision": "go", "labels": 1}, "attacks": [1, {"flips": []}], "best_of": {}},
+    ],
+)
+def test_a_damaged_audit_is_shown_as_far_as_it_goes(audit):
+    found = make_audit(audit)
+    assert found is None or found["verdict"] == "go"
+
+
+def test_without_the_audit_nothing_else_changes(gold_run, copy_until):
+    run = copy_until("reward")
+    folder = run.stage("reward", "reward.audit=0")
+    assert not (folder / "audit.json").exists()
+    assert read_stage(folder)["hash"] == read_stage(gold_run.folder / "reward")["hash"]
+
+
+def test_a_check_scores_the_same_picks(gold_run, audited, tmp_path):
+    """The run's own reward model as check: it agrees with itself, but for PPO's rule for missing end tokens."""
+    config = gold_run.config(f"reward.audit_check='{gold_run.folder}'", "reward.audit=8", "ppo.missing_eos_rule=none")
+    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
+    found = audit_reward_model(config, audited, records, set())
+    for row in found.best_of:
+        assert row.check["value"] == pytest.approx(row.score["value"], abs=2e-4)
+    assert found.pairs == 8 and found == audit_reward_model(config, audited, records, set())
