@@ -133,6 +133,7 @@ GOOD: dict[str, Callable[[str], dict[str, Any]]] = {
     "oasst": _oasst,
     "ultrafeedback": _ultrafeedback,
     "nectar": _nectar,
+    "choices": lambda m: {"prompt": f"Say {m}.", "chosen": ["Yes."], "rejected": ["No.", "Nay."], "id": m},
     "kto": lambda m: {"prompt": f"Say {m}.", "completion": "Yes.", "label": True},
     "self_instruct": lambda m: {"id": m, "name": "n", "instruction": f"Add {m}.",
                                 "instances": [{"input": "1", "output": "3"}]},

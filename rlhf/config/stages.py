@@ -255,6 +255,17 @@ class EvaluateConfig:
     prompts: int = setting(512, "held-out prompts", min=1)
     samples: int = setting(3, "responses per prompt at temperature 1", min=1)
     best_of: int = setting(16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0)
+    pairs: Any = setting(
+        None,
+        "preference files, in any format, on which a reward model's accuracy is measured",
+        kind="paths",
+        changes=NOTHING,
+    )
+    pairs_model: str | None = setting(
+        None,
+        "the reward model for evaluate.pairs: a run, a stage's folder, a classifier; none: the run's own",
+        changes=NOTHING,
+    )
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
     return names, [float(w) for w in (weights if isinstance(weights, list) else [weights])]
 
 
-def reward_folder(config: Config, name: str | None) -> Path:
+def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards") -> Path:
     """The reward stage of this run, or of the run or folder that is named; or a classifier's folder, which has no stage.json.
 
     Raises: UserError.
@@ -116,32 +116,32 @@ def reward_folder(config: Config, name: str | None) -> Path:
         if (candidate / "stage.json").exists():
             check_output(candidate, "reward")
             return candidate
-    return classifier_folder(config, name)
+    return classifier_folder(config, name, setting)
 
 
-def classifier_folder(config: Config, name: str) -> Path:
+def classifier_folder(config: Config, name: str, setting: str) -> Path:
     """The files of a finished classifier: a local folder, or a hub id (optionally `owner/name@revision`).
 
     Raises: UserError if it is neither, or does not have exactly one label.
     """
-    folder = Path(name) if (Path(name) / "config.json").is_file() else hub_folder(name)
+    folder = Path(name) if (Path(name) / "config.json").is_file() else hub_folder(name, setting)
     if folder is None:
-        raise UserError(f"ppo.rewards: {name}: neither a run under {config.runs_dir}/ with a reward model, nor a reward "
+        raise UserError(f"{setting}: {name}: neither a run under {config.runs_dir}/ with a reward model, nor a reward "
                         "stage's folder, nor a folder or hub id of a classifier, nor a function module:name: check the "
                         "name")  # fmt: skip
     described = read_json(folder / "config.json")
     if described.get("model_type") == "rlhf_reward":
-        raise UserError(f"ppo.rewards: {name}: the model of a reward stage without its record: name the stage's folder, "
+        raise UserError(f"{setting}: {name}: the model of a reward stage without its record: name the stage's folder, "
                         "which contains stage.json")  # fmt: skip
     labels = described.get("id2label")
     count = len(labels) if isinstance(labels, dict) else 2  # transformers' default
     if count != 1 and not (folder / "text_reward.json").is_file():
-        raise UserError(f"ppo.rewards: {name}: a {described.get('model_type', 'model')} with {count} labels: want a sequence "
+        raise UserError(f"{setting}: {name}: a {described.get('model_type', 'model')} with {count} labels: want a sequence "
                         "classifier with one label, or train on it with reward.model")  # fmt: skip
     return folder
 
 
-def hub_folder(name: str) -> Path | None:
+def hub_folder(name: str, setting: str) -> Path | None:
     """The local copy of a hub repository `owner/name` or `owner/name@revision`; None if it is not such a name.
 
     Raises: UserError if it cannot be downloaded.
@@ -155,7 +155,7 @@ def hub_folder(name: str) -> Path | None:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(CLASSIFIER_FILES)))
     except Exception as error:  # the library raises many kinds of errors
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"ppo.rewards: {name}: no such run or folder here, and not readable from the hub ({reason}): "
+        raise UserError(f"{setting}: {name}: no such run or folder here, and not readable from the hub ({reason}): "
                         "check the name and the connection, or give a folder") from error  # fmt: skip
 
 

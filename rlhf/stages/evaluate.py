@@ -17,6 +17,7 @@ from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
+from rlhf.evaluation import external
 from rlhf.evaluation.best_of import best_index, best_of_n_kl, draw_candidates, estimate_kl
 from rlhf.evaluation.reward_report import describe, evaluate_reward_model, score_distributions
 from rlhf.evaluation.scoring import response_batches, score_rows
@@ -52,6 +53,13 @@ from rlhf.training.setup import load_frozen, open_tracker, set_up
 
 
 def run(config: Config) -> None:
+    """The stage, and what evaluate.pairs and the like ask for; only the latter if the stage is complete or cannot run yet."""
+    if not external.asked(config) or external.stage_is_due(config):
+        run_stage(config)
+    external.run_external(config)
+
+
+def run_stage(config: Config) -> None:
     """Write runs/<run>/evaluate: results.json and samples.jsonl."""
     sources = hash_sources(config, "evaluate")
     with open_stage(config, "evaluate", sources) as stage, inference(config, set_up(config)) as device:

@@ -245,6 +245,7 @@ SAMPLES: list[tuple[str, str, dict[str, Any], list[str]]] = [  # format, part of
     ("oasst", "first message of a tree", OASST, ["ranking", "ranking"]),
     ("ultrafeedback", "keys instruction and completions", ULTRAFEEDBACK, ["ranking"]),
     ("nectar", "each with a rank", NECTAR, ["ranking"]),
+    ("choices", "lists of strings", {"id": "7", "prompt": "Hi", "chosen": ["Hello"], "rejected": ["No", "Bah"]}, ["ranking"]),
     ("kto", "keys prompt, completion and label", {"prompt": "Hi", "completion": "Hello", "label": True}, ["ranking"]),
     ("kto", "keys messages and label", {"messages": [USER, answer("Tree.")], "label": False}, ["ranking"]),
     ("kto", "keys conversations and kto_tag", {"conversations": [says("human", "Hi"), says("gpt", "No")], "kto_tag": False}, ["ranking"]),

@@ -458,6 +458,15 @@ def test_a_bad_ultrafeedback_row(rejects, change, message):
     assert rejects("ultrafeedback", ULTRAFEEDBACK, ULTRAFEEDBACK | change) == [(message.split(":")[0], message)]
 
 
+def test_several_chosen_and_rejected(load, rejects):
+    row = {"id": "7", "prompt": "Hi", "chosen": ["Hello", "Hey"], "rejected": ["No"], "subset": "Chat"}
+    [record] = load("choices", row)
+    assert record.id == "7" and texts(record) == ["Hello", "Hey", "No"] and record.metadata == {"subset": "Chat"}
+    assert record.pair_list() == [(0, 2), (1, 2)]
+    wanted = "rejected: got [3], want a list of strings"
+    assert rejects("choices", row, row | {"rejected": [3]}) == [("rejected", wanted)]
+
+
 def test_nectar(load):
     [record] = load("nectar", NECTAR)
     assert turns(record) == [("user", "Hi"), ("assistant", "Yes?"), ("user", "Name a colour.")]

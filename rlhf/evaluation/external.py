@@ -1,0 +1,50 @@
+"""Evaluations that others recognise, beside the stage's own: preference files, checked instructions, a judge, benchmarks.
+
+Each is asked for by a setting, needs only what it measures, and writes runs/<run>/evaluations/<name>.json.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from rlhf.config import Config
+from rlhf.config.setting import get
+from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
+from rlhf.files import write_json
+from rlhf.recipe import STAGES
+from rlhf.runs.folders import is_complete, is_needed, run_folder, stage_folder
+from rlhf.terminal import say
+from rlhf.training.setup import set_up
+
+
+class External(NamedTuple):
+    measure: Callable[[Config, torch.device], dict[str, Any]]
+    describe: Callable[[dict[str, Any]], list[str]]
+
+
+EVALUATIONS = {"pairs": External(evaluate_pairs, describe_pairs)}  # by the setting evaluate.<name> that asks for it
+
+
+def asked(config: Config) -> list[str]:
+    return [name for name in EVALUATIONS if get(config, f"evaluate.{name}")]
+
+
+def stage_is_due(config: Config) -> bool:
+    """Whether the evaluation stage itself has all that it needs and is not complete."""
+    needed = [parent for parent in STAGES["evaluate"].parents if is_needed(config, parent)]
+    return not is_complete(stage_folder(config, "evaluate")) and all(
+        is_complete(stage_folder(config, parent)) for parent in needed
+    )
+
+
+def run_external(config: Config) -> None:
+    """Measure what was asked for, write it and print it."""
+    for name in asked(config):
+        results = EVALUATIONS[name].measure(config, set_up(config))
+        path = run_folder(config) / "evaluations" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, results)
+        for line in EVALUATIONS[name].describe(results):
+            say(f"evaluate: {line}")
+        say(f"evaluate: {path}")

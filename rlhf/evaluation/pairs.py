@@ -1,0 +1,141 @@
+"""Accuracy of any reward model on preference files in any import format, by subset: `evaluate.pairs`.
+
+Works with a run that has a reward model and nothing else, and with the folder of a classifier. Each row of a file is judged by itself:
+several chosen and rejected answers (RewardBench 2, RM-Bench) are all their pairs.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf.config import Config
+from rlhf.data.comparisons import load_comparisons
+from rlhf.data.items import Item, join_rankings
+from rlhf.data.records import Ranking
+from rlhf.data.splits import prompt_key
+from rlhf.errors import UserError
+from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
+from rlhf.model.classifier import TextRewardModel, load_reward_model
+from rlhf.runs.folders import check_output
+from rlhf.runs.sources import reward_folder, reward_model_folder
+from rlhf.terminal import say
+from rlhf.tokenizer import load_tokenizer
+
+SUBSETS = ("subset", "domain", "category", "section")  # keys that name a row's subset; the first one counts
+STYLES = 3  # of RM-Bench's chosen and rejected answers: concise, detailed, detailed with Markdown
+
+Figures = dict[str, Any]
+
+
+def evaluate_pairs(config: Config, device: torch.device) -> Figures:
+    """{"model", "overall", "subsets", "mean_of_subsets", …} of the reward model `evaluate.pairs_model`.
+
+    Raises: UserError if there is no such model, or no pair in the files.
+    """
+    name = config.evaluate.pairs_model
+    folder = reward_folder(config, name, "evaluate.pairs_model")
+    if name is None:
+        check_output(folder, "reward")
+    model = load_reward_model(reward_model_folder(folder), device)
+    tokenizer = model.tokenizer if isinstance(model, TextRewardModel) else load_tokenizer(reward_model_folder(folder))
+    records, info = load_comparisons(config.evaluate.pairs, config.data.format, config.data.allow_partial)
+    for line in info.describe():
+        say(f"evaluate: {line}")
+    encode = item_encoder(config, model, tokenizer)
+    items = [item for record in records for item in join_rankings([record], encode)[0]]
+    if not items:
+        raise UserError(f"evaluate.pairs={config.evaluate.pairs}: no pair of different answers whose prompt fits the model: "
+                        "give other files")  # fmt: skip
+    scores = score_each(model, items, tokenizer.pad_token_id, device)
+    return {"model": str(folder), "left_out": len(records) - len(items)} | pair_figures(items, scores)
+
+
+def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
+    """The figures of scored rows: over all, by subset, the mean over subsets, and by style where all rows have three of each."""
+    named = [subset_of(item.record) for item in items]
+    subsets = {
+        name: row_figures(
+            [item for item, own in zip(items, named, strict=True) if own == name],
+            [s for s, own in zip(scores, named, strict=True) if own == name],
+        )
+        for name in sorted(set(named))
+    }
+    found: Figures = {"overall": row_figures(items, scores), "subsets": subsets}
+    if len(subsets) > 1:
+        found["mean_of_subsets"] = {
+            key: mean_of_shares([row[key] for row in subsets.values()]) for key in ("pairs", "all_right")
+        }
+    if (styles := style_figures(items, scores)) is not None:
+        found["styles"] = styles
+    return found
+
+
+def subset_of(record: Ranking | None) -> str:
+    """The subset that a row names, or "all"."""
+    metadata = {} if record is None else record.metadata
+    return next((str(metadata[key]) for key in SUBSETS if metadata.get(key) not in (None, "")), "all")
+
+
+def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
+    """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows all of whose pairs are; length: the
+    pairs by length alone. The unit of the intervals is a prompt."""
+    listed = list(items)
+    keys = ["" if item.record is None else prompt_key(item.record.prompt) for item in listed]
+    right, count = count_right(listed, scores)
+    whole = [float(r == c) for r, c in zip(right, count, strict=True)]
+    return {
+        "pairs": by_prompt(keys, right, count),
+        "all_right": by_prompt(keys, whole, [1.0] * len(whole)),
+        "length": by_prompt(keys, *count_right(listed, length_scores(listed)[0])),
+    }
+
+
+def by_prompt(keys: Sequence[str], right: Sequence[float], count: Sequence[float]) -> Figures:
+    """A share whose unit is a prompt, of sums per row."""
+    rights, counts = Counter[str](), Counter[str]()
+    for key, r, c in zip(keys, right, count, strict=True):
+        rights[key] += r  # type: ignore[assignment]
+        counts[key] += c  # type: ignore[assignment]
+    return share([rights[key] for key in counts], list(counts.values()))
+
+
+def mean_of_shares(figures: Sequence[Figures]) -> Figures:
+    """The plain mean of independent shares, as benchmarks average their subsets."""
+    errors = [(figure["ci95"][1] - figure["ci95"][0]) / 2 for figure in figures]
+    mean, half = sum(f["value"] for f in figures) / len(figures), math.hypot(*errors) / len(figures)
+    return {"value": round(mean, 4), "ci95": [round(mean - half, 4), round(mean + half, 4)], "n": len(figures)}
+
+
+def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
+    """RM-Bench's easy, normal and hard accuracy: the chosen answer has a richer style than the rejected one, the same, a poorer one.
+
+    Source: Liu et al. 2024, section 3.3. None unless every row has three chosen and three rejected answers, all different.
+    """
+    order = list(range(2 * STYLES))
+    if any(sorted({*item.pairs()}) != [(i, j) for i in order[:STYLES] for j in order[STYLES:]] for item in items):
+        return None
+    found: dict[str, list[float]] = {"easy": [], "normal": [], "hard": []}
+    for s in scores:
+        levels: dict[str, list[float]] = {name: [] for name in found}
+        for i in range(STYLES):
+            for j in range(STYLES):
+                level = "easy" if i > j else "normal" if i == j else "hard"
+                levels[level].append(1.0 if s[i] > s[STYLES + j] else 0.5 if s[i] == s[STYLES + j] else 0.0)
+        for name, points in levels.items():
+            found[name].append(sum(points) / len(points))
+    keys = ["" if item.record is None else prompt_key(item.record.prompt) for item in items]
+    return {name: by_prompt(keys, values, [1.0] * len(values)) for name, values in found.items()}
+
+
+def describe_pairs(results: Figures) -> list[str]:
+    """The figures on a few lines."""
+
+    def told(figure: Figures) -> str:
+        return f"{figure['value']:.3f} [{figure['ci95'][0]:.3f}, {figure['ci95'][1]:.3f}]"
+
+    rows = {"all": results["overall"]} | (results["subsets"] if len(results["subsets"]) > 1 else {})
+    return [f"pairs: {name}: accuracy {told(row['pairs'])} on {row['pairs']['n']:,} pairs, all right in {told(row['all_right'])} of "
+            f"{row['all_right']['n']:,} rows; length alone {row['length']['value']:.3f}" for name, row in rows.items()]  # fmt: skip
