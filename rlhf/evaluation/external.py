@@ -12,8 +12,9 @@ from rlhf.config import Config
 from rlhf.config.setting import get
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
 from rlhf.files import write_json
+from rlhf.precision import inference
 from rlhf.recipe import STAGES
-from rlhf.runs.folders import is_complete, is_needed, run_folder, stage_folder
+from rlhf.runs.folders import is_complete, needs_parent, run_folder, stage_folder
 from rlhf.terminal import say
 from rlhf.training.setup import set_up
 
@@ -32,7 +33,7 @@ def asked(config: Config) -> list[str]:
 
 def stage_is_due(config: Config) -> bool:
     """Whether the evaluation stage itself has all that it needs and is not complete."""
-    needed = [parent for parent in STAGES["evaluate"].parents if is_needed(config, parent)]
+    needed = [parent for parent in STAGES["evaluate"].parents if needs_parent(config, "evaluate", parent)]
     return not is_complete(stage_folder(config, "evaluate")) and all(
         is_complete(stage_folder(config, parent)) for parent in needed
     )
@@ -41,7 +42,8 @@ def stage_is_due(config: Config) -> bool:
 def run_external(config: Config) -> None:
     """Measure what was asked for, write it and print it."""
     for name in asked(config):
-        results = EVALUATIONS[name].measure(config, set_up(config))
+        with inference(config, set_up(config)) as device:
+            results = EVALUATIONS[name].measure(config, device)
         path = run_folder(config) / "evaluations" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, results)

@@ -19,6 +19,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
 from rlhf.model.classifier import TextRewardModel, load_reward_model
+from rlhf.model.half import hold_frozen
 from rlhf.runs.folders import check_output
 from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.terminal import say
@@ -39,7 +40,7 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
     folder = reward_folder(config, name, "evaluate.pairs_model")
     if name is None:
         check_output(folder, "reward")
-    model = load_reward_model(reward_model_folder(folder), device)
+    model = hold_frozen(config, load_reward_model(reward_model_folder(folder), device), device)
     tokenizer = model.tokenizer if isinstance(model, TextRewardModel) else load_tokenizer(reward_model_folder(folder))
     records, info = load_comparisons(config.evaluate.pairs, config.data.format, config.data.allow_partial)
     for line in info.describe():

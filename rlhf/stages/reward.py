@@ -98,7 +98,9 @@ def run(config: Config) -> None:
 
         # 5. Whether it can be trusted
         if config.reward.audit:
-            write_audit(stage, Audited(engine, load_policy(folder).to(device), tokenizer, device), labelled, held_out)
+            with inference(config, device):
+                models = Audited(engine, load_frozen(config, folder, device), tokenizer, device)
+                write_audit(stage, models, labelled, held_out)
         stage.finish(summary | {"gain": gain, "shift": shift})
 
 
