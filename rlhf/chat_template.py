@@ -3,6 +3,9 @@
 The template renders text. What the assistant wrote is found by rendering twice, with and without the turn; the template
 itself is only called. Text of messages that spells a special token stays text: such spellings are marked before rendering,
 and a marked one is encoded as ordinary text.
+
+Completion (data.form=completion) is a template too: it writes the texts of prompt and response one after the other and nothing
+else, and no token ends a response. The stages do not know the difference.
 """
 
 import re
@@ -18,7 +21,8 @@ from rlhf.tokenizer import encode_texts
 Turn = dict[str, Any]
 PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rendered after
 CONTEXT = "context"  # key of an assistant's turn that is not to be learned
-ENDS = "end_token_ids"  # where an adopted tokenizer keeps its end tokens: a field of tokenizer_config.json
+ENDS = "end_token_ids"  # where a tokenizer keeps its end tokens: a field of tokenizer_config.json
+COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SECONDS, LENGTH = 10.0, 10**7  # of a rendering, and of its text: a template may come from anywhere
 NOT_ONCE = "the chat template does not write what the assistant says once, as it is: use another tokenizer"
 
@@ -168,8 +172,9 @@ def _marked(tokenizer: Any, chats: list[list[Turn]]) -> tuple[list[list[Turn]], 
 
 
 def end_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end a response, the one that training teaches first."""
-    return list(tokenizer.init_kwargs.get(ENDS) or [i for i in [tokenizer.eos_token_id] if i is not None])
+    """The tokens that end a response, the one that training teaches first; none of a completion."""
+    kept = tokenizer.init_kwargs.get(ENDS)
+    return [i for i in [tokenizer.eos_token_id] if i is not None] if kept is None else list(kept)
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
@@ -192,6 +197,20 @@ def _after_end(tokenizer: Any, text: str, start: int, stop: int, marks: _Marks) 
     """Where the first end token of text[start:stop] is over; None without one."""
     ends = set(end_ids(tokenizer))
     return next((f.end() for f in marks.special.finditer(text, start, stop) if marks.ids[f[0]] in ends), None)
+
+
+# -------------------------------------------------------------------------------------------------- completion
+
+
+def use_completion(tokenizer: Any) -> None:
+    """Make prompts and responses raw text. A tokenizer that begins every text with its BOS begins prompts with it."""
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + COMPLETION
+    tokenizer.init_kwargs[ENDS] = []
+
+
+def is_completion(tokenizer: Any) -> bool:
+    return str(tokenizer.chat_template).endswith(COMPLETION)
 
 
 # ------------------------------------------------------------------------------------------------------ public
@@ -319,7 +338,10 @@ def _frame(tokenizer: Any, _: str) -> _Frame:
     end = _after_end(tokenizer, after, 0, len(after), marks)
     after = after[:end] if end is not None else ""
     whole, first, second = _recognised(tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"])
-    return _Frame(prompt, before, after, texts[0] == texts[1], end is not None, whole == first + second)
+    alone = (
+        is_completion(tokenizer) or whole == first + second
+    )  # a completion follows other texts than the probe's word
+    return _Frame(prompt, before, after, texts[0] == texts[1], end is not None, alone)
 
 
 def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -> list[list[int]]:
@@ -350,3 +372,11 @@ def decode_response(tokenizer: Any, ids: Sequence[int]) -> str:
     ends, ids = set(end_ids(tokenizer)), [int(i) for i in ids]
     until = next((place for place, i in enumerate(ids) if i in ends), len(ids))
     return tokenizer.backend_tokenizer.decode(ids[:until], skip_special_tokens=True)
+
+
+def response_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """As `decode_response`, without the white space around what the assistant says; a completion keeps its own, which joins
+    it to the prompt.
+    """
+    text = decode_response(tokenizer, ids)
+    return text if is_completion(tokenizer) else text.strip()

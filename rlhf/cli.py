@@ -62,7 +62,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 COMMANDS = {name: (module, text) for name, (module, text, _) in _COMMANDS.items()}
 HELP_GROUPS = {name: groups for name, (_, _, groups) in _COMMANDS.items()}
 # Settings that every stage reads, and those that a command reads outside the groups of its help.
-_EVERY_STAGE = ("tracking", "checkpoints", "parents", "gold.enabled", "data.allow_partial")
+_EVERY_STAGE = ("tracking", "checkpoints", "parents", "gold.enabled", "gold.truth", "data.allow_partial")
 _ALSO_READ = {
     "chat": ("rollout.max_new_tokens", "rollout.temperature", "parents"),
     "export": ("parents",),

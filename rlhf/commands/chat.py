@@ -63,7 +63,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
 
     Raises: UserError if the last message alone does not fit.
     """
-    from rlhf.chat_template import decode_response, end_ids
+    from rlhf.chat_template import decode_response, end_ids, response_text
     from rlhf.data.prompts import encode_prompt_within
     from rlhf.data.records import Message
     from rlhf.model.generate import stream
@@ -92,4 +92,4 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
         write(printable(text[len(shown) :], keep="\n\t"))
         shown = text
     say()
-    return shown.strip()
+    return response_text(tokenizer, ids)

@@ -24,6 +24,7 @@ from rlhf.commands.pipeline import forwarded_overrides, misfit
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import read_json, write_json
+from rlhf.gold.truth import need_truth
 from rlhf.recipe import ancestors
 from rlhf.runs.folders import collect_parents, is_complete, read_stage, run_folder
 from rlhf.runs.sources import is_function, reward_folder, reward_sources
@@ -85,8 +86,7 @@ def run(config: Config) -> None:
     """Run the cells that are missing, evaluate them, and write the study's JSON."""
     if config.study.kind is None:
         raise UserError("study.kind is not set: want frontier, details or audit")
-    if not config.gold.enabled:
-        raise UserError("study: compares with the truth, which only the gold world has: add experiment=gold")
+    need_truth(config, "study")
     cells = make_cells(config, forwarded_overrides())
     missing = [cell for cell in cells if must_run(config, cell)]
     tell_cost(config, cells, missing)

@@ -18,8 +18,8 @@ from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
 from rlhf.evaluation.statistics import win_rate
-from rlhf.gold.judge import judge
-from rlhf.gold.world import task_from_metadata
+from rlhf.evaluation.truth_figures import judge_rows, totals
+from rlhf.gold.truth import need_truth
 from rlhf.ppo.rewards import pay
 from rlhf.ppo.setup import held_out_prompts, make_reward
 from rlhf.precision import inference
@@ -62,7 +62,8 @@ def frontier_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
         rows = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "eval/dev/kl" in row]
         path = [
             {"update": row["progress/step"], "kl": max(0.0, row["eval/dev/kl"]), "score": row["eval/dev/scores"],
-             "gold": row["eval/dev/gold/total"], "correct": row["eval/dev/gold/correct"]}
+             "gold": row["eval/dev/gold/total"]}
+            | ({"correct": row["eval/dev/gold/correct"]} if "eval/dev/gold/correct" in row else {})
             for row in rows
         ]  # fmt: skip
         curves.setdefault(cell.name, []).append({"seed": cell.seed, "path": path})
@@ -91,7 +92,8 @@ def frontier_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
 def mean_path(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The mean over seeds at each update that all of them reached, with intervals."""
     return [
-        {"update": rows[0]["update"]} | {name: mean_interval([row[name] for row in rows]) for name in CURVES}
+        {"update": rows[0]["update"]}
+        | {name: mean_interval([row[name] for row in rows]) for name in CURVES if name in rows[0]}
         for rows in zip(*shared_paths(runs), strict=True)
     ]
 
@@ -153,7 +155,9 @@ def one_seed_loss(path: list[dict[str, Any]]) -> dict[str, Any]:
 
 def mean_best(rows: tuple[dict[str, float], ...]) -> dict[str, Any]:
     found: dict[str, Any] = {"n": rows[0]["n"], "kl": rows[0]["kl"]}
-    return found | {name: mean_interval([row[name] for row in rows]) for name in (*CURVES[1:], "kl_estimate")}
+    return found | {
+        name: mean_interval([row[name] for row in rows]) for name in (*CURVES[1:], "kl_estimate") if name in rows[0]
+    }
 
 
 def best_of_curve(cell: Cell) -> list[dict[str, float]]:
@@ -166,21 +170,18 @@ def best_of_curve(cell: Cell) -> list[dict[str, float]]:
     records, prompts = dev_prompts(config, cell.stages["world"], tokenizer)
     with inference(config, device):
         found = draw_candidates(config, policy, tokenizer, records, prompts, max(BEST_OF), reward)
-    tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
-    judged = [
-        [judge(task, t, ended=e) for t, e in zip(texts, ended, strict=True)]
-        for task, texts, ended in zip(tasks, found["texts"], found["ended"], strict=True)
-    ]
+    judged = judge_rows(need_truth(config, "study"), records, found["texts"], found["ended"])
     drawn = list(zip(found["ids"], found["logprobs"], found["scores"], strict=True))
     rows = []
     for size in BEST_OF:
         estimates = [estimate_kl(*draws, size) for draws in drawn]
-        row = {"n": float(size), "kl": best_of_n_kl(size), "score": 0.0, "gold": 0.0, "correct": 0.0,
-               "kl_estimate": sum(estimates) / len(records)}  # fmt: skip
+        row = {"n": float(size), "kl": best_of_n_kl(size), "kl_estimate": sum(estimates) / len(records), "score": 0.0}
+        columns = {"gold": "total"} | ({"correct": "correct"} if "correct" in judged[0][0] else {})
+        row |= dict.fromkeys(columns, 0.0)
         for scores, parts in zip(found["scores"], judged, strict=True):
             row["score"] += expected_best(scores, scores, size) / len(records)
-            row["gold"] += expected_best(scores, [p["total"] for p in parts], size) / len(records)
-            row["correct"] += expected_best(scores, [p["correct"] for p in parts], size) / len(records)
+            for name, part in columns.items():
+                row[name] += expected_best(scores, [p[part] for p in parts], size) / len(records)
         rows.append(row)
     return rows
 
@@ -219,16 +220,13 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     sft, ppo = cell.stages["sft"] / "model", cell.ppo / "model"
     tokenizer = load_tokenizer(sft)
     records, prompts = dev_prompts(own, cell.stages["world"], tokenizer)
-    tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
+    truth = need_truth(own, "study")
 
     def answers_of(folder: Path, name: str) -> dict[str, Any]:
         with inference(own, device):
             drawn = evaluate.draw(own, load_frozen(own, folder, device), prompts, end_ids(tokenizer), tokenizer, name)
         return drawn | {
-            kind: [
-                [judge(task, t, ended=e) for t, e in zip(texts, ended, strict=True)]
-                for task, texts, ended in zip(tasks, drawn[f"{prefix}texts"], drawn[f"{prefix}ended"], strict=True)
-            ]
+            kind: judge_rows(truth, records, drawn[f"{prefix}texts"], drawn[f"{prefix}ended"])
             for kind, prefix in (("judged", ""), ("judged_greedy", "greedy_"))
         }
 
@@ -238,33 +236,32 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     )  # fmt: skip
     ours = answers_of(ppo, "ppo")
 
-    def totals(found: dict[str, Any], kind: str, part: str = "total") -> list[list[float]]:
-        return [[parts[part] for parts in row] for row in found[kind]]
-
     def mean(rows: list[list[float]]) -> float:
         return sum(map(sum, rows)) / sum(map(len, rows))
 
     def wins(kind: str) -> float:
-        return float(win_rate(totals(ours, kind), totals(base, kind))["value"])  # type: ignore[arg-type]
+        return float(win_rate(totals(ours[kind]), totals(base[kind]))["value"])  # type: ignore[arg-type]
 
     answers = evaluate.Answers(prompts=prompts, **{k: v for k, v in ours.items() if not k.startswith("judged")})
     last = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "objective/kl" in row][-1]
-    corpus = PackedCorpus.load(cell.stages["pretrain"] / "corpus")
     with inference(own, device):
         kl = evaluate.kl_between(own, answers, ppo, sft, tokenizer.pad_token_id, device)
-        blocks = corpus.blocks("heldout", tokenizer.model_max_length)
-        bits = held_out_loss(own, load_frozen(own, ppo, device), blocks, tokenizer)["bpb"]
     figures = {
         "win_rate": wins("judged"),
         "win_rate_greedy": wins("judged_greedy"),
-        "gold": mean(totals(ours, "judged")),
-        "correct": mean(totals(ours, "judged", "correct")),
+        "gold": mean(totals(ours["judged"])),
         "kl": kl,
         "kl_coef": float(last["objective/kl_coef"]),
         "score": score_of(own, tokenizer, records, answers, device),
-        "bpb": bits,
         "seconds": float((read_stage(cell.ppo) or {})["seconds"]),
     }
+    if "correct" in truth.parts:
+        figures["correct"] = mean(totals(ours["judged"], "correct"))
+    if (cell.stages["pretrain"] / "corpus").is_dir():  # an adopted model has none
+        corpus = PackedCorpus.load(cell.stages["pretrain"] / "corpus")
+        blocks = corpus.blocks("heldout", tokenizer.model_max_length)
+        with inference(own, device):
+            figures["bpb"] = held_out_loss(own, load_frozen(own, ppo, device), blocks, tokenizer)["bpb"]
     if "val/explained_var" in last:
         figures["explained_var"] = float(last["val/explained_var"])
     return figures

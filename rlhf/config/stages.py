@@ -55,6 +55,11 @@ class DataConfig:
     prompts: Any = setting(
         None, "prompts for rollouts; none: those of the demonstrations and comparisons", kind="paths"
     )
+    form: str = setting(
+        "chat",
+        "what prompts and responses are: turns of the chat template, or raw text whose continuations have a fixed length",
+        choices=("chat", "completion"),
+    )
     format: str = setting("auto", "a format's name (`rlhf import --help` lists them), or auto")
     allow_partial: bool = setting(False, "accept an import that had too many rejects")
     held_out_labelers: Any = setting(
@@ -112,7 +117,7 @@ class PretrainConfig:
 class SftConfig:
     """Supervised fine-tuning on demonstrations (Ouyang et al. 2022, appendix C.1)."""
 
-    epochs: int = setting(16, "passes over the demonstrations", min=1)
+    epochs: int = setting(16, "passes over the demonstrations; 0: the base model as it is", min=0)
     turns: str = setting("all", "the assistant's turns of a dialogue that are learned", choices=("all", "last"))
     batch_size: int = setting(32, "demonstrations per optimizer step", min=1)
     lr: float = setting(9.65e-6, "learning rate of AdamW; cosine without warm-up", above=0, max=10)
@@ -254,6 +259,7 @@ class EvaluateConfig:
 
     prompts: int = setting(512, "held-out prompts", min=1)
     samples: int = setting(3, "responses per prompt at temperature 1", min=1)
+    compare: Any = setting(None, "runs whose PPO model is compared too; they share this run's SFT model", kind="names")
     best_of: int = setting(16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0)
     pairs: Any = setting(
         None,
@@ -311,14 +317,23 @@ class DpoConfig:
 
 @dataclass(slots=True)
 class GoldConfig:
-    """The gold world: a small built-in world with known right answers."""
+    """A world whose truth is known: the built-in one, with its right answers, or sentiment by a lexicon."""
 
     enabled: bool = setting(False, "use the world's files for data.… settings that are not given")
+    truth: str = setting(
+        "judge",
+        "judge: right answers to the built-in world's requests; vader: a lexicon's sentiment of continuations of passages "
+        "from data.corpus",
+        choices=("judge", "vader"),
+    )
     documents: int = setting(96_000, "documents of pretraining text", min=1)
     demonstrations: int = setting(3000, "demonstrations", min=1)
     train_prompts: int = setting(4000, "prompts of the training split", min=1)
     dev_prompts: int = setting(256, "prompts for choosing settings", min=1)
     test_prompts: int = setting(512, "prompts for the final figures", min=1)
+    passage_min_tokens: int = setting(32, "least tokens of a passage's opening (truth=vader)", min=1)
+    passage_max_tokens: int = setting(64, "most tokens of a passage's opening (truth=vader)", min=1)
+    continuation_tokens: int = setting(24, "tokens of the text's own continuation of a passage (truth=vader)", min=1)
     comparison_prompts: int = setting(3000, "prompts whose responses are ranked, over all rounds", min=1)
     rounds: int = setting(
         1,
@@ -342,3 +357,8 @@ class GoldConfig:
     second_labeler: float = setting(0.25, "fraction of prompts that a second labeler also ranks", min=0, max=1)
     held_out_labelers: int = setting(2, "additional labelers who rank only dev and test prompts: 0 to 2", min=0, max=2)
     labeler_noise: float = setting(1.4, "standard deviation of a judgement; the gold score's range is 10", min=0)
+    labeler_agreement: float | None = setting(
+        None, "tune the noise to the sampled responses, so that two labelers agree on this share of pairs; none: labeler_noise",
+        above=0.5, below=1,
+    )  # fmt: skip
+    spare_responses: int = setting(3, "samples per prompt beyond K, to replace duplicates", min=0)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.chat_template import decode_response, end_ids
+from rlhf.chat_template import end_ids, response_text
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message
 from rlhf.model.generate import Key, sample
@@ -53,6 +53,6 @@ def draw_answers(
         pad_token_id=tokenizer.pad_token_id, temperature=how.temperature, greedy=how.greedy, batch_size=how.batch_size, settled=True,
     )  # fmt: skip
     return [
-        Answer(decode_response(tokenizer, ids).strip(), ended, ids, row[: len(ids)])
+        Answer(response_text(tokenizer, ids), ended, ids, row[: len(ids)])
         for ids, ended, row in zip(samples.responses, samples.ended.tolist(), samples.logprobs.tolist(), strict=True)
     ]

@@ -23,8 +23,8 @@ from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, 
 from rlhf.evaluation.reward_report import comparison_figures, records_of, score_held_out
 from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, score_rows, share
 from rlhf.evaluation.statistics import interval, ratio_interval
-from rlhf.gold.judge import judge
-from rlhf.gold.world import task_from_metadata
+from rlhf.evaluation.truth_figures import judge_rows, totals
+from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import TextRewardModel
 from rlhf.ppo.rewards import Episodes, Reward
 from rlhf.ppo.rollout import response_logprobs
@@ -329,10 +329,6 @@ def check_scores(
 def true_scores(
     config: Config, models: Audited, records: Sequence[PromptRecord], prompts: Sequence[list[int]], drawn: Drawn
 ) -> Scores | None:
-    """The gold judge's scores of the samples; None outside the gold world."""
-    if not config.gold.enabled:
-        return None
-    return [
-        [judge(task_from_metadata(record.metadata["gold"]), text, ended=end)["total"] for text, end in zip(texts, ended, strict=True)]
-        for record, texts, ended in zip(records, drawn["texts"], drawn["ended"], strict=True)
-    ]  # fmt: skip
+    """The true scores of the samples; None without a truth."""
+    truth = make_truth(config)
+    return None if truth is None else totals(judge_rows(truth, records, drawn["texts"], drawn["ended"]))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf.chat_template import decode_response, end_ids
+from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.model.generate import sample
@@ -130,7 +130,7 @@ def draw_candidates(
             max_new_tokens=config.rollout.max_new_tokens, eos_token_id=end_ids(tokenizer),
             pad_token_id=tokenizer.pad_token_id, batch_size=config.rollout.batch_size,
         )  # fmt: skip
-        texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
+        texts = [response_text(tokenizer, ids) for ids in samples.responses]
         asked = [records[i] for i in part for _ in range(n)]
         raw = reward(Episodes(asked, repeated, samples.responses, texts, samples.ended))
         scores = pay(config, raw, samples.ended.to(raw.device)).tolist()

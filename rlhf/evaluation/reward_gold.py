@@ -11,62 +11,60 @@ import numpy as np
 from rlhf.config import Config
 from rlhf.data.items import Item
 from rlhf.evaluation.scoring import Scores, accuracy
-from rlhf.gold.judge import WEIGHTS, judge
-from rlhf.gold.labelers import make_labelers, mean_utility
-from rlhf.gold.world import task_from_metadata
+from rlhf.gold.labelers import mean_utility
+from rlhf.gold.truth import Truth
 
 Figures = dict[str, Any]
 
 
-def judged_parts(item: Item) -> list[dict[str, float]]:
+def judged_parts(truth: Truth, item: Item) -> list[dict[str, float]]:
     """The judge's parts of an item's answers."""
     assert item.record is not None
-    task = task_from_metadata(item.record.metadata["gold"])
-    return [judge(task, text, ended=ended) for text, ended in item.answers]
+    return [truth.judge(item.record, text, ended) for text, ended in item.answers]
 
 
-def true_utilities(config: Config, item: Item) -> list[float]:
+def true_utilities(config: Config, truth: Truth, item: Item) -> list[float]:
     """The training labelers' noiseless mean utility of an item's answers."""
-    assert item.record is not None
-    labelers, task = make_labelers(config.gold.labeler_noise), task_from_metadata(item.record.metadata["gold"])
-    return [mean_utility(labelers, task, text, ended=ended) for text, ended in item.answers]
+    labelers = truth.labelers(config.gold.labeler_noise)
+    judged = judged_parts(truth, item)
+    return [mean_utility(labelers, parts, text) for parts, (text, _) in zip(judged, item.answers, strict=True)]
 
 
-def compare_with_truth(config: Config, items: list[Item], scores: Scores) -> Figures:
+def compare_with_truth(config: Config, truth: Truth, items: list[Item], scores: Scores) -> Figures:
     """The ceiling (the labelers' noiseless mean utility on the same pairs) and the accuracy on the judge's own order."""
     right, count = 0.0, 0
     for item, s in zip(items, scores, strict=True):
-        totals = [parts["total"] for parts in judged_parts(item)]
+        totals = [parts["total"] for parts in judged_parts(truth, item)]
         for i in range(len(totals)):
             for j in range(i):
                 if abs(totals[i] - totals[j]) > 1e-9:
                     better, worse = (i, j) if totals[i] > totals[j] else (j, i)
                     right += 1.0 if s[better] > s[worse] else 0.5 if s[better] == s[worse] else 0.0
                     count += 1
-    utilities = [true_utilities(config, item) for item in items]
+    utilities = [true_utilities(config, truth, item) for item in items]
     return {
         "noise_ceiling": accuracy(items, utilities)["value"],
         "gold_order_accuracy": round(right / count, 4) if count else None,
     }
 
 
-def gold_regression(config: Config, items: list[Item], scores: Scores) -> Figures:
+def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Scores) -> Figures:
     """What the reward pays for: least squares of the score on the judge's parts, over held-out responses.
 
     weight: of the score on a part, both in standard deviations; true: the same for the labelers' noiseless mean utility,
     which is what a perfect reward model would have learned; labelers: their mean weight of the part, as they state it,
     in utility a unit; coefficient: the score's, in calibrated score a unit. A part that never varies has no weight.
     """
-    parts = [judged_parts(item) for item in items]
-    x = np.array([[p[name] for name in WEIGHTS] for judged in parts for p in judged])
+    parts = [judged_parts(truth, item) for item in items]
+    x = np.array([[p[name] for name in truth.parts] for judged in parts for p in judged])
     prompts = np.repeat(np.arange(len(items)), [len(judged) for judged in parts])
     y = np.array([score for row in scores for score in row])
-    utilities = np.array([u for item in items for u in true_utilities(config, item)])
+    utilities = np.array([u for item in items for u in true_utilities(config, truth, item)])
     learned, true = standardised_regression(x, y, prompts), standardised_regression(x, utilities, prompts)
-    labelers = make_labelers(config.gold.labeler_noise)
+    labelers = truth.labelers(config.gold.labeler_noise)
     spread = x.std(0)
     rows: dict[str, Figures] = {}
-    for k, name in enumerate(WEIGHTS):
+    for k, name in enumerate(truth.parts):
         if math.isnan(learned["weights"][k]):
             rows[name] = {"weight": None, "ci95": None, "true": None, "coefficient": None}
         else:

@@ -32,6 +32,7 @@ from rlhf.evaluation.scoring import (
     share,
 )
 from rlhf.evaluation.statistics import ratio_interval
+from rlhf.gold.truth import make_truth
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import fractions, need_source
 
@@ -60,10 +61,12 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
         everywhere, _ = join_rankings([r for r in records if r.labeler in strangers], encode)
         scored = score_each(model, everywhere, tokenizer.pad_token_id, device)
         results["held_out_labelers"]["accuracy_all_prompts"] = accuracy(everywhere, scored) if everywhere else None
-    if config.gold.enabled:
+    truth = make_truth(config)
+    if truth is not None:
         known = {record.labeler for record in records} - strangers
-        results |= compare_with_truth(config, *of_labelers(*held_out, known))
-        results["gold_regression"] = gold_regression(config, *held_out)
+        results |= compare_with_truth(config, truth, *of_labelers(*held_out, known))
+        if truth.parts:
+            results["gold_regression"] = gold_regression(config, truth, *held_out)
     return results
 
 

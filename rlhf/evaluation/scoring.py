@@ -11,7 +11,7 @@ from rlhf.data.demonstrations import encode_demonstrations
 from rlhf.data.items import Answer, Encode, Item, check_labelers, names_of, token_encoder
 from rlhf.data.records import Demonstration, Message, Ranking
 from rlhf.evaluation.statistics import ratio_interval
-from rlhf.gold.labelers import make_held_out_labelers
+from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.classifier import TextRewardModel
 
@@ -156,6 +156,7 @@ def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
     """
     names = names_of(config.data.held_out_labelers)
     check_labelers("data.held_out_labelers", names, records)
-    if config.gold.enabled:
-        names += [labeler.name for labeler in make_held_out_labelers(config.gold.held_out_labelers)]
+    truth = make_truth(config)
+    if truth is not None:
+        names += [labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, 0.0)]
     return set(names)

@@ -5,30 +5,33 @@ little too much, and makes mistakes. Agreement between two of them is tuned to t
 (Ouyang et al. 2022, section 3.4).
 """
 
+import itertools
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhf.data.records import Message, RankedResponse, Ranking
-from rlhf.gold.judge import judge
-from rlhf.gold.world import Task
+
+Judged = dict[str, float]  # what a truth says of a response: its parts and `total`
 
 
 @dataclass(frozen=True, slots=True)
 class Labeler:
-    """One simulated person. Utility is in units of the gold score's full range, times ten."""
+    """One simulated person. Utility is in units of the gold score's full range, times ten, unless `worst` and `best` differ."""
 
     name: str
     weights: dict[str, float]
     per_word: float  # bias: utility a word of length
     courtesy: float  # bias: utility of any courtesy beyond what `polite` is worth
     noise: float  # standard deviation of a judgement
+    worst: float = 0.0  # utility of the lowest rating
+    best: float = 10.0  # … and of the highest: that of a faultless answer under even tastes
 
-    def utility(self, task: Task, response: str, *, ended: bool = True) -> float:
+    def utility(self, judged: Judged, response: str) -> float:
         """What the labeler thinks of a response before noise."""
-        parts = judge(task, response, ended=ended)
-        utility = sum(weight * parts[name] for name, weight in self.weights.items())
-        return utility + self.per_word * len(response.split()) + self.courtesy * (parts["polite"] == 1.0)
+        utility = sum(weight * judged[name] for name, weight in self.weights.items())
+        return utility + self.per_word * len(response.split()) + self.courtesy * (judged.get("polite") == 1.0)
 
 
 NOISE = 1.4
@@ -56,15 +59,49 @@ def make_held_out_labelers(count: int = 2, noise: float = NOISE) -> list[Labeler
     return people[:count]
 
 
-def mean_utility(labelers: Sequence[Labeler], task: Task, response: str, *, ended: bool = True) -> float:
+def mean_utility(labelers: Sequence[Labeler], judged: Judged, response: str) -> float:
     """The labelers' noiseless mean: no reward model can agree with single judgements more often than this does."""
-    return sum(labeler.utility(task, response, ended=ended) for labeler in labelers) / len(labelers)
+    return sum(labeler.utility(judged, response) for labeler in labelers) / len(labelers)
+
+
+def expected_agreement(labelers: Sequence[Labeler], answers: Sequence[Sequence[tuple[Judged, str]]]) -> float:
+    """The share of pairs of answers to one prompt on which two different labelers agree, on average.
+
+    A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with p q + (1 - p)(1 - q).
+    """
+    total, count = 0.0, 0
+    for given in answers:
+        utilities = [[one.utility(judged, text) for judged, text in given] for one in labelers]
+        for i, j in itertools.combinations(range(len(given)), 2):
+            p = [
+                0.5 * (1 + math.erf((u[i] - u[j]) / (2 * max(one.noise, 1e-9))))
+                for u, one in zip(utilities, labelers, strict=True)
+            ]
+            pairs = len(p) * (len(p) - 1) / 2
+            # sum over l < m of p_l p_m, from the square of the sum
+            both = (sum(p) ** 2 - sum(x * x for x in p)) / 2
+            neither = ((len(p) - sum(p)) ** 2 - sum((1 - x) ** 2 for x in p)) / 2
+            total, count = total + (both + neither) / pairs, count + 1
+    return total / count
+
+
+def tune_noise(
+    make: Callable[[float], Sequence[Labeler]], answers: Sequence[Sequence[tuple[Judged, str]]], agreement: float
+) -> float:
+    """The noise with which the labelers that `make` gives agree on this share of pairs, or as nearly as any noise makes them."""
+    low, high = 0.0, 1.0
+    while expected_agreement(make(high), answers) > agreement and high < 1e6:
+        high *= 2
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_agreement(make(middle), answers) > agreement else (low, middle)
+    return (low + high) / 2
 
 
 def rank_responses(
     record_id: str,
     prompt: list[Message],
-    task: Task,
+    judged: Sequence[Judged],
     responses: Sequence[tuple[str, bool]],
     labeler: Labeler,
     rng: random.Random,
@@ -72,12 +109,15 @@ def rank_responses(
     policy: str,
 ) -> Ranking:
     """One labeler's ranking of K responses, each (text, ended), best first, with ratings from 1 to 7."""
-    utilities = [labeler.utility(task, text, ended=ended) + rng.gauss(0, labeler.noise) for text, ended in responses]
+    utilities = [
+        labeler.utility(parts, text) + rng.gauss(0, labeler.noise)
+        for parts, (text, _) in zip(judged, responses, strict=True)
+    ]
     ids = [chr(ord("a") + i) for i in range(len(responses))]
     order = sorted(range(len(ids)), key=lambda i: -utilities[i])
-    highest = 10.0  # utility of a faultless answer under even tastes
+    worst, span = labeler.worst, labeler.best - labeler.worst
     ratings: dict[str, int | float] = {
-        ids[i]: min(7, max(1, 1 + round(6 * utilities[i] / highest))) for i in range(len(ids))
+        ids[i]: min(7, max(1, 1 + round(6 * (utilities[i] - worst) / span))) for i in range(len(ids))
     }
     return Ranking(
         id=record_id,
@@ -90,8 +130,8 @@ def rank_responses(
         ratings=ratings,
         flags={
             i: ["harmful"]
-            for i, (text, _) in zip(ids, responses, strict=True)
-            if text.strip() and judge(task, text)["safe"] == 0.0
+            for i, parts, (text, _) in zip(ids, judged, responses, strict=True)
+            if text.strip() and parts.get("safe") == 0.0
         },
         labeler=labeler.name,
         metadata={},

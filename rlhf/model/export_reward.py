@@ -120,9 +120,14 @@ def _last_norm(result: Any, model: RewardModel) -> nn.Module | None:
     return norms[-1] if norms else None
 
 
+def _end_tokens(tokenizer: Any) -> list[int]:
+    """What can be the last token of a row: the end tokens; of completions, which have none, the tokenizer's eos like any other."""
+    return end_ids(tokenizer) or [tokenizer.eos_token_id]
+
+
 def _give_pad(model: Any, tokenizer: Any) -> None:
     """A pad token that is no end token: these classes read the last token that is not pad, which must be the end token."""
-    if tokenizer.pad_token_id in end_ids(tokenizer):
+    if tokenizer.pad_token_id in _end_tokens(tokenizer):
         tokenizer.add_special_tokens({"pad_token": PAD})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -137,7 +142,7 @@ def _check(model: RewardModel, result: Any, tokenizer: Any, offset: float) -> No
     most = min(PROBED, getattr(model.config.trunk, "max_position_embeddings", None) or PROBED)
     lengths = torch.tensor([most, most // 2, max(1, most // 3)])
     tokens = torch.randint(0, model.trunk.get_input_embeddings().num_embeddings, (3, most), generator=generator)
-    tokens[tokens == tokenizer.pad_token_id] = end_ids(tokenizer)[0]
+    tokens[tokens == tokenizer.pad_token_id] = _end_tokens(tokenizer)[0]
     mask = torch.arange(most) < lengths[:, None]
     ours = model(tokens, lengths)
     theirs = (

@@ -39,7 +39,7 @@ class Samples(NamedTuple):
     responses: list[list[int]]  # B lists of token ids, the end token included where there is one
     logprobs: Tensor  # (B, A) float32 nats, 0 where mask is False
     mask: Tensor  # (B, A) bool, True at response tokens
-    ended: Tensor  # (B,) bool, True where the response has its end token
+    ended: Tensor  # (B,) bool, True where the response is whole: it has its end token, or no token ends one
 
 
 # -------------------------------------------------------------------------------- decoding with our own model
@@ -273,8 +273,9 @@ def _stream_transformers(
 def _make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:
     """Cut tokens and log-probs (B, max_new_tokens) after the first end token of each row."""
     is_end = torch.isin(tokens, eos)
-    ended = is_end.any(-1)
-    lengths = torch.where(ended, is_end.int().argmax(-1) + 1, tokens.shape[1])
+    ends = is_end.any(-1)
+    lengths = torch.where(ends, is_end.int().argmax(-1) + 1, tokens.shape[1])
+    ended = ends | (len(eos) == 0)
     longest = int(lengths.max()) if len(lengths) else 0
     mask = torch.arange(longest, device=tokens.device) < lengths[:, None]
     responses = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]

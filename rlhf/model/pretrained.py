@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from rlhf.chat_template import ENDS, find_end_of_turn
+from rlhf.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.errors import UserError
 from rlhf.files import read_json
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
@@ -34,8 +34,9 @@ class Adopted:
 
 
 def adopt(
-    source: str | Path, native: Native = "auto", revision: str | None = None, say: Callable[[str], None] = say
-) -> Adopted:
+    source: str | Path, native: Native = "auto", revision: str | None = None, say: Callable[[str], None] = say,
+    form: str = "chat",
+) -> Adopted:  # fmt: skip
     """Load a checkpoint's weights and tokenizer. See `read_checkpoint` for `source`.
 
     native: "auto" converts to our GPT if the architecture is covered and a probe batch has the same logits within
@@ -45,7 +46,7 @@ def adopt(
     """
     checkpoint = read_checkpoint(source, revision)
     say(checkpoint.describe())
-    tokenizer, notes = adopt_tokenizer(checkpoint)
+    tokenizer, notes = adopt_tokenizer(checkpoint, form)
     model = load_weights(checkpoint)
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
@@ -56,7 +57,7 @@ def adopt(
         notes.append(f"runs as transformers' {type(model).__name__}: {reason}")
     ends = tokenizer.init_kwargs[ENDS]
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=ends
+        bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=ends or None
     )
     for note in notes:
         say(note)
@@ -77,8 +78,10 @@ def adopt(
     return Adopted(model, tokenizer, record)
 
 
-def adopt_tokenizer(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
+def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, list[str]]:
     """A checkpoint's tokenizer with a pad token, a chat template and its end tokens recorded; and what was added, in words.
+
+    form: "completion" replaces the template by one that writes text alone.
 
     Pad may be the end token: masks come from lengths.
     """
@@ -90,6 +93,20 @@ def adopt_tokenizer(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
     if not tokenizer.is_fast:
         raise UserError(f"model.pretrained={checkpoint.source}: its tokenizer has no tokenizer.json: save it with "
                         "AutoTokenizer.from_pretrained(…).save_pretrained(…)")  # fmt: skip
+    notes = []
+    if form == "completion":
+        use_completion(tokenizer)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    else:
+        notes = add_chat_form(checkpoint, tokenizer)
+    tokenizer.model_max_length = min(tokenizer.model_max_length, checkpoint.context or UNSTATED_CONTEXT)
+    tokenizer.padding_side = "right"
+    return tokenizer, notes
+
+
+def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
+    """Give the tokenizer what it lacks for chats, and record its end tokens; what was added, in words."""
     notes = []
     if not tokenizer.chat_template:
         tokenizer.add_special_tokens({"extra_special_tokens": [*ROLES.values(), END]})
@@ -105,9 +122,7 @@ def adopt_tokenizer(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
     tokenizer.init_kwargs[ENDS] = list(dict.fromkeys(i for i in ends if i is not None))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.model_max_length = min(tokenizer.model_max_length, checkpoint.context or UNSTATED_CONTEXT)
-    tokenizer.padding_side = "right"
-    return tokenizer, notes
+    return notes
 
 
 def _end_tokens(checkpoint: Checkpoint) -> list[int]:

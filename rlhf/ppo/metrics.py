@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.chat_template import decode_response
+from rlhf.chat_template import decode_response, response_text
 from rlhf.data.records import PromptRecord
 from rlhf.ops.kl import kl_estimate
 from rlhf.ppo.rewards import CombinedReward
@@ -46,7 +46,7 @@ def add_rollout_metrics(run: PpoRun, sums: Sums, rollout: Rollout, scores: Tenso
 
 def add_gold_parts(run: PpoRun, sums: Sums, prompts: Prompts, rollout: Rollout) -> None:
     """The gold/… metrics; they are not used in training."""
-    for parts in gold_parts(run.tokenizer, [record for record, _ in prompts], rollout):
+    for parts in gold_parts(run, [record for record, _ in prompts], rollout):
         for part, value in parts.items():
             sums.add(f"gold/{part}", value, 1)
 
@@ -83,16 +83,13 @@ def held_out_sums(rollout: Rollout, scores: torch.Tensor, gold: list[dict[str, f
     return sums
 
 
-def gold_parts(tokenizer: Any, records: list[PromptRecord], rollout: Rollout) -> list[dict[str, float]]:
-    """The judge's scores of each response, not used in training; empty outside the gold world."""
-    if not records or "gold" not in records[0].metadata:
+def gold_parts(run: PpoRun, records: list[PromptRecord], rollout: Rollout) -> list[dict[str, float]]:
+    """The truth of each response, not used in training; empty without a truth."""
+    if run.truth is None or not records or not run.truth.knows(records[0]):
         return []
-    from rlhf.gold.judge import judge
-    from rlhf.gold.world import task_from_metadata
-
-    texts = [decode_response(tokenizer, ids).strip() for ids in response_ids(rollout)]
+    texts = [response_text(run.tokenizer, ids) for ids in response_ids(rollout)]
     return [
-        judge(task_from_metadata(record.metadata["gold"]), text, ended=ended)
+        run.truth.judge(record, text, ended)
         for record, text, ended in zip(records, texts, rollout.ended.tolist(), strict=True)
     ]
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.chat_template import decode_response, end_ids
+from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
+from rlhf.gold.truth import Truth, make_truth
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples
 from rlhf.model.gpt import GPTForCausalLM
@@ -57,6 +58,7 @@ class PpoRun:
     held_out: Prompts  # of the dev split: for the evaluations during training
     kl: FixedKL | AdaptiveKL
     device: torch.device
+    truth: Truth | None = None
     blocks: PretrainingBlocks | None = None  # of PPO-ptx
     ema: Ema | None = None
     tokens: int = 0  # response tokens trained on so far
@@ -96,7 +98,7 @@ class PpoRun:
             if engine.bfloat16 or not isinstance(self.actor_critic.policy, GPTForCausalLM) else None,
             reference=self.reference, reward=self.reward,
             values=None if self.actor_critic.critic is None else functools.partial(engine, method="values_at"),
-            texts=lambda responses: [decode_response(tokenizer, ids).strip() for ids in responses], seed=config.seed,
+            texts=lambda responses: [response_text(tokenizer, ids) for ids in responses], seed=config.seed,
             max_new_tokens=config.rollout.max_new_tokens, eos=end_ids(tokenizer), pad=tokenizer.pad_token_id,
             decode_batch=config.rollout.batch_size, forward_batch=2 * config.ppo.micro_batch_episodes,
         )  # fmt: skip
@@ -157,7 +159,7 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     prompts, held_out = load_ppo_prompts(config, stage, tokenizer)
     return PpoRun(
         config, stage, engine, reference, reward, tokenizer, prompts, held_out, kl, device,
-        blocks=PretrainingBlocks.load(config, tokenizer) if settings.ptx_coef else None,
+        truth=make_truth(config), blocks=PretrainingBlocks.load(config, tokenizer) if settings.ptx_coef else None,
         ema=Ema(policy, settings.ema_decay) if settings.ema_decay is not None else None,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.recipe import BASELINES
 from rlhf.report.audit import make_audit
 from rlhf.report.charts import Picture, make_calibration, make_choices, make_histogram, make_paths, make_study
-from rlhf.report.overview import interval
+from rlhf.report.overview import interval, judge_name
 from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.results import histogram
 from rlhf.tracking.run_files import RunFiles, get, number, visible
@@ -17,6 +17,9 @@ MODELS = ("base", "sft", "ppo", *BASELINES)
 # What is drawn of a study that is a row per choice.
 CHOICE_FIGURES = (("win_rate", "win rate over SFT"), ("gold", "true reward"), ("kl", "KL to SFT, nats"),
                   ("bpb", "bits per byte of held-out text"))  # fmt: skip
+# What is shown of the responses as text.
+TEXT_FIGURES = (("perplexity", "perplexity under SFT"), ("distinct_1", "different words"), ("distinct_2", "different word pairs"),
+                ("repeated", "same for two prompts"), ("repetition", "3-grams said twice"), ("tokens", "tokens"))  # fmt: skip
 REWARD_FIGURES = (
     ("accuracy", "Accuracy on held-out pairs"),
     ("noise_ceiling", "Ceiling that the labels' noise allows"),
@@ -31,7 +34,7 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     """The tables of one run's evaluate/results.json."""
     results = run.results
     means, parts = get(results, "gold", "mean_score"), get(results, "gold", "parts")
-    models = [model for model in MODELS if model not in BASELINES or number(means, model) is not None]
+    models = [model for model in MODELS if model in ("sft", "ppo") or number(means, model) is not None]
     names = dict.fromkeys(part for model in models for part in _keys(get(parts, model)))
     rows = [("all parts", {model: number(means, model) for model in models})] if means else []
     rows += [(visible(part, 100), {model: number(parts, model, part) for model in models}) for part in names]
@@ -51,7 +54,10 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
         "audit": make_audit(run.audit),
         "models": models,
         "gold": gold,
+        "judge": judge_name(results),
         "policies": list(_policies(results)),
+        "texts": list(_texts(results)),
+        "text_figures": [title for _, title in TEXT_FIGURES],
         "reward_model": [
             (label, *interval(value), number(value, "n")) for label, value in figures if interval(value)[0] is not None
         ],
@@ -64,44 +70,44 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _policies(results: dict[str, Any]) -> Iterator[tuple[str, float | None, float | None, list[Any], list[Any]]]:
-    """(policy, reward, KL to SFT, win rates over SFT with interval: by the reward model and by the judge), with baselines only."""
+def _policies(
+    results: dict[str, Any],
+) -> Iterator[tuple[str, float | None, float | None, list[Any], list[Any], list[Any]]]:
+    """(policy, reward, KL to SFT, win rates over SFT with interval: by the reward model and by the truth, mean truth), with
+    baselines only.
+    """
     baselines = get(results, "baselines")
     if not isinstance(baselines, dict):
         return
+    ppo = {
+        "kl_to_sft_nats": get(results, "kl_to_sft_nats"),
+        "rm_win_rate_vs_sft": get(results, "rm_win_rate_vs_sft"),
+        "win_rate_vs_sft": get(results, "gold", "win_rate_vs_sft"),
+    }
+    for name, row in [("sft", {}), ("ppo", ppo), *baselines.items()]:
+        score = get(results, "gold", "score", name) or get(results, "gold", "mean_score", name)
+        yield (
+            visible(name, 60), number(results, "reward", name), number(row, "kl_to_sft_nats"),
+            *(list(interval(found)) for found in (get(row, "rm_win_rate_vs_sft"), get(row, "win_rate_vs_sft"), score)),
+        )  # fmt: skip
     best = get(results, "best_of_n")
-    rows = [
-        (
-            "ppo",
-            get(results, "kl_to_sft_nats"),
-            get(results, "rm_win_rate_vs_sft"),
-            get(results, "gold", "win_rate_vs_sft"),
-        )
-    ]
-    for name in BASELINES:
-        row = baselines.get(name)
-        rows += (
-            [(name, *(get(row, key) for key in ("kl_to_sft_nats", "rm_win_rate_vs_sft", "win_rate_vs_sft")))]
-            if row
-            else []
-        )
-    for name, kl, scored, judged in rows:
-        yield (
-            name,
-            number(results, "reward", name),
-            kl if is_number(kl) else None,
-            list(interval(scored)),
-            list(interval(judged)),
-        )
     if best:
-        told = f"best of {number(best, 'n') or 0:g}"
         yield (
-            told,
-            number(best, "reward"),
-            number(best, "kl_estimate_nats"),
-            [None] * 3,
-            list(interval(get(best, "win_rate_vs_sft"))),
-        )
+            f"best of {number(best, 'n') or 0:g}", number(best, "reward"), number(best, "kl_estimate_nats"), [None] * 3,
+            *(list(interval(found)) for found in (get(best, "win_rate_vs_sft"), get(best, "score") or get(best, "gold"))),
+        )  # fmt: skip
+
+
+def _texts(results: dict[str, Any]) -> Iterator[tuple[str, list[list[Any]]]]:
+    """(policy, a figure with interval for each of TEXT_FIGURES)."""
+    best = get(results, "best_of_n", "text")
+    told = f"best of {number(results, 'best_of_n', 'n') or 0:g}"
+    for name, figures in [*_items(get(results, "text")), *([(told, best)] if best else [])]:
+        yield visible(name, 60), [list(interval(get(figures, key))) for key, _ in TEXT_FIGURES]
+
+
+def _items(tree: Any) -> list[tuple[str, Any]]:
+    return list(tree.items()) if isinstance(tree, dict) else []
 
 
 def _keys(tree: Any) -> list[str]:

@@ -95,7 +95,11 @@ def _sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
         verdict = "is preferred to" if low > 0.5 else "is worse than" if high < 0.5 else "cannot be told from"
     prompts = f"{n:,.0f} held-out prompts" if (n := number(win, "n")) is not None else "held-out prompts"
     span = f" (95% interval {percent(low)} to {percent(high)})" if low is not None else ""
-    return f"PPO {verdict} SFT: by the gold judge it wins {percent(value)} of {prompts}{span}."
+    return f"PPO {verdict} SFT: by the {judge_name(results)} it wins {percent(value)} of {prompts}{span}."
+
+
+def judge_name(results: dict[str, Any]) -> str:
+    return visible(get(results, "gold", "truth") or "gold judge", 60)
 
 
 def interval(tree: Any) -> tuple[float | None, float | None, float | None]:
@@ -154,7 +158,7 @@ def _kl_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterato
     scores = get(results, "gold", "mean_score") or get(results, "reward")
     before, after = number(scores, "sft"), number(scores, "ppo")
     if before is not None and after is not None:
-        judge = "gold judge" if get(results, "gold", "mean_score") else "reward model"
+        judge = judge_name(results) if get(results, "gold", "mean_score") else "reward model"
         yield Tile("Mean score", decimal(after), "", f"{judge}; SFT {decimal(before)}")
 
 

@@ -76,7 +76,7 @@ def make_skipped(run: RunFiles) -> list[str]:
         notes.append("No evaluation: win rates, calibration, histograms and rank agreement are missing.")
     elif get(run.results, "gold") is None:
         notes.append(
-            "No gold judge: what it would say of win rate and parts is missing; the reward model's own view is shown."
+            "No known truth: what it would say of win rate and parts is missing; the reward model's own view is shown."
         )
     if not run.studies:
         notes.append("No study in study/: the frontier over several policies is missing.")

@@ -53,10 +53,14 @@ def need_source(config: Config, kind: str) -> Any:
 
 
 def kinds_read(config: Config, stage: str) -> tuple[str, ...]:
-    """The kinds of data that a stage reads. An adopted model needs no corpus; if there is one, pretraining goes on."""
+    """The kinds of data that a stage reads. An adopted model needs no corpus; if there is one, pretraining goes on. A world of
+    passages takes them from the corpus; SFT without epochs needs no demonstrations.
+    """
     adopts = config.model.pretrained is not None
     continues = stage == "pretrain" and pretraining_tokens(config) > 0 and data_source(config, "corpus") is not None
-    return tuple(kind for kind in STAGES[stage].data if kind != "corpus" or not adopts or continues)
+    corpus = config.gold.truth == "vader" if stage == "world" else not adopts or continues
+    reads = {"corpus": corpus, "demonstrations": stage != "sft" or config.sft.epochs > 0}
+    return tuple(kind for kind in STAGES[stage].data if reads.get(kind, True))
 
 
 def hash_pretrained(config: Config) -> dict[str, str]:
@@ -216,7 +220,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
                 if name in found:  # files with the same name in several folders
                     name += f"#{len(found)}"
                 found[name] = _check_import(config, source.path) if source.imported else sha256_file(source.path)
-    if stage in ("tokenizer", "pretrain"):
+    if stage in ("tokenizer", "pretrain") or (stage == "world" and config.gold.truth == "vader"):
         found |= hash_pretrained(config)
     if stage == "reward" and config.reward.model is not None and Path(config.reward.model).is_dir():
         files = sorted(path for path in Path(config.reward.model).iterdir() if path.is_file())

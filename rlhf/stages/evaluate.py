@@ -1,18 +1,19 @@
 """Stage 5: the final figures, on prompts and comparisons that no stage used for training or for choosing settings.
 
-In the gold world the judge gives every response its true score. With other data the figures are the reward model's score, the KL and
-the held-out accuracy of the reward model.
+If the run has a truth (gold.truth), it gives every response its true score. With other data the figures are the reward model's score,
+the KL and the held-out accuracy of the reward model.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhf.chat_template import decode_response, end_ids
+from rlhf.chat_template import decode_response, end_ids, response_text
 from rlhf.config import Config
+from rlhf.data.items import names_of
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import record_split
@@ -21,10 +22,20 @@ from rlhf.evaluation import external
 from rlhf.evaluation.best_of import best_index, best_of_n_kl, draw_candidates, estimate_kl
 from rlhf.evaluation.reward_report import describe, evaluate_reward_model, score_distributions
 from rlhf.evaluation.scoring import response_batches, score_rows
-from rlhf.evaluation.statistics import interval, win_rate
+from rlhf.evaluation.statistics import win_rate
+from rlhf.evaluation.text_figures import text_figures
+from rlhf.evaluation.truth_figures import (
+    interval_of,
+    judge_answers,
+    judge_rows,
+    mean_of,
+    summarize_truth,
+    totals,
+    truth_win_rates,
+)
 from rlhf.files import write_json
 from rlhf.gold.corpus import talk
-from rlhf.gold.judge import WEIGHTS, judge
+from rlhf.gold.truth import Requests, Truth, make_truth
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.generate import Samples, sample
@@ -71,9 +82,13 @@ def run_stage(config: Config) -> None:
             reward_model = hold_frozen(config, reward_model, device)
 
         # 1. Responses of every policy to the test prompts
+        truth = make_truth(config)
         baselines = finished_baselines(config, stage.say)
-        names = (*(("base", "base_prompted") if config.gold.enabled else ()), "sft", "ppo", *baselines)
-        answers = answer_all(config, names, records, prompts, tokenizer, device)
+        folders = {"sft": stage_folder(config, "sft"), "ppo": stage_folder(config, "ppo")} | baselines
+        if isinstance(truth, Requests):
+            folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
+        models = {name: folder / "model" for name, folder in folders.items()}
+        answers = answer_all(config, models, records, prompts, tokenizer, device)
 
         # 2. Evaluate the reward model, if the run has one
         results: dict[str, Any] = {}
@@ -90,21 +105,27 @@ def run_stage(config: Config) -> None:
         results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
         results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
-        ppo, sft = (stage_folder(config, name) / "model" for name in ("ppo", "sft"))
-        results["kl_to_sft_nats"] = round(
-            kl_between(config, answers["ppo"], ppo, sft, tokenizer.pad_token_id, device), 4
-        )
+        pad = tokenizer.pad_token_id
+        nats = {name: response_nats(config, answers[name], models["sft"], pad, device) for name in scores}
+        kl = {n: kl_rows(config, answers[n], models[n], nats[n], pad, device) for n in scores if n != "sft"}
+        results["kl_to_sft_nats"] = mean_of(kl["ppo"])
+        results["kl"] = {name: interval_of(rows) for name, rows in kl.items()}
+        results["text"] = {
+            name: text_figures(answers[name]["texts"], answers[name].lengths(), nats[name]) for name in scores
+        }
         results["rm_win_rate_vs_sft"] = win_rate(optimised["ppo"], optimised["sft"])
-        gold = judge_answers(config, records, answers)
-        if gold is not None:
-            results["gold"] = summarize_gold(gold)
+        gold = None if truth is None else judge_answers(truth, records, answers)
+        if truth is not None and gold is not None:
+            results["gold"] = summarize_truth(truth, gold)
         if baselines:
             results["baselines"] = {
-                name: {"stage": digest} | compare_baseline(config, name, answers, optimised, gold, device)
-                for name, digest in baselines.items()
-            }
+                name: {"stage": (read_stage(folder) or {})["hash"], "kl_to_sft_nats": mean_of(kl[name]),
+                       "rm_win_rate_vs_sft": win_rate(optimised[name], optimised["sft"])}
+                | ({} if gold is None else truth_win_rates(gold, name))
+                for name, folder in baselines.items()
+            }  # fmt: skip
         if config.evaluate.best_of:
-            results["best_of_n"] = evaluate_best_of(config, records, prompts, tokenizer, gold, device)
+            results["best_of_n"] = evaluate_best_of(config, records, prompts, tokenizer, truth, gold, device)
         results |= costs(config)
 
         with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
@@ -135,46 +156,37 @@ def load_test_prompts(
     return [record for record, _ in kept], [found[0] for _, found in kept]
 
 
-def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, str]:
-    """{stage: hash} of the complete optional stages of this run that train a policy: rejection sampling, DPO.
+def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
+    """Folders of the policies to compare PPO's with: this run's complete optional stages (rejection sampling, DPO), and the PPO
+    of each run in evaluate.compare.
 
-    One that was built on another SFT model than this run's is named and left out.
+    One that was built on another SFT model than this run's is named and left out. Raises: UserError for a run without PPO.
     """
     found = {}
     sft = check_output(stage_folder(config, "sft"), "sft")["hash"]
-    for name in BASELINES:
-        folder = run_folder(config) / name
-        if not is_complete(folder):
-            continue
-        record = check_output(folder, name)
-        if record["parents"].get("sft") == sft:
-            found[name] = record["hash"]
+    folders = {name: run_folder(config) / name for name in BASELINES if is_complete(run_folder(config) / name)}
+    for name in names_of(config.evaluate.compare):
+        folders[name] = Path(config.runs_dir) / name / "ppo"
+    for name, folder in folders.items():
+        if check_output(folder, folder.name)["parents"].get("sft") == sft:
+            found[name] = folder
         else:
-            say(f"{folder}: built on another SFT model: left out, run `rlhf {name} overwrite=true` to compare it")
+            say(
+                f"{folder}: built on another SFT model: left out, run `rlhf {folder.name} overwrite=true` to compare it"
+            )
     return found
-
-
-def compare_baseline(
-    config: Config, name: str, answers: dict[str, "Answers"], scores: dict[str, list[list[float]]], gold: Any,
-    device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
-    """Of one baseline's policy what results.json has of PPO's: its KL and its win rates over SFT."""
-    policy, sft = run_folder(config) / name / "model", stage_folder(config, "sft") / "model"
-    pad = load_tokenizer(sft).pad_token_id
-    found: dict[str, Any] = {
-        "kl_to_sft_nats": round(kl_between(config, answers[name], policy, sft, pad, device), 4),
-        "rm_win_rate_vs_sft": win_rate(scores[name], scores["sft"]),
-    }
-    return found | ({} if gold is None else gold_win_rates(gold, name))
 
 
 class Answers(dict):
     """What one policy answered: {"prompts", "samples", "greedy"}; one list per prompt."""
 
+    def lengths(self) -> list[list[int]]:
+        return [[len(ids) for ids in row] for row in self["ids"]]
+
 
 def answer_all(
     config: Config,
-    names: Sequence[str],
+    models: dict[str, Path],
     records: list[PromptRecord],
     prompts: list[list[int]],
     tokenizer: Any,
@@ -182,15 +194,13 @@ def answer_all(
 ) -> dict[str, Answers]:
     """Samples at temperature 1 and greedy responses of each policy.
 
-    The base model (gold world only) is prompted twice: with the chat template, which it has never seen, and with a document
+    The base model (built-in world only) is prompted twice: with the chat template, which it has never seen, and with a document
     from its corpus ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
     """
     answers = {}
-    with progress(len(names) * len(prompts), "evaluate", unit="prompt") as bar:
-        for name in names:
-            parent = "pretrain" if name.startswith("base") else name
-            folder = run_folder(config) / name if name in BASELINES else stage_folder(config, parent)
-            policy = load_frozen(config, folder / "model", device)
+    with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
+        for name, folder in models.items():
+            policy = load_frozen(config, folder, device)
             asked, ends = prompts, end_ids(tokenizer)
             if name == "base_prompted":  # a text like those it was trained on, for it to continue
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
@@ -220,10 +230,11 @@ def unpack(samples: Samples, tokenizer: Any, ends: list[int], count: int) -> dic
     ended = samples.ended.tolist()
     texts = []
     for ids in samples.responses:
-        text = decode_response(tokenizer, ids[:-1] if ids and ids[-1] in ends else ids)
+        written = ids[:-1] if ids and ids[-1] in ends else ids
         if ends != end_ids(tokenizer):  # the base model's answer follows a line with the speaker's name
-            text = text.split("\n", 1)[-1]
-        texts.append(text.strip())
+            texts.append(decode_response(tokenizer, written).split("\n", 1)[-1].strip())
+        else:
+            texts.append(response_text(tokenizer, written))
     groups = range(0, len(texts), count)
     return {
         "ids": [samples.responses[i : i + count] for i in groups],
@@ -295,7 +306,7 @@ def with_missing_eos(
 
 
 def evaluate_best_of(
-    config: Config, records: list[PromptRecord], prompts: list[list[int]], tokenizer: Any, gold: Any,
+    config: Config, records: list[PromptRecord], prompts: list[list[int]], tokenizer: Any, truth: Truth | None, gold: Any,
     device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """Best-of-n by the reward model over n samples of the SFT model: the baseline for PPO."""
@@ -310,84 +321,43 @@ def evaluate_best_of(
     ]
     results: dict[str, Any] = {"n": n, "kl_bound_nats": round(best_of_n_kl(n), 4), "reward": mean_of(picked["scores"]),
                                "kl_estimate_nats": mean_of(estimates)}  # fmt: skip
-    if gold is not None:
-        tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
-        judged = [
-            [judge(task, texts[0], ended=ended[0])]
-            for task, texts, ended in zip(tasks, picked["texts"], picked["ended"], strict=True)
-        ]
-        totals = [[parts["total"] for parts in row] for row in judged]
-        sft = [[parts["total"] for parts in row] for row in gold["sft"]["samples"]]
-        results["gold"] = mean_of(totals)
-        results["parts"] = {part: mean_of([[p[part] for p in row] for row in judged]) for part in WEIGHTS}
-        results["win_rate_vs_sft"] = win_rate(totals, sft)
+    lengths = [[len(ids) for ids in row] for row in picked["ids"]]
+    results["text"] = text_figures(picked["texts"], lengths, picked["logprobs"])
+    if truth is not None and gold is not None:
+        judged = judge_rows(truth, records, picked["texts"], picked["ended"])
+        results["gold"] = mean_of(totals(judged))
+        results["score"] = interval_of(totals(judged))
+        results["parts"] = {part: mean_of(totals(judged, part)) for part in truth.parts}
+        results["win_rate_vs_sft"] = win_rate(totals(judged), totals(gold["sft"]["samples"]))
     return results
 
 
-def mean_of(rows: list[list[Any]]) -> float:
-    return round(sum(map(sum, rows)) / sum(map(len, rows)), 4)
+def response_nats(config: Config, answers: Answers, folder: Path, pad: int, device: torch.device) -> list[list[float]]:
+    """The log-prob in nats of each of a policy's samples under the model in `folder`, a list per prompt."""
+    model = load_frozen(config, folder, device)
+    pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
+    found = [0.0] * len(pairs)
+    for group, where in response_batches(pairs, pad, device):
+        for i, value in zip(group, response_logprobs(model, *where)[0].sum(1).tolist(), strict=True):
+            found[i] = value
+    flat = iter(found)
+    return [[next(flat) for _ in responses] for responses in answers["ids"]]
+
+
+def kl_rows(
+    config: Config, answers: Answers, folder: Path, nats: list[list[float]], pad: int, device: torch.device
+) -> list[list[float]]:
+    """log pi - log pi_sft of each of a policy's samples, whose mean estimates the KL; `nats` are SFT's log-probs."""
+    own = response_nats(config, answers, folder, pad, device)
+    return [[a - b for a, b in zip(ours, theirs, strict=True)] for ours, theirs in zip(own, nats, strict=True)]
 
 
 def kl_between(
     config: Config, answers: Answers, policy: Path, reference: Path, pad: int, device: torch.device
 ) -> float:
     """Mean over the policy's samples of sum_t (logp - logp_ref), nats per sequence."""
-    policies = [load_frozen(config, folder, device) for folder in (policy, reference)]
-    pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
-    total = 0.0
-    for _, where in response_batches(pairs, pad, device):
-        ppo, sft = (response_logprobs(policy, *where)[0] for policy in policies)
-        total += (ppo - sft).sum().item()
-    return total / len(pairs)
-
-
-# --- the gold world ------------------------------------------------------------------------------------------------
-
-
-def judge_answers(
-    config: Config, records: list[PromptRecord], answers: dict[str, Answers]
-) -> dict[str, dict[str, list[list[dict[str, float]]]]] | None:
-    """{policy: {"samples" | "greedy": the judge's parts, a list per prompt}}, or None without the gold world."""
-    if not config.gold.enabled:
-        return None
-    tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
-    return {
-        name: {
-            kind: [
-                [judge(task, text, ended=end) for text, end in zip(texts, ended, strict=True)]
-                for task, texts, ended in zip(tasks, given[f"{key}texts"], given[f"{key}ended"], strict=True)
-            ]
-            for kind, key in (("samples", ""), ("greedy", "greedy_"))
-        }
-        for name, given in answers.items()
-    }
-
-
-def summarize_gold(gold: dict[str, dict[str, list[list[dict[str, float]]]]]) -> dict[str, Any]:
-    def mean(name: str, part: str, kind: str = "samples") -> float:
-        values = [parts[part] for judged in gold[name][kind] for parts in judged]
-        return round(sum(values) / len(values), 4)
-
-    per_prompt = {n: [sum(p["correct"] for p in judged) / len(judged) for judged in gold[n]["samples"]] for n in gold}
-    return gold_win_rates(gold, "ppo") | {
-        "mean_score": {name: mean(name, "total") for name in gold},
-        "mean_score_greedy": {name: mean(name, "total", "greedy") for name in gold},
-        "parts": {name: {part: mean(name, part) for part in WEIGHTS} for name in gold},
-        "parts_greedy": {name: {part: mean(name, part, "greedy") for part in WEIGHTS} for name in gold},
-        "correct": {name: interval(values) for name, values in per_prompt.items()},
-    }
-
-
-def gold_win_rates(gold: dict[str, dict[str, list[list[dict[str, float]]]]], name: str) -> dict[str, Any]:
-    """Of one policy over SFT, by the judge's total score."""
-
-    def totals(name: str, kind: str) -> list[list[float]]:
-        return [[parts["total"] for parts in judged] for judged in gold[name][kind]]
-
-    return {
-        "win_rate_vs_sft": win_rate(totals(name, "samples"), totals("sft", "samples")),
-        "win_rate_greedy": win_rate(totals(name, "greedy"), totals("sft", "greedy")),
-    }
+    rows = kl_rows(config, answers, policy, response_nats(config, answers, reference, pad, device), pad, device)
+    return sum(map(sum, rows)) / sum(map(len, rows))
 
 
 # --- the record ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The gold world's labelling round: responses sampled from a model of this run, then ranked by simulated labelers.
+"""The simulated labelling round: responses sampled from a model of this run, then ranked by simulated labelers.
 
 In the first round the SFT model answers. In each later round (gold.rounds above 1) the PPO model of the previous round answers, as
 InstructGPT collects comparisons on its current best policy (Ouyang et al. 2022, sections 3.1 and 3.2). Its responses show the errors
@@ -8,7 +8,7 @@ of the previous reward model.
 import itertools
 import random
 
-from rlhf.chat_template import decode_response, encode_prompts, end_ids
+from rlhf.chat_template import encode_prompts, end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
@@ -16,8 +16,8 @@ from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.errors import UserError
 from rlhf.gold.corpus import write_jsonl
-from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers, rank_responses
-from rlhf.gold.world import task_from_metadata
+from rlhf.gold.labelers import Labeler, rank_responses, tune_noise
+from rlhf.gold.truth import Truth, need_truth
 from rlhf.model.generate import sample
 from rlhf.precision import inference
 from rlhf.runs.folders import earlier_run, read_stage, run_folder, stage_folder
@@ -27,13 +27,10 @@ from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.training.setup import load_frozen, set_up
 
-SPARE = 3  # samples beyond K, to replace duplicates
-
 
 def run(config: Config) -> None:
     """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples per prompt, of this round and all earlier ones."""
-    if not config.gold.enabled:
-        raise UserError("label: only the gold world has simulated labelers: add experiment=gold")
+    truth = need_truth(config, "label")
     with (
         open_stage(config, "label", hash_sources(config, "label")) as stage,
         inference(config, set_up(config)) as device,
@@ -47,7 +44,7 @@ def run(config: Config) -> None:
                             f"for a part in each of gold.rounds={config.gold.rounds}: lower it")  # fmt: skip
 
         # 1. Sample
-        counts = [responses_wanted(config, record) + SPARE for record in prompts]
+        counts = [responses_wanted(config, record) + config.gold.spare_responses for record in prompts]
         encoded = encode_prompts(tokenizer, [record.prompt for record in prompts])
         responses: list[list[tuple[str, bool]]] = []
         with progress(len(prompts), "label", unit="prompt") as bar:
@@ -59,14 +56,14 @@ def run(config: Config) -> None:
                     max_new_tokens=config.rollout.max_new_tokens, eos_token_id=end_ids(tokenizer),
                     pad_token_id=tokenizer.pad_token_id, batch_size=config.rollout.batch_size,
                 )  # fmt: skip
-                texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
+                texts = [response_text(tokenizer, ids) for ids in samples.responses]
                 both = iter(zip(texts, samples.ended.tolist(), strict=True))
                 responses += [list(itertools.islice(both, counts[i])) for i in part]
                 bar.update(len(part))
 
         # 2. Rank
         policy_id = f"{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
-        rankings, alike = rank_all(config, prompts, responses, policy_id)
+        rankings, alike, noise = rank_all(config, truth, prompts, responses, policy_id)
         before = (
             [] if earlier is None else load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0]
         )
@@ -74,7 +71,7 @@ def run(config: Config) -> None:
         write_jsonl(
             stage.folder / "comparisons.jsonl", (r.model_dump(mode="json", exclude_none=True) for r in rankings)
         )
-        held_out = {labeler.name for labeler in make_held_out_labelers(config.gold.held_out_labelers)}
+        held_out = {labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, noise)}
         trained = [ranking for ranking in rankings if ranking.labeler not in held_out]
         agreement = pairwise_agreement(trained)["value"]
         stage.say(
@@ -83,7 +80,7 @@ def run(config: Config) -> None:
             f"samples alike), {len(rankings) - len(trained):,} of them by held-out labelers; the others "
             + ("ranked no prompt twice" if agreement is None else f"agree on {agreement:.1%} of pairs")
         )
-        summary = {"rankings": float(len(rankings)), "labeler_agreement": agreement}
+        summary = {"rankings": float(len(rankings)), "labeler_agreement": agreement, "labeler_noise": noise}
         stage.finish({name: value for name, value in summary.items() if value is not None})
 
 
@@ -112,33 +109,37 @@ def responses_wanted(config: Config, record: PromptRecord) -> int:
 
 
 def rank_all(
-    config: Config, prompts: list[PromptRecord], responses: list[list[tuple[str, bool]]], policy_id: str
-) -> tuple[list[Ranking], int]:
-    """Rankings by one or two labelers per prompt, and the number of prompts whose samples were all the same.
+    config: Config, truth: Truth, prompts: list[PromptRecord], responses: list[list[tuple[str, bool]]], policy_id: str
+) -> tuple[list[Ranking], int, float]:
+    """Rankings by one or two labelers per prompt, the number of prompts whose samples were all the same, and the labelers' noise.
 
     The held-out labelers also rank the prompts of the dev and test splits. They use a separate random stream, so the
     other rankings are the same with and without them.
     """
     gold = config.gold
-    people = {"label": make_labelers(gold.labeler_noise)}
-    strangers = {"label-held-out": make_held_out_labelers(gold.held_out_labelers, gold.labeler_noise)}
-    rankings: list[Ranking] = []
-    alike = 0
+    drafts = []
     for record, drawn in zip(prompts, responses, strict=True):
         distinct = list(dict.fromkeys(drawn))[: responses_wanted(config, record)]
-        if len(distinct) < 2:
-            alike += 1
-            continue
+        if len(distinct) > 1:
+            judged = [truth.judge(record, text, ended) for text, ended in distinct]
+            drafts.append((record, distinct, judged))
+    noise = gold.labeler_noise
+    if gold.labeler_agreement is not None:
+        seen = [[(parts, text) for parts, (text, _) in zip(j, d, strict=True)] for _, d, j in drafts]
+        noise = tune_noise(truth.labelers, seen, gold.labeler_agreement)
+    people = {"label": truth.labelers(noise)}
+    strangers = {"label-held-out": truth.held_out_labelers(gold.held_out_labelers, noise)}
+    rankings: list[Ranking] = []
+    for record, distinct, judged in drafts:
         for stream, labelers in (people if record.metadata.get("split") == "train" else people | strangers).items():
             rng = random.Random(f"{stream}-{config.seed}-{record.id}")
             for labeler in choose_labelers(labelers, gold.second_labeler, rng):
                 ranking = rank_responses(
-                    f"r-{record.id}-{labeler.name}", record.prompt, task_from_metadata(record.metadata["gold"]), distinct,
-                    labeler, rng, policy=policy_id,
-                )  # fmt: skip
+                    f"r-{record.id}-{labeler.name}", record.prompt, judged, distinct, labeler, rng, policy=policy_id
+                )
                 ranking.metadata = dict(record.metadata)
                 rankings.append(ranking)
-    return rankings, alike
+    return rankings, len(prompts) - len(drafts), noise
 
 
 def choose_labelers(labelers: list[Labeler], second: float, rng: random.Random) -> list[Labeler]:

@@ -156,7 +156,7 @@ def evaluate_held_out(run: PpoRun, update: int, tracker: Tracker) -> dict[str, f
         records = [record for record, _ in asked]
         with run.ema.applied() if run.ema is not None else contextlib.nullcontext():
             rollout = run.score(asked, run.sample(asked, [("held out", record.id) for record in records]))
-        scores, gold = pay(run.config, rollout.scores, rollout.ended), gold_parts(run.tokenizer, records, rollout)
+        scores, gold = pay(run.config, rollout.scores, rollout.ended), gold_parts(run, records, rollout)
         sums = held_out_sums(rollout, scores, gold)
         rows = sample_rows(run.tokenizer, records, rollout, scores, gold)[:SAMPLES_SHOWN]
     if update % run.config.ppo.samples_every == 0:

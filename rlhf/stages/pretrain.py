@@ -83,7 +83,7 @@ def adopt_model(stage: Stage, source: str, tokenizer: "PreTrainedTokenizerFast")
 
     Raises: UserError if its tokenizer is not that of the tokenizer stage.
     """
-    adopted = adopt(source, native=stage.config.model.native, say=stage.say)
+    adopted = adopt(source, native=stage.config.model.native, say=stage.say, form=stage.config.data.form)
     if tokenizer_hash(adopted.tokenizer) != tokenizer_hash(tokenizer):
         raise UserError(f"model.pretrained={source}: its tokenizer is not the one that the tokenizer stage adopted: run `rlhf "
                         f"tokenizer model.pretrained={source} overwrite=true` first")  # fmt: skip

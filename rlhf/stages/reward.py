@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.chat_template import decode_response, end_ids
+from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
@@ -348,7 +348,7 @@ def score_samples(
     )  # fmt: skip
     own = getattr(model, "module", model)  # the module inside an engine
     if isinstance(own, TextRewardModel):
-        texts = [decode_response(tokenizer, ids).strip() for ids in samples.responses]
+        texts = [response_text(tokenizer, ids) for ids in samples.responses]
         return own.score_texts([list(p) for p, _ in asked], texts, samples.ended.tolist(), calibrated=False)
     whole = [p + r for p, r in zip(rows, samples.responses, strict=True)]
     return score_rows(model, whole, tokenizer.pad_token_id, device, calibrated=False)

@@ -52,6 +52,12 @@ def run(config: Config) -> None:
                 stage_folder(config, "pretrain"), load_tokenizer(stage_folder(config, "tokenizer") / "model")
             )
 
+        if not config.sft.epochs:
+            stage.say("sft.epochs=0: no step is taken, the base model is kept as it is")
+            save_output(load_policy(base), tokenizer, stage)
+            stage.finish({})
+            return
+
         # 1. Demonstrations as tokens; prompts masked
         records, info = load_demonstrations(
             need_source(config, "demonstrations"), config.data.format, config.data.allow_partial

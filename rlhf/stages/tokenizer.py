@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from rlhf.chat_template import use_completion
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
 from rlhf.runs.sources import hash_sources, need_source
@@ -14,7 +15,7 @@ def run(config: Config) -> None:
     """Write runs/<run>/tokenizer/model."""
     with open_stage(config, "tokenizer", hash_sources(config, "tokenizer")) as stage:
         if config.model.pretrained is not None:
-            tokenizer = adopt(config.model.pretrained, stage.say)
+            tokenizer = adopt(config.model.pretrained, config.data.form, stage.say)
             tokenizer.save_pretrained(str(stage.model))
             stage.finish({"vocab_size": len(tokenizer)})
             return
@@ -24,17 +25,19 @@ def run(config: Config) -> None:
             config.tokenizer.vocab_size,
             context_length=config.model.context_length,
         )
+        if config.data.form == "completion":
+            use_completion(tokenizer)
         tokenizer.save_pretrained(str(stage.model))
         stage.say(f"{len(tokenizer)} entries")
         stage.finish({"vocab_size": len(tokenizer)})
 
 
-def adopt(source: str, say: Callable[[str], None]) -> Any:
-    """A pretrained model's tokenizer, with its chat template or ours."""
+def adopt(source: str, form: str, say: Callable[[str], None]) -> Any:
+    """A pretrained model's tokenizer, with its chat template or ours, or for completion."""
     from rlhf.model.checkpoint import read_checkpoint
     from rlhf.model.pretrained import adopt_tokenizer
 
-    tokenizer, notes = adopt_tokenizer(read_checkpoint(source))
+    tokenizer, notes = adopt_tokenizer(read_checkpoint(source), form)
     for note in notes:
         say(note)
     say(f"{len(tokenizer)} entries, adopted from {source}")

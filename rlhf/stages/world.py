@@ -1,22 +1,71 @@
-"""The gold world's files: pretraining text, demonstrations and prompts, in the import format."""
+"""The files of a world whose truth is known: pretraining text, demonstrations and prompts, in the import format."""
+
+from collections.abc import Iterator
+from typing import Any
 
 from rlhf.config import Config
+from rlhf.data.corpus import iterate_documents
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, write_jsonl
+from rlhf.gold.passages import Cut, Ends, Passage, make_passages, word_ends
+from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
 
 
 def run(config: Config) -> None:
-    """Write runs/<run>/world: corpus.jsonl, demonstrations.jsonl, prompts.jsonl."""
-    gold, seed = config.gold, config.seed
-    with open_stage(config, "world") as stage:
-        counts = {"train": gold.train_prompts, "dev": gold.dev_prompts, "test": gold.test_prompts}
-        texts = ({"text": text} for text in documents(seed, seed, gold.documents))
-        written = {
-            "documents": write_jsonl(stage.folder / "corpus.jsonl", texts),
-            "demonstrations": write_jsonl(
-                stage.folder / "demonstrations.jsonl", demonstration_rows(seed, seed, gold.demonstrations)
-            ),
-            "prompts": write_jsonl(stage.folder / "prompts.jsonl", prompt_rows(seed, seed, counts)),
-        }
+    """Write runs/<run>/world: demonstrations.jsonl and prompts.jsonl; of the built-in world also corpus.jsonl."""
+    with open_stage(config, "world", hash_sources(config, "world")) as stage:
+        files = built_in_files(config) if config.gold.truth == "judge" else passage_files(config)
+        written = {name: write_jsonl(stage.folder / f"{name}.jsonl", rows) for name, rows in files.items()}
+        if "corpus" in written:
+            written = {"documents": written.pop("corpus"), **written}
         stage.say(", ".join(f"{count:,} {name}" for name, count in written.items()))
         stage.finish({name: float(count) for name, count in written.items()})
+
+
+def prompt_counts(config: Config) -> dict[str, int]:
+    gold = config.gold
+    return {"train": gold.train_prompts, "dev": gold.dev_prompts, "test": gold.test_prompts}
+
+
+def built_in_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
+    gold, seed = config.gold, config.seed
+    return {
+        "corpus": ({"text": text} for text in documents(seed, seed, gold.documents)),
+        "demonstrations": demonstration_rows(seed, seed, gold.demonstrations),
+        "prompts": prompt_rows(seed, seed, prompt_counts(config)),
+    }
+
+
+def passage_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
+    """Openings of passages of data.corpus as prompts, and what follows them there as demonstrations."""
+    gold = config.gold
+    cut = Cut(gold.passage_min_tokens, gold.passage_max_tokens, gold.continuation_tokens)
+    counts = dict(reversed(prompt_counts(config).items()))  # more training prompts leave the others as they are
+    texts = iterate_documents(need_source(config, "corpus"), config.data.encoding)
+    found: dict[str, list[Passage]] = {"train": [], "dev": [], "test": []}
+    for passage in make_passages(texts, counts, cut, token_ends(config), config.data.split_seed):
+        found[passage.split].append(passage)
+    prompts = [(f"p-{split}-{i}", passage) for split, of in found.items() for i, passage in enumerate(of)]
+    shown = [found["train"][: gold.demonstrations], found["dev"]]
+    return {
+        "demonstrations": (
+            {"kind": "demonstration", "id": f"d-{passage.split}-{i}", "prompt": passage.prompt, "response": passage.continuation,
+             "source": "data.corpus", "split": passage.split}
+            for of in shown for i, passage in enumerate(of)
+        ),
+        "prompts": (
+            {"kind": "prompt", "id": name, "prompt": passage.prompt, "metadata": {"split": passage.split}}
+            for name, passage in prompts
+        ),
+    }  # fmt: skip
+
+
+def token_ends(config: Config) -> Ends:
+    """Where tokens end: those of the model to adopt; words and punctuation if the tokenizer is still to be trained."""
+    if config.model.pretrained is None:
+        return word_ends
+    from rlhf.model.checkpoint import read_checkpoint
+    from rlhf.model.pretrained import adopt_tokenizer
+
+    backend = adopt_tokenizer(read_checkpoint(config.model.pretrained), config.data.form)[0].backend_tokenizer
+    return lambda text: [end for _, end in backend.encode(text, add_special_tokens=False).offsets]

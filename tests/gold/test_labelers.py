@@ -9,7 +9,15 @@ from rlhf.config.stages import GoldConfig
 from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.records import Message, Ranking
 from rlhf.gold.judge import judge
-from rlhf.gold.labelers import NOISE, Labeler, make_labelers, mean_utility, rank_responses
+from rlhf.gold.labelers import (
+    NOISE,
+    Labeler,
+    expected_agreement,
+    make_labelers,
+    mean_utility,
+    rank_responses,
+    tune_noise,
+)
 from rlhf.gold.speakers import DEMONSTRATION_MIX, answer, pick_style
 from rlhf.gold.world import Task, make_task
 
@@ -23,7 +31,8 @@ def distinct_responses(task: Task, k: int, rng: random.Random) -> Responses:
 
 def rank(task: Task, responses: Responses, labeler: Labeler, rng: random.Random) -> Ranking:
     prompt = [Message(role="user", content=task.prompt)]
-    return rank_responses(f"r-{labeler.name}", prompt, task, responses, labeler, rng, policy="test")
+    judged = [judge(task, text, ended=ended) for text, ended in responses]
+    return rank_responses(f"r-{labeler.name}", prompt, judged, responses, labeler, rng, policy="test")
 
 
 def labelling_round(noise: float, prompts: int = 150) -> list[Ranking]:
@@ -78,7 +87,7 @@ def test_without_noise_the_even_labeler_ranks_as_the_judge_scores():
         task = make_task(rng)
         responses = distinct_responses(task, 9, rng)
         scores = [judge(task, text)["total"] for text, _ in responses]
-        utilities = [even.utility(task, text) for text, _ in responses]
+        utilities = [even.utility(judge(task, text), text) for text, _ in responses]
         assert utilities == pytest.approx([10 * score for score in scores])
         for better, worse in rank(task, responses, even, rng).pair_list():
             assert scores[better] >= scores[worse] - 1e-12
@@ -98,7 +107,7 @@ def test_tastes_show():
     fragment, long = task.fragment, f"{task.sentence} {'Well, well, well. ' * 3}".strip()
 
     def gap(labeler: Labeler, better: str, worse: str) -> float:
-        return labeler.utility(task, better) - labeler.utility(task, worse)
+        return labeler.utility(judge(task, better), better) - labeler.utility(judge(task, worse), worse)
 
     assert gap(kind, polite, plain) > gap(strict, polite, plain) > 0
     assert gap(hurried, plain, long) > gap(thorough, plain, long)
@@ -109,16 +118,19 @@ def test_tastes_show():
 def test_a_missing_end_costs():
     task = make_task(random.Random(0))
     for labeler in make_labelers():
-        whole, cut = (labeler.utility(task, task.sentence, ended=ended) for ended in (True, False))
+        whole, cut = (
+            labeler.utility(judge(task, task.sentence, ended=ended), task.sentence) for ended in (True, False)
+        )
         assert whole - cut == pytest.approx(labeler.weights["ended"])
 
 
 def test_the_mean_utility_is_the_labelers_mean_and_has_no_noise():
     task = make_task(random.Random(0))
     labelers = make_labelers()
-    value = mean_utility(labelers, task, task.sentence)
-    assert value == pytest.approx(mean(labeler.utility(task, task.sentence) for labeler in labelers))
-    assert value == mean_utility(make_labelers(0.0), task, task.sentence)
+    judged, text = judge(task, task.sentence), task.sentence
+    value = mean_utility(labelers, judged, text)
+    assert value == pytest.approx(mean(labeler.utility(judged, text) for labeler in labelers))
+    assert value == mean_utility(make_labelers(0.0), judged, text)
 
 
 def test_only_harmful_responses_are_flagged():
@@ -135,3 +147,23 @@ def test_the_same_seed_gives_the_same_ranking():
     records = [rank(task, responses, labeler, random.Random(seed)) for seed in (5, 5, 6, 7, 8)]
     assert records[0] == records[1]
     assert len({str(record.ranking) for record in records}) > 1
+
+
+def test_two_labelers_agree_as_often_as_the_normal_distribution_says():
+    # Utilities 1 and 0, noise 1/sqrt(2): P(first preferred) = Phi(1 / (sqrt(2) / sqrt(2))) = Phi(1) = .841345;
+    # agreement .841345^2 + .158655^2 = .733033
+    labelers = [Labeler(name, {"total": 1.0}, 0.0, 0.0, 0.5**0.5) for name in ("a", "b", "c")]
+    answers = [[({"total": 1.0}, ""), ({"total": 0.0}, "")]]
+    assert expected_agreement(labelers, answers) == pytest.approx(0.733033, abs=1e-5)
+
+
+def test_the_tuned_noise_gives_the_agreement_that_was_asked_for():
+    rng = random.Random("tune")
+    tasks = [make_task(rng) for _ in range(150)]
+    drawn = [distinct_responses(task, 4, rng) for task in tasks]
+    seen = [[(judge(task, text), text) for text, _ in rows] for task, rows in zip(tasks, drawn, strict=True)]
+    noise = tune_noise(make_labelers, seen, 0.7)
+    assert expected_agreement(make_labelers(noise), seen) == pytest.approx(0.7, abs=1e-4)
+    rankings = [rank(t, rows, labeler, rng) for t, rows in zip(tasks, drawn, strict=True)
+                for labeler in rng.sample(make_labelers(noise), 2)]  # fmt: skip
+    assert pairwise_agreement(rankings)["value"] == pytest.approx(0.7, abs=0.05)  # 900 pairs, in clusters of 6

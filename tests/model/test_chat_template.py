@@ -12,13 +12,17 @@ from rlhf.chat_template import (
     encode_prompt,
     encode_prompts,
     encode_response,
+    encode_responses,
     end_ids,
     find_end_of_turn,
+    is_completion,
+    response_text,
+    use_completion,
 )
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.errors import UserError
 from rlhf.time_limit import time_limit
-from rlhf.tokenizer import train_tokenizer
+from rlhf.tokenizer import encode_texts, load_tokenizer, tokenizer_hash, train_tokenizer
 from tests.model.chats import KINDS, TEXT, make_tokenizer
 
 CHAT = [
@@ -206,3 +210,31 @@ def test_the_time_limit_holds_in_a_thread_and_leaves_no_exception_behind(monkeyp
     thread.start()
     thread.join()
     assert told == ["late", "in time", "late", "ended"]
+
+
+@pytest.fixture(params=["chatml", "own"])
+def completion(request):
+    found = copy.deepcopy(OWN if request.param == "own" else make_tokenizer(request.param))
+    use_completion(found)
+    return found
+
+
+def test_a_completion_is_the_text_alone_and_nothing_ends_it(completion):
+    prompt, response = "The old man ", " said <|im_end|>\nno. "
+    before, after = (encode_texts(completion, [text])[0] for text in (prompt, response))
+    begins = completion("a")["input_ids"][:1] == [completion.bos_token_id]  # chatml's adds BOS by itself
+    assert encode_prompt(completion, prompt) == [completion.bos_token_id] * begins + before
+    assert encode_responses(completion, [response]) == encode_responses(completion, [response], ended=False) == [after]
+    assert end_ids(completion) == [] and find_end_of_turn(completion) is None
+    assert response_text(completion, after) == response  # the space that joins it to the prompt stays
+    ids, mask = encode_dialogue(
+        completion, [{"role": "user", "content": prompt}, {"role": "assistant", "content": " no."}]
+    )
+    assert completion.decode(ids[begins:]) == prompt + " no." and mask[-1] and not mask[len(before) - 1 + begins]
+
+
+def test_the_form_survives_saving(completion, tmp_path):
+    completion.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert is_completion(again) and end_ids(again) == [] and tokenizer_hash(again) == tokenizer_hash(completion)
+    assert not is_completion(OWN) and tokenizer_hash(again) != tokenizer_hash(OWN)

@@ -6,6 +6,7 @@ from rlhf.checks import check_config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.errors import UserError
 from rlhf.gold.labelers import make_held_out_labelers, make_labelers
+from rlhf.gold.truth import Requests
 from rlhf.stages.label import choose_prompts, rank_all
 
 TRAINED = {labeler.name for labeler in make_labelers()}
@@ -19,7 +20,7 @@ def rankings_of(gold_run, *overrides):
         found[ranking.id.split("-labeler")[0]] = {r.text: r.metadata["ended"] for r in ranking.responses}
     prompts = [p for p in choose_prompts(config) if f"r-{p.id}" in found]
     # more than K may have been drawn; K of them were ranked, and these come out again
-    return rank_all(config, prompts, [list(found[f"r-{p.id}"].items()) for p in prompts], "x")[0]
+    return rank_all(config, Requests(), prompts, [list(found[f"r-{p.id}"].items()) for p in prompts], "x")[0]
 
 
 def test_held_out_labelers_rank_prompts_that_train_nothing(gold_run):

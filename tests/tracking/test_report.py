@@ -251,7 +251,7 @@ def test_real_data_has_no_gold_parts(tmp_path: Path) -> None:
     results = {"reward": {"sft": 0.021, "ppo": 1.317}, "kl_to_sft_nats": 4.5}
     (tmp_path / "evaluate/results.json").write_text(json.dumps(results))
     text = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "1.317" in text and "reward model; SFT 0.021" in text and "Gold score by part" not in text
+    assert "1.317" in text and "reward model; SFT 0.021" in text and "True score by part" not in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""What is true of a response, and who ranks responses by it: one interface, an implementation per value of gold.truth.
+
+The stages and the evaluation know this interface only. A truth trains nothing: the reward model sees the labelers' rankings.
+"""
+
+from typing import Protocol
+
+from rlhf.config import Config
+from rlhf.data.records import PromptRecord, Ranking
+from rlhf.errors import UserError
+from rlhf.gold.judge import WEIGHTS, judge
+from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers
+from rlhf.gold.lexicon import Sentiment
+from rlhf.gold.world import task_from_metadata
+
+
+class Truth(Protocol):
+    """A judge of responses, and labelers with noise who see what it sees."""
+
+    name: str  # as the report writes it
+    parts: tuple[str, ...]  # that the score is made of, if any
+
+    def knows(self, record: PromptRecord | Ranking) -> bool:
+        """Whether it can judge responses to this prompt."""
+        ...
+
+    def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> dict[str, float]:
+        """The parts, and `total`, the score."""
+        ...
+
+    def labelers(self, noise: float) -> list[Labeler]: ...
+
+    def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
+        """Further ones, whose rankings train nothing."""
+        ...
+
+
+class Requests:
+    """The built-in world's requests, whose right answers their records contain."""
+
+    name, parts = "gold judge", tuple(WEIGHTS)
+
+    def knows(self, record: PromptRecord | Ranking) -> bool:
+        return "gold" in record.metadata
+
+    def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> dict[str, float]:
+        return judge(task_from_metadata(record.metadata["gold"]), response, ended=ended)
+
+    def labelers(self, noise: float) -> list[Labeler]:
+        return make_labelers(noise)
+
+    def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
+        return make_held_out_labelers(count, noise)
+
+
+def make_truth(config: Config) -> Truth | None:
+    """The run's truth; None if it has none."""
+    if not config.gold.enabled:
+        return None
+    return Sentiment() if config.gold.truth == "vader" else Requests()
+
+
+def need_truth(config: Config, command: str) -> Truth:
+    """As `make_truth`. Raises: UserError if there is none."""
+    found = make_truth(config)
+    if found is None:
+        raise UserError(f"{command}: needs a world whose truth is known: add experiment=gold or experiment=sentiment")
+    return found

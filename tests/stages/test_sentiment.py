@@ -1,0 +1,93 @@
+"""experiment=sentiment: from a checkpoint and a text to the report, in completion form, with a lexicon as the truth."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.chat_template import end_ids
+from rlhf.cli import main
+from rlhf.commands.report import write
+from rlhf.data.comparisons import load_comparisons
+from rlhf.tokenizer import load_tokenizer
+from tests.stages.conftest import Run
+from tests.stages.test_adopted import save
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "rejection", "dpo", "evaluate")
+SMALL = [
+    "experiment=sentiment", "tracking=jsonl", "device=cpu", "threads=1", "gold.train_prompts=12", "gold.dev_prompts=3",
+    "gold.test_prompts=4", "gold.comparison_prompts=8", "gold.comparison_dev_prompts=2", "gold.comparison_test_prompts=3",
+    "gold.passage_min_tokens=6", "gold.passage_max_tokens=10", "gold.continuation_tokens=6", "rollout.max_new_tokens=6",
+    "reward.calibration_samples=4",
+    "reward.batch_prompts=4", "ppo.episodes=8", "ppo.episodes_per_update=4", "ppo.eval_prompts=2", "ppo.micro_batch_episodes=4",
+    "rejection.prompts=3", "rejection.samples=2", "dpo.batch_prompts=4", "evaluate.prompts=4", "evaluate.samples=2",
+    "evaluate.best_of=2", "lora.rank=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sentiment_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every stage, the optional ones too, of a random model of a few thousand parameters."""
+    pytest.importorskip("vaderSentiment")
+    folder = tmp_path_factory.mktemp("sentiment")
+    save(folder / "hf", "llama")
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    run = Run(folder, "run", [*SMALL, f"model.pretrained='{folder}/hf'", f"data.corpus='{folder}/text.txt'"])
+    for stage in STAGES:
+        run.stage(stage)
+    return run
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_prompts_are_openings_of_passages_and_their_tokens_are_the_text_alone(sentiment_run):
+    tokenizer = load_tokenizer(sentiment_run.folder / "tokenizer" / "model")
+    prompts = rows(sentiment_run.folder / "world" / "prompts.jsonl")
+    assert [row["metadata"]["split"] for row in prompts] == ["train"] * 12 + ["dev"] * 3 + ["test"] * 4
+    lengths = [len(tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]) for row in prompts]
+    assert min(lengths) >= 6 and max(lengths) <= 10 and end_ids(tokenizer) == []
+    text = " ".join((sentiment_run.runs_dir / "text.txt").read_text(encoding="utf-8").split())
+    for row in rows(sentiment_run.folder / "world" / "demonstrations.jsonl"):
+        assert row["prompt"] + row["response"] in text
+
+
+def test_every_response_has_the_fixed_length_and_counts_as_whole(sentiment_run):
+    metrics = rows(sentiment_run.folder / "ppo" / "metrics.jsonl")
+    assert {row["rollout/response_len"] for row in metrics if "rollout/response_len" in row} == {6.0}
+    results = json.loads((sentiment_run.folder / "evaluate" / "results.json").read_text())
+    assert set(results["ended"].values()) == {1.0}
+    assert results["reward"] == results["reward_without_eos_rule"]
+    assert results["text"]["ppo"]["tokens"] == {"value": 6.0, "ci95": [6.0, 6.0], "n": 4}
+
+
+def test_labelers_rank_by_the_lexicon(sentiment_run):
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    score = SentimentIntensityAnalyzer().polarity_scores
+    rankings, _ = load_comparisons(str(sentiment_run.folder / "label" / "comparisons.jsonl"))
+    assert {len(r.responses) for r in rankings} <= {2, 3, 4} and len({r.labeler for r in rankings}) > 2
+    gaps = [score(r.responses[i].text)["compound"] - score(r.responses[j].text)["compound"]
+            for r in rankings for i, j in r.pair_list()]  # fmt: skip
+    assert sum(gaps) >= 0
+
+
+def test_the_table_compares_every_policy_by_the_truth(sentiment_run):
+    results = json.loads((sentiment_run.folder / "evaluate" / "results.json").read_text())
+    assert set(results["gold"]["score"]) == {"sft", "ppo", "rejection", "dpo"} == set(results["text"])
+    assert results["gold"]["win_rate_vs_sft"]["n"] == 4 and set(results["kl"]) == {"ppo", "rejection", "dpo"}
+    assert {"score", "win_rate_vs_sft", "text", "kl_estimate_nats"} <= set(results["best_of_n"])
+    write(sentiment_run.folder)
+    page = (sentiment_run.folder / "report.html").read_text(encoding="utf-8")
+    assert "gold judge" not in page and "sentiment lexicon" in page
+
+
+def test_a_missing_text_is_said_before_anything_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["pipeline", "experiment=sentiment", f"runs_dir={tmp_path}", f"model.pretrained={tmp_path}"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and "data.corpus not set" in said
+    assert not list(tmp_path.iterdir())
