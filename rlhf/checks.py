@@ -164,14 +164,9 @@ def _gold_relations(config: Config, command: str) -> list[str]:
     if not gold.rounds <= gold.comparison_prompts <= gold.train_prompts:
         problems.append(f"gold.comparison_prompts={gold.comparison_prompts}: want at least gold.rounds={gold.rounds} and at "
                         f"most gold.train_prompts={gold.train_prompts}")  # fmt: skip
-    if gold.truth == "vader" and command in ("world", "pipeline"):
-        if config.data.corpus is None:
-            problems.append(
-                "data.corpus is not set: want the text whose passages are continued: a file, a folder or a hub id"
-            )
-        if gold.passage_min_tokens > gold.passage_max_tokens:
-            problems.append(f"gold.passage_min_tokens={gold.passage_min_tokens}: want at most gold.passage_max_tokens="
-                            f"{gold.passage_max_tokens}")  # fmt: skip
+    if gold.passage_min_tokens > gold.passage_max_tokens:
+        problems.append(f"gold.passage_min_tokens={gold.passage_min_tokens}: want at most gold.passage_max_tokens="
+                        f"{gold.passage_max_tokens}")  # fmt: skip
     if command == "pipeline" and gold.rounds > 1 and gold.early_episodes is not None:
         least = ppo.episodes_per_update * (1 + ppo.critic_warmup_updates)
         if gold.early_episodes < least:

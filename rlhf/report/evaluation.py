@@ -70,9 +70,7 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _policies(
-    results: dict[str, Any],
-) -> Iterator[tuple[str, float | None, float | None, list[Any], list[Any], list[Any]]]:
+def _policies(results: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """(policy, reward, KL to SFT, win rates over SFT with interval: by the reward model and by the truth, mean truth), with
     baselines only.
     """

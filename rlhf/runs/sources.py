@@ -33,7 +33,7 @@ def data_source(config: Config, kind: str) -> Any:
     given = getattr(config.data, kind)
     if given is not None:
         return given
-    if config.gold.enabled:
+    if config.gold.enabled and (kind, config.gold.truth) != ("corpus", "vader"):
         stage, name = gold_file(kind)
         return str(stage_folder(config, stage) / name)
     if kind == "prompts":
