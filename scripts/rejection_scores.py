@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.composing import compose_config
+from rlhf.evaluation.truth_figures import judge_answers, summarize_truth
+from rlhf.gold.truth import need_truth
 from rlhf.runs.sources import need_source
-from rlhf.stages.evaluate import Answers, draw, judge_answers, kl_between, load_test_prompts, summarize_gold
+from rlhf.stages.evaluate import Answers, draw, kl_between, load_test_prompts
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.setup import load_policy, set_up
 
@@ -31,10 +33,9 @@ def scores(folder: Path) -> dict[str, Any]:
     for name, model in models.items():
         drawn = draw(config, load_policy(model).to(device), prompts, tokenizer.eos_token_id, tokenizer, name)
         answers[name] = Answers(prompts=prompts, **drawn)
-    gold = judge_answers(config, records, answers)
-    assert gold is not None
-    kl = kl_between(answers["ppo"], models["ppo"], models["sft"], tokenizer.pad_token_id, device)
-    return summarize_gold(gold) | {"kl": kl}
+    truth = need_truth(config, "rejection_scores")
+    kl = kl_between(config, answers["ppo"], models["ppo"], models["sft"], tokenizer.pad_token_id, device)
+    return summarize_truth(truth, judge_answers(truth, records, answers)) | {"kl": kl}
 
 
 def main() -> None:

@@ -176,10 +176,15 @@ def gold_items(gold_run) -> list[Item]:
 
 def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
     from rlhf.evaluation.reward_gold import true_utilities
+    from rlhf.gold.truth import Requests
+
+    truth = Requests()
 
     items = gold_items(gold_run)
     config = gold_run.config()
-    found = gold_regression(config, items, [[0.3 * u + 1 for u in true_utilities(config, one)] for one in items])
+    found = gold_regression(
+        config, truth, items, [[0.3 * u + 1 for u in true_utilities(config, truth, one)] for one in items]
+    )
     labelers = make_labelers()
     for name, row in found["parts"].items():
         assert row["labelers"] == pytest.approx(sum(one.weights[name] for one in labelers) / 5)
@@ -191,10 +196,13 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
 
 def test_a_reward_that_is_politeness_is_seen_through(gold_run):
     from rlhf.evaluation.reward_gold import judged_parts
+    from rlhf.gold.truth import Requests
+
+    truth = Requests()
 
     items = gold_items(gold_run)
-    scores = [[parts["polite"] for parts in judged_parts(one)] for one in items]
-    found = gold_regression(gold_run.config(), items, scores)
+    scores = [[parts["polite"] for parts in judged_parts(truth, one)] for one in items]
+    found = gold_regression(gold_run.config(), truth, items, scores)
     assert found["parts"]["polite"]["weight"] == pytest.approx(1.0) and found["parts"]["correct"][
         "weight"
     ] == pytest.approx(0, abs=1e-6)
