@@ -107,7 +107,7 @@ class LoadedRun:
         from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
 
         policy, tokenizer = self.policy(stage), self.tokenizer
-        length, room = room_for(tokenizer, max_new_tokens or self._max_new_tokens(stage))
+        length, room = room_for(tokenizer, max_new_tokens or self.max_new_tokens(stage))
         fitted = fit_prompts(tokenizer, [_messages(prompt) for prompt in prompts], room)
         missing = [i for i, found in enumerate(fitted) if found is None]
         if missing:
@@ -130,7 +130,7 @@ class LoadedRun:
         from rlhf.evaluation.scoring import item_encoder, score_rows
 
         model, rows = self.reward_model(), []
-        self._config.rollout.max_new_tokens = self._max_new_tokens("reward")
+        self._config.rollout.max_new_tokens = self.max_new_tokens("reward")
         encode = item_encoder(self._config, model, self.tokenizer)
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             found = encode(_messages(prompt), [(response, True)])
@@ -145,10 +145,13 @@ class LoadedRun:
         check_output(folder, stage)
         return folder
 
-    def _max_new_tokens(self, stage: str) -> int:
-        """As the stage's record has it."""
-        record = read_stage(stage_folder(self._config, stage)) or {}
-        recorded = ((record.get("config") or {}).get("rollout") or {}).get("max_new_tokens")
+    def record(self, stage: str) -> dict[str, Any]:
+        """What the stage wrote about itself, its settings and its hash; empty if it was not run."""
+        return read_stage(stage_folder(self._config, stage)) or {}
+
+    def max_new_tokens(self, stage: str) -> int:
+        """Of a response, as the stage's record has it."""
+        recorded = ((self.record(stage).get("config") or {}).get("rollout") or {}).get("max_new_tokens")
         return recorded or self._config.rollout.max_new_tokens
 
 

@@ -49,6 +49,8 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard, or write its specification offline",
                   ("tracking",)),
     "chat": ("rlhf.commands.chat", "talk to a model of a run in the terminal", ("chat",)),
+    "serve": ("rlhf.commands.serve", "serve models: an OpenAI-style API, and a page to chat, compare, rank and demonstrate",
+              ("serve",)),
     "export": ("rlhf.commands.export", "write a model that plain transformers loads", ("export",)),
     "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records in Arrow",
                ("columns", "words")),
@@ -127,6 +129,10 @@ def _dispatch(arguments: list[str]) -> None:
         from rlhf.commands.report import rewrite_arguments
 
         overrides = rewrite_arguments(overrides)
+    if command == "serve":
+        from rlhf.commands.serve import join_runs
+
+        overrides = join_runs(overrides)
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}{nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
     if any(flag in overrides for flag in ("-h", "--help")):

@@ -18,6 +18,7 @@ LAYERS = tuple(
         "training report",
         "ppo evaluation",
         "stages api",
+        "serving",
         "commands",
         "cli __main__",
     )
@@ -103,6 +104,16 @@ def test_ops_and_model_never_import_deepspeed_wandb_or_hydra(folder):
     assert not found & HEAVY
     if folder == "ops":
         assert found <= {"torch", "rlhf", "collections", "math", "typing", "dataclasses", "enum", "functools"}
+
+
+def test_only_the_server_imports_the_web_framework():
+    found = {
+        part_of(module)
+        for module, path in MODULES.items()
+        for target, _ in imports(path)
+        if target.split(".")[0] in {"fastapi", "starlette"}
+    }
+    assert found == {"serving"}
 
 
 def test_help_imports_neither_torch_nor_transformers():

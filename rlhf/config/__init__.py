@@ -7,7 +7,15 @@ All of this is stated once, on the field (setting.py). YAML under conf/ holds di
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.commands import ChatConfig, ExportConfig, GenerateConfig, ReportConfig, SampleConfig, WatchConfig
+from rlhf.config.commands import (
+    ChatConfig,
+    ExportConfig,
+    GenerateConfig,
+    ReportConfig,
+    SampleConfig,
+    ServeConfig,
+    WatchConfig,
+)
 from rlhf.config.setting import MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, group, setting
 from rlhf.config.stages import (
     DataConfig,
@@ -144,6 +152,7 @@ class Config:
     watch: WatchConfig = group(WatchConfig, changes=NOTHING)
     chat: ChatConfig = group(ChatConfig, changes=NOTHING)
     export: ExportConfig = group(ExportConfig, changes=NOTHING)
+    serve: ServeConfig = group(ServeConfig, changes=NOTHING)
 
 
 @dataclass(slots=True)

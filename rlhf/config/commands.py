@@ -65,6 +65,29 @@ class ChatConfig:
 
 
 @dataclass(slots=True)
+class ServeConfig:
+    """`rlhf serve`: an OpenAI-style API, and a page for chat, comparison and labelling. run=a,b,c serves several runs."""
+
+    port: int = setting(8000, "port to listen on; 0: any free one", min=0, max=65535)
+    host: str = setting("127.0.0.1", "address to listen on; any but loopback needs serve.token")
+    token: str | None = setting(
+        None, "secret that requests must carry; better as '${oc.env:NAME}' than on the command line"
+    )
+    stages: Any = setting(None, "stages to load; none: all finished ones", kind="names")
+    batch: int = setting(32, "responses of one model that are drawn together", min=1, max=256)
+    queue: int = setting(64, "responses that wait; more are answered with 429", min=0, max=10_000)
+    max_new_tokens: int = setting(1024, "largest max_tokens of a request", min=1)
+    requests_per_minute: int = setting(1200, "per client", min=1)
+    max_body_bytes: int = setting(2**20, "of one request", min=1024, max=2**26)
+    tasks: str | None = setting(
+        None, "labelling tasks of `rlhf sample` (tasks.jsonl); none: runs/<run>/sample/tasks.jsonl if it exists"
+    )
+    labels: str | None = setting(None, "file that labels are appended to; none: runs/<run>/serve/labels.jsonl")
+    labelers: Any = setting(None, "names; each gets a link with a secret; none: one labeler, local", kind="labelers")
+    labels_per_prompt: int = setting(1, "labelers who rank each prompt", min=1)
+
+
+@dataclass(slots=True)
 class ExportConfig:
     """`rlhf export`."""
 

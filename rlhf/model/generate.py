@@ -198,7 +198,7 @@ def sample(
     uniforms = numbers(seed, plain_keys(keys, len(prompts)), max_new_tokens).to(device)
     native = isinstance(model, GPTForCausalLM)
     decode: Any = _sample_native if native else _sample_transformers
-    size = batch_size or _default_batch(model, max(map(len, prompts), default=1) + max_new_tokens)
+    size = batch_size or default_batch(model, max(map(len, prompts), default=1) + max_new_tokens)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours of a length share a batch
     tokens = torch.full((len(prompts), max_new_tokens), pad_token_id, dtype=torch.int64, device=device)
     logprobs = torch.zeros(tokens.shape, device=device)
@@ -297,7 +297,7 @@ def _check_room(model: Any, prompts: Prompts, max_new_tokens: int) -> None:
             )
 
 
-def _default_batch(model: Any, columns: int) -> int:
+def default_batch(model: Any, columns: int) -> int:
     """The number of rows whose keys and values fit the bound.
 
     On a CPU eight times the weights (each step reads all weights, whatever the batch, and the longest

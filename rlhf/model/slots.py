@@ -58,24 +58,26 @@ class Response:
 
 
 class Slots(Decoder):
-    """Our GPT over a cache of `rows` rows, of which the first `live` are in use; row i's token t lies in column t."""
+    """Our GPT over a cache of `rows` rows, of which the first `live` are in use; a row's token t lies in column t."""
 
     def __init__(self, model: GPTForCausalLM, rows: int):
         super().__init__(model, [[0]], 1, pad=0)
-        self.rows, self.live, self.columns = rows, 0, 0
+        self.most = rows
+        self.rows, self.live, self.columns = 0, 0, 0
         self.packed = any(is_packed(module) for module in model.modules())
         self.device = self.tokens.device
-        self.all_lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.all_lengths = torch.zeros(0, dtype=torch.int64, device=self.device)
         self.whole: list[tuple[Tensor, Tensor]] = []
-        self.reserve(0)
 
-    def reserve(self, columns: int) -> None:
-        """Make room for sequences of so many tokens; what is in the cache stays, unless no row is in use."""
-        columns = -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
-        if columns <= self.columns and (self.live or columns == self.columns):
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for so many sequences of so many tokens; an unused cache shrinks to that, a used one only grows."""
+        rows, columns = min(self.most, 1 << (rows - 1).bit_length()), -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
+        if self.live:
+            rows, columns = max(rows, self.rows), max(columns, self.columns)
+        if (rows, columns) == (self.rows, self.columns):
             return
         config = self.model.config
-        self.shape = (self.rows, config.n_kv_head, columns, config.head_dim)
+        self.shape = (rows, config.n_kv_head, columns, config.head_dim)
         weight = self.trunk.embed_tokens.weight
         before = self.whole
         self.whole = [
@@ -86,7 +88,8 @@ class Slots(Decoder):
             for old, new in zip(before, self.whole, strict=True):
                 for a, b in zip(old, new, strict=True):
                     b[: self.live, :, : self.columns] = a[: self.live]
-        self.columns = columns
+        self.all_lengths = torch.nn.functional.pad(self.all_lengths[: self.live], (0, rows - self.live))
+        self.rows, self.columns = rows, columns
         self.rope = self._make_rope(columns)
 
     def join(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -150,7 +153,7 @@ class RunningBatch:
         if self.slots is None:
             logits = torch.cat([self._forward(len(self) + i, one.prompt) for i, one in enumerate(new)])
         else:
-            self.slots.reserve(max(one.columns for one in [*self.responses, *new]))
+            self.slots.reserve(len(self) + len(new), max(one.columns for one in [*self.responses, *new]))
             logits = self.slots.join([one.prompt for one in new])
         self.responses += new
         self._choose(logits, new)

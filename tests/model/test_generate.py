@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, decoder, generate
 from rlhf.model.choosing import Choice, _cut, choose_tokens, make_uniforms
-from rlhf.model.generate import _default_batch, sample, stream
+from rlhf.model.generate import default_batch, sample, stream
 from rlhf.ppo.rollout import response_logprobs
 from tests.presets import preset
 
@@ -313,14 +313,14 @@ def test_prompt_that_fills_the_context_to_the_last_token():
         ({"n_layer": 24, "n_head": 16, "width": 2048, "vocab_size": 50257}, "twice"),
     ],
 )
-def test_the_default_batch_fits_the_keys_and_values_to_the_weights(shape, bytes_wanted):
+def test_thedefault_batch_fits_the_keys_and_values_to_the_weights(shape, bytes_wanted):
     with torch.device("meta"):
         model = GPTForCausalLM(GPTConfig(context_length=1024, **shape))
     weights = 4 * sum(p.numel() for p in model.parameters())
     wanted = {None: 8 * weights, "twice": 2 * weights}.get(bytes_wanted, bytes_wanted)
     row = 4 * 2 * shape["n_layer"] * shape["width"] * 1000
-    assert _default_batch(model, 1000) == min(256, wanted // row) > 1
-    assert _default_batch(model, 10) == 256
+    assert default_batch(model, 1000) == min(256, wanted // row) > 1
+    assert default_batch(model, 10) == 256
 
 
 def test_under_autocast_the_sampler_computes_logits_as_training_does():

@@ -1,0 +1,187 @@
+"""From a request to its responses: prompts as tokens, places in the engine's queue, text as it comes."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.chat_template import encode_prompt
+from rlhf.data.splits import prompt_key
+from rlhf.errors import UserError
+from rlhf.model.choosing import Choice, Key
+from rlhf.model.slots import Response
+from rlhf.serving.engine import Engine, Generation, QueueFullError
+from rlhf.serving.models import ServedModel
+from rlhf.serving.text import TextStream
+from rlhf.tokenizer import encode_text
+
+PIECE_SECONDS = 0.03  # between two pieces of a stream: what was drawn meanwhile is one piece
+
+
+class RefusedError(Exception):
+    """A request that is answered by an error, in the form of the OpenAI API."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How the responses of a request are drawn."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: int = 1
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    alternatives: int = 0
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of one response: text, and the places of its tokens; the reason if it is over."""
+
+    index: int
+    text: str
+    first: int
+    last: int
+    finish: str | None
+
+
+class Drawn:
+    """The responses to one request. `close` gives their places back, whatever happened."""
+
+    def __init__(
+        self, engine: Engine, model: ServedModel, prompts: Sequence[list[int]], keys: Sequence[Key], wish: Wish
+    ):
+        greedy = wish.temperature == 0
+        choice = Choice(1.0 if greedy else wish.temperature, wish.top_p, greedy=greedy, settled=True)
+        self.engine, self.model = engine, model
+        self.seed = secrets.randbits(32) if wish.seed is None else wish.seed
+        self.prompt_tokens = sum(map(len, prompts))
+        self.generations, self.texts = [], []
+        for prompt, key in zip(prompts, keys, strict=True):
+            length = _room(model, prompt, wish.max_tokens)
+            for j in range(wish.n):
+                own = (*key, j) if isinstance(key, tuple) else (key, j)
+                response = Response(prompt, choice, self.seed, own, length, model.ends, wish.alternatives)
+                self.generations.append(Generation(response))
+                self.texts.append(TextStream(model.tokenizer, wish.stops))
+        if len(self.generations) > engine.rows + engine.queue:
+            raise RefusedError(
+                400, f"{len(self.generations)} responses at once: want at most {engine.rows + engine.queue}"
+            )
+        try:
+            engine.submit(model.name, self.generations)
+        except QueueFullError:
+            raise busy() from None
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(text.ids) for text in self.texts)
+
+    def close(self) -> None:
+        self.engine.cancel([one for one in self.generations if not one.over])
+
+    async def pieces(self, index: int, pause: float = PIECE_SECONDS) -> AsyncIterator[Piece]:
+        """One response as it comes; the last piece has the reason of its end."""
+        one, text = self.generations[index], self.texts[index]
+        seen = 0
+        while True:
+            count = await one.more(seen)
+            over = one.response.finished and count == len(one.response.tokens)
+            piece = text.add(one.response.tokens[seen:count], over)
+            finish = None
+            if text.stopped or over:
+                finish = "stop" if text.stopped or one.response.ended else "length"
+            elif one.over:  # taken out: the client has gone
+                finish = "stop"
+            yield Piece(index, piece, seen, len(text.ids), finish)
+            if finish:
+                self.engine.cancel([one])
+                return
+            seen = count
+            await asyncio.sleep(pause)
+
+    async def all_pieces(self) -> AsyncIterator[Piece]:
+        """The pieces of all responses in the order in which they come."""
+        if len(self.generations) == 1:
+            async for piece in self.pieces(0):
+                yield piece
+            return
+        queue: asyncio.Queue[Piece | BaseException] = asyncio.Queue(maxsize=len(self.generations))
+
+        async def follow(index: int) -> None:
+            try:
+                async for piece in self.pieces(index):
+                    await queue.put(piece)
+            except Exception as error:
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(follow(i)) for i in range(len(self.generations))]
+        try:
+            left = len(tasks)
+            while left:
+                found = await queue.get()
+                if isinstance(found, BaseException):
+                    raise found
+                left -= found.finish is not None
+                yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def whole(self) -> list[str | None]:
+        """Wait for all responses; the reason why each is over."""
+        reasons: list[str | None] = [None] * len(self.generations)
+        for index in range(len(self.generations)):
+            async for piece in self.pieces(index):
+                reasons[index] = piece.finish
+        return reasons
+
+
+def busy() -> RefusedError:
+    """The answer while the queue is full."""
+    return RefusedError(429, "the queue is full: try again in a moment", code="rate_limit_exceeded", retry_after=1)
+
+
+def chat_prompt(model: ServedModel, messages: Sequence[Any]) -> tuple[list[int], Key]:
+    """A dialogue's tokens, and the key under which `rlhf generate` draws its responses. Raises: RefusedError."""
+    try:
+        return encode_prompt(model.tokenizer, messages), ("generate", prompt_key(messages))
+    except UserError as error:
+        raise RefusedError(400, str(error), "messages") from None
+
+
+def text_prompt(model: ServedModel, prompt: str | list[int]) -> tuple[list[int], Key]:
+    """A text's tokens, or the tokens given, and their key. Raises: RefusedError."""
+    ids = encode_text(model.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise RefusedError(400, "the prompt is empty: want at least one token", "prompt")
+    if wrong := [i for i in ids if not 0 <= i < model.policy.config.vocab_size]:
+        raise RefusedError(400, f"token {wrong[0]}: the vocabulary has {model.policy.config.vocab_size}", "prompt")
+    return ids, ("completion", prompt if isinstance(prompt, str) else tuple(prompt))
+
+
+def _room(model: ServedModel, prompt: list[int], asked: int | None) -> int:
+    """The most tokens of a response. Raises: RefusedError if the context is too short for it."""
+    room = model.context - len(prompt)
+    length = min(model.max_new_tokens, room) if asked is None else asked
+    if room < 1 or length > room:
+        raise RefusedError(
+            400,
+            f"the model's context is {model.context} tokens: the prompt has {len(prompt)}"
+            + (f" and max_tokens is {asked}" if asked is not None else "") + ": shorten it",
+            "messages", "context_length_exceeded",
+        )  # fmt: skip
+    return length

@@ -1,0 +1,75 @@
+"""The models that a server answers with: each finished stage of its runs, under the name run/stage."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.api import LoadedRun
+from rlhf.chat_template import end_ids
+from rlhf.errors import UserError
+
+REPEATED = 4  # words of a phrase whose repetition counts
+LONG_WORDS = 12  # of a response, from which repetition is looked for
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One stage's policy."""
+
+    name: str
+    run: LoadedRun
+    stage: str
+    policy: Any
+    tokenizer: Any
+    hash: str  # of the stage
+    max_new_tokens: int  # of a response, if the request does not say
+
+    @property
+    def context(self) -> int:
+        return int(getattr(self.policy.config, "max_position_embeddings", None) or self.tokenizer.model_max_length)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return frozenset(end_ids(self.tokenizer))
+
+    @property
+    def policy_id(self) -> str:
+        """As labels name who wrote a response: run/stage@hash."""
+        return f"{self.name}@{self.hash[:8]}"
+
+
+def load_models(runs: list[LoadedRun], stages: list[str] | None) -> dict[str, ServedModel]:
+    """The named stages of each run, or all finished ones. Raises: UserError if a run has none of them."""
+    models = {}
+    for run in runs:
+        wanted = [stage for stage in run.policies if stages is None or stage in stages]
+        missing = [stage for stage in stages or [] if stage not in run.policies]
+        if missing or not wanted:
+            raise UserError(
+                f"{run.folder}: no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}: "
+                "run the stage, or choose others with serve.stages=…"
+            )
+        for stage in wanted:
+            name = f"{run.folder.name}/{stage}"
+            models[name] = ServedModel(
+                name, run, stage, run.policy(stage), run.tokenizer, run.record(stage)["hash"], run.max_new_tokens(stage)
+            )
+    return models
+
+
+def audit(text: str, tokens: int, limit: int) -> list[str]:
+    """What makes a score doubtful: a response that is empty, repeats itself, or is longer than those of training; the reward
+    model may have seen only the beginning of such a one.
+    """
+    words = re.findall(r"\w+", text.lower())
+    phrases = [tuple(words[i : i + REPEATED]) for i in range(len(words) - REPEATED + 1)]
+    flags = []
+    if not text.strip():
+        flags.append("empty")
+    if tokens > limit:
+        flags.append("truncated")
+    elif tokens > 0.9 * limit:
+        flags.append("length")
+    if len(words) >= LONG_WORDS and len(set(phrases)) < 0.7 * len(phrases):
+        flags.append("repetition")
+    return flags

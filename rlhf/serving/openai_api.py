@@ -1,0 +1,242 @@
+"""The OpenAI-style API: models, chat completions, completions, and scores of the reward model.
+
+Log-probs are natural, of the softmax at the request's temperature; temperature 0 takes the most probable token.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from rlhf.errors import UserError
+from rlhf.serving.drawing import Drawn, Piece, RefusedError, Wish, busy, chat_prompt, text_prompt
+from rlhf.serving.engine import Engine, ModelFailedError, QueueFullError
+from rlhf.serving.models import ServedModel, audit
+from rlhf.serving.schemas import ChatRequest, CompletionRequest, Sampling, ScoreRequest
+
+Body = dict[str, Any]
+
+
+def make_router(engine: Engine, models: dict[str, ServedModel], limit: int) -> APIRouter:
+    """The routes below /v1. limit: of max_tokens."""
+    router, started = APIRouter(prefix="/v1"), int(time.time())
+
+    def card(model: ServedModel) -> Body:
+        return {"id": model.name, "object": "model", "created": started, "owned_by": "rlhf",
+                "max_model_len": model.context, "fingerprint": model.policy_id}  # fmt: skip
+
+    def find(name: str) -> ServedModel:
+        if name not in models:
+            known = ", ".join(models)
+            raise RefusedError(404, f"no model of that name: want one of {known}", "model", "model_not_found")
+        return models[name]
+
+    @router.get("/models")
+    async def list_models() -> Body:
+        return {"object": "list", "data": [card(model) for model in models.values()]}
+
+    @router.get("/models/{name:path}")
+    async def one_model(name: str) -> Body:
+        return card(find(name))
+
+    @router.post("/chat/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        model = find(asked.model)
+        messages = [one.message() for one in asked.messages]
+        prompt, key = await asyncio.to_thread(chat_prompt, model, messages)
+        most = asked.max_completion_tokens or asked.max_tokens
+        drawn = Drawn(engine, model, [prompt], [key], wish_of(asked, most, limit, (asked.top_logprobs or 0)))
+        return await answer(drawn, asked, request, ChatForm(drawn, bool(asked.logprobs)))
+
+    @router.post("/completions")
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        model = find(asked.model)
+        encoded = [await asyncio.to_thread(text_prompt, model, prompt) for prompt in asked.prompts()]
+        wish = wish_of(asked, asked.max_tokens, limit, asked.logprobs or 0)
+        drawn = Drawn(engine, model, [prompt for prompt, _ in encoded], [key for _, key in encoded], wish)
+        return await answer(drawn, asked, request, TextForm(drawn, asked.logprobs is not None))
+
+    @router.post("/score")
+    async def score(asked: ScoreRequest) -> Body:
+        run = find(asked.model).run
+        messages = [one.model_dump() for one in asked.messages()]
+
+        def compute() -> list[float]:
+            return run.score([messages] * len(asked.responses), asked.responses)
+
+        try:
+            scores = await asyncio.wrap_future(engine.call(compute))
+        except QueueFullError:
+            raise busy() from None
+        except UserError as error:
+            raise RefusedError(400, str(error), "prompt") from None
+        most = run.max_new_tokens("reward")
+        counts = [len(ids) for ids in await asyncio.to_thread(_encode_all, run.tokenizer, asked.responses)]
+        rows = zip(scores, asked.responses, counts, strict=True)
+        return {
+            "object": "list",
+            "model": f"{run.folder.name}/reward",
+            "data": [
+                {"index": i, "object": "score", "score": value, "tokens": count, "flags": audit(text, count, most)}
+                for i, (value, text, count) in enumerate(rows)
+            ],
+        }
+
+    return router
+
+
+def _encode_all(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    from rlhf.tokenizer import encode_texts
+
+    return encode_texts(tokenizer, texts)
+
+
+def wish_of(asked: Sampling, most: int | None, limit: int, alternatives: int) -> Wish:
+    """How a request is drawn. Raises: RefusedError if it asks for more tokens than the server allows."""
+    if most is not None and most > limit:
+        raise RefusedError(400, f"max_tokens={most}: this server allows at most {limit}", "max_tokens")
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    return Wish(most, temperature, asked.top_p or 1.0, asked.n or 1, asked.seed, asked.stops(), alternatives)
+
+
+# ------------------------------------------------------------------------------------------------ two forms
+
+
+class Form:
+    """How responses are written: what differs between chat and text completions."""
+
+    kind: str
+    kind_streamed: str
+    prefix: str
+
+    def __init__(self, drawn: Drawn, logprobs: bool):
+        self.drawn, self.logprobs = drawn, logprobs
+        self.head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": drawn.model.name,
+            "system_fingerprint": drawn.model.policy_id,
+        }
+
+    def choice(self, piece: Piece, streamed: bool) -> Body:
+        """One choice with what is new of it."""
+        body: Body = {"index": piece.index, "finish_reason": piece.finish, "logprobs": None}
+        if self.logprobs:
+            body["logprobs"] = self.logprobs_of(piece)
+        return body | self.content(piece, streamed)
+
+    def content(self, piece: Piece, streamed: bool) -> Body:
+        raise NotImplementedError
+
+    def logprobs_of(self, piece: Piece) -> Body:
+        raise NotImplementedError
+
+    def spelled(self, token: int) -> str:
+        return self.drawn.model.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
+
+    def usage(self) -> Body:
+        written = self.drawn.completion_tokens
+        read = self.drawn.prompt_tokens
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+class ChatForm(Form):
+    kind, kind_streamed, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def content(self, piece: Piece, streamed: bool) -> Body:
+        if streamed:
+            role = {"role": "assistant"} if piece.first == 0 else {}
+            return {"delta": role | {"content": piece.text}}
+        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+
+    def logprobs_of(self, piece: Piece) -> Body:
+        response, rows = self.drawn.generations[piece.index].response, []
+        for place in range(piece.first, piece.last):
+            top = response.tops[place] if response.alternatives else []
+            rows.append(
+                self.spelled_out(response.tokens[place], response.logprobs[place])
+                | {"top_logprobs": [self.spelled_out(token, value) for token, value in top]}
+            )
+        return {"content": rows, "refusal": None}
+
+    def spelled_out(self, token: int, value: float) -> Body:
+        text = self.spelled(token)
+        return {"token": text, "logprob": value, "bytes": None if "�" in text else list(text.encode())}
+
+
+class TextForm(Form):
+    kind, kind_streamed, prefix = "text_completion", "text_completion", "cmpl"
+
+    def content(self, piece: Piece, streamed: bool) -> Body:
+        return {"text": piece.text}
+
+    def logprobs_of(self, piece: Piece) -> Body:
+        response, ends = self.drawn.generations[piece.index].response, self.drawn.texts[piece.index].ends
+        places = range(piece.first, piece.last)
+        tops = [{self.spelled(token): value for token, value in response.tops[p]} for p in places if response.tops]
+        return {
+            "tokens": [self.spelled(response.tokens[place]) for place in places],
+            "token_logprobs": [response.logprobs[place] for place in places],
+            "top_logprobs": tops or None,
+            "text_offset": [ends[place - 1] if place else 0 for place in places],
+        }
+
+
+# ------------------------------------------------------------------------------------------------- answering
+
+
+async def answer(drawn: Drawn, asked: Sampling, request: Request, form: Form) -> Response:
+    """The responses as one body, or as a stream. Their places are given back when the client has gone."""
+    if asked.stream:
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return StreamingResponse(events(drawn, asked, form, usage), media_type="text/event-stream")
+    waiting = asyncio.create_task(drawn.whole())
+    leaving = asyncio.create_task(_gone(request.receive))
+    try:
+        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            return Response(status_code=499)  # nobody reads it
+        reasons = waiting.result()
+    finally:
+        for task in (waiting, leaving):
+            task.cancel()
+        drawn.close()
+    choices = []
+    for i, (text, reason) in enumerate(zip(drawn.texts, reasons, strict=True)):
+        choice = form.choice(Piece(i, text.text, 0, len(text.ids), reason), False)
+        choices.append(choice | ({"token_ids": text.ids} if asked.return_token_ids else {}))
+    return JSONResponse(
+        form.head | {"object": form.kind, "choices": choices, "usage": form.usage(), "seed": drawn.seed}
+    )
+
+
+async def _gone(receive: Callable[[], Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def events(drawn: Drawn, asked: Sampling, form: Form, usage: bool) -> AsyncIterator[str]:
+    """Server-sent events: one per piece of a response, and [DONE]."""
+    head = form.head | {"object": form.kind_streamed}
+    tail: Body = {"usage": None} if usage else {}
+    try:
+        async for piece in drawn.all_pieces():
+            ids = drawn.texts[piece.index].ids[piece.first : piece.last]
+            more = {"token_ids": ids} if asked.return_token_ids else {}
+            yield _event(head | {"choices": [form.choice(piece, True) | more]} | tail)
+        if usage:
+            yield _event(head | {"choices": [], "usage": form.usage(), "seed": drawn.seed})
+        yield "data: [DONE]\n\n"
+    except ModelFailedError as error:
+        yield _event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+    finally:
+        drawn.close()
+
+
+def _event(body: Body) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,102 @@
+"""The requests of the OpenAI-style API, and of scoring: their fields, ranges and defaults."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from rlhf.data.records import Message, Text
+
+MOST_RESPONSES = 16  # n
+MOST_PROMPTS = 32
+
+Stop = Annotated[Text, Field(min_length=1, max_length=200)]
+
+
+class Strict(BaseModel):
+    """A field that is not known is refused: it would be ignored silently."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+    name: Text | None = None
+
+    def message(self) -> Message:
+        """As the records have it; parts of text are joined."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message(role="system" if self.role == "developer" else self.role, content=text)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Sampling(Strict):
+    """What both kinds of completion share."""
+
+    model: Annotated[Text, Field(min_length=1, max_length=300)]
+    max_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
+    n: Annotated[int | None, Field(ge=1, le=MOST_RESPONSES)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
+    presence_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
+    user: Text | None = None
+    return_token_ids: bool = False  # as vLLM has it: each choice with the ids of its tokens
+
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @field_validator("messages")
+    @classmethod
+    def _ends_with_user(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
+        if messages[-1].role != "user":
+            raise ValueError("want messages that end with one of the user")
+        return messages
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
+    echo: Literal[False] | None = None
+
+    def prompts(self) -> list[Any]:
+        given: Any = self.prompt
+        return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+
+
+class ScoreRequest(Strict):
+    """Responses to one prompt, for the reward model of a run."""
+
+    model: Annotated[Text, Field(min_length=1, max_length=300)]
+    prompt: Text | Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
+    responses: Annotated[list[Text], Field(min_length=1, max_length=64)]
+
+    def messages(self) -> list[Message]:
+        if isinstance(self.prompt, str):
+            return [Message(role="user", content=self.prompt)]
+        return [one.message() for one in self.prompt]

@@ -1,0 +1,61 @@
+"""The text of tokens as they come: whole characters only, nothing that a stop string may begin, each character once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.chat_template import decode_response
+
+WINDOW = 8  # tokens before the new ones that are decoded with them, since neighbours may change a token's spelling
+
+
+class TextStream:
+    """What may be shown of a response so far."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
+        self.tokenizer, self.stops = tokenizer, tuple(stops)
+        self.ids: list[int] = []
+        self.text = ""  # of the first `decoded` ids
+        self.decoded = 0
+        self.shown = 0  # characters that were given out
+        self.ends: list[int] = []  # per id, the length of the text with it
+        self.stopped = False
+
+    def add(self, ids: Sequence[int], over: bool = False) -> str:
+        """The characters that more tokens let show; after a stop string or the end, the last ones."""
+        if self.stopped:
+            return ""
+        for token in ids:
+            self.ids.append(token)
+            self._decode(final=False)
+            if self._find_stop():
+                break
+        if over and not self.stopped:
+            self._decode(final=True)
+            self._find_stop()
+        limit = len(self.text) if over or self.stopped else len(self.text) - self._held_back()
+        piece, self.shown = self.text[self.shown : limit], max(self.shown, limit)
+        return piece
+
+    def _decode(self, final: bool) -> None:
+        start = max(0, self.decoded - WINDOW)
+        before = decode_response(self.tokenizer, self.ids[start : self.decoded])
+        after = decode_response(self.tokenizer, self.ids[start:])
+        if final or not after.endswith("�"):  # half a character waits for its other half
+            self.text += after[len(before) :]
+            self.decoded = len(self.ids)
+        while len(self.ends) < len(self.ids):
+            self.ends.append(len(self.text))
+
+    def _find_stop(self) -> bool:
+        """Cut the text before the first stop string that was not shown yet."""
+        longest = max(map(len, self.stops), default=0)
+        start = max(0, self.shown - longest)
+        found = [place for stop in self.stops if (place := self.text.find(stop, start)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+        return self.stopped
+
+    def _held_back(self) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        lengths = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        return max(lengths, default=0)

@@ -1,0 +1,192 @@
+"""The API through the official client, on a small gold run."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from rlhf.commands.generate import run as generate
+
+pytestmark = pytest.mark.anyio
+PROMPT = "what is red ?"
+
+
+@pytest.fixture(scope="module")
+def lines(gold_run, tmp_path_factory):
+    """What `rlhf generate` answers to forty prompts, three times each."""
+    folder = tmp_path_factory.mktemp("generate")
+    prompts = (gold_run.folder / "world" / "prompts.jsonl").read_text().splitlines()[:40]
+    rows = [{"id": f"p{i}", "prompt": json.loads(line)["prompt"]} for i, line in enumerate(prompts)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    generate(gold_run.config(f"data.prompts='{folder}/in.jsonl'", f"generate.out='{folder}/out.jsonl'", "seed=3",
+                             "generate.samples=3", "generate.logprobs=true", "generate.stage=sft"))  # fmt: skip
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def ask(server):
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+def chat(ask, **more):
+    wanted = {"model": "gold/sft", "messages": [{"role": "user", "content": PROMPT}], "seed": 0, "max_tokens": 24}
+    return ask.chat.completions.create(**(wanted | more))
+
+
+def test_models_are_listed(ask):
+    assert [model.id for model in ask.models.list()] == ["gold/sft", "gold/ppo"]
+    assert ask.models.retrieve("gold/ppo").id == "gold/ppo"
+    with pytest.raises(openai.NotFoundError, match="gold/sft, gold/ppo"):
+        chat(ask, model="gold/dpo")
+
+
+async def test_the_server_answers_as_generate_does_whatever_else_is_asked(client, lines):
+    """120 responses at once through 8 places, with neighbours of other lengths and temperatures."""
+    gate = asyncio.Semaphore(10)
+
+    async def one(row):
+        async with gate:
+            body = {"model": "gold/sft", "messages": row["prompt"], "seed": 3, "n": 3, "max_tokens": 24,
+                    "logprobs": True, "return_token_ids": True}  # fmt: skip
+            while (answer := await client.post("/v1/chat/completions", json=body)).status_code == 429:
+                await asyncio.sleep(0.02)
+            return answer.json()
+
+    async def other(i):
+        body = {"model": "gold/sft", "messages": [{"role": "user", "content": "x " * i}], "temperature": 1.7}
+        await client.post("/v1/chat/completions", json=body | {"max_tokens": 1 + i})
+
+    answers, *_ = await asyncio.gather(asyncio.gather(*map(one, lines)), *(other(i) for i in range(20)))
+    for row, answer in zip(lines, answers, strict=True):
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        assert [choice["token_ids"] for choice in choices] == row["token_ids"]
+        assert [choice["message"]["content"].strip() for choice in choices] == row["responses"]
+        assert [choice["finish_reason"] == "stop" for choice in choices] == row["ended"]
+        for choice, expected in zip(choices, row["logprobs"], strict=True):
+            found = [token["logprob"] for token in choice["logprobs"]["content"]]
+            assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_stream_is_the_answer_in_pieces(ask):
+    whole = chat(ask, n=2, logprobs=True, top_logprobs=3)
+    assert whole.usage.completion_tokens == sum(len(c.logprobs.content) for c in whole.choices)
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    texts, tokens, reasons, usage = ["", ""], [[], []], [None, None], None
+    for chunk in chat(ask, n=2, logprobs=True, top_logprobs=3, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += choice.logprobs.content
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert tokens == [choice.logprobs.content for choice in whole.choices]
+    assert usage == whole.usage
+    for token in tokens[0]:
+        assert len(token.top_logprobs) == 3 and token.top_logprobs[0].logprob >= token.logprob - 1e-5
+
+
+def test_a_seed_repeats_and_temperature_0_is_greedy(ask):
+    texts = {chat(ask, seed=seed).choices[0].message.content for seed in (1, 1, 2, 3, 4)}
+    assert 1 < len(texts) < 5
+    assert len({chat(ask, seed=seed, temperature=0).choices[0].message.content for seed in range(4)}) == 1
+    assert len({chat(ask, seed=None).choices[0].message.content for _ in range(6)}) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(ask, stream):
+    whole = chat(ask, seed=5).choices[0].message.content
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    answer = chat(ask, seed=5, stop=[stop, "never"], stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        text, reason = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert text == whole[: whole.index(stop)] and reason == "stop"
+
+
+def test_completions_of_text_and_tokens(ask):
+    found = ask.completions.create(model="gold/ppo", prompt=["the", "a red"], max_tokens=5, seed=1, n=2, logprobs=2)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    for choice in found.choices:
+        assert 1 <= len(choice.logprobs.tokens) <= 5 and choice.text.startswith(choice.logprobs.tokens[0])
+        assert len(choice.logprobs.top_logprobs) == len(choice.logprobs.tokens) == len(choice.logprobs.text_offset)
+    short = ask.completions.create(model="gold/ppo", prompt=[5, 6], max_tokens=1)
+    assert short.usage.prompt_tokens == 2 and short.usage.completion_tokens == 1
+
+
+def test_mistakes_have_the_apis_form(ask, server):
+    import httpx
+
+    for more, message, param in (
+        ({"messages": []}, "messages: List should have at least 1", "messages"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "end with one of the user", "messages"),
+        ({"temperature": 3}, "less than or equal to 2", "temperature"),
+        ({"max_tokens": 65}, "allows at most 64", "max_tokens"),
+        ({"messages": [{"role": "user", "content": "red " * 500}]}, "context is", "messages"),
+        ({"extra_body": {"tools": []}}, "Extra inputs", "tools"),
+        ({"n": 17}, "less than or equal to 16", "n"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            chat(ask, **more)
+        assert caught.value.param == param and caught.value.type == "invalid_request_error"
+    for body in (b"{", b'{"model": "\\ud800"}', b"[" * 100_000, b'{"model": "x", "seed": 1e999}', b"\xff"):
+        answer = httpx.post(f"{server}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert httpx.get(f"{server}/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+async def test_a_full_queue_says_when_to_come_back_and_empties(app, client):
+    body = {"model": "gold/ppo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, "n": 8}
+    answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(12)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused and len(refused) < 12
+    assert all(answer.headers["retry-after"] == "1" for answer in refused)
+    assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
+    assert await emptied(app)
+
+
+def test_a_client_that_leaves_frees_its_place(app, ask):
+    stream = chat(ask, model="gold/ppo", max_tokens=64, n=8, temperature=2, stream=True)
+    next(iter(stream))
+    stream.close()
+    assert asyncio.run(emptied(app))
+
+
+async def emptied(app) -> bool:
+    for _ in range(200):
+        if not any(map(sum, app.engine.load().values())):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def test_a_model_that_fails_answers_and_goes_on(app, client, models, monkeypatch):
+    lane = app.engine.lanes["gold/ppo"]
+
+    def broken(*_):
+        raise ValueError("out of memory")
+
+    body = {"model": "gold/ppo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
+    monkeypatch.setattr(lane.batch, "join", broken)
+    failed = await client.post("/v1/chat/completions", json=body)
+    assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+def test_scores_are_the_reward_models(server, gold_run):
+    import httpx
+
+    import rlhf
+
+    responses = ["it is red .", "", "red red red red red red red red red red red red red red red"]
+    body = {"model": "gold/ppo", "prompt": PROMPT, "responses": responses}
+    answer = httpx.post(f"{server}/v1/score", json=body).json()
+    assert answer["model"] == "gold/reward"
+    expected = rlhf.load(gold_run.folder, "cpu").score([PROMPT] * 3, responses)
+    assert [row["score"] for row in answer["data"]] == pytest.approx(expected, abs=1e-5)
+    assert [row["flags"] for row in answer["data"]][:2] == [[], ["empty"]]
+    assert "repetition" in answer["data"][2]["flags"]
