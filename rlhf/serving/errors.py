@@ -24,8 +24,8 @@ def handlers() -> dict[Any, Any]:
     """What FastAPI does with each exception."""
     from fastapi import Request
     from fastapi.exceptions import RequestValidationError
-    from starlette.exceptions import HTTPException
     from fastapi.responses import Response
+    from starlette.exceptions import HTTPException
 
     from rlhf.errors import UserError
     from rlhf.serving.drawing import RefusedError
