@@ -42,6 +42,10 @@ def _one_or_list(fits: Callable[[Any], bool], least: int = 1) -> Callable[[Any],
     return lambda v: len(v) >= least and all(map(fits, v)) if isinstance(v, list | tuple) else fits(v)
 
 
+def _is_list_of(count: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, list | tuple) and len(v) == count and all(map(fits, v))
+
+
 def _is_encoding(value: Any) -> bool:
     try:
         return isinstance(value, str) and codecs.lookup(value) is not None
@@ -68,6 +72,8 @@ KINDS = {
         "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
         lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),
     ),
+    "pair": Kind("two different names", lambda v: _is_list_of(2, _is_text)(v) and v[0] != v[1]),
+    "prices": Kind("two numbers of 0 or more", _is_list_of(2, lambda n: _is_number(n) and n >= 0)),
     "switch": Kind("auto, true or false", lambda v: v == "auto" or isinstance(v, bool)),
     "encoding": Kind("an encoding that Python knows, such as utf-8", _is_encoding),
 }

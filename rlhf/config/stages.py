@@ -272,6 +272,36 @@ class EvaluateConfig:
         "the reward model for evaluate.pairs: a run, a stage's folder, a classifier; none: the run's own",
         changes=NOTHING,
     )
+    instructions: Any = setting(
+        None,
+        "prompts with instructions that a program can check, such as data/instructions.jsonl",
+        kind="paths",
+        changes=NOTHING,
+    )
+    models: Any = setting(
+        None, "stages whose models evaluate.instructions and evaluate.benchmarks measure; none: SFT and after", kind="names",
+        changes=NOTHING,
+    )  # fmt: skip
+    judge: str | None = setting(
+        None,
+        "base URL of an OpenAI-style endpoint whose model compares the answers in evaluate/samples.jsonl",
+        changes=NOTHING,
+    )
+    judge_model: str = setting("default", "name of the judge's model", changes=NOTHING)
+    judge_key: str | None = setting(
+        None, "environment variable that holds the judge's key; none: no key", changes=NOTHING
+    )
+    judge_pair: Any = setting(
+        None, "the two models whose answers are compared; none: ppo and sft", kind="pair", changes=NOTHING
+    )
+    judge_prompts: int = setting(200, "prompts that are judged, in both orders", min=1, changes=NOTHING)
+    judge_parallel: int = setting(4, "requests at the same time", min=1, max=256, changes=NOTHING)
+    judge_prices: Any = setting(
+        None,
+        "price of a million prompt tokens and of a million completion tokens; none: no cost",
+        kind="prices",
+        changes=NOTHING,
+    )
 
 
 @dataclass(slots=True)

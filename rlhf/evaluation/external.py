@@ -10,6 +10,8 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import get
+from rlhf.evaluation.instructions import describe_instructions, evaluate_instructions
+from rlhf.evaluation.judging import describe_judging, judge_answers
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
 from rlhf.files import write_json
 from rlhf.precision import inference
@@ -24,7 +26,11 @@ class External(NamedTuple):
     describe: Callable[[dict[str, Any]], list[str]]
 
 
-EVALUATIONS = {"pairs": External(evaluate_pairs, describe_pairs)}  # by the setting evaluate.<name> that asks for it
+EVALUATIONS = {  # by the setting evaluate.<name> that asks for it
+    "pairs": External(evaluate_pairs, describe_pairs),
+    "instructions": External(evaluate_instructions, describe_instructions),
+    "judge": External(judge_answers, describe_judging),
+}
 
 
 def asked(config: Config) -> list[str]:

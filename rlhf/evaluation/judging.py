@@ -1,0 +1,194 @@
+"""Pairwise judging of the evaluation's answers by a model behind an OpenAI-style endpoint: `evaluate.judge`.
+
+Both orders of the two answers are asked for. A prompt counts 1, 1/2 or 0 for an order and the mean of both, so that a judge who prefers a
+place says nothing. Its verdicts are compared with those of the other judges on the same answers: the reward model, and the truth if known.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.evaluation.endpoint import Endpoint, shown_counts
+from rlhf.evaluation.statistics import interval
+from rlhf.runs.folders import run_folder, stage_folder
+from rlhf.terminal import say
+from rlhf.tracking.jsonl import read_jsonl
+
+INSTRUCTION = (
+    "You compare two answers to the same request. Judge how well each does what was asked: correctness and completeness first, then "
+    "clarity and tone. Length by itself is no merit. Reply with one word: A if the first answer is better, B if the second one is, "
+    "TIE if they are equally good."
+)
+VERDICT = re.compile(r"\b(A|B|TIE)\b")
+POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
+RIDGE = 1e-3  # of the logistic regression, so that it has a solution where one model always wins
+OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by their key in samples.jsonl
+
+Figures = dict[str, Any]
+
+
+def judge_answers(config: Config, device: torch.device) -> Figures:
+    """Win rates of the first of evaluate.judge_pair over the second. Raises: UserError without answers of both."""
+    settings = config.evaluate
+    ours, theirs = settings.judge_pair or ("ppo", "sft")
+    path = stage_folder(config, "evaluate") / "samples.jsonl"
+    rows = [row for row in read_jsonl(path) if {ours, theirs} <= row.get("responses", {}).keys()][
+        : settings.judge_prompts
+    ]
+    if not rows:
+        raise UserError(
+            f"{path}: has no answers of both {ours} and {theirs}: run `rlhf evaluate` first, or give evaluate.judge_pair"
+        )
+    assert settings.judge is not None
+    cache = run_folder(config) / "evaluations" / "judge-cache.jsonl"
+    endpoint = Endpoint(settings.judge, settings.judge_model, cache, settings.judge_key)
+    say(
+        f"evaluate: {settings.judge_model} at {settings.judge} compares {ours} with {theirs} on {len(rows)} prompts, both orders"
+    )
+    asked = [
+        question(row["prompt"], row["responses"][first], row["responses"][second])
+        for row in rows for first, second in ((ours, theirs), (theirs, ours))
+    ]  # fmt: skip
+    with ThreadPoolExecutor(max_workers=settings.judge_parallel) as pool:
+        verdicts = [verdict_of(reply) for reply in pool.map(endpoint.ask, asked)]
+    return judged_figures(rows, (ours, theirs), verdicts) | {
+        "judge": settings.judge_model,
+        "url": settings.judge,
+        "counts": dict(endpoint.counts),
+        "cost": cost_of(endpoint.counts, settings.judge_prices),
+    }
+
+
+def question(prompt: str, first: str, second: str) -> list[dict[str, str]]:
+    """The messages of one comparison."""
+    text = f"Request:\n{prompt}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}\n\nWhich answer is better: A, B or TIE?"
+    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": text}]
+
+
+def verdict_of(reply: str | None) -> str | None:
+    """The last of A, B and TIE in a reply; None if there is none."""
+    found = VERDICT.findall(
+        (reply or "").upper() if (reply or "").strip().lower() in ("a", "b", "tie") else reply or ""
+    )
+    return found[-1] if found else None
+
+
+def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdicts: Sequence[str | None]) -> Figures:
+    """From two verdicts per row, one for each order. Raises: UserError if no row has both."""
+    ours, theirs = pair
+    both = list(zip(rows, verdicts[::2], verdicts[1::2], strict=True))
+    kept = [(row, POINTS[one], 1.0 - POINTS[two]) for row, one, two in both if one is not None and two is not None]
+    if not kept:
+        raise UserError(
+            f"evaluate.judge: none of {len(verdicts)} requests was answered with A, B or TIE: check the judge"
+        )
+    points = [(one + two) / 2 for _, one, two in kept]
+    lengths = [float(len(row["responses"][ours].split()) - len(row["responses"][theirs].split())) for row, _, _ in kept]
+    return {
+        "pair": list(pair),
+        "win_rate": interval(points),
+        "length_controlled": length_controlled(points, lengths),
+        "longer": round(sum((n > 0) + 0.5 * (n == 0) for n in lengths) / len(lengths), 4),
+        "both_orders_agree": interval([float(one == two) for _, one, two in kept]),
+        "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in kept]),  # of the answer shown first
+        "ties": round(sum(point == 0.5 for point in points) / len(points), 4),
+        "left_out": len(rows) - len(kept),
+        "others": compare_judges([row for row, _, _ in kept], pair, points),
+    }
+
+
+def length_controlled(points: Sequence[float], lengths: Sequence[float]) -> Figures:
+    """The win rate if both answers had the same number of words, by logistic regression: sigmoid(a) of
+
+        P(win) = sigmoid(a + b d / sd(d))        d = words of ours less theirs
+
+    with a sandwich interval, a prompt being the unit. Source: Dubois et al. 2024, equation 2. Differs: no term per prompt, and d as it is
+    rather than its hyperbolic tangent.
+    """
+    y, d = np.array(points), np.array(lengths)
+    x = np.stack([np.ones_like(d), d / d.std() if d.std() > 0 else np.zeros_like(d)], 1)
+    w = np.zeros(2)
+    for _ in range(100):
+        p = 1.0 / (1.0 + np.exp(-x @ w))
+        curvature = x.T @ (x * (p * (1 - p))[:, None]) + RIDGE * np.eye(2)
+        step = np.linalg.solve(curvature, x.T @ (y - p) - RIDGE * w)
+        w += step
+        if np.abs(step).max() < 1e-10:
+            break
+    bread = np.linalg.inv(curvature)
+    residual = x * (y - p)[:, None]
+    error = math.sqrt((bread @ (residual.T @ residual) @ bread)[0, 0])
+    low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
+    return {
+        "value": round(value, 4),
+        "ci95": [round(low, 4), round(high, 4)],
+        "n": len(points),
+        "per_sd_of_length": round(float(w[1]), 4),
+    }
+
+
+def compare_judges(
+    rows: Sequence[dict[str, Any]], pair: tuple[str, str], points: Sequence[float]
+) -> dict[str, Figures]:
+    """{other judge: {"win_rate", "agreement", "disagrees"}} on the same answers.
+
+    agreement: the share of prompts, of those on which both prefer an answer, on which they prefer the same one. disagrees: the intervals
+    of the two win rates lie on different sides of 1/2.
+    """
+    found = {}
+    for name, key in OTHER_JUDGES.items():
+        known = [
+            (row[key], point) for row, point in zip(rows, points, strict=True) if {*pair} <= row.get(key, {}).keys()
+        ]
+        if not known:
+            continue
+        theirs = [1.0 if s[pair[0]] > s[pair[1]] else 0.0 if s[pair[0]] < s[pair[1]] else 0.5 for s, _ in known]
+        strict = [
+            float((a > 0.5) == (b > 0.5)) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5
+        ]
+        rate, own = interval(theirs), interval(points)
+        found[name] = {
+            "win_rate": rate,
+            "agreement": interval(strict) if strict else None,
+            "disagrees": opposed(rate, own),
+        }
+    return found
+
+
+def opposed(a: Figures, b: Figures) -> bool:
+    """Whether two win rates lie on different sides of 1/2, intervals included."""
+    return (a["ci95"][0] > 0.5 and b["ci95"][1] < 0.5) or (a["ci95"][1] < 0.5 and b["ci95"][0] > 0.5)
+
+
+def cost_of(counts: Any, prices: Sequence[float] | None) -> float | None:
+    """In the currency of the prices, which are per million prompt tokens and completion tokens; None without prices."""
+    if prices is None:
+        return None
+    return round((counts["prompt_tokens"] * prices[0] + counts["completion_tokens"] * prices[1]) / 1e6, 6)
+
+
+def describe_judging(results: Figures) -> list[str]:
+    """The figures on a few lines."""
+
+    def told(figure: Figures) -> str:
+        return f"{figure['value']:.3f} [{figure['ci95'][0]:.3f}, {figure['ci95'][1]:.3f}]"
+
+    pair = " over ".join(results["pair"])
+    lines = [
+        f"judge {results['judge']}: {pair} {told(results['win_rate'])}, at equal length {told(results['length_controlled'])}; "
+        f"both orders agree on {told(results['both_orders_agree'])}",
+        f"judge: {shown_counts(results['counts'])}; {results['left_out']} prompts left out"
+        + ("" if results["cost"] is None else f"; cost {results['cost']:g}"),
+    ]  # fmt: skip
+    for name, row in results["others"].items():
+        agreement = "" if row["agreement"] is None else f", the same preference on {told(row['agreement'])}"
+        warning = ": THE JUDGES DISAGREE" if row["disagrees"] else ""
+        lines.append(f"judge: the {name} gives {told(row['win_rate'])}{agreement}{warning}")
+    return lines

@@ -1,0 +1,215 @@
+"""`evaluate.judge`: both orders, ties, retries, the cache, length, cost and failures, against a server of our own on loopback."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import statsmodels.api as sm
+import torch
+
+from rlhf.errors import UserError
+from rlhf.evaluation import endpoint, judging
+from rlhf.evaluation.endpoint import Endpoint
+
+from .conftest import Run
+
+KEY = "sk-secret-4711"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Prefers the answer with more words; what is queued in server.trouble comes first."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, dict(self.headers), body))
+        trouble = self.server.trouble.pop(0) if self.server.trouble else None
+        if isinstance(trouble, int):
+            self.send_response(trouble)
+            if trouble == 302:
+                self.send_header("Location", "http://127.0.0.1:9/elsewhere")
+            self.send_header("Retry-After", "0")
+            self.end_headers()
+            return
+        content = body["messages"][-1]["content"]
+        reply = trouble if isinstance(trouble, str) else self.server.decide(content)
+        usage = {"prompt_tokens": 100, "completion_tokens": 1}
+        text = json.dumps({"choices": [{"message": {"content": reply}}], "usage": usage}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def by_words(content: str) -> str:
+    first, second = content.split("Answer A:\n")[1].split("\n\nWhich answer")[0].split("\n\nAnswer B:\n")
+    a, b = len(first.split()), len(second.split())
+    return "A" if a > b else "B" if b > a else "TIE"
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[ThreadingHTTPServer]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.001)
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    made.asked, made.trouble, made.decide = [], [], by_words
+    made.url = f"http://127.0.0.1:{made.server_port}/v1"
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def client(server, tmp_path, **more) -> Endpoint:
+    return Endpoint(server.url, "m", tmp_path / "cache.jsonl", first_wait=0.001, **more)
+
+
+def test_a_request_is_openai_s_and_the_key_is_stored_nowhere(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server.trouble = ["TIE"]
+    assert client(server, tmp_path, key_variable="JUDGE_KEY").ask(MESSAGES) == "TIE"
+    path, headers, body = server.asked[0]
+    assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
+    assert body["model"] == "m" and body["messages"] == MESSAGES and body["temperature"] == 0
+    assert KEY not in (tmp_path / "cache.jsonl").read_text()
+
+
+def test_what_was_answered_once_is_not_asked_again(server, tmp_path):
+    server.trouble = ["A"]
+    assert client(server, tmp_path).ask(MESSAGES) == "A"
+    with (tmp_path / "cache.jsonl").open("a") as file:
+        file.write('{"key": "torn')  # a killed run's last line
+    again = client(server, tmp_path)
+    assert again.ask(MESSAGES) == "A" and len(server.asked) == 1
+    assert again.counts == {"cached": 1}
+    other = Endpoint(server.url, "other", tmp_path / "cache.jsonl")
+    server.trouble = ["B"]
+    assert other.ask(MESSAGES) == "B"
+
+
+@pytest.mark.parametrize("trouble", [[500, 429, "A"], [503, "A"], [None, "A"]])
+def test_passing_trouble_is_tried_again(server, tmp_path, trouble, monkeypatch):
+    if trouble[0] is None:  # a reply that is none
+        trouble = [200, *trouble[1:]]
+    server.trouble = list(trouble)
+    one = client(server, tmp_path)
+    assert one.ask(MESSAGES) == "A"
+    assert one.counts["retries"] == len(trouble) - 1 and one.counts["failures"] == 0
+
+
+def test_a_lasting_failure_is_counted_and_not_cached(server, tmp_path):
+    server.trouble = [500] * endpoint.ATTEMPTS + [400] + [302]
+    one = client(server, tmp_path)
+    assert [one.ask(MESSAGES) for _ in range(3)] == [None, None, None]  # the last is a redirect, which is not followed
+    assert one.counts["failures"] == 3 and one.counts["requests"] == endpoint.ATTEMPTS + 2
+    assert not (tmp_path / "cache.jsonl").exists()
+
+
+@pytest.mark.parametrize(("code", "message"), [(401, "the key is refused"), (404, "no such endpoint or model")])
+def test_wrong_settings_stop_at_once(server, tmp_path, code, message):
+    server.trouble = [code]
+    with pytest.raises(UserError, match=message):
+        client(server, tmp_path).ask(MESSAGES)
+
+
+def test_a_key_is_neither_missing_nor_sent_in_the_clear(tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(UserError, match="JUDGE_KEY: this environment variable is not set"):
+        Endpoint("https://host/v1", "m", tmp_path / "c", "JUDGE_KEY")
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with pytest.raises(UserError, match="unencrypted") as error:
+        Endpoint("http://host/v1", "m", tmp_path / "c", "JUDGE_KEY")
+    assert KEY not in str(error.value)
+    with pytest.raises(UserError, match="want a base URL"):
+        Endpoint("host/v1", "m", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [("A", "A"), ("b", "B"), ("tie", "TIE"), ("The better one is **B**.", "B"), ("[[A]]", "A"), ("A or B? B", "B"),
+     ("a good answer", None), ("", None), (None, None), ("ABBA", None)],
+)  # fmt: skip
+def test_a_reply_is_read(reply, verdict):
+    assert judging.verdict_of(reply) == verdict
+
+
+def rows(*lengths: tuple[int, int], **more) -> list[dict]:
+    return [{"prompt": "p", "responses": {"ppo": "w " * a, "sft": "w " * b}} | more for a, b in lengths]
+
+
+def test_figures_by_hand():
+    # row 1: A then B: ours in both orders; row 2: A then A: the first place; row 3: TIE, TIE; row 4: a failure
+    verdicts = ["A", "B", "A", "A", "TIE", "TIE", "A", None]
+    found = judging.judged_figures(rows((3, 1), (1, 1), (1, 3), (1, 1)), ("ppo", "sft"), verdicts)
+    assert found["win_rate"]["value"] == round((1 + 0.5 + 0.5) / 3, 4) and found["win_rate"]["n"] == 3
+    assert found["both_orders_agree"]["value"] == round(2 / 3, 4) and found["left_out"] == 1
+    assert found["first_place"]["value"] == round((0.5 + 1 + 0.5) / 3, 4)
+    assert found["ties"] == round(2 / 3, 4) and found["longer"] == 0.5
+
+
+def test_a_judge_who_pays_for_length_is_even_at_equal_length():
+    rng = np.random.default_rng(0)
+    d = rng.normal(2, 3, 2000)
+    points = (rng.random(2000) < 1 / (1 + np.exp(-d))).astype(float)
+    raw, controlled = points.mean(), judging.length_controlled(list(points), list(d))
+    assert raw > 0.65
+    assert controlled["ci95"][0] < 0.5 < controlled["ci95"][1]
+    fit = sm.GLM(points, sm.add_constant(d / d.std()), family=sm.families.Binomial()).fit(cov_type="HC0")
+    low, high = fit.conf_int()[0]
+    assert controlled["value"] == pytest.approx(1 / (1 + np.exp(-fit.params[0])), abs=1e-3)
+    assert controlled["ci95"] == pytest.approx([1 / (1 + np.exp(-low)), 1 / (1 + np.exp(-high))], abs=1e-3)
+
+
+@pytest.mark.parametrize("points", [[1.0] * 20, [0.5] * 20, [0.0] * 20])
+def test_length_control_has_a_value_where_one_side_always_wins(points):
+    found = judging.length_controlled(points, [1.0] * 20)
+    assert 0 <= found["ci95"][0] <= found["value"] <= found["ci95"][1] <= 1
+    assert (found["value"] - 0.5) * (points[0] - 0.5) >= 0
+
+
+def test_judges_who_disagree_are_named():
+    given = rows(*[(3, 1)] * 40, scores={"ppo": 1.0, "sft": 0.0}, gold={"ppo": 0.2, "sft": 0.8})
+    found = judging.judged_figures(given, ("ppo", "sft"), ["B", "A"] * 40) | {"judge": "m", "counts": {}, "cost": None}
+    assert found["others"]["reward model"]["disagrees"] and found["others"]["reward model"]["agreement"]["value"] == 0.0
+    assert not found["others"]["truth"]["disagrees"] and found["others"]["truth"]["agreement"]["value"] == 1.0
+    assert sum("DISAGREE" in line for line in judging.describe_judging(found)) == 1
+
+
+def test_the_answers_of_a_run_are_judged(server, gold_run, tmp_path):
+    """Twice: the second time from the cache, with the same figures and no request."""
+    shutil.copytree(gold_run.folder / "evaluate", tmp_path / "runs" / "x" / "evaluate")
+    run = Run(tmp_path / "runs", "x", gold_run.overrides)
+    more = [
+        f"evaluate.judge='{server.url}'",
+        "evaluate.judge_model=words",
+        "evaluate.judge_prompts=10",
+        "evaluate.judge_prices=[2,10]",
+    ]
+    before = (run.folder / "evaluate" / "results.json").read_bytes()
+    run.stage("evaluate", *more)
+    path = run.folder / "evaluations" / "judge.json"
+    found = json.loads(path.read_text())
+    assert len(server.asked) == 20 and found["counts"]["requests"] == 20 and found["win_rate"]["n"] == 10
+    assert found["cost"] == pytest.approx(20 * (100 * 2 + 10) / 1e6)
+    assert found["both_orders_agree"]["value"] == 1.0 and set(found["others"]) == {"reward model", "truth"}
+    assert found["win_rate"]["value"] == pytest.approx(found["longer"], abs=1e-4)  # this judge counts words
+    run.stage("evaluate", *more)
+    again = json.loads(path.read_text())
+    assert len(server.asked) == 20 and again["counts"] == {"cached": 20} and again["win_rate"] == found["win_rate"]
+    assert (run.folder / "evaluate" / "results.json").read_bytes() == before
+
+
+def test_without_answers_it_says_what_to_run(gold_run, server):
+    config = gold_run.config(f"evaluate.judge='{server.url}'", "evaluate.judge_pair=[dpo,sft]")
+    with pytest.raises(UserError, match="no answers of both dpo and sft"):
+        judging.judge_answers(config, torch.device("cpu"))
+    config = gold_run.config("evaluate.judge=host")
+    with pytest.raises(UserError, match="want a base URL"):
+        judging.judge_answers(config, torch.device("cpu"))
