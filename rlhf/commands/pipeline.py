@@ -65,10 +65,12 @@ def stages_to_run(config: Config) -> list[str]:
                 if needs_parent(config, stage, parent):
                     want(parent)
 
-    for stage in PIPELINE:
-        if not any(stage in STAGES[child].parents for child in PIPELINE):
-            want(stage)
-    return [stage for stage in PIPELINE if stage in wanted]
+    from rlhf.data.items import names_of
+
+    last = [stage for stage in PIPELINE if not any(stage in STAGES[child].parents for child in PIPELINE)]
+    for stage in [*names_of(config.evaluate.baselines), *last]:
+        want(stage)
+    return [stage for stage in STAGES if stage in wanted]
 
 
 def forwarded_overrides() -> list[str]:

@@ -259,6 +259,9 @@ class EvaluateConfig:
 
     prompts: int = setting(512, "held-out prompts", min=1)
     samples: int = setting(3, "responses per prompt at temperature 1", min=1)
+    baselines: Any = setting(
+        None, "optional stages that `rlhf pipeline` runs too, to compare PPO with: rejection, dpo or both", kind="names"
+    )
     compare: Any = setting(None, "runs whose PPO model is compared too; they share this run's SFT model", kind="names")
     best_of: int = setting(16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0)
     pairs: Any = setting(

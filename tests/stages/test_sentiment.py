@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from rlhf.chat_template import end_ids
+from rlhf.checks import check_config
 from rlhf.cli import main
+from rlhf.commands.pipeline import stages_to_run
 from rlhf.commands.report import write
 from rlhf.data.comparisons import load_comparisons
+from rlhf.errors import UserError
 from rlhf.tokenizer import load_tokenizer
 from tests.stages.conftest import Run
 from tests.stages.test_adopted import save
@@ -91,3 +94,14 @@ def test_a_missing_text_is_said_before_anything_runs(tmp_path, capsys):
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1 and "data.corpus not set" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_the_pipeline_runs_the_baselines_before_the_evaluation(tmp_path):
+    config = Run(tmp_path, "x", ["experiment=sentiment"]).config()
+    stages = ["world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "rejection", "dpo", "evaluate"]
+    assert stages_to_run(config) == stages
+    config.evaluate.baselines = None
+    assert stages_to_run(config) == [stage for stage in stages if stage not in ("rejection", "dpo")]
+    config.evaluate.baselines = ["ppo"]
+    with pytest.raises(UserError, match=r"evaluate.baselines: ppo: want rejection or dpo"):
+        check_config(config, "pipeline")
