@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.chat_template import end_ids
+from rlhf.chat_template import encode_prompt, end_ids
 from rlhf.checks import check_config
 from rlhf.cli import main
 from rlhf.commands.pipeline import stages_to_run
@@ -105,3 +105,24 @@ def test_the_pipeline_runs_the_baselines_before_the_evaluation(tmp_path):
     config.evaluate.baselines = ["ppo"]
     with pytest.raises(UserError, match=r"evaluate.baselines: ppo: want rejection or dpo"):
         check_config(config, "pipeline")
+
+
+def test_generate_and_chat_continue_the_text(sentiment_run, capsys):
+    file = sentiment_run.runs_dir / "generated.jsonl"
+    sentiment_run.stage("generate", f"generate.out='{file}'", "generate.logprobs=true")
+    found = rows(file)
+    tokenizer = load_tokenizer(sentiment_run.folder / "ppo" / "model")
+    assert len(found) == 19 and all(row["ended"] == [True] and len(row["token_ids"][0]) == 6 for row in found)
+    assert all(tokenizer.decode(row["token_ids"][0], skip_special_tokens=True) == row["responses"][0] for row in found)
+    capsys.readouterr()
+    sentiment_run.stage("chat", "chat.message='The page says'")
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_tokenizer_of_our_own_takes_the_form_too(tmp_path):
+    (tmp_path / "text.txt").write_text("The old man said nothing. " * 40)
+    run = Run(
+        tmp_path, "own", ["data.form=completion", f"data.corpus='{tmp_path}/text.txt'", "tokenizer.vocab_size=270"]
+    )
+    tokenizer = load_tokenizer(run.stage("tokenizer") / "model")
+    assert end_ids(tokenizer) == [] and tokenizer.decode(encode_prompt(tokenizer, "The old")) == "The old"
