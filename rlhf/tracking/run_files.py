@@ -90,6 +90,7 @@ class RunFiles:
     studies: list[dict[str, Any]] = field(default_factory=list)  # study/*.json
     pipeline: dict[str, Any] = field(default_factory=dict)  # pipeline.json
     audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -109,6 +110,7 @@ def read_run(folder: Path) -> RunFiles:
         [{"file": path.stem} | study for path in sorted(folder.glob("study/*.json")) if (study := read_json(path))],
         read_json(folder / "pipeline.json"),
         read_json(folder / "reward" / "audit.json"),
+        {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
     )
 
 

@@ -1,0 +1,85 @@
+"""The report's tables of evaluations/<name>.json: preference files, checked instructions, a judge, benchmarks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlhf.report.audit import cell
+from rlhf.tracking.run_files import get, number, visible
+
+Table = tuple[str, tuple[str, ...], list[list[str]]]
+
+
+def make_external(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """{"tables", "disagreements"}: as many tables as there are evaluations, and a sentence for each judge who contradicts another."""
+    tables = [*pair_tables(found.get("pairs")), *instruction_tables(found.get("instructions")), *judge_tables(found.get("judge")),
+              *benchmark_tables(found.get("benchmarks"))]  # fmt: skip
+    return {
+        "tables": [{"caption": caption, "columns": columns, "rows": rows} for caption, columns, rows in tables if rows],
+        "disagreements": list(disagreements(found.get("judge"))),
+    }
+
+
+def items_of(tree: Any) -> list[tuple[str, Any]]:
+    return [(visible(str(key), 60), value) for key, value in tree.items()] if isinstance(tree, dict) else []
+
+
+def pair_tables(pairs: Any) -> Iterator[Table]:
+    rows = [
+        ("all", get(pairs, "overall")),
+        *items_of(get(pairs, "subsets")),
+        ("mean of subsets", get(pairs, "mean_of_subsets")),
+    ]
+    yield (
+        "The reward model on preference files",
+        ("subset", "pairs in order", "rows all in order", "length alone"),
+        [[name, *(cell(get(row, key), share=True) for key in ("pairs", "all_right", "length"))]
+         for name, row in rows if isinstance(row, dict)],
+    )  # fmt: skip
+    yield (
+        "By style",
+        ("pairs", "in order"),
+        [[name, cell(row, share=True)] for name, row in items_of(get(pairs, "styles"))],
+    )
+
+
+def instruction_tables(models: Any) -> Iterator[Table]:
+    rows = [
+        [name, *(cell(get(row, key), share=True) for key in ("prompts", "instructions"))]
+        for name, row in items_of(models)
+    ]
+    yield "Instructions that a program checks", ("model", "prompts, all followed", "instructions followed"), rows
+
+
+def judge_tables(judged: Any) -> Iterator[Table]:
+    if not isinstance(get(judged, "pair"), list):
+        return
+    rows = [("win rate", get(judged, "win_rate")), ("at equal length", get(judged, "length_controlled")),
+            ("both orders agree", get(judged, "both_orders_agree")), ("for the first place", get(judged, "first_place"))]  # fmt: skip
+    for name, other in items_of(get(judged, "others")):
+        rows += [
+            (f"by the {name}", get(other, "win_rate")),
+            (f"same preference as the {name}", get(other, "agreement")),
+        ]
+    counts = [f"{key.replace('_', ' ')} {value}" for key, value in items_of(get(judged, "counts"))]
+    cost = number(judged, "cost")
+    caption = f"{' over '.join(map(str, judged['pair']))}, judged by {judged.get('judge')} ({', '.join(counts)})"
+    caption += "" if cost is None else f", cost {cost:g}"
+    yield (
+        visible(caption, 300),
+        ("share of prompts", "value"),
+        [[label, cell(figure, share=True)] for label, figure in rows],
+    )
+
+
+def disagreements(judged: Any) -> Iterator[str]:
+    for name, other in items_of(get(judged, "others")):
+        if get(other, "disagrees") is True:
+            yield (f"{visible(str(get(judged, 'judge')), 60)} gives a win rate of {cell(get(judged, 'win_rate'), share=True)}, the {name} "
+                   f"{cell(get(other, 'win_rate'), share=True)}, on the same answers.")  # fmt: skip
+
+
+def benchmark_tables(benchmarks: Any) -> Iterator[Table]:
+    models = items_of(get(benchmarks, "models"))
+    tasks = dict.fromkeys(key for _, model in models for key, _ in items_of(model))
+    rows = [[task, *(cell(get(model, task)) for _, model in models)] for task in tasks]
+    yield "Benchmarks (lm-eval)", ("task", *(name for name, _ in models)), rows

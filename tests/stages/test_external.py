@@ -1,0 +1,63 @@
+"""Evaluations beside the stage: when the stage runs too, and what the report makes of them."""
+
+import json
+import shutil
+
+import pytest
+
+from rlhf.evaluation import external
+from rlhf.evaluation.judging import judged_figures
+from rlhf.report.external import make_external
+from rlhf.report.page import make_page
+from rlhf.tracking.run_files import read_run
+
+from .conftest import Run
+
+
+def test_the_stage_runs_only_if_it_is_due(gold_run, tmp_path):
+    more = ["evaluate.pairs=x.jsonl", "evaluate.judge=http://localhost/v1"]
+    assert external.asked(gold_run.config()) == []
+    assert external.asked(gold_run.config(*more)) == ["pairs", "judge"]
+    assert not external.stage_is_due(gold_run.config())  # it is complete
+    run = Run(tmp_path, "x", gold_run.overrides)
+    for stage in ("world", "pretrain", "sft", "label", "reward"):
+        (run.folder / stage).mkdir(parents=True)
+        shutil.copy(gold_run.folder / stage / "stage.json", run.folder / stage / "stage.json")
+    assert not external.stage_is_due(run.config())  # PPO is missing
+    (run.folder / "ppo").mkdir()
+    shutil.copy(gold_run.folder / "ppo" / "stage.json", run.folder / "ppo" / "stage.json")
+    assert external.stage_is_due(run.config())
+
+
+def test_the_report_shows_them_and_says_where_judges_disagree(gold_run, tmp_path):
+    share = {"value": 0.75, "ci95": [0.6, 0.9], "n": 40}
+    row = {"pairs": share, "all_right": share, "length": share}
+    answers = {
+        "responses": {"ppo": "a b", "sft": "c"},
+        "scores": {"ppo": 2.0, "sft": 1.0},
+        "gold": {"ppo": 0.1, "sft": 0.9},
+    }
+    judged = judged_figures([answers] * 40, ("ppo", "sft"), ["B", "A"] * 40)
+    found = {
+        "pairs": {"overall": row, "subsets": {"<b>chat</b>": row}, "mean_of_subsets": row, "styles": {"hard": share}},
+        "instructions": {"sft": {"prompts": share, "instructions": share}},
+        "judge": judged | {"judge": "m-1", "counts": {"requests": 80}, "cost": 0.5},
+    }
+    folder = tmp_path / "run"
+    (folder / "evaluations").mkdir(parents=True)
+    for name, results in found.items():
+        (folder / "evaluations" / f"{name}.json").write_text(json.dumps(results), encoding="utf-8")
+    page = make_page([read_run(folder)])
+    assert (
+        "The reward model on preference files" in page and "&lt;b&gt;chat&lt;/b&gt;" in page and "<b>chat" not in page
+    )
+    assert "Instructions that a program checks" in page and "ppo over sft, judged by m-1" in page
+    assert (
+        page.count("Judges disagree.") == 1 and "the reward model 100.0%" in page
+    )  # with the reward model, not with the truth
+
+
+@pytest.mark.parametrize("tree", [{}, {"pair": 3}, {"pair": ["a", "b"], "others": {"x": 1}, "counts": []}])
+def test_a_damaged_file_is_shown_as_far_as_it_goes(tree):
+    found = make_external({"judge": tree, "pairs": tree, "instructions": tree, "benchmarks": tree})
+    assert found["disagreements"] == []
