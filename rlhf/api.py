@@ -126,7 +126,9 @@ class LoadedRun:
         Raises: UserError where there are more of one than of the other, or a prompt does not fit the context.
         """
         if len(prompts) != len(responses):
-            raise UserError(f"score: {len(prompts)} prompts for {len(responses)} responses: give one response a prompt")
+            raise UserError(
+                f"score: {len(prompts)} prompts for {len(responses)} responses: give one response per prompt"
+            )
         from rlhf.evaluation.scoring import item_encoder, score_rows
 
         model, rows = self.reward_model(), []

@@ -199,7 +199,7 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
             ) from None
         key = override.key_or_group
         if key.startswith("hydra") or (key in groups and not text.startswith("~")):
-            if not any(o.startswith("hydra.searchpath=") for o in overrides):  # Hydra knows what lies there
+            if not any(o.startswith("hydra.searchpath=") for o in overrides):  # Hydra reads that folder
                 _check_choice(key, override.value(), folder)
             continue
         if key not in keys:
@@ -210,7 +210,7 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
 
 
 def uses(command: str, key: str) -> bool:
-    """Whether a command reads a setting: for a stage its row in rlhf/recipe.py says so."""
+    """Whether a command reads a setting: for a stage, its row in rlhf/recipe.py lists them."""
     if "." not in key:
         return True
     if command in STAGES:

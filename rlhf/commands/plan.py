@@ -45,7 +45,7 @@ def describe(plan: dict[str, Any]) -> list[str]:
 def verdict(plan: dict[str, Any]) -> str:
     """One line: whether every stage fits, which needs most, and what would fit."""
     stage, most, room = plan["largest"]["stage"], plan["largest"]["bytes"], plan["room_bytes"]
-    needs = f"{stage} needs {gigabytes(most)} of {gigabytes(room)} GB a GPU"
+    needs = f"{stage} needs {gigabytes(most)} of {gigabytes(room)} GB per GPU"
     fewest = plan["fewest_gpus"]
     if plan["fits"]:
         return f"fits: of all stages {needs}; the fewest GPUs that do: {fewest}"
@@ -94,7 +94,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     columns = ["rows", *used, "sum", *(["host"] if any(plan["bytes"][stage]["host"] for stage in STAGES) else [])]
     widths = [max(7, len(name)) for name in columns]
     lines = [
-        "GB a GPU     " + "  ".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)) + "  fits"
+        "GB per GPU   " + "  ".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)) + "  fits"
     ]
     for stage in STAGES:
         parts = plan["bytes"][stage]

@@ -174,7 +174,7 @@ def rewards_by_folder(config: Config) -> list[str]:
 
 
 def parent_stage(config: Config, parent: Path, stage: str) -> Path:
-    """Where a stage of a parent lies: in the parent, or where the `parents.<stage>` of its reward model's record says.
+    """The folder of a parent's stage: in the parent, or as `parents.<stage>` in the record of its reward model.
 
     A run's name there is one under runs_dir, and a relative path is from the working directory, as in `stage_folder`.
     """

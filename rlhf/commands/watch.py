@@ -20,7 +20,7 @@ PLAIN_INTERVAL, PATIENCE = 10.0, 30.0
 
 
 def run(config: Config) -> None:
-    """Show where the run stands until it ends. Raises: UserError if there is no such run, or if it stopped."""
+    """Show the state of the run until it ends. Raises: UserError if there is no such run, or if it stopped."""
     folder = run_folder(config)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")

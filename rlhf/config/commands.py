@@ -28,7 +28,7 @@ class GenerateConfig:
     """`rlhf generate`: responses to a file of prompts (data.prompts), one JSON line per prompt."""
 
     stage: str = setting("ppo", "stage whose model answers", choices=POLICY_STAGES)
-    samples: int = setting(1, "responses a prompt", min=1)
+    samples: int = setting(1, "responses per prompt", min=1)
     temperature: float = setting(1.0, "temperature of sampling", above=0)
     greedy: bool = setting(False, "take the most probable token instead of sampling")
     logprobs: bool = setting(False, "with the tokens of each response and their log-probs in nats")

@@ -54,7 +54,7 @@ def _text_documents(source: Source, encoding: str) -> Iterator[str]:
     assert source.path is not None
     chunks: list[str] = []
     size = 0
-    tail = ""  # of the chunk before, for a separator that stands across two chunks
+    tail = ""  # of the previous chunk, for a separator that spans two chunks
     for chunk in read_text(source.path, encoding):
         chunks.append(chunk)
         size += len(chunk)
@@ -85,7 +85,7 @@ def _row_documents(source: Source) -> Iterator[str]:
 def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
     """The documents of a corpus one by one, blank ones left out, in bounded memory.
 
-    A .txt file is one document, or several where `<|endoftext|>` stands between them; in .jsonl and .json
+    A .txt file is one document, or several separated by `<|endoftext|>`; in .jsonl and .json
     files and in hub data sets each row is one, under the key `text`. `encoding` is that of .txt files.
 
     Raises: UserError if a file is missing, empty or undecodable, or a row has no text.
@@ -377,7 +377,7 @@ class Blocks(torch.utils.data.Dataset):
 def document_positions(tokens: Tensor, separator: int) -> Tensor:
     """Position of each token (B, T) within its document, which ends with a separator.
 
-    Restarting positions are what tells the model that the documents of a block must not see each other.
+    Positions that restart separate the documents of a block: attention does not cross them.
     """
     index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     starts = torch.nn.functional.pad(tokens[:, :-1] == separator, (1, 0))

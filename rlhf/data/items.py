@@ -92,7 +92,7 @@ def join_rankings(
 ) -> tuple[list[Item], int]:
     """One item per prompt with at least one ordered pair, and how many rankings gave none.
 
-    Rankings of one prompt share an item whoever judged, in whatever order the answers stand, and where only some
+    Rankings of one prompt share an item whoever judged, whatever the order of the answers, and if only some
     answers are the same: each different answer is there once. Two answers that say the same and end alike are one, and
     a pair of them says nothing. Rankings of a labeler with weight 0, or whose prompt does not fit, give no pair.
 
@@ -162,5 +162,7 @@ def check_labelers(setting: str, names: Collection[str], records: Sequence[Ranki
     unknown = [name for name in names if name not in seen]
     if unknown:
         shown = ", ".join(seen[:20]) + (f" and {len(seen) - 20} more" if len(seen) > 20 else "")
-        raise UserError(f"{setting}: no ranking is by {', '.join(unknown)}: want some of the labelers seen: "
-                        f"{shown or 'none has a name'}")  # fmt: skip
+        raise UserError(
+            f"{setting}: no ranking is by {', '.join(unknown)}: want some of the labelers seen: "
+            f"{shown or 'none has a name'}"
+        )

@@ -69,7 +69,7 @@ class _Part(BaseModel):
             return data
         clash = sorted(unknown.keys() & (metadata or {}).keys())
         if clash:
-            raise _problem("metadata", f'"{clash[0]}" stands both in the record and under metadata: keep one of them')
+            raise _problem("metadata", f'"{clash[0]}" is both in the record and under metadata: keep one of them')
         known = {key: value for key, value in data.items() if key in fields}
         return known | {"metadata": (metadata or {}) | unknown}
 
@@ -181,7 +181,7 @@ class Ranking(_Record):
         known = set(ids)
         if len(known) < len(ids):
             twice = first_repeat(ids)
-            raise _problem("responses", f'responses: id "{twice}" stands twice: give each response an id of its own')
+            raise _problem("responses", f'responses: id "{twice}" appears twice: give each response a separate id')
         if self.ranking is not None and self.pairs is not None:
             raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
         named = {"ratings": list(self.ratings), "flags": list(self.flags)}
@@ -248,7 +248,7 @@ def first_repeat(names: Iterable[str]) -> str | None:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value as it stands in an error message: on one line, printable, cut short."""
+    """A value as shown in an error message: on one line, printable, cut short."""
     try:
         text = repr(value[: limit + 1] if isinstance(value, str) else value)
     except (RecursionError, ValueError):  # nested too deeply; an integer of thousands of digits

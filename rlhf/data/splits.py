@@ -1,4 +1,4 @@
-"""Which split a prompt belongs to: decided by hash, so that no prompt ever stands in two splits.
+"""Which split a prompt belongs to: decided by hash, so that no prompt is ever in two splits.
 
 This file decides for one record by itself. How an import keeps users together and earlier assignments is in
 `assignments.py`.

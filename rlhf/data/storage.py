@@ -277,7 +277,7 @@ def read_records(folder: Path, kinds: Iterable[str] = tuple(KINDS)) -> Iterator[
 
 
 def read_arrow(path: Path, rows: int = 1000) -> Iterator[dict[str, Any]]:
-    """The rows of a stream file, memory-mapped, made into Python objects a batch at a time."""
+    """The rows of a stream file, memory-mapped, made into Python objects one batch at a time."""
     import datasets
 
     for batch in datasets.Dataset.from_file(str(path)).with_format("arrow").iter(batch_size=rows):

@@ -24,7 +24,7 @@ _FORMULA = re.compile(r"'*[\s\x00-\x1f\u200b\ufeff]*[=+\-@\uff1d\uff0b\uff0d\uff
 
 
 def shuffle_responses(task: Ranking, seed: int) -> Ranking:
-    """The task with its responses in an order that depends on (seed, id) only, so that position tells nothing.
+    """The task with its responses in an order that depends on (seed, id) only, so that position carries no information.
 
     Ids stay with their responses: they were given in the order of drawing, and draws are exchangeable.
     """
@@ -79,7 +79,7 @@ def _unseen(task: Ranking, responses: Sequence[RankedResponse]) -> dict[str, Any
 def label_studio_config(interface: str) -> str:
     """The labelling configuration to paste into a project: what a labeler sees and clicks.
 
-    Prompts and responses stand in <Text> and in the `body` of a <List>, both of which show markup as plain characters;
+    Prompts and responses are in <Text> and in the `body` of a <List>, both of which show markup as plain characters;
     <HyperText> and the `html` of a list, which would run it, are not used.
     """
     text = '<Text name={name} value={value} valueType="text" selectionEnabled="false"/>'

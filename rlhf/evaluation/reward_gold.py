@@ -53,7 +53,7 @@ def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Sco
 
     weight: of the score on a part, both in standard deviations; true: the same for the labelers' noiseless mean utility,
     which is what a perfect reward model would have learned; labelers: their mean weight of the part, as they state it,
-    in utility a unit; coefficient: the score's, in calibrated score a unit. A part that never varies has no weight.
+    in utility per unit; coefficient: the score's, in calibrated score per unit. A part that never varies has no weight.
     """
     parts = [judged_parts(truth, item) for item in items]
     x = np.array([[p[name] for name in truth.parts] for judged in parts for p in judged])

@@ -1,7 +1,7 @@
 """The gold judge: scores any response to a task by named parts, because the truth is known.
 
 It reads text only, never the model. It is never used in training: labelers.py sees its parts through each labeler's
-own taste and noise, and evaluation uses it to tell whether alignment worked.
+own taste and noise, and evaluation uses it to measure whether alignment worked.
 """
 
 import re

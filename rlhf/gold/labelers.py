@@ -22,7 +22,7 @@ class Labeler:
 
     name: str
     weights: dict[str, float]
-    per_word: float  # bias: utility a word of length
+    per_word: float  # bias: utility per word of length
     courtesy: float  # bias: utility of any courtesy beyond what `polite` is worth
     noise: float  # standard deviation of a judgement
     worst: float = 0.0  # utility of the lowest rating

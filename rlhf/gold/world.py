@@ -138,8 +138,14 @@ def _open_qa(rng: random.Random) -> Task:
         i = rng.randrange(len(COUNTRIES))
         country, right = COUNTRIES[i], CITIES[i]
         wrong = rng.choice([c for c in CITIES if c != right])
-        core = rng.choice(("What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?",
-                           "Do you know the capital of {}?")).format(country)  # fmt: skip
+        core = rng.choice(
+            (
+                "What is the capital of {}?",
+                "Tell me the capital of {}.",
+                "Which city is the capital of {}?",
+                "Do you know the capital of {}?",
+            )
+        ).format(country)
         frame, never = f"The capital of {country} is", [c for c in CITIES if c != right]
     elif topic == "sound":
         i = rng.randrange(len(SOUNDS))

@@ -14,7 +14,7 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
 
     A_i = R_i - 1/(k - 1) sum_{j != i} R_j        k = group_size
 
-    rewards (B,) float, one per response; responses to one prompt stand together, k each. Returns (B,).
+    rewards (B,) float, one per response; responses to one prompt are adjacent, k each. Returns (B,).
 
     Raises ValueError: k below 2, or B no multiple of k.
 
@@ -30,7 +30,7 @@ def group_normalised(rewards: Tensor, group_size: int) -> Tensor:
 
     A_i = (R_i - mean(R)) / (std(R) + 1e-6)        mean and biased std over the k responses to one prompt
 
-    rewards (B,) float; responses to one prompt stand together, k = group_size each. Returns (B,): 0 if all
+    rewards (B,) float; responses to one prompt are adjacent, k = group_size each. Returns (B,): 0 if all
     responses to a prompt earn the same.
 
     Raises ValueError: k below 2, or B no multiple of k.

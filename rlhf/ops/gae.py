@@ -23,7 +23,7 @@ def gae(
     for a response that is over (None: all of them; a response without an end token is over too), the value of
     the state after the last token for an episode that was cut off and would have gone on.
 
-    rewards, values (B, T) float; mask (B, T) bool, one unbroken run of True a row, wherever it lies, or none;
+    rewards, values (B, T) float; mask (B, T) bool, one unbroken run of True per row, anywhere, or none;
     last_values (B,). Returns advantages and returns (B, T), at least float32, 0 where mask is False, without
     a graph.
 
@@ -60,10 +60,10 @@ def _check(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: flo
     if not (rewards.is_floating_point() and values.is_floating_point()):
         raise ValueError(f"gae: rewards are {rewards.dtype}, values {values.dtype}: give floats")
     if last_values is not None and last_values.shape != mask.shape[:1]:
-        raise ValueError(f"gae: last_values has shape {tuple(last_values.shape)}: give one a row, ({mask.shape[0]},)")
+        raise ValueError(f"gae: last_values has shape {tuple(last_values.shape)}: give one per row, ({mask.shape[0]},)")
     if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0):
         raise ValueError(f"gae: gamma is {gamma}, lam {lam}: give both within 0 to 1")
     starts = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(1)  # (B,) runs of True in a row
     if bool((starts > 1).any()):
         row = int((starts > 1).nonzero()[0])
-        raise ValueError(f"gae: row {row} of mask has a hole: response tokens must stand together")
+        raise ValueError(f"gae: row {row} of mask has a hole: response tokens must be contiguous")

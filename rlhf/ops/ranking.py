@@ -66,7 +66,7 @@ def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[f
     if len(labeler_weights) != len(labelers) or not all(weight >= 0 for weight in labeler_weights):
         raise ValueError(
             f"combine_pair_weights: labeler_weights is {list(labeler_weights)} for {len(labelers)} labelers: "
-            "give one a labeler, 0 or more"
+            "give one per labeler, 0 or more"
         )
     weighted = [weight * upcast(one) for weight, one in zip(labeler_weights, labelers, strict=True)]
     return torch.stack(weighted).sum(0)

@@ -38,7 +38,7 @@ def decode_seconds(
 ) -> float:  # fmt: skip
     """Seconds in which one GPU samples one batch of `rows` responses.
 
-    The prompt runs at `flops` operations a second; each of the `answer` steps then takes as long as its operations or as
+    The prompt runs at `flops` operations per second; each of the `answer` steps then takes as long as its operations or as
     reading the weights and the cache (half full on average beyond the prompt), whichever is longer. cache_bytes: of the
     full cache; bandwidth: bytes per second.
 

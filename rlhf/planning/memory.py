@@ -1,6 +1,6 @@
 """Bytes on one GPU, by part: model states, activations, logits, KV cache, communication buffers.
 
-Pure functions of sizes; which of them a stage adds up stands in `rlhf.planning.plan`. Not counted: the CUDA context, the
+Pure functions of sizes; `rlhf.planning.plan` adds up those of a stage. Not counted: the CUDA context, the
 allocator's fragmentation and the optimizer's temporaries, for which `memory_margin` keeps a share free.
 """
 
@@ -10,7 +10,7 @@ from rlhf.planning.shapes import Shape
 # its own float32 weights too). Source: Rajbhandari et al. 2020, section 3.1.
 STATE_BYTES = {"bf16": (2, 2, 4 + 4 + 4), "fp32": (4, 4, 4 + 4)}
 ELEMENT = {"bf16": 2, "fp32": 4}
-# Name: ZeRO stage, and whether states lie in the host's memory.
+# Name: ZeRO stage, and whether states are in the host's memory.
 DEEPSPEED = {
     "none": (0, False), "zero1": (1, False), "zero2": (2, False), "zero3": (3, False), "zero2_offload": (2, True),
     "zero3_offload": (3, True),
@@ -33,8 +33,10 @@ def model_state_bytes(
     Differs: in float32 too, DeepSpeed's optimizer keeps a copy of the weights that it updates.
     """
     if dtype not in STATE_BYTES or zero not in range(4) or world < 1 or not 0 <= persistent <= parameters:
-        raise ValueError(f"model_state_bytes: parameters={parameters}, world={world}, zero={zero}, dtype={dtype!r}, "
-                         f"persistent={persistent}: want world 1 or more, zero 0 to 3, bf16 or fp32")  # fmt: skip
+        raise ValueError(
+            f"model_state_bytes: parameters={parameters}, world={world}, zero={zero}, dtype={dtype!r}, "
+            f"persistent={persistent}: want world 1 or more, zero 0 to 3, bf16 or fp32"
+        )
     if offload and zero < 2:
         raise ValueError(f"model_state_bytes: zero={zero} has no offload: want 2 or 3")
     weights, gradients, optimizer = STATE_BYTES[dtype]

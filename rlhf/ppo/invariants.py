@@ -93,7 +93,7 @@ def check_reference(rollout: Rollout, tolerance: float) -> None:
         wanted += f", {HALF_MEAN_GAP} on average, and a KL within {HALF_SEQUENCE_KL}"
     if not all(limits):
         refuse(2, f"log-probs are up to {most:.2e} nats off the reference's, {mean:.2e} on average, which is a KL of "
-                  f"{kl:.2e} nats a sequence; {wanted}: the reference is not the model that the policy started from, or "
+                  f"{kl:.2e} nats per sequence; {wanted}: the reference is not the model that the policy started from, or "
                   "the sampler's log-probs are not the forward's")  # fmt: skip
 
 

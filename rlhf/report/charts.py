@@ -1,6 +1,6 @@
-"""Which pictures the report shows of each stage, and what stands in each. `figures.py` draws them.
+"""Which pictures the report shows of each stage, and what each contains. `figures.py` draws them.
 
-Of one run the colours tell its curves apart; of several they tell the runs apart, and dashes the curves.
+For one run, colours distinguish the curves; for several, colours distinguish the runs and dashes the curves.
 """
 
 import math
@@ -87,7 +87,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Gradient norms", ("optim/grad_norm=both", "optim/policy_grad_norm=policy",
                                  "optim/critic_grad_norm=critic", "optim/rl_grad_norm=policy without pretraining",
                                  "optim/ptx_grad_norm=pretraining term")),
-        Chart("Seconds an update", ("time/rollout_s=sampling", "time/score_s=scoring",
+        Chart("Seconds per update", ("time/rollout_s=sampling", "time/score_s=scoring",
                                     "time/update_s=update")),
         *_COST,
     ),
@@ -102,14 +102,14 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
 }  # fmt: skip
 # Told elsewhere on the page.
 NOT_DRAWN = ("time/elapsed_s",)
-# A curve of at most this many points, such as an evaluation now and then, gets a dot a point.
+# A curve of at most this many points, such as an evaluation now and then, gets a dot per point.
 DOTS_UP_TO = 25
 HALF_WIDTH, HALF_HEIGHT = 580.0, 230.0
 TABLE_POINTS = 12
 
 
 def expand(pattern: str, points: Points) -> list[tuple[str, str]]:
-    """The (metric, label) pairs that a name of a Chart stands for among the metrics at hand.
+    """The (metric, label) pairs that a name of a Chart matches among the given metrics.
 
     A label is what follows `=`, else the split of an eval/ metric, else the last word of the name.
     """
@@ -292,8 +292,14 @@ def make_calibration(runs: Sequence[tuple[str, list[tuple[float, float, float, f
         return None
     label = "Calibration of the reward model: share of wins against score gap"
     curve = Curve(series, [Mark("chance", 0.5)], x_name="score gap", label=label, y_name="share of wins")
-    return Picture("Calibration of the reward model", curve, "reward", note="Share of pairs that the higher score wins, "
-                   "against the gap between the scores.", half=True, legend=make_legend(series, True, last=False))  # fmt: skip
+    return Picture(
+        "Calibration of the reward model",
+        curve,
+        "reward",
+        note="Share of pairs that the higher score wins, against the gap between the scores.",
+        half=True,
+        legend=make_legend(series, True, last=False),
+    )
 
 
 def make_histogram(runs: Sequence[tuple[str, dict[str, list[tuple[float, float]]]]]) -> Picture | None:
@@ -309,8 +315,14 @@ def make_histogram(runs: Sequence[tuple[str, dict[str, list[tuple[float, float]]
     if not series:
         return None
     curve = Curve(series, x_name="score", label="Scores of SFT and PPO", y_name="share of responses", bars=True)
-    return Picture("Scores of SFT and PPO", curve, "reward", note="Share of responses to held-out prompts by the reward "
-                   "model's score.", half=True, legend=make_legend(series, True, last=False))  # fmt: skip
+    return Picture(
+        "Scores of SFT and PPO",
+        curve,
+        "reward",
+        note="Share of responses to held-out prompts by the reward model's score.",
+        half=True,
+        legend=make_legend(series, True, last=False),
+    )
 
 
 def make_study(title: str, points: list[dict[str, float]], measure: str, unit: str) -> Picture | None:
@@ -357,4 +369,4 @@ def make_choices(title: str, rows: dict[str, tuple[float, float, float]], unit: 
     dots = Series(unit, [float(i) for i in range(len(rows))], values, dots=True, line=False, lows=lows, highs=highs)
     marks = [Mark("default", rows["default"][0])] if "default" in rows else []
     curve = Curve([dots], marks, x_name="choice", label=f"{title}: {', '.join(rows)}", y_name=unit, names=list(rows))
-    return Picture(title, curve, "study", note="A dot a choice, with its 95% interval over seeds.", half=True)
+    return Picture(title, curve, "study", note="One dot per choice, with its 95% interval over seeds.", half=True)

@@ -181,7 +181,7 @@ def make_pictures(runs: list[RunFiles]) -> list[Picture]:
 
 
 def make_study_pictures(study: dict[str, Any], run: str) -> Iterator[Picture | None]:
-    """A study's frontiers: learned and true reward against KL, a path a choice, or a dot a policy where there is no path."""
+    """A study's frontiers: learned and true reward against KL, one path per choice, or one dot per policy if there is no path."""
     listed = study.get("points")
     points = [
         {key: value for key, value in point.items() if is_number(value)}
@@ -211,7 +211,7 @@ def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[f
 def _paths(study: dict[str, Any], measure: str) -> Iterator[tuple[str, list[tuple[float, float, float, float]]]]:
     """(choice, rows of KL, value and its interval); where there is no interval, the value itself.
 
-    Best-of-n stands at the estimate of its KL where there is one, and at the upper bound elsewhere.
+    Best-of-n is drawn at the estimate of its KL if there is one, else at the upper bound.
     """
     curves = study.get("curves")
     found = {name: get(curve, "mean") for name, curve in (curves if isinstance(curves, dict) else {}).items()}

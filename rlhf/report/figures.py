@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 # Pixels of a picture; the page scales it to its column.
 WIDTH, HEIGHT = 380.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
-NAMES_BOTTOM = 64.0  # where slanted names stand below the axis
+NAMES_BOTTOM = 64.0  # room for slanted names below the axis
 # A noisy curve of at least this many points is drawn faint, with its moving average over it.
 SMOOTH_FROM = 60
 MAX_POINTS = 400
@@ -43,8 +43,8 @@ class Series:
     xs: list[float]
     ys: list[float]
     colour: int = 0
-    dots: bool = False  # also a dot a point, for curves of few points
-    dash: int = 0  # of DASHES: what differs where the colour tells the run
+    dots: bool = False  # also a dot per point, for curves of few points
+    dash: int = 0  # of DASHES: differs between the curves of a run if the colour denotes the run
     line: bool = True  # false: points alone
     lows: list[float] = field(default_factory=list)  # of a band, or of bars at lone points; empty: none
     highs: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """A curve as a small inline SVG picture that takes its colours from the page and shows values on hover, without a script.
 
 matplotlib draws it (`figures.py`); its stand-in colours become CSS variables, so that one picture serves light and dark
-pages, and upright strips over it tell the values under the pointer.
+pages, and vertical strips over it show the values under the pointer.
 """
 
 import bisect
@@ -125,7 +125,7 @@ def _hovers(
         ]
         strip = f'x="{edges[i]:.1f}" width="{edges[i + 1] - edges[i]:.1f}"'
         dots = "".join(_circle(to_pixels(*found), one, 3.2) for one, found in at)
-        # The words stand on the side of the strip where there is room.
+        # The words are on the side of the strip that has room.
         left = places[i] > width / 2
         where = f'x="{places[i] + (-6 if left else 6):.1f}"'
         told = [(curve.tell(x), "")]

@@ -20,7 +20,7 @@ class Bar(NamedTuple):
     ticks: list[tuple[float, str]]
 
     def place(self, value: float) -> str:
-        """Where `value` stands on the scale, as a CSS length."""
+        """The place of `value` on the scale, as a CSS length."""
         return f"{100 * min(max((value - self.low) / (self.high - self.low), 0.0), 1.0):.2f}%"
 
     @property
@@ -76,7 +76,7 @@ def _rounds(results: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(overviews: list[dict[str, Any]]) -> list[tuple[str, list[Tile | None]]]:
-    """The tiles of several runs as rows: (title, one tile a run or None)."""
+    """The tiles of several runs as rows: (title, one tile per run, or None)."""
     by_run = [{tile.title: tile for tile in overview["tiles"]} for overview in overviews]
     titles = dict.fromkeys(title for tiles in by_run for title in tiles)
     return [(title, [tiles.get(title) for tiles in by_run]) for title in titles]
@@ -177,7 +177,7 @@ def _latest(stages: dict[str, StageFiles], stage: str, metric: str) -> tuple[flo
 
 
 def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
-    """A box a stage: state, cost, and whether the parents it was built on are the ones that lie here now."""
+    """A box per stage: state, cost, and whether the parents it was built on are those of this run now."""
     stages = run.stages
     slowest = max((number(stage.record, "seconds") or 0.0 for stage in stages.values()), default=0.0)
     boxes = []
@@ -247,8 +247,10 @@ def _arrow(a: int, b: int, parent: dict[str, Any], child: str, top: int, into: l
         x1 = a * (BOX_WIDTH + GAP) + BOX_WIDTH * (0.62 + 0.3 * (len(out) - out.index(b)) / (len(out) + 1))
         x2 = b * (BOX_WIDTH + GAP) + BOX_WIDTH * (0.08 + 0.5 * (len(into) - into.index(a)) / (len(into) + 1))
         peak = top - 6 - LIFT * (b - a - 1)
-        path = (f"M{x1:.1f} {top}V{peak + 6:g}Q{x1:.1f} {peak:g} {x1 + 6:.1f} {peak:g}H{x2 - 6:.1f}Q{x2:.1f} {peak:g} "
-                f"{x2:.1f} {peak + 6:g}V{top - 2}M{x2 - 3:.1f} {top - 6}L{x2:.1f} {top - 1}L{x2 + 3:.1f} {top - 6}")  # fmt: skip
+        path = (
+            f"M{x1:.1f} {top}V{peak + 6:g}Q{x1:.1f} {peak:g} {x1 + 6:.1f} {peak:g}H{x2 - 6:.1f}Q{x2:.1f} {peak:g} "
+            f"{x2:.1f} {peak + 6:g}V{top - 2}M{x2 - 3:.1f} {top - 6}L{x2:.1f} {top - 1}L{x2 + 3:.1f} {top - 6}"
+        )
     words = html.escape(f"{child} was built on {parent['name']} {parent['hash']}{STATE_WORDS[parent['state']]}")
     return f'<g class="link {parent["state"]}"><path d="{path}"/><path class="grip" d="{path}"><title>{words}</title></path></g>'
 

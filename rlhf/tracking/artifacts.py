@@ -1,6 +1,6 @@
 """What a stage wrote as a W&B artifact, with its lineage: on request (tracking.artifacts), since models are large.
 
-Parents and data stand in an artifact's metadata by their hashes. Online they are inputs of the run too, so that W&B
+An artifact's metadata contain the hashes of parents and data. Online they are inputs of the run too, so that W&B
 draws the graph; offline it allows no inputs. stage.json stays the record (`rlhf.runs.folders`).
 """
 

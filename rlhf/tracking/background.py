@@ -1,7 +1,7 @@
 """A view of the numbers that lives in another thread, so that no slow or broken service delays training.
 
 Calls are queued and made in their order by one thread. A table that fails is told once and ends the tables; any other
-call that fails ends the sink. What the sink itself does is in `wandb_run.py` and `tensorboard.py`; the files are `writers.py`'s business.
+call that fails ends the sink. What the sink itself does is in `wandb_run.py` and `tensorboard.py`; the files are written in `writers.py`.
 """
 
 import contextlib

@@ -48,12 +48,12 @@ def _panel_specification(panel: Panel) -> dict[str, Any]:
 
 
 def example(name: str) -> str:
-    """A name that a pattern stands for."""
+    """A name that matches a pattern."""
     return re.sub(r"<([a-z]+)>", r"\1", name)
 
 
 def metric_pattern(names: tuple[str, ...]) -> str:
-    """A regular expression for exactly these metrics; `<split>` stands for one word."""
+    """A regular expression for exactly these metrics; `<split>` matches one word."""
     return "^(" + "|".join(re.sub(r"<[a-z]+>", "[^/]+", name) for name in names) + ")$"
 
 
@@ -72,8 +72,13 @@ def make_workspace(project: str, entity: str) -> Any:
                 layout_settings=ws.SectionLayoutSettings(columns=3, rows=3),
             )
         )
-    return ws.Workspace(entity=entity, project=project, name=NAME, sections=sections, settings=ws.WorkspaceSettings(
-        x_axis="progress/step", remove_legends_from_panels=False))  # fmt: skip
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=NAME,
+        sections=sections,
+        settings=ws.WorkspaceSettings(x_axis="progress/step", remove_legends_from_panels=False),
+    )
 
 
 def flow(widths: list[int]) -> list[tuple[int, int]]:
@@ -95,8 +100,13 @@ def make_panel(panel: Panel, place: tuple[int, int]) -> Any:
     layout = wr.Layout(x=place[0], y=place[1], w=panel.width, h=height)
     if panel.chart:
         query = {"summaryTable": {"tableKey": panel.table}}
-        return wr.CustomChart(query=query, chart_name=panel.chart, chart_fields=dict(panel.fields),
-                              chart_strings={"title": panel.title}, layout=layout)  # fmt: skip
+        return wr.CustomChart(
+            query=query,
+            chart_name=panel.chart,
+            chart_fields=dict(panel.fields),
+            chart_strings={"title": panel.title},
+            layout=layout,
+        )
     if panel.table:
         return wr.WeavePanelSummaryTable(table_name=panel.table, layout=layout)
     plot: dict[str, Any] = {"title": panel.title, "x": panel.x, "log_y": panel.log_y, "layout": layout,

@@ -181,7 +181,7 @@ METRICS: tuple[Metric, ...] = (
 )
 # fmt: on
 
-# What every curve of a stage stands over, where it is not progress/step.
+# The x axis of a stage's curves, if it is not progress/step.
 X_AXES = {"pretrain": "progress/tokens", "ppo": "progress/episodes"}
 # Numbers that writers add to a line that has the number they follow from.
 DERIVED = {"objective/sqrt_kl": ("objective/kl", lambda kl: math.sqrt(kl) if kl > 0 else 0.0 * kl)}

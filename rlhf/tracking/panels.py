@@ -1,6 +1,6 @@
 """What the W&B dashboard shows, as a table: sections of panels, each with the metrics it draws. `dashboard.py` builds it.
 
-A name is one of the table of metrics (`metrics.py`), pattern or not: `eval/<split>/kl` stands for every split.
+A name is one of the table of metrics (`metrics.py`), pattern or not: `eval/<split>/kl` means every split.
 """
 
 from typing import NamedTuple
@@ -81,7 +81,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Sequences per second", ("time/samples_per_s",)),
         Panel("Share of the device's peak (MFU)", ("time/mfu",)),
         Panel("Peak memory, MB", ("memory/peak_rss_mb", "memory/peak_gpu_mb")),
-        Panel("Seconds an update", ("time/rollout_s", "time/score_s", "time/update_s"), EPISODES),
+        Panel("Seconds per update", ("time/rollout_s", "time/score_s", "time/update_s"), EPISODES),
         Panel("Elapsed seconds", ("time/elapsed_s",)),
     ),
 }  # fmt: skip

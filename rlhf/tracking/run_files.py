@@ -24,7 +24,7 @@ Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
 
 @dataclass(slots=True)
 class StageFiles:
-    """What lies in one stage's folder; every part may be missing."""
+    """The contents of one stage's folder; every part may be missing."""
 
     name: str
     status: str  # complete | unfinished | not started
@@ -81,7 +81,7 @@ def read_stage(folder: Path) -> StageFiles:
 
 @dataclass(slots=True)
 class RunFiles:
-    """What lies in a run's folder; every part may be missing."""
+    """The contents of a run's folder; every part may be missing."""
 
     name: str
     stages: dict[str, StageFiles]

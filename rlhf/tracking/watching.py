@@ -61,7 +61,7 @@ class Tail:
 
 @dataclass(slots=True)
 class Watched:
-    """One stage as it stands."""
+    """The current state of one stage."""
 
     name: str
     home: Path  # runs/<run>/<stage>
@@ -210,7 +210,7 @@ class Watch:
 
 
 def line(stage: Watched) -> str:
-    """One plain line: where a stage stands."""
+    """One plain line: the state of a stage."""
     unit = "update" if stage.name == "ppo" else "step"
     parts = [f"{stage.title}: {stage.status}"]
     if stage.step:

@@ -96,7 +96,7 @@ class Tracker:
             if not metrics:
                 return
         row: dict[str, float | None] = {"progress/step": int(step)}
-        # A second line of a step, an evaluation say, stands at the same place of every axis.
+        # A second line of a step, such as an evaluation, has the same value on every axis.
         row |= self._axes if self._axes.get("progress/step") == step else {}
         if episodes is not None:
             row["progress/episodes"] = int(episodes)
@@ -207,10 +207,10 @@ def make_tracker(
 ) -> Tracker:
     """Opens the records of one stage.
 
-    folder: the stage's own; metrics.jsonl, samples.jsonl and wandb/ or tensorboard/ come to lie there. "off" writes
+    folder: of the stage; metrics.jsonl, samples.jsonl and wandb/ or tensorboard/ are written to it. "off" writes
         metrics.jsonl alone, "silent" nothing.
     resume_step: the step of the checkpoint that training goes on from. Lines after it are dropped, since
-        they will be written again; 0 starts the files anew.
+        they will be written again; 0 empties the files.
     W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
     keeps its run id over a resume. Its failures are told once and stop nothing.
     Raises: UserError for an unknown kind, and for tensorboard where the package is missing.

@@ -66,7 +66,7 @@ DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b"[1]", "got a list, want an object {…}"),
         (b"3", "got a number, want an object {…}"),
         (b'{"a": NaN}', "got NaN, which JSON has not: want a number or null"),
-        (b'{"a": {"b": 1, "b": 2}}', 'key "b" stands twice in one object: keep one'),
+        (b'{"a": {"b": 1, "b": 2}}', 'key "b" appears twice in one object: keep one'),
         (b'{"a": "\\ud83d x"}', "got a lone surrogate (half of a character), want text that UTF-8 can hold"),
         (b'{"a": "\xe9"}', "byte 0xe9 at offset 19 is not UTF-8: save the file as UTF-8"),
         (DEEP.encode(), "nested too deeply"),
@@ -92,7 +92,7 @@ def test_an_array_streams_with_line_numbers(tmp_path, monkeypatch, chunk):
         Row(2, {"a": 1}),
         Row(4, {"b": "]é€,"}),
         Reject("a.json", 6, "", "got a number, want an object {…}"),
-        Reject("a.json", 6, "", 'key "a" stands twice in one object: keep one'),
+        Reject("a.json", 6, "", 'key "a" appears twice in one object: keep one'),
         Row(7, {"c": [1, {}]}),
     ]
 

@@ -71,7 +71,7 @@ def test_unknown_keys_are_kept_under_metadata():
 
 def test_an_unknown_key_never_overwrites_metadata():
     values = {"id": "p", "prompt": "Hi", "topic": "x", "metadata": {"topic": "y"}}
-    assert problem(PromptRecord, values) == '"topic" stands both in the record and under metadata: keep one of them'
+    assert problem(PromptRecord, values) == '"topic" is both in the record and under metadata: keep one of them'
 
 
 NAMES = "responses are a, b, c: "
@@ -108,7 +108,7 @@ NAMES = "responses are a, b, c: "
         ({"responses": []}, "responses: got none, want at least one"),
         (
             {"responses": [{"id": "a", "text": "A"}] * 2},
-            'responses: id "a" stands twice: give each response an id of its own',
+            'responses: id "a" appears twice: give each response a separate id',
         ),
         ({"responses": [{"id": "a", "text": 3}]}, "responses.0.text: got 3, want a valid string"),
         ({"responses": [{"id": "a"}]}, "responses.0.text: missing"),

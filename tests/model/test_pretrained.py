@@ -213,6 +213,7 @@ def smollm2():
     return next(Path(found.origin).parent.glob("*.gguf"))
 
 
+@pytest.mark.long  # half a minute: 135 million weights are dequantised
 @torch.no_grad()
 def test_smollm2_from_its_gguf_file(smollm2, tmp_path):
     said: list[str] = []

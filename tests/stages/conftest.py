@@ -3,12 +3,15 @@
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rlhf.commands.launch import run_processes
 
 os.environ["RLHF_PROGRESS"] = "off"
 
@@ -30,6 +33,15 @@ def run_stage(name: str, config: Any) -> None:
     from rlhf.cli import module_of
 
     module_of(name).run(config)
+
+
+def run_ranks(script: str, processes: int, *arguments: str) -> None:
+    """tests/stages/<script>.py as so many processes of one thread each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(Path.cwd()))
+        command = [sys.executable, "-m", f"tests.stages.{script}", *arguments]
+        assert run_processes(command, processes, threads=1) == 0
 
 
 def collect(run: Any, prompts: Any, keys: list[tuple]) -> Any:

@@ -1,6 +1,6 @@
 """What one rank of a launch does in test_ppo_ranks.py: gradients of recorded rollouts, and the first live ones.
 
-Run by torchrun as `ppo_ranks.py <recorded.safetensors> <out folder> <overrides …>`.
+Run as `ppo_ranks.py <recorded.safetensors> <out folder> <overrides …>`.
 """
 
 import sys
@@ -22,8 +22,8 @@ from rlhf.training.setup import set_up
 from tests.stages.conftest import collect
 
 
-def main() -> None:
-    recorded, out, *overrides = sys.argv[1:]
+def main(arguments: list[str]) -> None:
+    recorded, out, *overrides = arguments
     config = compose_config(overrides)
     with open_stage(config, "ppo") as stage:
         trainer = ppo.make_ppo_run(config, stage, set_up(config))
@@ -56,6 +56,7 @@ def main() -> None:
             torch.save({"metrics": metrics, "updates": whole}, out / "metrics.pt")
 
 
-main()
-if disconnect():
-    leave(0)
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    if disconnect():
+        leave(0)

@@ -1,7 +1,8 @@
 """What one process does in test_sharding.py: whole stages, one after the other, some cut off after a checkpoint.
 
 Run as `sharding_ranks.py <out.json> <job> …`, each job `<stage>:<saves>:<overrides separated by blanks>`. With saves above 0
-the stage is cut off right after that many checkpoints. The first process writes what each job left on the devices.
+the stage is cut off right after that many checkpoints. The first process writes what each job left on the devices; the job
+`held:<deepspeed>:<precision>:<persistence threshold>` measures what a small GPT holds.
 """
 
 import contextlib
@@ -15,10 +16,11 @@ import torch
 
 from rlhf.composing import compose_config
 from rlhf.interrupts import leave
-from rlhf.processes import disconnect, is_first
+from rlhf.processes import connect, disconnect, is_first
 from rlhf.stages import pretrain, sft
 from rlhf.training import trainer
 from rlhf.training.loop import StageLoop
+from tests.stages.state_bytes import measure_state
 
 
 class CutOff(Exception):
@@ -33,8 +35,8 @@ def held(model: torch.nn.Module, engine: Any) -> dict[str, float]:
     return {"weights": weights / whole, "moments": sum(s["exp_avg"].numel() for s in states) / whole}
 
 
-def main() -> None:
-    out, *jobs = sys.argv[1:]
+def main(arguments: list[str]) -> None:
+    out, *jobs = arguments
     found: list[Any] = []
     save = StageLoop.saved
     train = trainer.train
@@ -46,6 +48,11 @@ def main() -> None:
 
     pretrain.train = sft.train = measured
     for job in jobs:
+        if job.startswith("held:"):
+            connect(torch.device("cpu"))
+            _, name, precision, threshold = job.split(":")
+            found.append(measure_state(name, precision, int(threshold)))
+            continue
         stage, saves, overrides = job.split(":", 2)
         left = int(saves)
 
@@ -64,6 +71,7 @@ def main() -> None:
         Path(out).write_text(json.dumps(found))
 
 
-main()
-if disconnect():
-    leave(0)
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    if disconnect():
+        leave(0)

@@ -169,7 +169,7 @@ def test_rejection_sampling_trains_on_the_best(copy_until, gold_run):
     assert read_stage(folder)["status"] == "complete"
 
 
-SMALL_STUDY = ["ppo.critic_warmup_updates=0", "kl.target=null", "study.seeds=[0,1]", "evaluate.samples=1"]
+SMALL_STUDY = ["ppo.critic_warmup_updates=0", "kl.target=null", "study.seeds=[0]", "evaluate.samples=1"]
 SMALL_DETAILS = [
     *SMALL_STUDY,
     "study.kind=details",
@@ -186,16 +186,16 @@ def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_pat
     monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: overrides)
     run.stage("study", *SMALL_DETAILS)
     said = capfd.readouterr().out
-    assert "4 runs of PPO with 64 episodes, 0 done; about" in said and "minutes" in said
+    assert "2 runs of PPO with 64 episodes, 0 done; about" in said and "minutes" in said
     study = read_json(run.folder / "study" / "details.json")
     assert set(study["rows"]) == {"default", "epochs_1"}
     for row in study["rows"].values():
-        assert row["win_rate"]["n"] == 2 and 0 <= row["win_rate"]["mean"] <= 1
-        assert row["bpb"]["mean"] > 0 and row["kl"]["ci95"] is not None
+        assert row["win_rate"]["n"] == 1 and 0 <= row["win_rate"]["mean"] <= 1
+        assert row["bpb"]["mean"] > 0 and row["kl"]["ci95"] is None
     gap = study["rows"]["epochs_1"]["difference"]["gold"]["mean"]
     assert gap == pytest.approx(study["rows"]["epochs_1"]["gold"]["mean"] - study["rows"]["default"]["gold"]["mean"])
     run.stage("study", *SMALL_DETAILS)
-    assert "4 done" in capfd.readouterr().out
+    assert "2 done" in capfd.readouterr().out
     assert read_json(run.folder / "study" / "details.json") == study
     with pytest.raises(
         UserError, match=r"ppo was run with other settings \(ppo.episodes 64 -> 128\): add overwrite=true"
@@ -213,7 +213,6 @@ def test_frontier_has_a_curve_a_coefficient_and_best_of_n(gold_run, tmp_path, mo
         "study.kind=frontier",
         "study.updates=4",
         "ppo.episodes_per_update=32",
-        "study.seeds=[0]",
     ]
     monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: [*run.overrides, *settings])
     run.stage("study", *settings)

@@ -350,7 +350,7 @@ def test_in_float32_no_token_may_be_off(trainer, gap, refused):
 
 def test_what_is_refused_is_told(half):
     off_by(half, lambda mask: torch.full(mask.shape, 0.1))
-    told = r"up to 1.00e-01 nats off .*1.00e-01 on average, .* KL of -\d.* nats a sequence; want at most 0.15 on a token, 0.01"
+    told = r"up to 1.00e-01 nats off .*1.00e-01 on average, .* KL of -\d.* nats per sequence; want at most 0.15 on a token, 0.01"
     with pytest.raises(UserError, match=told):
         update(half)
 

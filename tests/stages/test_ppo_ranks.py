@@ -1,8 +1,5 @@
 """PPO with two processes computes what one computes: gradients of recorded rollouts, metrics, and live rollouts."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,8 @@ from rlhf.ops.masked import whiten
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.training.setup import set_up
-from tests.stages.conftest import collect
+from tests.stages import ppo_ranks
+from tests.stages.conftest import collect, run_ranks
 
 # Updates that begin with the same policy but for rounding draw the same responses, unless a random number falls between
 # the two roundings of a token's bound: with seed 0 one of 26 responses does so in the third update.
@@ -53,12 +51,8 @@ def launch(gold_run, folder: Path, recorded: Path, processes: int, *settings: st
     run = gold_run.copy(folder, "ppo", name)
     (folder / name / "result").mkdir()
     overrides = [*run.overrides, *SETTINGS, *settings, f"runs_dir={folder}", f"run={name}"]
-    script = Path(__file__).with_name("ppo_ranks.py")
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    subprocess.run(
-        [sys.executable, *start, str(script), str(recorded), str(folder / name / "result"), *overrides],
-        check=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
-    )  # fmt: skip
+    arguments = [str(recorded), str(folder / name / "result"), *overrides]
+    ppo_ranks.main(arguments) if processes == 1 else run_ranks("ppo_ranks", processes, *arguments)
     out = folder / name / "result"
     metrics = torch.load(out / "metrics.pt", weights_only=True)
     return load_file(out / "gradients.safetensors"), metrics, load_file(out / "live.safetensors")["tokens"]

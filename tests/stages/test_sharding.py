@@ -1,9 +1,6 @@
 """Pretraining and SFT by two processes, plainly and under ZeRO-1, 2 and 3, compute what one process computes, and resume."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.errors import UserError
+from rlhf.planning.memory import model_state_bytes
 from rlhf.runs.folders import read_stage
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 from rlhf.training.trainer import ThenSpares, WithSpares, split_batch
 
-from .conftest import Run
+from .conftest import Run, run_ranks
 
 WAYS = ("none", "zero1", "zero2", "zero3")
 # Six steps each. SFT's last batch is smaller (400 rows: 4 x 90 + 40), and 40 rows leave 8 over micro-batches of 2 x 16.
@@ -29,16 +27,14 @@ SETTINGS = {
 SHARDING = "sharding.persistence_threshold=0"
 CUT_AT = 3
 RESUMED = (("pretrain", "zero3"), ("sft", "zero2"))
+# Of the bytes that a process holds: <deepspeed>:<precision>:<persistence threshold>. In the second some tensors stay whole.
+HELD = ("zero1:fp32:0", "zero3:bf16:20000")
+MORE_HELD = ("zero2:bf16:0", "zero2:fp32:0", "zero3:fp32:0", "zero1:bf16:0", "zero3:bf16:0")
 
 
 def launch(out: Path, processes: int, jobs: list[str]) -> list[Any]:
     """Run the jobs in one launch; what each left on the devices."""
-    script = Path(__file__).with_name("sharding_ranks.py")
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    subprocess.run(
-        [sys.executable, *start, str(script), str(out), *jobs], check=True, timeout=500,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "RLHF_PROGRESS": "off"},
-    )  # fmt: skip
+    run_ranks("sharding_ranks", processes, str(out), *jobs)
     return json.loads(out.read_text())
 
 
@@ -86,11 +82,13 @@ def single(gold_run, tmp_path_factory) -> dict[str, Run]:
 def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], dict[tuple[str, str], Any]]:
     """Each stage in each way by two processes, some cut off after step 3 and resumed; and what a process then held.
 
+    ("held", case) is what `state_bytes` measured.
     ("pretrain", "left") is cut off under ZeRO-3 and left so.
     """
     folder = tmp_path_factory.mktemp("two")
     left = gold_run.copy(folder, "pretrain", "left")
-    runs, jobs, keys = {("pretrain", "left"): left}, [job(left, "pretrain", CUT_AT, "deepspeed=zero3")], [("", "")]
+    runs, keys = {("pretrain", "left"): left}, [*(("held", case) for case in HELD), ("", "")]
+    jobs = [*(f"held:{case}" for case in HELD), job(left, "pretrain", CUT_AT, "deepspeed=zero3")]
     for stage in SETTINGS:
         for way in WAYS:
             run = runs[stage, way] = gold_run.copy(folder, stage, f"{stage}-{way}")
@@ -109,6 +107,28 @@ def test_two_processes_equal_one(single, launched, stage, way):
     # Adam's moments are half on each process under every ZeRO stage, the weights under ZeRO-3 only.
     expected = None if way == "none" else {"weights": 0.5 if way == "zero3" else 1.0, "moments": 0.5}
     assert held[stage, way] == (pytest.approx(expected, rel=0.01) if expected else None)
+
+
+def assert_fits_the_formula(case: str, found: dict[str, int]) -> None:
+    """The bytes of weights, gradients and optimizer states, part by part."""
+    name, dtype, _ = case.split(":")
+    told = model_state_bytes(found["parameters"], 2, int(name[-1]), dtype, persistent=found["persistent"])
+    for part in ("weights", "gradients", "optimizer"):
+        assert found[part] == pytest.approx(told[part], rel=0.05), f"{case}: {part}"
+
+
+def test_bytes_held_fit_the_formula(launched):
+    _, found = launched
+    assert found["held", "zero3:bf16:20000"]["persistent"] > 0
+    for case in HELD:
+        assert_fits_the_formula(case, found["held", case])
+
+
+@pytest.mark.long
+def test_bytes_held_in_all_ways(tmp_path):
+    found = launch(tmp_path / "held.json", 2, [f"held:{case}" for case in MORE_HELD])
+    for case, measured in zip(MORE_HELD, found, strict=True):
+        assert_fits_the_formula(case, measured)
 
 
 @pytest.mark.parametrize("stage", SETTINGS)

@@ -20,6 +20,8 @@ from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.training.setup import set_up
 from rlhf.training.state import read_state
+from tests.stages import zero_ranks
+from tests.stages.conftest import run_ranks
 from tests.stages.test_ppo_ranks import SETTINGS, recorded  # noqa: F401 (a fixture)
 
 WAYS = ("zero1", "zero2", "zero3")
@@ -34,13 +36,18 @@ def launch(gold_run, folder: Path, rollouts: Path, processes: int, ways: tuple[s
     out.mkdir()
     for way in ways:
         gold_run.copy(folder, "ppo", f"{out.name}-{way.partition('=')[0]}")
-    script = Path(__file__).with_name("zero_ranks.py")
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    subprocess.run(
-        [sys.executable, *start, str(script), str(rollouts), str(out), str(folder), out.name, ",".join(ways),
-         *gold_run.overrides, *SETTINGS, *SIZES, *more],
-        check=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
-    )  # fmt: skip
+    arguments = [
+        str(rollouts),
+        str(out),
+        str(folder),
+        out.name,
+        ",".join(ways),
+        *gold_run.overrides,
+        *SETTINGS,
+        *SIZES,
+        *more,
+    ]
+    zero_ranks.main(arguments) if processes == 1 else run_ranks("zero_ranks", processes, *arguments)
     return out
 
 

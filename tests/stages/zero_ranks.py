@@ -121,8 +121,8 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
     return {"reward": metrics, "reward_shares": shares, "scores": scores}
 
 
-def main() -> None:
-    recorded, out, runs_dir, run, ways, *overrides = sys.argv[1:]
+def main(arguments: list[str]) -> None:
+    recorded, out, runs_dir, run, ways, *overrides = arguments
     tensors = load_file(recorded)
     for given in ways.split(","):
         way, _, source = given.partition("=")
@@ -133,6 +133,7 @@ def main() -> None:
             torch.save(found, Path(out) / f"{way}.pt")
 
 
-main()
-if disconnect():
-    leave(0)
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    if disconnect():
+        leave(0)

@@ -1,6 +1,6 @@
 """The statistics of labelers' agreement, computed from arrays of judgements.
 
-It knows no records and no texts: those are in `agreement.py`. The statistics themselves are the libraries'
+Records and texts are handled in `judgements.py`. The statistics themselves are the libraries'
 (statsmodels, krippendorff, scipy); here the judgements are counted into the tables that those want.
 
 The unit of percent agreement, both kappas and alpha is a pair of responses (i, j) of one item, and the
@@ -28,7 +28,7 @@ _NO_VARIANCE = "no variance: every judgement is the same, so chance explains it 
 class Judgements(NamedTuple):
     """Judgements of whole items that have the same number K of responses, P = K (K - 1) / 2 pairs i < j.
 
-    One row is what one person says of one item; the R rows of an item stand together, people ascending.
+    One row is what one person says of one item; the R rows of an item are adjacent, people ascending.
     """
 
     verdicts: np.ndarray  # (R, P) int8: 1 where i is better, -1 where j is, 0 a tie, MISSING

@@ -99,7 +99,7 @@ class AgreementCounter:
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self._digests = bytearray()  # 16 bytes a judgement
+        self._digests = bytearray()  # 16 bytes per judgement
         self._people = array("i")  # index of the labeler's name; -1: none
         self._seconds = array("d")  # NaN: not given
         self._sizes = bytearray()  # K, the number of different response texts
@@ -173,7 +173,7 @@ class AgreementCounter:
         lengths = orders + np.where(forms & packing.RATINGS, sizes, 0)  # of each judgement, in bytes
         offsets = np.cumsum(lengths) - lengths
         data = np.frombuffer(bytes(self._judgements), np.uint8)
-        # The same item, and within it the same person, stand together; so do items of one K.
+        # Sorted by K, then by item, then by person.
         order = np.lexsort((people, digests[:, 1], digests[:, 0], sizes))
         digests, people = digests[order], people[order]
         new_item = np.ones(len(order), bool)

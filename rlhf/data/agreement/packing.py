@@ -1,6 +1,6 @@
 """Judgements as bytes, one judgement a few of them, and back to arrays.
 
-Only what the figures of agreement need is kept: neither texts nor ids. Responses stand in the order of their texts.
+Only what the figures of agreement need is kept: neither texts nor ids. Responses are in the order of their texts.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ def _digest(ranking: Ranking, texts: list[str]) -> bytes:
 
 
 def _ranks(ranking: Ranking, place: list[int], size: int) -> bytes:
-    """The rank of each text in one byte; a text that stands twice and got two ranks has none."""
+    """The rank of each text in one byte; a text that appears twice with two ranks has none."""
     ranks: list[int | None] = [None] * size
     for i, rank in zip(place, ranking.ranks(), strict=True):
         rank = _UNRANKED if rank < 0 else rank
@@ -55,7 +55,7 @@ def _ranks(ranking: Ranking, place: list[int], size: int) -> bytes:
 
 
 def _verdicts(ranking: Ranking, place: list[int], size: int) -> bytes:
-    """The verdict on each pair i < j of texts in one byte; ties stand under `metadata.ties` where given."""
+    """The verdict on each pair i < j of texts in one byte; ties are under `metadata.ties` if given."""
     found: dict[tuple[int, int], set[int]] = defaultdict(set)
     for better, worse in ranking.pair_list():
         i, j = place[better], place[worse]
@@ -71,7 +71,7 @@ def _verdicts(ranking: Ranking, place: list[int], size: int) -> bytes:
 
 
 def _ratings(ranking: Ranking, place: list[int], size: int) -> bytes:
-    """The rating of each text in quarters, in one byte; 0: none, or a text that stands twice and got two."""
+    """The rating of each text in quarters, in one byte; 0: none, or a text that appears twice with two ratings."""
     found: dict[int, set[int]] = defaultdict(set)
     for response, i in zip(ranking.responses, place, strict=True):
         if response.id in ranking.ratings:

@@ -1,7 +1,7 @@
-"""What foreign formats have in common: chat turns, ids, numbers, and scores as an order. It knows no format.
+"""What foreign formats have in common: chat turns, ids, numbers, and scores as an order. It depends on no format.
 
 Text is never changed: no white space is stripped, no HTML entity decoded. Where a format does so, because it
-joins or cuts strings, its own file says so.
+joins or cuts strings, its file documents that.
 """
 
 import math
@@ -126,7 +126,7 @@ def last_answer(turns: Turns, field: str) -> tuple[Turns, dict[str, Any]]:
 
 
 def one_answer(value: Any, field: str) -> dict[str, Any]:
-    """The turn of a judged answer that stands alone.
+    """The turn of a judged answer without a prompt.
 
     Raises: BadRow if it is no turn of the assistant.
     """
@@ -151,7 +151,7 @@ def id_and_rest(row: Mapping[str, Any], *used: str, ids: Sequence[str] = ("id",)
 
 
 def is_text(value: Any) -> bool:
-    """Whether there is text that says something."""
+    """Whether there is text other than white space."""
     return isinstance(value, str) and bool(value.strip())
 
 

@@ -166,7 +166,7 @@ class Mapped:
     def _scored(self, row: Mapping[str, Any]) -> dict[str, Any]:
         cells, given = cells_of(row, self.of("responses")), cells_of(row, self.of("scores"), needed=False)
         if len(cells) != len(given):
-            raise BadRow(self.of("scores")[0], f"got {len(given)} scores, want {len(cells)}: one a response")
+            raise BadRow(self.of("scores")[0], f"got {len(given)} scores, want {len(cells)}: one per response")
         both = [(cell, score) for cell, score in zip(cells, given, strict=True)
                 if not (is_empty(cell[1]) and is_empty(score[1]))]  # fmt: skip
         responses = _responses([cell for cell, _ in both])

@@ -1,7 +1,7 @@
 """Dotted paths into a row: `answers.0.text`, `answers.*.text` for every item of a list, and keys that hold dots.
 
 A key that is spelt as the whole path wins over the path; of keys with dots the longest wins. Text that is itself
-JSON, as tables keep lists in a cell, is looked into as well. What the values mean is the caller's business.
+JSON, as tables keep lists in a cell, is looked into as well. The caller interprets the values.
 """
 
 import json
@@ -25,7 +25,7 @@ def as_json(value: Any) -> Any:
 
 
 def lookup(value: Any, path: str) -> Any:
-    """What stands at a path, or `MISSING`."""
+    """The value at a path, or `MISSING`."""
     value = as_json(value)
     if isinstance(value, Mapping):
         for key, rest in _splits(path):
@@ -48,7 +48,7 @@ def lookup(value: Any, path: str) -> Any:
 
 
 def without(value: Any, path: str) -> Any:
-    """A copy of a row without what stands at the path; objects and lists that this leaves empty go too, as None."""
+    """A copy of a row without the value at the path; objects and lists that this leaves empty go too, as None."""
     if isinstance(value, Mapping):
         for key, rest in _splits(path):
             if key in value and (rest is None or lookup(value[key], rest) is not MISSING):

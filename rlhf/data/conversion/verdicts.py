@@ -53,7 +53,7 @@ _STRAY = 0.05  # of a column's numbers: so many may be slips of the pen
 
 
 class Verdict(NamedTuple):
-    """Which response is better, from 0, or `TIE`; by how much (1 slightly, 2, 3 much), where the word says so."""
+    """Which response is better, from 0, or `TIE`; by how much (1 slightly, 2, 3 much), if the word states it."""
 
     winner: int
     strength: float | None = None
@@ -147,7 +147,7 @@ class Vocabulary:
         numbers = sorted({number for number, _ in pairs})
         if not numbers:
             return Vocabulary(self.words, self.numbers, scale)
-        rare = _STRAY * len(pairs)  # a slip in one row is that row's business, but no slip may turn a scale round
+        rare = _STRAY * len(pairs)  # a slip in one row makes that row a reject, but must not reverse the scale of all
         negative, beyond = (sum(test(*pair) for pair in pairs) for test in (lambda n, k: n < 0, lambda n, k: n > k))
         if negative > rare and all(k == 2 for _, k in pairs):
             return Vocabulary(self.words, "signed", scale or max(abs(numbers[0]), numbers[-1]) > 1)

@@ -138,7 +138,7 @@ _OTHERWISE = "name the columns: `rlhf import format=table columns.prompt=…` (d
 def _reason(format: Format, row: Mapping[str, Any]) -> str | None:
     try:
         return format.recognise(row)
-    except Exception:  # values of any type may stand in a foreign row: that one is not of this format
+    except Exception:  # a foreign row can contain values of any type: this one is not of this format
         return None
 
 
@@ -224,7 +224,7 @@ def make_records(values: list[dict[str, Any]], stem: str, number: int) -> list[R
 
 
 def stem_of(source: Source) -> str:
-    """The name that stands in the ids of records which have none of their own."""
+    """The prefix of the ids of records that have no id."""
     return printable_path(source.path.name) if source.path else source.name
 
 
@@ -242,8 +242,9 @@ def import_source(source: Source, format: str, info: SourceInfo) -> Iterator[Rec
         raise UserError(f"{head[0]} ({len(head)} rows of the first {len(head)} cannot be read)")
     chosen, why = choose_format(source.name, rows, format)
     if chosen.joins:
-        raise UserError(f"{source.name}: is of the format {chosen.name}, whose rows belong together: "
-                        "give it to `rlhf import` first")  # fmt: skip
+        raise UserError(
+            f"{source.name}: is of the format {chosen.name}, whose rows belong together: give it to `rlhf import` first"
+        )
     about = FileInfo(source.name, chosen.name, why)
     info.files.append(about)
     digest = hashlib.sha256()
@@ -270,7 +271,7 @@ def import_source(source: Source, format: str, info: SourceInfo) -> Iterator[Rec
 
 
 def row_bytes(row: Row) -> bytes:
-    """A row as it stands in its file, or as JSON where it stands in none."""
+    """A row's bytes in its file, or its JSON if it comes from no file."""
     if row.raw is not None:
         return row.raw
     try:

@@ -79,7 +79,7 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 
 def _read(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, list[Any]]], dict[str, Any]]:
-    """The fields, (question, answers) pairs, and what else the row has; answers that name their questions stand under ""."""
+    """The fields, (question, answers) pairs, and what else the row has; answers that name their questions are under ""."""
     if "fields" in row:
         fields, given = row["fields"], row.get("responses") or []
         if not isinstance(fields, dict):

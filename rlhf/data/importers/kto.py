@@ -1,4 +1,4 @@
-"""KTO's forms: one answer and a thumb, up or down, that stands alone: it is no pair.
+"""KTO's forms: one answer with a thumb, up or down; it forms no pair.
 
 Kept as a ranking of one response with a rating, 7 for true and 1 for false: the ends of the scale, since a
 thumb has no middle. The label itself stays under `metadata`.

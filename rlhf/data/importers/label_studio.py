@@ -53,7 +53,7 @@ def labeler_of(annotation: Mapping[str, Any]) -> str | None:
 
 
 def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What says something; an export states dozens of keys that are null or empty."""
+    """The entries that are not null or empty; an export has dozens that are."""
     return {key: value for key, value in values.items() if value is not None and value not in ([], {}, "")}
 
 
@@ -100,10 +100,16 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     unread = {labeler: said.other for labeler, said in without if said.other}
     if len(without) == len(read):
         if unread:
-            raise BadRow("result", f"got {shown(unread)}, want a ranking, or a choice or rating whose control names one of "
-                         f"{', '.join(task.keys)}")  # fmt: skip
-        raise BadRow("annotations", f"got {len(without)} that were skipped or left empty, want a judgement: label the "
-                     "task or leave it out of the export")  # fmt: skip
+            raise BadRow(
+                "result",
+                f"got {shown(unread)}, want a ranking, or a choice or rating whose control names one of "
+                f"{', '.join(task.keys)}",
+            )
+        raise BadRow(
+            "annotations",
+            f"got {len(without)} that were skipped or left empty, want a judgement: label the "
+            "task or leave it out of the export",
+        )
     skipped = [labeler for labeler, _ in without]
     for annotation, said in read:
         if said.is_judgement:
@@ -192,8 +198,11 @@ def convert_flat(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if isinstance(value, str) and (ranking := preferred(value, task)) is not None:
             judgement.rank(ranking, control)
     if not judgement.is_judgement:
-        raise BadRow("", f"got the keys {shown(list(row), 200)}, found no judgement among them, want left or right, an order, a "
-                     "rating or a choice: export as JSON")  # fmt: skip
+        raise BadRow(
+            "",
+            f"got the keys {shown(list(row), 200)}, found no judgement among them, want left or right, an order, a "
+            "rating or a choice: export as JSON",
+        )
     annotation = {"completed_by": values["annotator"], "id": values["annotation_id"]}
     annotation |= {key: values.get(key) for key in ("created_at", "updated_at")}
     annotation["lead_time"] = as_number(values["lead_time"])

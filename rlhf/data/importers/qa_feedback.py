@@ -30,7 +30,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One ranking with K = 4, or `pairs` where the six judgements are no weak order.
 
     The prompt is what the answers were written from: the passages, then the question. Pairs judged equal are
-    in the ranking as ties; beside `pairs` they stand under `metadata.ties`.
+    in the ranking as ties; with `pairs` they are under `metadata.ties`.
     """
     verdicts = row.get("preference")
     if not isinstance(verdicts, list) or len(verdicts) != 6 or any(v not in (0, 1, 2) for v in verdicts):

@@ -59,7 +59,7 @@ def _paths(name: str, value: Any, problems: list[str]) -> tuple[str, ...]:
 
 
 def _contradictions(mapped: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """What is missing, and what cannot stand together."""
+    """What is missing, and what contradicts."""
     problems = []
     if "prompt" not in mapped:
         problems.append("columns.prompt is not set: want the column with the request")

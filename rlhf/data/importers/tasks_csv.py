@@ -106,7 +106,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "kind": "ranking", "id": (item if labeler is None else f"{item}:{labeler}") if item else None,
         "prompt": prompt, "responses": responses,
         "ranking": _by_winner(row, ids) if pair else _by_scores(row, columns, ids), "labeler": labeler,
-        # Pairs of one item and labeler are joined by it; rankings stand for themselves.
+        # Pairs of one item and labeler are joined by it; rankings are not joined.
         "metadata": metadata | ({"item": item} if pair else {}) | ({"columns": more} if more else {}),
     }  # fmt: skip
 

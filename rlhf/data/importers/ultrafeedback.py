@@ -25,7 +25,7 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 
 def _as_number(value: Any) -> float | None:
-    """Ratings stand as numbers or as their digits; "N/A" is none."""
+    """Ratings are numbers or text of digits; "N/A" is none."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

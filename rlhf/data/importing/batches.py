@@ -42,7 +42,7 @@ class Plan:
 
 
 class Place(NamedTuple):
-    """Where a row stands, and as what."""
+    """The place of a row, and its content."""
 
     row: int  # index in the batch
     line: int

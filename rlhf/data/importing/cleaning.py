@@ -27,7 +27,7 @@ FACT = np.dtype(
         ("at", "u4"),  # index among the batch's records of its kind
         ("row", "u4"),  # index of its row in the batch
         ("identity", "u8"),  # of the content
-        ("prompt", "u8"),  # of the prompt as it stands
+        ("prompt", "u8"),  # of the unchanged prompt
         ("key", "u8"),  # of the split key
         ("prefix", "u8"),  # of the normalised beginning of a prompt record
         ("user", "u8"),

@@ -2,7 +2,7 @@
 
 Memory holds hashes of the records, not the records: they are written as they come, without a split, and divided once
 all of them were seen, since a user's prompts stay together. Rows become records in `batches.py`; folders, temporary
-names and messages are the business of `commands/import_data.py`.
+names and messages are in `commands/import_data.py`.
 """
 
 import json
@@ -261,14 +261,14 @@ class Importer:
             (self.folder / "unsplit").rmdir()
         write_assignments(self.folder / FILE, self.assigner.assignments)
         report = self._report(records)
-        # A path whose bytes are no UTF-8 stands there in JSON's own escapes.
+        # A path whose bytes are not UTF-8 is written with JSON's escapes.
         with (self.folder / "report.json").open("w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(report, file, indent=1, ensure_ascii=False)
             file.write("\n")
         return report
 
     def _divide(self, kind: str) -> dict[str, int]:
-        """Write the records of a kind anew, one file per split."""
+        """Rewrite the records of a kind, one file per split."""
         import pyarrow as pa
 
         source = self._writers[kind].path
@@ -320,8 +320,10 @@ class Importer:
         large = np.flatnonzero(counts > _LARGE_PREFIX * total)
         for i in large:
             split = SPLITS[int(self.assigner.splits_of(keys[i : i + 1])[0])]
-            self._note(f"{counts[i]:,} of {total:,} prompts have one beginning and stay together in {split}: "
-                       "a larger prefix_characters tells them apart")  # fmt: skip
+            self._note(
+                f"{counts[i]:,} of {total:,} prompts have one beginning and stay together in {split}: "
+                "a larger prefix_characters separates them"
+            )
             found.append({"prompts": int(counts[i]), "of": total, "split": split})
         return found
 

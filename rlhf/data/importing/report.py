@@ -164,10 +164,14 @@ def describe(report: dict[str, Any]) -> list[str]:
     if "ranking" in records:
         k = ", ".join(f"{count:,} of {size}" for size, count in report["responses_a_ranking"].items())
         people = len(report["labelers"])
-        lines.append(f"rankings: responses {k}; {report['pairs']:,} pairs, {report['ties']:,} ties, "
-                     f"{report['unpaired']:,} unpaired; {people:,} labelers")  # fmt: skip
+        lines.append(
+            f"rankings: responses {k}; {report['pairs']:,} pairs, {report['ties']:,} ties, "
+            f"{report['unpaired']:,} unpaired; {people:,} labelers"
+        )
     for name, figures in report["lengths"].items():
         if figures and name.endswith("_words"):
-            lines.append(f"words a {name.removesuffix('_words')}: median {figures['median']:,}, "
-                         f"95% up to {figures['p95']:,}, longest {figures['max']:,}")  # fmt: skip
+            lines.append(
+                f"words per {name.removesuffix('_words')}: median {figures['median']:,}, "
+                f"95% up to {figures['p95']:,}, longest {figures['max']:,}"
+            )
     return lines + (agreement.describe(report["agreement"]) if "ranking" in records else [])

@@ -64,7 +64,7 @@ def last_line(unit: Unit) -> int:
 
 
 class Digest:
-    """The sha256 of a source: of the file as it lies on disk, or of the rows of a data set of the hub."""
+    """The sha256 of a source: of the file on disk, or of the rows of a data set from the hub."""
 
     def __init__(self, source: Source):
         self._path = source.path

@@ -68,7 +68,7 @@ def _expanded(array: Any) -> int:
     if pa.types.is_map(kind):
         return _expanded(array.keys) + _expanded(array.items)
     if pa.types.is_nested(kind) or "view" in str(kind) or "run_end" in str(kind):
-        raise ValueError(f"a column of type {kind}, want plain strings, numbers, lists and structures: write it anew")
+        raise ValueError(f"a column of type {kind}, want plain strings, numbers, lists and structures: convert it")
     return array.nbytes
 
 
@@ -81,7 +81,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _without_dictionaries(kind: Any) -> Any:
-    """The type whose values stand for themselves, which becomes Python objects ten times as fast."""
+    """The type without dictionary encoding, which becomes Python objects ten times as fast."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -135,8 +135,10 @@ def read_arrow_rows(path: Path, name: str, suffix: str) -> Iterator[Row | Reject
         for batch, size in (part for whole in _batches(path, name, suffix) for part in _small_enough(whole)):
             total += size
             if total > most:
-                raise UserError(f"{name}: its rows hold more than {MAX_EXPANSION:,} times what the file does: export them "
-                                "as JSON Lines")  # fmt: skip
+                raise UserError(
+                    f"{name}: its rows hold more than {MAX_EXPANSION:,} times what the file does: export them "
+                    "as JSON Lines"
+                )
             for value in _values(batch) if size <= MAX_RECORD_BYTES else [long]:
                 number += 1
                 line = number + 1

@@ -12,7 +12,7 @@ from rlhf.errors import UserError
 def check_header(cells: Sequence[Any], name: str, line: int) -> list[str]:
     """The names of the columns, without white space around them.
 
-    Raises: UserError if one is empty, stands twice or is no text.
+    Raises: UserError if one is empty, appears twice or is not text.
     """
     names = ["" if cell is None else str(cell).strip() for cell in cells]
     empty = [i for i, one in enumerate(names, start=1) if not one]
@@ -29,7 +29,7 @@ def check_header(cells: Sequence[Any], name: str, line: int) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """A cell as JSON would hold it; not-a-number, which stands for an empty cell, is None.
+    """A cell as JSON would hold it; not-a-number, which means an empty cell, is None.
 
     Raises: ValueError for what JSON cannot hold.
     """

@@ -36,7 +36,7 @@ class Parser:
         value = dict(pairs)
         if len(value) < len(pairs):
             twice = shown(first_repeat(key for key, _ in pairs))[1:-1]
-            self.problem = self.problem or f'key "{twice}" stands twice in one object: keep one'
+            self.problem = self.problem or f'key "{twice}" appears twice in one object: keep one'
         return value
 
     def _constant(self, name: str) -> float:
@@ -162,14 +162,14 @@ def parse_block(block: Block, name: str) -> Iterator[Row | Reject]:
 
 
 class _Window:
-    """The part of a file that is being parsed, as text; bytes that are not UTF-8 stand there as lone surrogates."""
+    """The part of a file that is being parsed, as text; bytes that are not UTF-8 become lone surrogates."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-        self.text, self.at = "", 0  # what was read, and where parsing stands
+        self.text, self.at = "", 0  # what was read, and the position of the parser
         self.line, self.offset = 1, 0  # of `at` in the file
-        self.lead = ""  # of the line that `at` is in, what stands before it
+        self.lead = ""  # of the line that contains `at`, what precedes it
         self.ended = False
 
     def read_more(self, characters: int) -> None:
@@ -294,7 +294,7 @@ class _ArrayReader:
                 newline = window.text.find("\n", window.at)
                 end, found = (newline, True) if newline >= 0 else (len(window.text), False)
             if found and end == window.at and length == 0:
-                end += 1  # never stand still
+                end += 1  # always make progress
             raw = window.take(end)
             digest.update(raw)
             length += len(raw)

@@ -1,6 +1,6 @@
 """Files as rows or as text, streamed: plain, .gz or .zst.
 
-This module knows nothing of formats or records: it yields objects with their line numbers, and says why a file cannot
+This module does not depend on formats or records: it yields objects with their line numbers, and says why a file cannot
 be read. Which files a setting names is in `sources.py`; JSON is parsed in `json_rows.py`, tables in `tables.py`.
 """
 
@@ -28,18 +28,18 @@ _PACKED_CHUNK = 1 << 9  # of a .zst file: may unpack to 30,000 times as much at 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One JSON object: the line where it begins (for tables and hub data sets: its row), and where that lies."""
+    """One JSON object: the line where it begins (for tables and hub data sets: its row), and its place."""
 
     line: int
     value: dict[str, Any]
     number: int = 0  # ordinal in the file, from 1
     offset: int | None = None  # bytes from the beginning of the unpacked file
-    raw: bytes | None = None  # as it stands there; none: `value` as JSON is all there is
+    raw: bytes | None = None  # as in the file; none: `value` as JSON is all there is
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A row that is no record: where it stands, which field is wrong, what came and what was wanted."""
+    """A row that is no record: its place, which field is wrong, what came and what was wanted."""
 
     file: str
     line: int
@@ -47,7 +47,7 @@ class Reject:
     message: str
     number: int = 0
     offset: int | None = None
-    raw: bytes | None = None  # as it stands there, where it is kept
+    raw: bytes | None = None  # as in the file, if it is kept
     digest: tuple[str, int] | None = None  # sha256 and bytes of what is too long to keep
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Meter:
         self._file = file
 
     def position(self) -> int:
-        """Bytes of the file as it lies on disk."""
+        """Bytes of the file on disk, packed."""
         return 0 if self._file is None or self._file.closed else self._file.tell()
 
 

@@ -142,8 +142,10 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 def _file(path: Path, mode: int) -> Source:
     if not stat.S_ISREG(mode):
-        raise UserError(f"{printable_path(path)}: is no regular file (a pipe, socket or device): write what it gives "
-                        "into a file, or move it out of the folder")  # fmt: skip
+        raise UserError(
+            f"{printable_path(path)}: is no regular file (a pipe, socket or device): write what it gives "
+            "into a file, or move it out of the folder"
+        )
     return Source(printable_path(path), path)
 
 
@@ -177,8 +179,10 @@ def _files_below(
         if not is_folder and not has_suffix(path, suffixes):
             continue
         if path.is_symlink() and not path.resolve().is_relative_to(root):
-            raise UserError(f"{printable_path(path)}: is a link out of the folder, which is not followed: "
-                            f"give {printable_path(path.resolve())} itself, or remove the link")  # fmt: skip
+            raise UserError(
+                f"{printable_path(path)}: is a link out of the folder, which is not followed: "
+                f"give {printable_path(path.resolve())} itself, or remove the link"
+            )
         if mode is None:
             raise UserError(f"{printable_path(path)}: is a link to a file that does not exist: remove it")
         if is_folder:

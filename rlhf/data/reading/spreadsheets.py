@@ -65,7 +65,7 @@ class Sheet:
     def rows(self) -> Iterator[tuple[int, list[Any]]]:
         """(number as the program shows it, cells) of every row that the file stores; an empty cell is None.
 
-        A cell merged over several rows stands in each of them. After the last value only rows that have cells
+        A cell merged over several rows appears in each of them. After the last value only rows that have cells
         count, such as those that somebody formatted; ranges that are merely repeated or never touched do not.
         """
         left = (self._sheet.start or (0, 0))[1]
@@ -138,7 +138,7 @@ def _check_unpacked_size(path: Path, name: str) -> None:
     """Unpack every part, keep nothing, count: what a header states may be false. Raises: UserError."""
     with path.open("rb") as file:
         if file.read(4) == b"\xd0\xcf\x11\xe0":
-            raise UserError(f"{name}: protected by a password, or an .xls file by another name: save it anew as .xlsx")
+            raise UserError(f"{name}: protected by a password, or an .xls file by another name: save it again as .xlsx")
     total = 0
     with zipfile.ZipFile(path) as packed:
         for part in packed.infolist():
@@ -179,7 +179,7 @@ def _parse(path: Path, part: str, start: Any, end: Any, text: Any = None) -> Non
 
 
 def _xlsx_part(path: Path, index: int) -> str:
-    """Where the index-th sheet of the workbook lies in the archive."""
+    """The path of the index-th sheet of the workbook in the archive."""
     ids: list[str] = []
     targets: dict[str, str] = {}
 

@@ -99,7 +99,7 @@ class _Lines:
         self.record, self._size = [], 0
 
     def text_and_bytes(self) -> tuple[str, bytes]:
-        """The record as it stands in the file; its bytes are UTF-8 where the file is in UTF-16 or the like."""
+        """The record as it is in the file; its bytes are UTF-8 if the file is in UTF-16 or the like."""
         if self._bytes is None or self._bytes[0] is not self.record or self._bytes[1] != len(self.record):
             text = "".join(self.record)
             whole = text, text.encode(self._encoding or "utf-8", "surrogateescape")

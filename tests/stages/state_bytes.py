@@ -1,23 +1,17 @@
-"""What one process does in test_memory_held.py: trains a small GPT under each ZeRO stage and measures what it holds.
+"""The bytes that a process holds while it trains a small GPT under a ZeRO stage, for test_sharding.py.
 
-Run by torchrun as `state_ranks.py <out.json> <case> …`, each case `<deepspeed>:<precision>:<persistence threshold>`. Bytes are
-those of all tensors that Python can reach, each storage once; the parts are told apart by when they come and go.
+Bytes are those of all tensors that Python can reach, each storage once; the parts are told apart by when they come and go.
 Gradients are those after the first of two micro-batches: after the last one ZeRO-1 keeps only its share of them too.
 """
 
 import gc
-import json
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rlhf.composing import compose_config
-from rlhf.interrupts import leave
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.processes import disconnect, is_first
 from rlhf.training.engine import import_deepspeed
 from rlhf.training.gather import is_partitioned
 from rlhf.training.optim import decay_groups
@@ -40,7 +34,7 @@ def held(chosen: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def measure(name: str, precision: str, threshold: int) -> dict[str, int]:
+def measure_state(name: str, precision: str, threshold: int) -> dict[str, int]:
     config = compose_config([f"deepspeed={name}", f"sharding.persistence_threshold={threshold}",
                              "sharding.bucket_elements=5000", "device=cpu"])  # fmt: skip
     before = held(tensors())
@@ -68,20 +62,3 @@ def measure(name: str, precision: str, threshold: int) -> dict[str, int]:
     engine.destroy()
     return {"parameters": parameters, "persistent": persistent, "weights": own, "gradients": gradients + ready,
             "optimizer": rested - own - ready}  # fmt: skip
-
-
-def main() -> None:
-    out, *cases = sys.argv[1:]
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        name, precision, threshold = case.split(":")
-        found[case] = measure(name, precision, int(threshold))
-        gc.collect()
-    if is_first():
-        Path(out).write_text(json.dumps(found))
-
-
-main()
-if disconnect():
-    leave(0)
