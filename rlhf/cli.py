@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf import completion
 from rlhf.adopting import check_adopting, refuse_as_shape, refuse_in_later_stage, refuse_other_name
 from rlhf.composing import (
     SCHEMAS,
@@ -82,7 +83,7 @@ _ALSO_READ = {
     "sample": ("rollout.max_new_tokens", "rollout.batch_size", "parents", "gold.enabled"),
 }
 # Commands that read the settings of several, or have a schema of their own.
-_OF_SEVERAL = ("pipeline", "study", "plan", "import")
+OF_SEVERAL = ("pipeline", "study", "plan", "import")
 SHARED_FLAG = "--shared-settings"  # the overrides are those of several commands: what this one does not use is ignored
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
@@ -123,6 +124,9 @@ def _dispatch(arguments: list[str]) -> None:
         from rlhf import __version__
 
         say(f"rlhf {__version__}")
+        return
+    if (told := completion.reply(arguments)) is not None:
+        write(told + "\n")
         return
     command, overrides = arguments[0], arguments[1:]
     if command == "report":
@@ -234,7 +238,7 @@ def check_used(overrides: list[str], command: str) -> None:
         for key in given:
             if not any(uses(name, key) for name in (*stages, command)):
                 say(f"pipeline: {key}: no stage of the pipeline uses it")
-    if command in _OF_SEVERAL:
+    if command in OF_SEVERAL:
         return
     unused = [key for key in given if not uses(command, key)]
     if unused:
