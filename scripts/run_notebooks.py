@@ -1,0 +1,58 @@
+"""Runs the notebooks of docs/notebooks in an empty folder, one after the other, and writes them back with their outputs.
+
+Outputs of one stream become one; what names the machine or the time goes. The second notebook reads what the first one wrote.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "notebooks"
+IN_ORDER = ("gold_world.ipynb", "reading_a_run.ipynb")
+SECONDS = 3000  # at most, for a cell
+
+
+def execute(name: str, folder: Path) -> Any:
+    """A notebook with the outputs that it gives in a working folder, with this tree's code."""
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    client = NotebookClient(
+        notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute(env=os.environ | paths)
+    return cleaned(notebook)
+
+
+def cleaned(notebook: Any) -> Any:
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in notebook.cells:
+        cell.metadata = {}
+        kept: list[Any] = []
+        for output in cell.get("outputs", []):
+            if kept and output.output_type == kept[-1].output_type == "stream" and output.name == kept[-1].name:
+                kept[-1].text += output.text
+            else:
+                kept.append(output)
+        if "outputs" in cell:
+            cell.outputs = kept
+    return notebook
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in IN_ORDER:
+            nbformat.write(execute(name, Path(folder)), FOLDER / name)
+            print(f"{name}: written")
+
+
+if __name__ == "__main__":
+    main()
