@@ -242,5 +242,5 @@ def test_bad_input_is_refused():
         combine_pair_weights([])
     with pytest.raises(ValueError, match="all of one shape"):
         combine_pair_weights([torch.zeros(2, 2), torch.zeros(3, 3)])
-    with pytest.raises(ValueError, match="give one a labeler"):
+    with pytest.raises(ValueError, match="give one per labeler"):
         combine_pair_weights([torch.zeros(2, 2)], [1.0, 1.0])

@@ -196,7 +196,7 @@ def test_responses_and_scores_in_lists():
     assert made.metadata == {"scores": {"a": 3, "b": 9}, "r": [{"m": "p"}, {"m": "q"}]}
     [made] = convert([{"q": "?", "r": '["x", "y"]', "s": "[1, 2]"}], prompt="q", responses="r", scores="s")
     assert made.ranking == B
-    assert "got 1 scores, want 2: one a response" in problem({"q": "?", "r": ["x", "y"], "s": [1]}, prompt="q",
+    assert "got 1 scores, want 2: one per response" in problem({"q": "?", "r": ["x", "y"], "s": [1]}, prompt="q",
                                                              responses="r", scores="s")  # fmt: skip
     assert "want a list: or name a column for each" in problem({"q": "?", "r": "x"}, prompt="q", responses="r")
 
