@@ -1,6 +1,7 @@
 """The notebooks of docs/notebooks: small, with outputs, without traces of the machine that ran them; a long test runs them."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ def test_outputs_are_there_and_small(name):
 
 @pytest.mark.long
 def test_they_run(tmp_path):
-    from scripts.run_notebooks import execute
-
+    execute = runpy.run_path(str(ROOT / "scripts" / "run_notebooks.py"))["execute"]
     for name in IN_ORDER:
         execute(name, tmp_path)
     results = json.loads((tmp_path / "runs/five-minutes/evaluate/results.json").read_text())
