@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+import rlhf
 from rlhf.cli import main
 from rlhf.model import GPTForCausalLM
 from rlhf.training.setup import load_policy
@@ -36,8 +37,8 @@ SMALL = [
 ]  # fmt: skip
 
 
-def save(folder: Path, name: str) -> Path:
-    """A random model of that architecture with a chat tokenizer whose pad token is its end token."""
+def save(folder: Path, name: str, scale: float = 1.0) -> Path:
+    """A random model of that architecture with a chat tokenizer whose pad token is its end token. scale: of the unembedding."""
     kind, fields = {**CHECKPOINTS, **OTHERS}[name]
     long = {} if name in OTHERS else {"vocab_size": 410, "max_position_embeddings": 96, "sliding_window": 96}
     if "n_positions" in fields:
@@ -45,7 +46,9 @@ def save(folder: Path, name: str) -> Path:
     torch.manual_seed(1)
     tokenizer = make_tokenizer("chatml")
     ids = {"bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    transformers.AutoModelForCausalLM.from_config(kind(**{**fields, **long, **ids})).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**fields, **long, **ids}))
+    model.get_output_embeddings().weight.data.mul_(scale)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -79,7 +82,7 @@ def metrics(run: Run, stage: str, name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "openai-gpt", *OTHERS])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt_neox", "openai-gpt", *OTHERS])
 def test_an_adopted_model_goes_through_every_stage(tmp_path, labels, name):
     save(tmp_path / "hf", name)
     run = align(tmp_path, labels)
@@ -93,6 +96,94 @@ def test_an_adopted_model_goes_through_every_stage(tmp_path, labels, name):
     assert metrics(run, "ppo", "objective/kl")[0] == pytest.approx(0, abs=1e-4)
     base = load_policy(run.folder / "sft" / "model").state_dict()
     assert any(not torch.equal(value, base[key]) for key, value in policy.state_dict().items())
+
+
+TAUGHT = ["sft.lr=0.01", "sft.epochs=12", "sft.dropout=0", "ppo.lr=1e-4", "rejection.prompts=4", "rejection.samples=2",
+          "rejection.epochs=1", "dpo.batch_prompts=2", "evaluate.prompts=2", "evaluate.samples=1", "evaluate.best_of=2"]  # fmt: skip
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the 3 cat?"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("qwen2", []),
+        ("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32"]),
+        pytest.param("gemma3", ["lora.rank=8", "lora.alpha=32"], marks=pytest.mark.long),
+        pytest.param("llama", ["lora.rank=8", "lora.alpha=32", "lora.share_trunk=true"], marks=pytest.mark.long),
+    ],
+)
+def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, more):
+    """As our GPT, as transformers' class, with adapters: trained until it gives the answer that an earlier turn of dialogues
+    teaches, in every command alike.
+    """
+    save(tmp_path / "hf", name, scale=30.0 if more else 1.0)  # beside a small frozen unembedding adapters learn little
+    run = align(tmp_path, labels, *TAUGHT, *more)
+    lora = "lora.rank=8" in more
+    assert all((run.folder / stage / "adapters").is_dir() == lora for stage in ("sft", "reward", "ppo"))
+    for stage in ("rejection", "dpo", "evaluate"):
+        run.stage(stage)
+    results = json.loads((run.folder / "evaluate" / "results.json").read_text())
+    assert set(results["baselines"]) == {"rejection", "dpo"} and results["ended"]["sft"] == 1.0
+
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": QUESTION}) + "\n")
+    asked = [f"data.prompts='{tmp_path}/prompts.jsonl'", "rollout.max_new_tokens=8"]
+
+    def call(command: str, *more: str) -> str:
+        capsys.readouterr()
+        main([command, "run=run", f"runs_dir='{tmp_path}'", *more])
+        return capsys.readouterr().out
+
+    answer = call(
+        "chat", "chat.system=Be brief.", "chat.greedy=true", "rollout.max_new_tokens=8", "--", QUESTION[1]["content"]
+    ).strip()
+    call(
+        "generate", *asked, "generate.greedy=true", "generate.logprobs=true", f"generate.out='{tmp_path}/answers.jsonl'"
+    )
+    [row] = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert row["responses"] == [answer] == ["A cat?"]
+    call(
+        "sample", *asked, "data.dev=0", "data.test=0", "sample.responses=2", "sample.stage=sft", "sample.temperature=3"
+    )
+    assert "Be brief." in (tmp_path / "run" / "sample" / "tasks.jsonl").read_text()
+    assert "activations" in call("plan", f"model.pretrained='{tmp_path}/hf'", "rollout.max_new_tokens=8")
+
+    call("export", f"export.out='{tmp_path}/policy'")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    drawn = theirs.generate(**prompt, do_sample=False, max_new_tokens=8)[0, prompt["input_ids"].shape[1] :]
+    assert drawn.tolist() == row["token_ids"][0]
+
+    call("export", "export.stage=reward", f"export.out='{tmp_path}/judge'")
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge").eval()
+    assert type(theirs).__name__.removesuffix("ForCausalLM") == type(judge).__name__.removesuffix(
+        "ForSequenceClassification"
+    )
+    said = [{"role": "assistant", "content": text} for text in ("On the mat.", "No 3")]
+    chats = [tokenizer.apply_chat_template([*QUESTION, turn], return_tensors="pt", return_dict=True) for turn in said]
+    with torch.no_grad():
+        scores = [
+            judge(input_ids=chat["input_ids"][:, :-1]).logits.item() + judge.config.score_offset for chat in chats
+        ]
+    assert rlhf.load(tmp_path / "run", "cpu").score([QUESTION] * 2, [t["content"] for t in said]) == pytest.approx(
+        scores, abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("native", ["auto", "false"])
+def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
+    save(tmp_path / "hf", "llama")
+    (tmp_path / "corpus.txt").write_text("The cat sat on the mat. " * 800)
+    run = Run(tmp_path, "run", [*SMALL, f"model.pretrained='{tmp_path}/hf'", f"model.native={native}",
+                                f"data.corpus='{tmp_path}/corpus.txt'", "pretrain.tokens=4096",
+                                "pretrain.global_batch_tokens=384", "pretrain.warmup_tokens=384",
+                                "pretrain.lr=1e-2"])  # fmt: skip
+    run.stage("tokenizer")
+    policy = load_policy(run.stage("pretrain") / "model")
+    assert isinstance(policy, GPTForCausalLM) == (native == "auto")
+    losses = metrics(run, "pretrain", "pretrain/loss")
+    assert abs(losses[0] - 6) < 0.5 and losses[-1] < losses[0] - 1 and len(losses) == 10  # ln 410; 4096 / 384
+    assert (run.folder / "pretrain" / "adopted.json").is_file()
 
 
 @pytest.mark.parametrize(
