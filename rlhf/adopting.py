@@ -23,6 +23,12 @@ def refuse_as_shape(value: str) -> None:
                         f"model.pretrained={value}")  # fmt: skip
 
 
+def refuse_as_group(key: str, value: object) -> None:
+    """Raises: UserError for a group of settings that is given one value."""
+    pretrained = "a pretrained tokenizer comes with its model, by model.pretrained=…" if key == "tokenizer" else ""
+    raise UserError(f"{key}={value}: {key} is a group of settings: {pretrained or f'write {key}.<setting>=…'}")
+
+
 def refuse_in_later_stage(command: str, key: str) -> None:
     """Raises: UserError if model.pretrained is given to a command that starts from what stages before it wrote."""
     if key == "model.pretrained":

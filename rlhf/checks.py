@@ -44,8 +44,6 @@ def _plan_relations(config: PlanConfig) -> list[str]:
         problems.append(
             f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {config.sequence or context} tokens"
         )
-    if config.lora.rank:
-        problems.append(f"lora.rank={config.lora.rank}: the plan counts training of all weights: want 0")
     return problems
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf import completion
-from rlhf.adopting import check_adopting, refuse_as_shape, refuse_in_later_stage, refuse_other_name
+from rlhf.adopting import check_adopting, refuse_as_group, refuse_as_shape, refuse_in_later_stage, refuse_other_name
 from rlhf.composing import (
     SCHEMAS,
     compose_config,
@@ -210,6 +210,8 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
             refuse_other_name(key, override.value())
             known = [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)
             raise UserError(f"unknown setting {key!r}{nearest_key(key, known)}: `rlhf <command> --cfg job` shows all")
+        if is_dataclass(keys[key]) and isinstance(override.value(), str | int | float):
+            refuse_as_group(key, override.value())
     check_adopting(overrides)
 
 

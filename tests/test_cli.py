@@ -88,7 +88,10 @@ def test_help_and_mistakes_import_nothing_heavy():
         (["ppo", "++ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
         (["ppo", "~ppo.lrr"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
         (["ppo", "clip_range=0.1"], "unknown setting 'clip_range' (did you mean 'ppo.clip_range'?)"),
-        (["ppo", "experiment=golt"], "experiment=golt: want one of gold, real (did you mean 'gold'?)"),
+        (
+            ["ppo", "experiment=golt"],
+            "experiment=golt: want one of align, align-laptop, gold, real (did you mean 'gold'?)",
+        ),
         (["ppo", "+model=gpt3"], "model=gpt3: want one of gpt1,"),
         (
             ["ppo", "kl.coef"],
@@ -99,7 +102,7 @@ def test_help_and_mistakes_import_nothing_heavy():
         (["ppo", "kl.coef=much"], "kl.coef=much; Value 'much' of type 'str' could not be converted to Float"),
         (["ppo", "seed=null"], "seed=null; field 'seed' is not Optional"),
         (["ppo", "seed=1,2"], "Ambiguous value for argument 'seed=1,2'"),
-        (["ppo", "data=here"], "data=here; Invalid type assigned: str is not a subclass of DataConfig"),
+        (["ppo", "data=here"], "data=here: data is a group of settings: write data.<setting>=…"),
         (
             ["ppo", "kl.coef=-1", "device=tpu"],
             "device=tpu: want one of auto, cpu, cuda; kl.coef=-1.0: want 0 or more",

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.config import PlanConfig
 from rlhf.errors import UserError
 from rlhf.files import write_json
-from rlhf.planning.plan import GB, PARTS, STAGES, make_plan, peak_bytes
+from rlhf.planning.plan import GB, PARTS, make_plan, peak_bytes
 from rlhf.terminal import say
 
 
@@ -85,19 +85,19 @@ def _heading(plan: dict[str, Any]) -> list[str]:
         f"{setup['memory_margin']:.0%} of it kept free; "
         f"{setup['peak_tflops']:g} TFLOPS at {setup['mfu']:.0%} MFU; {setup['bandwidth_gb']:g} GB/s",
         f"setting  deepspeed={setup['deepspeed']}, {setup['dtype']}, AdamW, gradient checkpointing "
-        f"{'on' if setup['checkpointing'] else 'off'}",
+        f"{'on' if setup['checkpointing'] else 'off'}"
+        + (f"; lora.rank={setup['lora_rank']} counts as training of all weights" if setup["lora_rank"] else ""),
     ]
 
 
 def _memory(plan: dict[str, Any]) -> list[str]:
-    used = [part for part in PARTS if any(plan["bytes"][stage][part] for stage in STAGES)]
-    columns = ["rows", *used, "sum", *(["host"] if any(plan["bytes"][stage]["host"] for stage in STAGES) else [])]
+    used = [part for part in PARTS if any(parts[part] for parts in plan["bytes"].values())]
+    columns = ["rows", *used, "sum", *(["host"] if any(parts["host"] for parts in plan["bytes"].values()) else [])]
     widths = [max(7, len(name)) for name in columns]
     lines = [
         "GB per GPU   " + "  ".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)) + "  fits"
     ]
-    for stage in STAGES:
-        parts = plan["bytes"][stage]
+    for stage, parts in plan["bytes"].items():
         most = peak_bytes(parts)
         cells = [str(plan["micro_batches"][stage]), *(gigabytes(parts[part]) for part in used), gigabytes(most)]
         cells += [gigabytes(parts["host"])] if "host" in columns else []

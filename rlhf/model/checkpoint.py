@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rlhf.errors import UserError
 from rlhf.model.convert import why_not_native
@@ -52,7 +53,9 @@ class Checkpoint:
         for pattern in ("*.safetensors", "pytorch_model*.bin"):
             if found := sorted(self.folder.glob(pattern)):
                 return found
-        raise UserError(f"{self.source}: no weights: want *.safetensors, pytorch_model*.bin or a .gguf file")
+        raise UserError(
+            f"model.pretrained={self.source}: no weights: want *.safetensors, pytorch_model*.bin or a .gguf file in it"
+        )
 
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 (hex) of every weight file."""
@@ -82,6 +85,8 @@ def read_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     gguf = path.name if path.suffix == ".gguf" else None
     if path.is_dir() or (gguf and path.is_file()):
         folder, revision = (path if gguf is None else path.parent), None
+    elif path.is_file():
+        raise UserError(f"model.pretrained={source}: is one file of a model: give its folder, {path.parent}")
     elif gguf or path.is_absolute() or source.startswith(".") or not HUB_ID.fullmatch(source):
         raise UserError(f"model.pretrained={source}: no such file or folder: give a hub id, a folder or a .gguf file")
     else:
@@ -89,14 +94,25 @@ def read_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         revision = revision or after or None
         folder = download(name, revision, DESCRIPTION)
         revision = folder.name  # the commit
-    if gguf is None and not (folder / "config.json").is_file():
-        raise UserError(f"model.pretrained={source}: no config.json in it: want a folder that save_pretrained wrote")
+    if gguf is None:
+        _check_folder(source, folder)
     config = _read_config(source, folder, gguf)
     return Checkpoint(
         source, folder, gguf, revision, config, count_parameters(source, config),
         str(getattr(config, "dtype", None) or "float32").removeprefix("torch.") if gguf is None else "GGUF",
         _read_licence(folder, gguf),
     )  # fmt: skip
+
+
+def _check_folder(source: str, folder: Path) -> None:
+    """Raises: UserError for a folder without a model, and what to give instead."""
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"model.pretrained={source}: adapters without their model: merge them (PEFT's merge_and_unload), save the result "
+                        "with save_pretrained, and give that folder")  # fmt: skip
+    if not (folder / "config.json").is_file():
+        inside = folder / "model" / "config.json"
+        instead = f"give {inside.parent}" if inside.is_file() else "want a folder that save_pretrained wrote"
+        raise UserError(f"model.pretrained={source}: no config.json in it: {instead}")
 
 
 def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
@@ -128,6 +144,11 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
         if "trust_remote_code" in str(error) or "auto_map" in str(error):
             reason = "it needs code of its own, which is not run"
         raise UserError(f"model.pretrained={source}: no readable configuration ({reason}): {advice}") from error
+    kinds = config.architectures or []
+    classifier = next((kind for kind in kinds if kind.endswith("Classification")), None)
+    if classifier or (config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_decoder):
+        raise UserError(f"model.pretrained={source}: a {classifier or config.model_type} writes no text: give a causal language model, or "
+                        f"use this one as reward model: reward.model={source}")  # fmt: skip
     if config.is_encoder_decoder:
         raise UserError(f"model.pretrained={source}: a {config.model_type} has an encoder: give a decoder-only model")
     if gguf is None and getattr(config, "quantization_config", None):

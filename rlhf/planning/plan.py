@@ -167,6 +167,11 @@ def _inference(config: PlanConfig, stage: str, rows: int, longest: int) -> dict[
     }
 
 
+def stages_of(config: PlanConfig) -> tuple[str, ...]:
+    """The stages that are planned: an adopted model is pretrained only if tokens are set for that."""
+    return STAGES if pretraining_tokens(config) else STAGES[1:]
+
+
 def peak_bytes(parts: dict[str, int]) -> int:
     """Bytes on the GPU."""
     return sum(parts[name] for name in PARTS)
@@ -174,7 +179,8 @@ def peak_bytes(parts: dict[str, int]) -> int:
 
 def largest(config: PlanConfig, setup: Setup) -> tuple[str, int]:
     """The stage that needs most, and its bytes per GPU."""
-    return max(((stage, peak_bytes(stage_bytes(config, setup, stage))) for stage in STAGES), key=lambda found: found[1])
+    found = ((stage, peak_bytes(stage_bytes(config, setup, stage))) for stage in stages_of(config))
+    return max(found, key=lambda pair: pair[1])
 
 
 def room(config: PlanConfig) -> float:
@@ -310,11 +316,11 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "shape": asdict(shape),
         "parameters": {"policy": shape.language_model, "critic": critic_parameters(config, shape),
                        "reference": shape.language_model, "reward": shape.scalar_model},
-        "setup": {**asdict(setup), "dtype": config.dtype, "gpu_memory_gb": config.gpu_memory_gb,
+        "setup": {**asdict(setup), "lora_rank": config.lora.rank, "dtype": config.dtype, "gpu_memory_gb": config.gpu_memory_gb,
                   "memory_margin": config.memory_margin, "mfu": config.mfu,
                   "peak_tflops": config.peak_tflops or PEAK_TFLOPS[config.dtype], "bandwidth_gb": config.bandwidth_gb},
         "micro_batches": micro_batches(config, setup.gpus),
-        "bytes": {name: stage_bytes(config, setup, name) for name in STAGES},
+        "bytes": {name: stage_bytes(config, setup, name) for name in stages_of(config)},
         "largest": {"stage": stage, "bytes": most}, "room_bytes": room(config), "fits": fits,
         "fewest_gpus": fewest_gpus(config, setup), "suggestions": [] if fits else suggest(config),
         "time": make_times(config), "compute_optimal": make_optimal(config),

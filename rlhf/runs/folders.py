@@ -62,7 +62,8 @@ def stage_folder(config: Config, stage: str) -> Path:
         raise UserError(f"parents.{stage}={given}: a pretrained model, and no run: adopt it with `rlhf tokenizer "
                         f"model.pretrained={given}` and `rlhf pretrain model.pretrained={given}`, or in `rlhf pipeline`")  # fmt: skip
     raise UserError(
-        f"parents.{stage}={given}: neither a run under {config.runs_dir}/ nor a stage folder: check the name"
+        f"parents.{stage}={given}: neither a run under {config.runs_dir}/ nor a stage folder: check the name "
+        "(a pretrained model is named with model.pretrained)"
     )
 
 

@@ -37,7 +37,10 @@ def adopt(source: str, form: str, say: Callable[[str], None]) -> Any:
     from rlhf.model.checkpoint import read_checkpoint
     from rlhf.model.pretrained import adopt_tokenizer
 
-    tokenizer, notes = adopt_tokenizer(read_checkpoint(source), form)
+    checkpoint = read_checkpoint(source)
+    if checkpoint.revision is None:
+        checkpoint.weight_files()  # a local model without weights is refused here, not one stage later
+    tokenizer, notes = adopt_tokenizer(checkpoint, form)
     for note in notes:
         say(note)
     say(f"{len(tokenizer)} entries, adopted from {source}")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,13 @@ def test_a_pickled_checkpoint_is_read_as_weights_only(tmp_path):
     with pytest.raises(UserError, match="not readable weights"):
         adopt(tmp_path, say=lambda _: None)
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r"needs the package gguf: pip install 'rlhf-recipe\[gguf\]'"):
+        read_checkpoint(tmp_path / "model.gguf")
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path):
