@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from rlhf.model.linear import Linear
 from rlhf.ops.unembedding import unembedded_cross_entropy
 
 IGNORED = -100  # the label of a token that the loss leaves out
@@ -12,7 +13,7 @@ IGNORED = -100  # the label of a token that the loss leaves out
 
 def is_plain(head: nn.Module) -> bool:
     """Whether the layer is only a weight, and the weight is whole on this rank (ZeRO-3 divides it)."""
-    return type(head) is nn.Linear and head.bias is None and not hasattr(head.weight, "ds_id")
+    return type(head) in (nn.Linear, Linear) and head.bias is None and not hasattr(head.weight, "ds_id")
 
 
 def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> CausalLMOutputWithPast:

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from rlhf.model.fused_loss import compute_fused_loss, is_plain
 from rlhf.model.gpt_config import GPTConfig
+from rlhf.model.linear import Linear, ResidualLinear
 from rlhf.model.masks import Documents, make_attention_mask, make_positions
 
 Rope = tuple[Tensor, Tensor]
@@ -54,10 +55,6 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-class ResidualLinear(nn.Linear):
-    """A projection that writes to the residual stream; its initialisation is scaled down by depth."""
-
-
 class QKNorm(nn.Module):
     """RMS norm over each head of the queries and keys, one learned scale for queries and one for keys."""
 
@@ -78,7 +75,7 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim = config.head_dim
         qkv_width = (self.n_head + 2 * self.n_kv_head) * self.head_dim
-        self.qkv = nn.Linear(config.width, qkv_width, bias=config.qkv_bias)
+        self.qkv = Linear(config.width, qkv_width, bias=config.qkv_bias)
         self.out = ResidualLinear(self.n_head * self.head_dim, config.width, bias=config.bias)
         self.qk_norm = QKNorm(config) if config.qk_norm else None
 
@@ -124,7 +121,7 @@ class MLP(nn.Module):
         super().__init__()
         self.swiglu = config.mlp == "swiglu"
         self.approximate = "none" if config.mlp == "gelu_erf" else "tanh"
-        self.up = nn.Linear(config.width, config.mlp_width * (2 if self.swiglu else 1), bias=config.bias)
+        self.up = Linear(config.width, config.mlp_width * (2 if self.swiglu else 1), bias=config.bias)
         self.down = ResidualLinear(config.mlp_width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -301,7 +298,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.model = GPTModel(config)
-        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

@@ -13,26 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rlhf.model.gpt import MLP, ResidualLinear
+from rlhf.model.gpt import MLP
+from rlhf.model.linear import Linear, ResidualLinear
+from rlhf.ops.products import onednn_product, product
 
 LEAST_WIDTH = 256  # of inputs and of outputs: below, a call costs more than the layout saves
 MOST_ROWS = 256  # of a product: more go through the plain layer
 MOST_BYTES = 2**30  # of copies: a model that needs more keeps its weights as they are
 
 
-def packed_product() -> Callable[..., Tensor] | None:
-    """x W^T + b, with an activation, by a packed W; None if this torch has none.
-
-    It is the operator that torch.compile emits for frozen weights. torch has no other name for it, so it may go.
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return None
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-
-
 def is_packable(layer: nn.Module) -> bool:
     """Whether the layer is a large plain product in float32 on a CPU, whole on this process, with nothing hooked to it."""
-    if type(layer) not in (nn.Linear, ResidualLinear) or "forward" in vars(layer):
+    if type(layer) not in (nn.Linear, Linear, ResidualLinear) or "forward" in vars(layer):
         return False
     weight: Any = layer.weight
     return bool(
@@ -54,8 +46,8 @@ def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
     than MOST_BYTES), nothing changes.
     """
     # where autocast is on, a plain product would be in its precision
-    product = None if torch.is_autocast_enabled("cpu") else packed_product()
-    layers: list[Any] = [layer for layer in model.modules() if is_packable(layer)] if product else []
+    multiply = None if torch.is_autocast_enabled("cpu") else onednn_product()
+    layers: list[Any] = [layer for layer in model.modules() if is_packable(layer)] if multiply else []
     if sum(4 * layer.weight.numel() for layer in layers) > MOST_BYTES:
         layers = []
     joined: dict[Any, MLP] = {
@@ -64,7 +56,7 @@ def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
     changed: list[nn.Module] = []
     try:
         for layer in layers:
-            layer.forward = _packed(layer, rows, product, joined.get(layer))
+            layer.forward = _packed(layer, rows, multiply, joined.get(layer))
             changed.append(layer)
             if mlp := joined.get(layer):
                 mlp.forward = _without_activation(mlp)  # type: ignore[method-assign, assignment]
@@ -80,16 +72,16 @@ def is_packed(layer: nn.Module) -> bool:
     return "forward" in vars(layer)
 
 
-def _packed(layer: Any, rows: int, product: Any, mlp: MLP | None) -> Callable[[Tensor], Tensor]:
+def _packed(layer: Any, rows: int, multiply: Any, mlp: MLP | None) -> Callable[[Tensor], Tensor]:
     """The layer's forward, or, if it is the first of an MLP, gelu of it in the MLP's form."""
     weight, bias = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows), layer.bias
     activation, form = ("none", "") if mlp is None else ("gelu", mlp.approximate)
 
     def forward(x: Tensor) -> Tensor:
         if x.numel() > MOST_ROWS * x.shape[-1]:
-            y = F.linear(x, layer.weight, bias)
+            y = product(x, layer.weight, bias)
             return y if mlp is None else F.gelu(y, approximate=form)
-        return product(x, weight, bias, activation, [], form)
+        return multiply(x, weight, bias, activation, [], form)
 
     return forward
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.ops.products import outer, plain_product, serves
+
 # Elements of the logits worked on at a time: about a CPU's cache; on a GPU enough to fill it.
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**27
 # Elements of probabilities kept for the backward pass; above that it computes them again.
@@ -28,7 +30,7 @@ def unembed(hidden: Tensor, weight: Tensor) -> Tensor:
     """
     if weight.dtype.itemsize < 4:  # on a GPU: see `unembedding_factor`
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return (hidden.to(weight.dtype) @ weight.t()).float()
+    return plain_product(hidden.to(weight.dtype), weight).float()
 
 
 def unembedded_logprobs(
@@ -98,9 +100,9 @@ class _Unembedding(torch.autograd.Function):
                     exact = torch.softmax(unembed(h[rows], factor), -1)
                     p = _store(exact.to(h.dtype), exact, tokens[rows])
                 if d_hidden is not None:
-                    d_hidden[rows] = ((w[tokens[rows]] if _is_exact(h) else 0) - p @ w) * d[rows]
+                    d_hidden[rows] = ((w[tokens[rows]] if _is_exact(h) else 0) - plain_product(p, w.t())) * d[rows]
                 if d_weight is not None:
-                    d_weight -= p.t() @ scaled[rows]
+                    d_weight -= outer(p, scaled[rows])
             if d_weight is not None and _is_exact(h):
                 d_weight.index_add_(0, tokens, scaled.to(d_weight.dtype))
         return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
@@ -136,9 +138,9 @@ class _WithEntropy(torch.autograd.Function):
                 d_logits -= _less_one_hot(p, tokens[rows]) * d_logp[rows, None]
                 d_logits = d_logits.to(h.dtype)
                 if d_hidden is not None:
-                    d_hidden[rows] = d_logits @ w
+                    d_hidden[rows] = plain_product(d_logits, w.t())
                 if d_weight is not None:
-                    d_weight += d_logits.t() @ h[rows]
+                    d_weight += outer(d_logits, h[rows])
         return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
 
 
@@ -175,8 +177,10 @@ class _CrossEntropy(torch.autograd.Function):
                 else:
                     gradient = _less_one_hot(p, own).to(h.dtype)
                 if d_hidden is not None:
-                    torch.mm(gradient, w, out=d_hidden[rows])
-                if d_weight is not None and h.dtype == weight.dtype:
+                    d_hidden[rows] = plain_product(gradient, w.t())
+                if d_weight is not None and serves(part, len(w)):
+                    d_weight += outer(gradient, part)
+                elif d_weight is not None and h.dtype == weight.dtype:
                     d_weight.addmm_(gradient.t(), part)
                 elif d_weight is not None:  # chunks add up in the weight's own precision
                     d_weight += gradient.t() @ part
@@ -240,5 +244,5 @@ def _gradients(ctx: Any, h: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor | 
 
 def _chunks(count: int, weight: Tensor) -> list[slice]:
     """Rows whose logits stay in a CPU's cache; on a GPU, enough to fill it."""
-    size = max(64, (_CPU_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // len(weight))
+    size = max(256, (_CPU_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // len(weight))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]

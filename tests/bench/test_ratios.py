@@ -17,10 +17,11 @@ import torch
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.choosing import Choice, make_uniforms
 from rlhf.model.generate import _sample_transformers, sample
-from rlhf.model.packed import packed_product, packed_weights
+from rlhf.model.packed import packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.model.trunk import hidden_at
 from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.ops.products import onednn_product
 from rlhf.ppo.rollout import response_logprobs
 from tests.presets import preset
 
@@ -74,7 +75,7 @@ def test_the_sampler_beats_generate(model):
     assert speed_up(plain, fast) > 1.2
 
 
-@pytest.mark.skipif(packed_product() is None, reason="this torch has no packed product")
+@pytest.mark.skipif(onednn_product() is None, reason="this torch has no packed product")
 def test_packed_weights_beat_plain_ones_where_rows_are_few():
     torch.manual_seed(0)
     wide = GPTForCausalLM(GPTConfig(n_layer=4, n_head=6, width=384, vocab_size=2048, context_length=64)).eval()

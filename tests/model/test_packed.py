@@ -7,9 +7,10 @@ from torch import nn
 from rlhf.model import GPTConfig, GPTForCausalLM, packed
 from rlhf.model.decoder import PREFILL_ROWS
 from rlhf.model.generate import sample
-from rlhf.model.packed import packed_product, packed_weights
+from rlhf.model.packed import packed_weights
+from rlhf.ops.products import onednn_product
 
-needs_product = pytest.mark.skipif(packed_product() is None, reason="this torch has no packed product")
+needs_product = pytest.mark.skipif(onednn_product() is None, reason="this torch has no packed product")
 PROMPTS = [[2 + i, 3, 5 + i % 7] * (1 + i % 3) for i in range(12)]
 
 
@@ -30,7 +31,7 @@ def answers(model: GPTForCausalLM, new: int = 24):
 
 def plain_answers(model: GPTForCausalLM, monkeypatch: pytest.MonkeyPatch, new: int = 24):
     with monkeypatch.context() as patch:
-        patch.setattr(packed, "packed_product", lambda: None)
+        patch.setattr(packed, "onednn_product", lambda: None)
         return answers(model, new)
 
 
@@ -99,7 +100,7 @@ def test_short_answers_and_a_torch_without_the_product_do_without(monkeypatch):
     model = make_model()
     before = answers(model)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert packed_product() is None
+    assert onednn_product() is None
     assert answers(model).responses == before.responses
     monkeypatch.undo()
 
@@ -113,7 +114,7 @@ def test_short_answers_and_a_torch_without_the_product_do_without(monkeypatch):
 @needs_product
 def test_packed_products_are_of_few_numbers_of_rows(monkeypatch):
     """Each number of rows is compiled, and kept."""
-    model, product, rows = make_model(), packed_product(), []
+    model, product, rows = make_model(), onednn_product(), []
 
     def watched(x: torch.Tensor, *more: object) -> torch.Tensor:
         rows.append(x.shape[:-1].numel())
@@ -127,9 +128,9 @@ def test_packed_products_are_of_few_numbers_of_rows(monkeypatch):
 
     expected = []
     with monkeypatch.context() as patch:
-        patch.setattr(packed, "packed_product", lambda: None)
+        patch.setattr(packed, "onednn_product", lambda: None)
         expected = [ended_by_many(count) for count in (90, 80)]
-    monkeypatch.setattr(packed, "packed_product", lambda: watched)
+    monkeypatch.setattr(packed, "onednn_product", lambda: watched)
     for plain, count in zip(expected, (90, 80), strict=True):
         found = ended_by_many(count)
         assert found.responses == plain.responses

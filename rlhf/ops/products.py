@@ -1,0 +1,106 @@
+"""Products of many rows with a large weight, in float32, on processors where torch's own are slow.
+
+torch multiplies float32 on a CPU with MKL, which uses no AVX-512 on AMD's processors; oneDNN, which torch contains too, does,
+and is about twice as fast there. torch has no public name for its product: `onednn_product` is the operator that torch.compile
+emits, and may go. Small weights and few rows gain nothing and stay with torch.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LEAST_WIDTH = 256  # of inputs and of outputs: below, a call costs more than it saves
+# Rows that are multiplied together; the rest goes to torch. oneDNN compiles a product for each shape, about 1 MB each.
+PIECES = (1024, 256, 64)
+
+
+def onednn_product() -> Callable[..., Tensor] | None:
+    """f(x, W, b, activation, [], form) = activation(x W^T + b), for plain or packed W; None if this torch has none."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+@cache
+def is_faster() -> bool:
+    """Whether oneDNN's products are the faster ones: on AMD's processors with AVX-512."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            told = file.read()
+    except OSError:
+        return False
+    return "AuthenticAMD" in told and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def serves(x: Tensor, outputs: int) -> bool:
+    """Whether oneDNN's product of x (…, I) with a float32 weight (outputs, I) is faster than torch's and means the same."""
+    return (
+        min(outputs, x.shape[-1]) >= LEAST_WIDTH
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.numel() >= PIECES[-1] * x.shape[-1]
+        and is_faster()
+        and onednn_product() is not None
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b (…, O) of x (…, I) and weight (O, I), with gradients; by torch where that is not slower."""
+    if not serves(x, len(weight)) or weight.dtype != x.dtype or hasattr(weight, "ds_id"):  # ZeRO-3 holds a part
+        return F.linear(x, weight, bias)
+    y = _Product.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
+
+
+def plain_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T (N, O) of x (N, I) and weight (O, I), in any strides, without gradients."""
+    if not serves(x, len(weight)):
+        return x @ weight.t()
+    multiply: Any = onednn_product()
+    parts = [multiply(x[rows], weight, None, "none", [], "") for rows in _pieces(len(x))]
+    done = sum(map(len, parts))
+    rest = [x[done:] @ weight.t()] if done < len(x) else []
+    return torch.cat(parts + rest) if len(parts) + len(rest) > 1 else parts[0]
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """a^T b (O, I) of a (N, O) and b (N, I), without gradients."""
+    if not serves(b, a.shape[1]):
+        return a.t() @ b
+    multiply: Any = onednn_product()
+    pieces = _pieces(len(a))
+    total, done = multiply(a[pieces[0]].t(), b[pieces[0]].t(), None, "none", [], ""), pieces[-1].stop
+    for rows in pieces[1:]:
+        total += multiply(a[rows].t(), b[rows].t(), None, "none", [], "")
+    return total.addmm_(a[done:].t(), b[done:]) if done < len(a) else total
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return plain_product(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        d_x = plain_product(d, weight.t()) if ctx.needs_input_grad[0] else None
+        d_weight = outer(d, x) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight
+
+
+def _pieces(count: int) -> list[slice]:
+    """Parts of `count` rows, each of a size in PIECES, from the first row on."""
+    found, start = [], 0
+    for size in PIECES:
+        while count - start >= size:
+            found.append(slice(start, start + size))
+            start += size
+    return found

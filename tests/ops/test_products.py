@@ -1,0 +1,71 @@
+"""Products by oneDNN against torch's, forward and backward, and where they are left to torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rlhf.ops import products
+from rlhf.ops.products import PIECES, onednn_product, outer, plain_product, product, serves
+
+needs_product = pytest.mark.skipif(onednn_product() is None, reason="this torch has no such product")
+
+
+@pytest.fixture(autouse=True)
+def faster(monkeypatch):
+    monkeypatch.setattr(products, "is_faster", lambda: True)
+
+
+def tensors(rows: int, inputs: int = 256, outputs: int = 320) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator) for shape in ((rows, inputs), (outputs, inputs), (outputs,))
+    )
+    return x, weight / 16, bias
+
+
+@needs_product
+@pytest.mark.parametrize("rows", [PIECES[-1], 65, 3 * 64 + 7, 1024 + 256 + 1])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients_are_torchs(rows, with_bias, monkeypatch):
+    calls, multiply = [], onednn_product()
+    monkeypatch.setattr(products, "onednn_product", lambda: lambda *a: calls.append(len(a[0])) or multiply(*a))
+    x, weight, bias = tensors(rows)
+    found, wanted = [], []
+    for f, into in ((product, found), (F.linear, wanted)):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = f(leaves[0].view(1, rows, -1), leaves[1], leaves[2] if with_bias else None)
+        y.square().sum().backward()
+        into += [y, *(t.grad for t in leaves if t.grad is not None)]
+    assert calls, "or nothing was tested"
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-5 * theirs.abs().max().item())
+
+
+@needs_product
+def test_strided_operands():
+    x, weight, _ = tensors(300)
+    wide = torch.randn(300, 320)
+    assert torch.allclose(plain_product(wide, weight.t()), wide @ weight, rtol=1e-5, atol=1e-4)
+    assert torch.allclose(outer(wide, x), wide.t() @ x, rtol=1e-5, atol=1e-3)
+
+
+@needs_product
+def test_shapes_are_few_however_many_rows_there_are(monkeypatch):
+    seen, multiply = set(), onednn_product()
+    monkeypatch.setattr(products, "onednn_product", lambda: lambda *a: seen.add(len(a[0])) or multiply(*a))
+    for rows in range(64, 2000, 97):
+        plain_product(*tensors(rows)[:2])
+    assert seen == set(PIECES)
+
+
+def test_what_stays_with_torch(monkeypatch):
+    x, weight, _ = tensors(64)
+    assert serves(x, 256)
+    assert not serves(x, 255), "small weights, as the gold world's"
+    assert not serves(x[:63], 256), "few rows"
+    assert not serves(x.double(), 256) and not serves(x.to("meta"), 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not serves(x, 256) and product(x, weight).dtype == torch.bfloat16
+    monkeypatch.setattr(products, "is_faster", lambda: False)
+    assert product(x, weight).equal(F.linear(x, weight)) and outer(x, x).equal(x.t() @ x)
