@@ -7,11 +7,22 @@ from typing import Any
 from rlhf.commands.report import run_folders
 from rlhf.config import Config
 from rlhf.config.setting import FromEnvironment
+from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
+from rlhf.runs.folders import NAME, refuse_inside_stage
 from rlhf.terminal import say
 
 SHORT = ("labelers", "labels_per_prompt")  # settings that may be given without their group
 LEAST_SECRET = 16  # characters of serve.token
+INSTRUCTIONS = """Read the request, then every response, before you rank. Put the response first that you would most want to get.
+
+Helpful: it does what was asked, follows every constraint, and is clear. If the request is unclear, asking back is better than guessing.
+Truthful: it claims nothing that you know or can check to be wrong, and invents nothing about the text that it was given.
+Harmless: it hurts nobody, insults nobody, and helps nobody to do so.
+
+Truth and harmlessness count more than helpfulness, unless what was asked is plainly harmless. Length alone is no merit. Responses
+that you find equally good are a tie. If you cannot tell, say so.
+"""
 
 
 def join_runs(arguments: list[str]) -> list[str]:
@@ -37,9 +48,10 @@ def run(config: Config) -> None:
     loopback = check_address(config)
     listening = listen(config)
     with listening:
-        app = make(config, folders, loopback)
         host, port = listening.getsockname()[:2]
-        say(f"serve: http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C stops)")
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        app = make(config, folders, loopback, address)
+        say(f"serve: {address} (Ctrl-C stops)")
         server = uvicorn.Server(uvicorn.Config(
             app, log_level="error", access_log=False, server_header=False, timeout_keep_alive=15, timeout_graceful_shutdown=5,
             limit_concurrency=4 * (config.serve.batch + config.serve.queue), h11_max_incomplete_event_size=64 * 1024,
@@ -84,18 +96,65 @@ def listen(config: Config) -> Any:
     return made
 
 
-def make(config: Config, folders: list[Path], loopback: bool) -> Any:
+def make(config: Config, folders: list[Path], loopback: bool, address: str) -> Any:
     """The application with its models."""
     from rlhf.api import LoadedRun
+    from rlhf.data.items import names_of
     from rlhf.serving.app import Limits, make_app
+    from rlhf.serving.desk import Desk
     from rlhf.serving.models import load_models
     from rlhf.serving.security import Access
+    from rlhf.serving.store import LabelStore
     from rlhf.training.setup import set_up
 
     settings, device = config.serve, set_up(config)
     stages = [settings.stages] if isinstance(settings.stages, str) else settings.stages
     models = load_models([LoadedRun(folder, device.type) for folder in folders], stages)
     say(f"serve: {', '.join(model.policy_id for model in models.values())}")
-    access = Access(settings.token, {}, loopback, settings.max_body_bytes, settings.requests_per_minute)
+    labels = Path(settings.labels) if settings.labels else folders[0] / "serve" / "labels.jsonl"
+    refuse_inside_stage(labels, "serve.labels")
+    store = LabelStore(labels)
+    names = names_of(settings.labelers)
+    secrets = labeler_secrets(labels.with_name("labelers.txt"), names, address) if names else {}
+    tasks = load_tasks(settings.tasks, folders[0])
+    instructions = Path(settings.instructions).read_text("utf-8") if settings.instructions else INSTRUCTIONS
+    desk = Desk(store, tasks, names or ["local"], settings.labels_per_prompt, config.seed)
+    say(f"serve: {len(tasks)} labelling tasks, {len(store.records)} labels so far -> {labels}")
+    access = Access(settings.token, secrets, loopback, settings.max_body_bytes, settings.requests_per_minute)
     limits = Limits(settings.batch, settings.queue, settings.max_new_tokens)
-    return make_app(models, access, limits)
+    return make_app(models, access, limits, desk, instructions)
+
+
+def load_tasks(given: str | None, run: Path) -> list[Any]:
+    """The tasks that `rlhf sample` wrote: of serve.tasks, or of the run's own round if there is one. Raises: UserError."""
+    from rlhf.data.comparisons import load_comparisons
+
+    path = Path(given) if given else run / "sample" / "tasks.jsonl"
+    if given is None and not path.is_file():
+        return []
+    tasks, _ = load_comparisons(str(path / "tasks.jsonl" if path.is_dir() else path), "native")
+    if twice := first_repeat(task.id for task in tasks):
+        raise UserError(f"{path}: two tasks have the id {twice!r}: want one of each")
+    return [task for task in tasks if len(task.responses) > 1]
+
+
+def labeler_secrets(path: Path, names: list[str], address: str) -> dict[str, str]:
+    """Each labeler's secret: those of an earlier call, and new ones. The file holds the links, and only its owner reads it.
+
+    Raises: UserError for a name that is not plain.
+    """
+    import os
+    import secrets
+
+    if bad := [name for name in names if not NAME.fullmatch(name)]:
+        raise UserError(f"serve.labelers: {bad[0]!r}: want names of letters, digits, '.', '_' and '-'")
+    found: dict[str, str] = {}
+    if path.is_file():
+        lines = (line.partition(" ") for line in path.read_text("utf-8").splitlines())
+        found = {name: link.rpartition("#")[2] for name, _, link in lines if name}
+    found |= {name: secrets.token_urlsafe(24) for name in names if name not in found}
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.writelines(f"{name} {address}#{secret}\n" for name, secret in found.items())
+    say(f"serve: the links of {len(names)} labelers: {path}")
+    return {name: found[name] for name in names}

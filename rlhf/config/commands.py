@@ -85,6 +85,7 @@ class ServeConfig:
     labels: str | None = setting(None, "file that labels are appended to; none: runs/<run>/serve/labels.jsonl")
     labelers: Any = setting(None, "names; each gets a link with a secret; none: one labeler, local", kind="labelers")
     labels_per_prompt: int = setting(1, "labelers who rank each prompt", min=1)
+    instructions: str | None = setting(None, "text file that is shown to labelers; none: a short guide")
 
 
 @dataclass(slots=True)

@@ -3,15 +3,21 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from fastapi import FastAPI
+from fastapi.responses import FileResponse
+from fastapi.staticfiles import StaticFiles
 
+from rlhf.serving.desk import Desk
 from rlhf.serving.engine import Engine
 from rlhf.serving.errors import handlers
 from rlhf.serving.models import ServedModel
 from rlhf.serving.openai_api import make_router
+from rlhf.serving.page_api import make_page_router
 from rlhf.serving.security import Access, Guard
+
+PAGE = Path(__file__).parent / "page"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +29,10 @@ class Limits:
     max_new_tokens: int = 1024
 
 
-def make_app(models: dict[str, ServedModel], access: Access, limits: Limits, desk: Any = None) -> Guard:
-    """The application; its models' thread starts and stops with it. desk: the labelling desk, if there is one."""
+def make_app(
+    models: dict[str, ServedModel], access: Access, limits: Limits, desk: Desk, instructions: str = ""
+) -> Guard:
+    """The application; its models' thread starts and stops with it."""
     engine = Engine({name: model.policy for name, model in models.items()}, limits.batch, limits.queue)
 
     @asynccontextmanager
@@ -34,7 +42,13 @@ def make_app(models: dict[str, ServedModel], access: Access, limits: Limits, des
 
     app = FastAPI(title="rlhf serve", lifespan=lifespan, docs_url=None, redoc_url=None, exception_handlers=handlers())
     app.include_router(make_router(engine, models, limits.max_new_tokens))
-    app.state.engine = engine
+    app.include_router(make_page_router(engine, models, desk, access, limits.max_new_tokens, instructions))
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
     guard = Guard(app, access)
-    guard.engine = engine  # type: ignore[attr-defined]
+    guard.engine = engine
     return guard

@@ -34,11 +34,31 @@ def access(**changes: Any) -> Any:
                      "requests_per_minute": 10**6, **changes})  # fmt: skip
 
 
+def tasks(count: int, responses: int = 3) -> list[Any]:
+    """Labelling tasks as `rlhf sample` writes them."""
+    from rlhf.data.records import RankedResponse, Ranking
+
+    return [
+        Ranking(id=f"t{i}", prompt=f"what is number {i} ?", metadata={"prompt_id": f"p{i}"},
+                responses=[RankedResponse(id="abcdefg"[j], text=f"answer {j} to {i}", policy="gold/sft@12345678")
+                           for j in range(responses)])
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def make_desk(path: Any, count: int = 4, labelers: tuple[str, ...] = ("anna", "ben"), per_prompt: int = 2) -> Any:
+    from rlhf.serving.desk import Desk
+    from rlhf.serving.store import LabelStore
+
+    return Desk(LabelStore(path), tasks(count), labelers, per_prompt, seed=0)
+
+
 @pytest.fixture(scope="session")
-def app(models) -> Iterator[Any]:
+def app(models, tmp_path_factory) -> Iterator[Any]:
     from rlhf.serving.app import Limits, make_app
 
-    made = make_app(models, access(), Limits(batch=8, queue=16, max_new_tokens=64))
+    desk = make_desk(tmp_path_factory.mktemp("desk") / "labels.jsonl", labelers=("local",), per_prompt=1)
+    made = make_app(models, access(), Limits(batch=8, queue=16, max_new_tokens=64), desk)
     yield made
     made.engine.stop()
 

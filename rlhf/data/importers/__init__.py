@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from rlhf.data.reading.readers import Reject, Row, read_rows
 from rlhf.data.reading.sources import RECORD_SUFFIXES, Source, printable_path, resolve_sources
 from rlhf.data.records import KINDS, Demonstration, PromptRecord, Ranking, Record, first_problem, one_line, shown
+from rlhf.data.revisions import without_replaced
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
 
@@ -310,11 +311,13 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
         if source.imported:
             records += _load_import(source, info, allow_partial)
             continue
+        found: list[Record] = []
         for one in import_source(source, format, info):
             if isinstance(one, Reject):
                 rejects.append(one)
             else:
-                records.append(one)
+                found.append(one)
+        records += without_replaced(found)
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
         more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""

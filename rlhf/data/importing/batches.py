@@ -19,6 +19,7 @@ from rlhf.data.importing.cleaning import FACT, KIND_NUMBERS, PII_KINDS, fact_of
 from rlhf.data.reading.json_rows import Block, parse_block
 from rlhf.data.reading.readers import KEPT_BYTES, Reject, Row
 from rlhf.data.records import Ranking, Record, first_problem, shown
+from rlhf.data.revisions import Replaced, identity
 from rlhf.data.splits import SPLITS, given_split
 from rlhf.data.storage import json_text, to_batch, to_row
 
@@ -38,6 +39,7 @@ class Plan:
     pii: str = "flag"
     prefix_characters: int = 200
     seed: int = 0
+    replaced: Replaced = frozenset()  # records that later ones of the file put right
     prepared: Format | None = None  # after a look at the file's first rows, where the format wants one
 
 
@@ -73,6 +75,7 @@ class Batch:
 
     rows: int = 0
     rejects: list[tuple[int, Reject]] = field(default_factory=list)  # index of the row
+    replaced: list[int] = field(default_factory=list)  # rows that do not count any more
     tables: "dict[str, pa.RecordBatch]" = field(default_factory=dict)  # by kind
     facts: np.ndarray = field(default_factory=lambda: np.zeros(0, FACT))  # of all records, in their order
     lengths: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))  # of all responses, in their order
@@ -169,6 +172,9 @@ def _add_row(maker: BatchMaker, chosen: Format, row: Row, index: int) -> None:
     if not values and not parts:
         raise BadRow("", f"got a row that gives no record, want {chosen.wants}")
     made = make_records(values, plan.stem, row.number)
+    if plan.replaced and made and all(identity(record) in plan.replaced for record in made):
+        batch.replaced.append(index)
+        return
     try:
         records = [_check_split(record, chosen, batch) for record in made]
         lines = [to_row(record) for record in records]

@@ -29,6 +29,7 @@ from rlhf.data.importing.units import BATCH_ROWS, Digest, file_units, first_rows
 from rlhf.data.reading.json_rows import Block
 from rlhf.data.reading.readers import Meter, Reject, TableOptions
 from rlhf.data.reading.sources import Source, size_of
+from rlhf.data.revisions import find_replaced
 from rlhf.data.splits import SPLITS
 from rlhf.data.storage import ArrowWriter, schemas, to_row
 from rlhf.errors import UserError
@@ -160,7 +161,8 @@ class Importer:
                 prepared = chosen.prepare(source.name, values)
                 why = f"{why}; {table_note(source, options)}{prepared.recognise(values[0])}"
             report.format, report.why = chosen.name, why
-            plan = replace(plan, format=chosen.name, prepared=prepared)
+            revised = find_replaced(source.path) if chosen.name == "native" and source.path else frozenset()
+            plan = replace(plan, format=chosen.name, prepared=prepared, replaced=revised)
             parallel = config.processes > 1 and isinstance(unit, Block) and not chosen.joins
             if config.processes > 1 and not parallel:
                 self._note(
@@ -181,6 +183,7 @@ class Importer:
     def _take(self, batch: Batch, report: FileReport) -> np.ndarray:
         """Clean a batch and write what is kept; returns what became of each row."""
         rows = np.full(batch.rows, REJECTED, np.uint8)
+        rows[batch.replaced] = FILTERED
         facts = batch.facts
         judge = self.cleaner.judge
         columns = (facts[name].tolist() for name in ("kind", "identity", "prefix", "user", "pii"))

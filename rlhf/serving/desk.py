@@ -1,0 +1,198 @@
+"""Who labels what: which task a labeler gets next, and what becomes of an answer.
+
+Every task goes to as many labelers as were asked for; nobody gets one twice, and nobody sees what another said. Who goes back
+answers the last task again: the new record replaces the old one, which stays in the file and counts no more.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from rlhf.data.agreement.judgements import AgreementCounter
+from rlhf.data.records import Demonstration, Message, RankedResponse, Ranking
+from rlhf.data.revisions import without_replaced
+from rlhf.serving.drawing import RefusedError
+from rlhf.serving.store import LabelStore
+
+HELD_SECONDS = 1800.0  # for which a task that was shown stays with a labeler who does not answer
+FLAGS = (  # what InstructGPT's labelers said of a response beside its quality (Ouyang et al. 2022, table 3)
+    "fails_instruction", "inappropriate", "hallucination", "satisfies_constraint", "sexual", "violent",
+    "encourages_violence", "denigrates", "harmful_advice", "opinion", "moral_judgement",
+)  # fmt: skip
+MOST_COMPARISONS = 1000  # that are remembered until they are judged
+
+
+@dataclass(slots=True)
+class Judged:
+    """What a labeler said of some responses."""
+
+    submission: str
+    ranking: list[list[str]] | None  # none: cannot judge
+    ratings: dict[str, int] = field(default_factory=dict)
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float = 0.0
+    note: str = ""
+
+
+class Desk:
+    """The labelling of one server. Its methods may be called from several threads."""
+
+    def __init__(
+        self, store: LabelStore, tasks: Sequence[Ranking], labelers: Sequence[str], per_prompt: int, seed: int
+    ):
+        self.store, self.labelers, self.per_prompt, self.seed = store, tuple(labelers), per_prompt, seed
+        self.tasks = {task.id: task for task in tasks}
+        self.lock = threading.Lock()
+        self.held: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and since when
+        self.comparisons: dict[str, Ranking] = {}
+        self.judged: dict[str, dict[str, Ranking]] = {
+            task: {} for task in self.tasks
+        }  # by task and labeler: what counts
+        for record in without_replaced(store.records):
+            self._count(record)
+        self.counted: tuple[int, dict[str, Any]] = (-1, {})
+
+    def _count(self, record: Any) -> None:
+        task = record.metadata.get("task")
+        if isinstance(record, Ranking) and task in self.judged and record.labeler is not None:
+            self.judged[task][record.labeler] = record
+
+    # ------------------------------------------------------------------------------------------------- ranking
+
+    def next_task(self, labeler: str) -> Ranking | None:
+        """The task that a labeler has, or gets now; None if there is none left."""
+        with self.lock:
+            return self._next(labeler)
+
+    def _next(self, labeler: str) -> Ranking | None:
+        now = time.monotonic()
+        mine = self.held.get(labeler)
+        if mine is not None and labeler not in self.judged[mine[0]]:
+            return self.tasks[mine[0]]
+        others = [
+            task
+            for name, (task, since) in self.held.items()
+            if name != labeler and now - since < HELD_SECONDS and name not in self.judged[task]
+        ]
+        for name in self.tasks:
+            said = self.judged[name]
+            waiting = sum(task == name for task in others)
+            if labeler not in said and len(said) + waiting < self.per_prompt:
+                self.held[labeler] = (name, now)
+                return self.tasks[name]
+        return None
+
+    def shown(self, task: Ranking, labeler: str) -> list[RankedResponse]:
+        """A task's responses in the order in which a labeler sees them, drawn by (seed, task, labeler)."""
+        responses = list(task.responses)
+        random.Random(f"order-{self.seed}-{task.id}-{labeler}").shuffle(responses)
+        return responses
+
+    def rank(self, labeler: str, name: str, said: Judged, replaces: str | None) -> Ranking:
+        """Save a ranking. Raises: RefusedError if the task is another's, or was labelled already."""
+        with self.lock:
+            if (known := self.store.known(labeler, said.submission)) is not None:
+                return known
+            task = self.tasks.get(name)
+            before = self.judged.get(name, {}).get(labeler)
+            if task is None:
+                raise RefusedError(404, "no such task", "task")
+            if before is None and (replaces is not None or self.held.get(labeler, ("",))[0] != name):
+                raise RefusedError(409, "this task was not given to you: load the next one", "task")
+            if before is not None and before.id != replaces:
+                raise RefusedError(409, "you have labelled this task: go back to change your answer", "task")
+            held = self.held.get(labeler)
+            longest = time.monotonic() - held[1] if held and held[0] == name else HELD_SECONDS
+            more = {"task": name, "order": [response.id for response in self.shown(task, labeler)]}
+            record = make_ranking(task, labeler, said, longest, more | ({"replaces": replaces} if replaces else {}))
+            self.store.append(record)
+            self.judged[name][labeler] = record
+            return record
+
+    def last(self, labeler: str) -> Ranking | None:
+        """A labeler's latest ranking of a task that counts."""
+        with self.lock:
+            mine = [said[labeler] for said in self.judged.values() if labeler in said]
+        return max(mine, key=lambda record: record.created or "", default=None)
+
+    def progress(self, labeler: str) -> dict[str, Any]:
+        """How far a labeler is, and how often the others order two responses as this one does."""
+        with self.lock:
+            done = sum(labeler in said for said in self.judged.values())
+            left = sum(labeler not in said and len(said) < self.per_prompt for said in self.judged.values())
+            count = len(self.store.records)
+            rankings = [one for said in self.judged.values() if len(said) > 1 for one in said.values()]
+            cached, table = self.counted
+        if cached != count:
+            counter = AgreementCounter()
+            for one in rankings:
+                counter.add(one)
+            table = counter.report()["by_labeler"] if rankings else {}
+            self.counted = (count, table)
+        row = table.get(labeler, {})
+        return {"done": done, "left": left, "agreement": row.get("agreement"), "shared": row.get("items_shared", 0)}
+
+    # ---------------------------------------------------------------------------- comparisons, demonstrations
+
+    def compare(self, comparison: Ranking) -> None:
+        """Remember a comparison of models until it is judged."""
+        with self.lock:
+            self.comparisons[comparison.id] = comparison
+            while len(self.comparisons) > MOST_COMPARISONS:
+                self.comparisons.pop(next(iter(self.comparisons)))
+
+    def judge(self, labeler: str, name: str, said: Judged) -> Ranking:
+        """Save the judgement of a comparison. Raises: RefusedError if there is none, or it was judged."""
+        with self.lock:
+            if (known := self.store.known(labeler, said.submission)) is not None:
+                return known
+            task = self.comparisons.get(name)
+            if task is None or task.labeler != labeler:
+                raise RefusedError(404, "no such comparison, or it was judged", "comparison")
+            record = make_ranking(task, labeler, said, HELD_SECONDS, {"comparison": name})
+            self.store.append(record)
+            del self.comparisons[name]
+            return record
+
+    def next_prompt(self, labeler: str) -> Ranking | None:
+        """A task whose prompt the labeler has demonstrated no answer to."""
+        with self.store.lock:
+            done = {r.metadata.get("task") for r in self.store.records
+                    if isinstance(r, Demonstration) and r.labeler == labeler}  # fmt: skip
+        return next((task for name, task in self.tasks.items() if name not in done), None)
+
+    def demonstrate(
+        self, labeler: str, prompt: list[Message], response: str, submission: str, more: dict
+    ) -> Demonstration:
+        """Save the ideal response to a prompt."""
+        made = Demonstration(
+            id=f"demonstration/{labeler}/{submission}", prompt=prompt, response=response, labeler=labeler,
+            source="rlhf serve", metadata=more | {"submission": submission, "created": now_text()},
+        )  # fmt: skip
+        return self.store.append(made)
+
+
+def make_ranking(task: Ranking, labeler: str, said: Judged, longest: float, more: dict[str, Any]) -> Ranking:
+    """The record of a judgement. Raises: ValidationError for names that the task does not have."""
+    unable = {"cannot_judge": True} if said.ranking is None else {}
+    note = {"note": said.note} if said.note else {}
+    return Ranking(
+        id=f"{task.id}/{labeler}/{said.submission}",
+        prompt=task.prompt,
+        responses=task.responses,
+        ranking=said.ranking,
+        ratings=dict(said.ratings),
+        flags={name: flags for name, flags in said.flags.items() if flags},
+        labeler=labeler,
+        seconds=round(min(said.seconds, longest), 1),
+        created=now_text(),
+        metadata=task.metadata | more | unable | note | {"submission": said.submission},
+    )
+
+
+def now_text() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,203 @@
+"""What the page asks: who I am, the next task, saving an answer, drawing a comparison, and the shading of tokens."""
+
+import asyncio
+import random
+import secrets
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, ValidationError
+
+from rlhf.data.records import RankedResponse, Ranking, Text, first_problem
+from rlhf.serving.desk import FLAGS, Desk, Judged
+from rlhf.serving.drawing import Drawn, RefusedError, Wish, busy, chat_prompt
+from rlhf.serving.engine import Engine, QueueFullError
+from rlhf.serving.models import ServedModel
+from rlhf.serving.schemas import ChatMessage, Strict
+from rlhf.serving.security import COOKIE, Access
+from rlhf.serving.shading import shade
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
+Id = Annotated[Text, Field(min_length=1, max_length=500)]
+Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
+Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+MOST_COMPARED = 6
+
+
+class SessionRequest(Strict):
+    token: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Verdict(Strict):
+    """What a labeler says of the responses of a task or comparison."""
+
+    name: Id
+    submission: Submission
+    ranking: Annotated[list[list[Id]], Field(max_length=64)] | None
+    ratings: dict[Id, Annotated[int, Field(ge=1, le=7)]] = Field(default_factory=dict)
+    flags: dict[Id, list[Annotated[str, Field(pattern="^(" + "|".join(FLAGS) + ")$")]]] = Field(default_factory=dict)
+    seconds: Seconds = 0.0
+    note: Annotated[Text, Field(max_length=2000)] = ""
+    replaces: Id | None = None
+
+    def judged(self) -> Judged:
+        return Judged(self.submission, self.ranking, dict(self.ratings), dict(self.flags), self.seconds, self.note)
+
+
+class CompareRequest(Strict):
+    messages: Messages
+    models: Annotated[list[Id], Field(min_length=2, max_length=MOST_COMPARED)]
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
+    max_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
+
+
+class DemonstrationRequest(Strict):
+    messages: Messages
+    response: Annotated[Text, Field(min_length=1, max_length=100_000)]
+    submission: Submission
+    seconds: Seconds = 0.0
+    task: Id | None = None
+
+
+class ShadingRequest(Strict):
+    model: Id
+    reference: Id | None = None
+    messages: Messages
+    token_ids: Annotated[list[int], Field(min_length=1, max_length=2048)]
+
+
+def make_page_router(
+    engine: Engine, models: dict[str, ServedModel], desk: Desk, access: Access, limit: int, instructions: str
+) -> APIRouter:
+    """The routes below /api."""
+    router = APIRouter(prefix="/api", include_in_schema=True)
+
+    def labeler_of(request: Request) -> str:
+        who = request.state.who or ("local" if not access.labelers else "")
+        if not who:
+            raise RefusedError(403, "labels need a labeler: open the link of one")
+        return who
+
+    def saved(record: Any) -> dict[str, Any]:
+        return {"saved": record.id}
+
+    @router.post("/session")
+    async def open_session(asked: SessionRequest, request: Request) -> Response:
+        who = access.who(asked.token)
+        if who is None:
+            raise RefusedError(401, "this link is not valid: ask for a new one")
+        answer = JSONResponse({"labeler": who})
+        secure = request.url.scheme == "https"
+        answer.set_cookie(COOKIE, asked.token, max_age=30 * 86400, httponly=True, samesite="strict", secure=secure)
+        return answer
+
+    @router.get("/me")
+    async def me(request: Request) -> dict[str, Any]:
+        who = request.state.who or ("local" if not access.labelers else None)
+        return {"labeler": who, "models": list(models), "tasks": len(desk.tasks), "flags": FLAGS, "max_tokens": limit,
+                "instructions": instructions}  # fmt: skip
+
+    @router.get("/rank/next")
+    async def next_task(request: Request) -> dict[str, Any]:
+        labeler = labeler_of(request)
+        task = desk.next_task(labeler)
+        about = await asyncio.to_thread(desk.progress, labeler)
+        return {"task": None if task is None else task_body(desk, task, labeler), "progress": about}
+
+    @router.get("/rank/last")
+    async def last_task(request: Request) -> dict[str, Any]:
+        labeler = labeler_of(request)
+        record = desk.last(labeler)
+        if record is None:
+            raise RefusedError(404, "there is nothing to undo")
+        body = task_body(desk, desk.tasks[record.metadata["task"]], labeler)
+        return {"task": body, "answer": {"ranking": record.ranking, "ratings": record.ratings, "flags": record.flags,
+                                         "note": record.metadata.get("note", ""), "replaces": record.id}}  # fmt: skip
+
+    @router.post("/rank")
+    async def save_ranking(asked: Verdict, request: Request) -> dict[str, Any]:
+        return saved(await checked(desk.rank, labeler_of(request), asked.name, asked.judged(), asked.replaces))
+
+    @router.post("/compare")
+    async def draw_comparison(asked: CompareRequest, request: Request) -> dict[str, Any]:
+        labeler = labeler_of(request)
+        unknown = [name for name in asked.models if name not in models]
+        if unknown:
+            raise RefusedError(404, f"no model of that name: want some of {', '.join(models)}", "models")
+        chosen = [models[name] for name in asked.models]
+        secrets.SystemRandom().shuffle(chosen)
+        comparison = await draw_blind(engine, chosen, asked, limit)
+        desk.compare(comparison.model_copy(update={"labeler": labeler}))
+        return {"name": comparison.id, "responses": [{"id": r.id, "text": r.text} for r in comparison.responses]}
+
+    @router.post("/compare/judge")
+    async def judge(asked: Verdict, request: Request) -> dict[str, Any]:
+        record = await checked(desk.judge, labeler_of(request), asked.name, asked.judged())
+        return saved(record) | {"policies": {r.id: r.policy for r in record.responses}}
+
+    @router.get("/demonstrate/next")
+    async def next_prompt(request: Request) -> dict[str, Any]:
+        task = desk.next_prompt(labeler_of(request))
+        return {"task": task and task.id, "messages": task and [m.model_dump() for m in task.prompt]}
+
+    @router.post("/demonstrate")
+    async def demonstrate(asked: DemonstrationRequest, request: Request) -> dict[str, Any]:
+        more = {"seconds": asked.seconds} | ({"task": asked.task} if asked.task else {})
+        prompt = [one.message() for one in asked.messages]
+        labeler = labeler_of(request)
+        return saved(await checked(desk.demonstrate, labeler, prompt, asked.response, asked.submission, more))
+
+    @router.post("/shading")
+    async def shading(asked: ShadingRequest) -> dict[str, Any]:
+        for name in (asked.model, asked.reference or asked.model):
+            if name not in models:
+                raise RefusedError(404, "no model of that name", "model")
+        model, reference = models[asked.model], models[asked.reference] if asked.reference else None
+        prompt, _ = await asyncio.to_thread(chat_prompt, model, [one.message() for one in asked.messages])
+        try:
+            return await asyncio.wrap_future(engine.call(lambda: shade(model, reference, prompt, asked.token_ids)))
+        except QueueFullError:
+            raise busy() from None
+
+    return router
+
+
+def task_body(desk: Desk, task: Ranking, labeler: str) -> dict[str, Any]:
+    """A task as its labeler may see it: not who wrote the responses."""
+    return {
+        "name": task.id,
+        "messages": [{"role": m.role, "content": m.content} for m in task.prompt],
+        "responses": [{"id": r.id, "text": r.text} for r in desk.shown(task, labeler)],
+    }
+
+
+async def checked(function: Any, *arguments: Any) -> Any:
+    """Run a method of the desk, which waits for the disk, in a thread; names that do not fit are refused."""
+    try:
+        return await asyncio.to_thread(function, *arguments)
+    except ValidationError as error:
+        field, message = first_problem(error)
+        raise RefusedError(400, message, field) from None
+
+
+async def draw_blind(engine: Engine, chosen: list[ServedModel], asked: CompareRequest, limit: int) -> Ranking:
+    """One response of each model, under letters."""
+    messages = [one.message() for one in asked.messages]
+    wish = Wish(asked.max_tokens and min(asked.max_tokens, limit), asked.temperature)
+    drawings: list[Drawn] = []
+    try:
+        for model in chosen:
+            prompt, key = await asyncio.to_thread(chat_prompt, model, messages)
+            drawings.append(Drawn(engine, model, [prompt], [key], wish))
+        reasons = [(await drawn.whole())[0] for drawn in drawings]
+    finally:
+        for drawn in drawings:
+            drawn.close()
+    responses = [
+        RankedResponse(id=chr(ord("a") + i), text=drawn.texts[0].text.strip(), policy=drawn.model.policy_id,
+                       metadata={"ended": reason == "stop"})
+        for i, (drawn, reason) in enumerate(zip(drawings, reasons, strict=True))
+    ]  # fmt: skip
+    random.shuffle(responses)
+    return Ranking(id=f"comparison-{secrets.token_hex(8)}", prompt=messages, responses=responses)

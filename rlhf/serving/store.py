@@ -1,0 +1,90 @@
+"""The file of labels: records of the import format, appended one line at a time, on the disk before anyone is told so.
+
+A submission has an id of its own, which the page draws: a client that did not hear the answer sends it again, and it is
+there once. A line that a killed server left unfinished was never acknowledged; it goes when the file is opened.
+"""
+
+import fcntl
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from rlhf.data.records import KINDS, Demonstration, Ranking, Record, first_problem
+from rlhf.errors import UserError
+from rlhf.files import disk_error
+
+Labelled = TypeVar("Labelled", Ranking, Demonstration)
+
+
+class LabelStore:
+    """One file of labels, held by one process."""
+
+    def __init__(self, path: Path):
+        self.path, self.lock = path, threading.Lock()
+        self.records: list[Record] = []
+        self.submissions: dict[tuple[str | None, str], Record] = {}  # by labeler and submission
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise disk_error(error, path) from error
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"{path}: another server writes it: stop that one, or choose another serve.labels=…"
+            ) from None
+        self._read()
+
+    def _read(self) -> None:
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                self._know(KINDS[row["kind"]].model_validate(row))
+            except (ValueError, KeyError, TypeError) as error:
+                problem = first_problem(error)[1] if isinstance(error, ValidationError) else "not a record"
+                raise UserError(
+                    f"{self.path}:{number}: {problem}: mend the line, or choose another serve.labels=…"
+                ) from None
+        if len(whole) < len(data):
+            os.ftruncate(self.file, len(whole))
+            os.fsync(self.file)
+
+    def _know(self, record: Record) -> None:
+        self.records.append(record)
+        submission = record.metadata.get("submission")
+        if isinstance(submission, str):
+            self.submissions[getattr(record, "labeler", None), submission] = record
+
+    def append(self, record: Labelled) -> Labelled:
+        """Write a record, unless its submission is there; returns the one that is. Raises: UserError if the disk refuses."""
+        key = (record.labeler, record.metadata["submission"])
+        line = (json.dumps(record.model_dump(mode="json"), ensure_ascii=False) + "\n").encode()
+        with self.lock:
+            if (known := self.submissions.get(key)) is not None:
+                return known  # type: ignore[return-value]
+            size = os.fstat(self.file).st_size
+            try:
+                left = memoryview(line)
+                while left:
+                    left = left[os.write(self.file, left) :]
+                os.fsync(self.file)
+            except OSError as error:
+                os.ftruncate(self.file, size)  # nothing of it stays
+                raise disk_error(error, self.path) from error
+            self._know(record)
+        return record
+
+    def known(self, labeler: str, submission: str) -> Any:
+        """The record of a submission that is there; None if it is not."""
+        with self.lock:
+            return self.submissions.get((labeler, submission))
+
+    def close(self) -> None:
+        os.close(self.file)

@@ -1,0 +1,231 @@
+"""Labels: who gets what, what is on the disk, and that the importer and the reward model read it as it is."""
+
+import json
+import threading
+
+import httpx
+import pytest
+
+from rlhf.commands.import_data import run as import_data
+from rlhf.composing import compose_config
+from rlhf.data.comparisons import load_comparisons
+from rlhf.errors import UserError
+from rlhf.serving.app import Limits, make_app
+from rlhf.serving.store import LabelStore
+from tests.serving.conftest import access, make_desk
+
+SECRETS = {"anna": "a" * 32, "ben": "b" * 32}
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def desk(tmp_path):
+    return make_desk(tmp_path / "labels.jsonl")
+
+
+@pytest.fixture
+def clients(models, desk):
+    """A client per labeler, of one server with two; and one of a stranger."""
+    guard = make_app(
+        {"gold/sft": models["gold/sft"], "gold/ppo": models["gold/ppo"]}, access(labelers=SECRETS), Limits(), desk
+    )
+
+    def client(secret):
+        headers = {"authorization": f"Bearer {secret}"} if secret else {}
+        return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://127.0.0.1", headers=headers)
+
+    yield {name: client(secret) for name, secret in {**SECRETS, "nobody": None}.items()}
+    guard.engine.stop()
+
+
+def verdict(task, submission, **more):
+    names = [response["id"] for response in task["responses"]]
+    return {"name": task["name"], "submission": submission, "ranking": [[names[0]], names[1:]], "seconds": 3.0} | more
+
+
+async def test_two_labelers_label_every_task_once_and_see_nobodys_answer(clients, desk):
+    orders = {}
+    for name in SECRETS:
+        for i in range(4):
+            found = (await clients[name].get("/api/rank/next")).json()
+            task = found["task"]
+            assert found["progress"]["done"] == i and found["progress"]["left"] == 4 - i
+            assert set(task) == {"name", "messages", "responses"} and "policy" not in json.dumps(task)
+            again = (await clients[name].get("/api/rank/next")).json()["task"]
+            assert again == task, "a reload shows the same task in the same order"
+            orders[name, task["name"]] = [response["id"] for response in task["responses"]]
+            best = sorted(orders[name, task["name"]])  # both find a best, then b and c
+            more = {"ranking": [[best[0]], best[1:]], "ratings": {"a": 6}, "flags": {"c": ["hallucination"]}}
+            answer = await clients[name].post("/api/rank", json=verdict(task, f"{name}-sub-{i}", **more))
+            assert answer.status_code == 200, answer.text
+            assert (await clients[name].post("/api/rank", json=verdict(task, f"{name}-again{i}"))).status_code == 409
+        assert (await clients[name].get("/api/rank/next")).json()["task"] is None
+    about = (await clients["anna"].get("/api/rank/next")).json()["progress"]
+    assert about == {"done": 4, "left": 0, "agreement": 1.0, "shared": 4}
+    assert any(orders["anna", f"t{i}"] != orders["ben", f"t{i}"] for i in range(4)), "each has an order of their own"
+    records, _ = load_comparisons(str(desk.store.path))
+    assert [(r.labeler, r.metadata["task"]) for r in records] == [(n, f"t{i}") for n in SECRETS for i in range(4)]
+    first = records[0]
+    assert (
+        first.ratings == {"a": 6} and first.flags == {"c": ["hallucination"]} and first.ranking == [["a"], ["b", "c"]]
+    )
+    assert first.seconds <= 3.0 and first.created and first.responses[0].policy == "gold/sft@12345678"
+    assert first.metadata["order"] == orders["anna", "t0"]
+
+
+async def test_only_labelers_label(clients):
+    assert (await clients["nobody"].get("/api/rank/next")).status_code == 403
+    assert (await clients["nobody"].get("/api/me")).json()["labeler"] is None
+    answer = await clients["nobody"].post("/api/session", json={"token": "x" * 32})
+    assert answer.status_code == 401
+    answer = await clients["nobody"].post("/api/session", json={"token": SECRETS["ben"]})
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie
+    assert (await clients["nobody"].get("/api/me")).json()["labeler"] == "ben"  # the client keeps the cookie
+
+
+async def test_going_back_replaces_and_a_task_can_be_beyond_judging(clients, desk, tmp_path):
+    anna = clients["anna"]
+    assert (await anna.get("/api/rank/last")).status_code == 404
+    task = (await anna.get("/api/rank/next")).json()["task"]
+    assert (await anna.post("/api/rank", json=verdict(task, "first-one", ranking=None))).status_code == 200
+    back = (await anna.get("/api/rank/last")).json()
+    assert back["task"] == task and back["answer"]["ranking"] is None
+    wrong = verdict(task, "second-one", replaces="another")
+    assert (await anna.post("/api/rank", json=wrong)).status_code == 409
+    for submission in ("second-one", "second-one"):  # sent twice, there once
+        changed = verdict(task, submission, replaces=back["answer"]["replaces"])
+        assert (await anna.post("/api/rank", json=changed)).status_code == 200
+    lines = desk.store.path.read_text().splitlines()
+    assert len(lines) == 2
+    [record], _ = load_comparisons(str(desk.store.path))
+    assert record.metadata["replaces"] == back["answer"]["replaces"] and record.ranking is not None
+    import_data(compose_config([f"path='{desk.store.path}'", f"out='{tmp_path}/imported'"], "import"))
+    report = json.loads((tmp_path / "imported" / "report.json").read_text())
+    assert report["counts"] == {"input": 2, "accepted": 1, "duplicates": 0, "filtered": 1, "rejected": 0}
+    assert [r.id for r in load_comparisons(str(tmp_path / "imported"))[0]] == [record.id]
+
+
+async def test_wrong_answers_are_refused_and_nothing_is_written(clients, desk):
+    anna, ben = clients["anna"], clients["ben"]
+    task = (await anna.get("/api/rank/next")).json()["task"]
+    for more, status in (
+        ({"ranking": [["a"], ["a"]]}, 400),
+        ({"ranking": [["z"]]}, 400),
+        ({"ratings": {"a": 8}}, 400),
+        ({"ratings": {"z": 5}}, 400),
+        ({"flags": {"a": ["nonsense"]}}, 400),
+        ({"submission": "short"}, 400),
+        ({"seconds": -1}, 400),
+        ({"name": "../../etc/passwd"}, 404),
+        ({"name": "t3"}, 409),  # not given to anna
+    ):
+        answer = await anna.post("/api/rank", json=verdict(task, "a-submission") | more)
+        assert answer.status_code == status and answer.json()["error"]["message"], (more, answer.text)
+    assert (await ben.post("/api/rank", json=verdict(task, "a-submission"))).status_code == 409
+    assert desk.store.path.read_bytes() == b""
+
+
+async def test_models_are_compared_blind_and_demonstrations_are_kept(clients, desk):
+    anna, ben = clients["anna"], clients["ben"]
+    asked = {
+        "messages": [{"role": "user", "content": "what is red ?"}],
+        "models": ["gold/sft", "gold/ppo"],
+        "max_tokens": 9,
+    }
+    drawn = (await anna.post("/api/compare", json=asked)).json()
+    assert "gold" not in json.dumps(drawn["responses"]) and len(drawn["responses"]) == 2
+    judged = verdict(drawn, "compare-1")
+    assert (await ben.post("/api/compare/judge", json=judged)).status_code == 404, "another's comparison"
+    answer = (await anna.post("/api/compare/judge", json=judged)).json()
+    assert {policy.split("@")[0] for policy in answer["policies"].values()} == {"gold/sft", "gold/ppo"}
+    assert (await anna.post("/api/compare/judge", json=judged)).json() == answer, "sent twice, saved once"
+    task = (await anna.get("/api/demonstrate/next")).json()
+    said = {"messages": task["messages"], "task": task["task"], "response": "It is one.", "submission": "demo-0001"}
+    assert (await anna.post("/api/demonstrate", json=said)).status_code == 200
+    assert (await anna.get("/api/demonstrate/next")).json()["task"] != task["task"]
+    kinds = [json.loads(line)["kind"] for line in desk.store.path.read_text().splitlines()]
+    assert kinds == ["ranking", "demonstration"]
+
+
+async def test_tokens_are_shaded(clients, models):
+    ids = models["gold/ppo"].tokenizer("red is a color")["input_ids"]
+    body = {
+        "model": "gold/ppo",
+        "reference": "gold/sft",
+        "messages": [{"role": "user", "content": "x"}],
+        "token_ids": ids,
+    }
+    found = (await clients["anna"].post("/api/shading", json=body)).json()
+    assert len(found["tokens"]) == len(found["logprobs"]) == len(found["kl"]) == len(ids)
+    assert max(found["logprobs"]) < 0 < max(found["kl"])
+    same = (await clients["anna"].post("/api/shading", json=body | {"reference": "gold/ppo"})).json()
+    assert same["logprobs"] == found["logprobs"] and max(same["kl"]) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ store
+
+
+def test_what_was_acknowledged_is_there_and_what_was_torn_is_not(tmp_path):
+    desk = make_desk(tmp_path / "labels.jsonl", count=3)
+    from rlhf.serving.desk import Judged
+
+    for name in ("anna", "ben"):
+        task = desk.next_task(name)
+        desk.rank(name, task.id, Judged(f"{name}-submission", [["a"], ["b"]]), None)
+    desk.store.close()
+    whole = (tmp_path / "labels.jsonl").read_bytes()
+    (tmp_path / "labels.jsonl").write_bytes(whole + b'{"kind": "ranking", "id"')
+    again = make_desk(tmp_path / "labels.jsonl", count=3)
+    assert (tmp_path / "labels.jsonl").read_bytes() == whole
+    assert again.progress("anna")["done"] == 1 and again.next_task("anna").id == "t1"
+    with pytest.raises(UserError, match="another server writes it"):
+        LabelStore(tmp_path / "labels.jsonl")
+    again.store.close()
+    (tmp_path / "labels.jsonl").write_bytes(b"not json\n" + whole)
+    with pytest.raises(UserError, match=r"labels.jsonl:1: not a record: mend the line"):
+        LabelStore(tmp_path / "labels.jsonl")
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    import os
+
+    from rlhf.serving.desk import Judged
+
+    desk = make_desk(tmp_path / "labels.jsonl")
+    task = desk.next_task("anna")
+    desk.rank("anna", task.id, Judged("submission-1", [["a"]]), None)
+    before, write = desk.store.path.read_bytes(), os.write
+
+    def full(file, data):
+        write(file, bytes(data)[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    task = desk.next_task("anna")
+    with pytest.raises(UserError, match="No space left"):
+        desk.rank("anna", task.id, Judged("submission-2", [["a"]]), None)
+    assert desk.store.path.read_bytes() == before
+    monkeypatch.undo()
+    desk.rank("anna", task.id, Judged("submission-2", [["a"]]), None)
+    assert len(desk.store.path.read_bytes().splitlines()) == 2
+
+
+def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_path):
+    from rlhf.serving.desk import Judged
+
+    names = tuple(f"l{i}" for i in range(6))
+    desk = make_desk(tmp_path / "labels.jsonl", count=20, labelers=names, per_prompt=2)
+
+    def work(name):
+        while task := desk.next_task(name):
+            desk.rank(name, task.id, Judged(f"{name}-{task.id}-sub", [["a"], ["b", "c"]]), None)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(said) == 2 for said in desk.judged.values())
+    pairs = [(r.labeler, r.metadata["task"]) for r in desk.store.records]
+    assert len(pairs) == len(set(pairs)) == 40
