@@ -14,7 +14,7 @@ from rlhf.serving.engine import Engine
 from rlhf.serving.errors import handlers
 from rlhf.serving.models import ServedModel
 from rlhf.serving.openai_api import make_router
-from rlhf.serving.page_api import make_page_router
+from rlhf.serving.page_api import Server, make_page_router
 from rlhf.serving.security import Access, Guard
 
 PAGE = Path(__file__).parent / "page"
@@ -42,7 +42,7 @@ def make_app(
 
     app = FastAPI(title="rlhf serve", lifespan=lifespan, docs_url=None, redoc_url=None, exception_handlers=handlers())
     app.include_router(make_router(engine, models, limits.max_new_tokens))
-    app.include_router(make_page_router(engine, models, desk, access, limits.max_new_tokens, instructions))
+    app.include_router(make_page_router(Server(engine, models, desk, access, limits.max_new_tokens, instructions)))
     app.mount("/page", StaticFiles(directory=PAGE))
 
     @app.get("/", include_in_schema=False)

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import secrets
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -67,20 +68,41 @@ class ShadingRequest(Strict):
     token_ids: Annotated[list[int], Field(min_length=1, max_length=2048)]
 
 
-def make_page_router(
-    engine: Engine, models: dict[str, ServedModel], desk: Desk, access: Access, limit: int, instructions: str
-) -> APIRouter:
-    """The routes below /api."""
-    router = APIRouter(prefix="/api", include_in_schema=True)
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What the routes work with."""
 
-    def labeler_of(request: Request) -> str:
-        who = request.state.who or ("local" if not access.labelers else "")
+    engine: Engine
+    models: dict[str, ServedModel]
+    desk: Desk
+    access: Access
+    limit: int  # of max_tokens
+    instructions: str
+
+    def labeler(self, request: Request) -> str:
+        """Who labels. Raises: RefusedError for one who is no labeler."""
+        who = request.state.who or ("local" if not self.access.labelers else "")
         if not who:
             raise RefusedError(403, "labels need a labeler: open the link of one")
         return who
 
-    def saved(record: Any) -> dict[str, Any]:
-        return {"saved": record.id}
+
+def make_page_router(server: Server) -> APIRouter:
+    """The routes below /api."""
+    router = APIRouter(prefix="/api")
+    add_session(router, server)
+    add_ranking(router, server)
+    add_comparison(router, server)
+    return router
+
+
+def saved(record: Any) -> dict[str, Any]:
+    return {"saved": record.id}
+
+
+def add_session(router: APIRouter, server: Server) -> None:
+    """Who I am, and what one model thinks of the tokens of a response."""
+    access, models, engine = server.access, server.models, server.engine
 
     @router.post("/session")
     async def open_session(asked: SessionRequest, request: Request) -> Response:
@@ -95,8 +117,25 @@ def make_page_router(
     @router.get("/me")
     async def me(request: Request) -> dict[str, Any]:
         who = request.state.who or ("local" if not access.labelers else None)
-        return {"labeler": who, "models": list(models), "tasks": len(desk.tasks), "flags": FLAGS, "max_tokens": limit,
-                "instructions": instructions}  # fmt: skip
+        return {"labeler": who, "models": list(models), "tasks": len(server.desk.tasks), "flags": FLAGS, "max_tokens": server.limit,
+                "instructions": server.instructions}  # fmt: skip
+
+    @router.post("/shading")
+    async def shading(asked: ShadingRequest) -> dict[str, Any]:
+        for name in (asked.model, asked.reference or asked.model):
+            if name not in models:
+                raise RefusedError(404, "no model of that name", "model")
+        model, reference = models[asked.model], models[asked.reference] if asked.reference else None
+        prompt, _ = await asyncio.to_thread(chat_prompt, model, [one.message() for one in asked.messages])
+        try:
+            return await asyncio.wrap_future(engine.call(lambda: shade(model, reference, prompt, asked.token_ids)))
+        except QueueFullError:
+            raise busy() from None
+
+
+def add_ranking(router: APIRouter, server: Server) -> None:
+    """The next task, the last one again, a ranking, a demonstration."""
+    desk, labeler_of = server.desk, server.labeler
 
     @router.get("/rank/next")
     async def next_task(request: Request) -> dict[str, Any]:
@@ -119,23 +158,6 @@ def make_page_router(
     async def save_ranking(asked: Verdict, request: Request) -> dict[str, Any]:
         return saved(await checked(desk.rank, labeler_of(request), asked.name, asked.judged(), asked.replaces))
 
-    @router.post("/compare")
-    async def draw_comparison(asked: CompareRequest, request: Request) -> dict[str, Any]:
-        labeler = labeler_of(request)
-        unknown = [name for name in asked.models if name not in models]
-        if unknown:
-            raise RefusedError(404, f"no model of that name: want some of {', '.join(models)}", "models")
-        chosen = [models[name] for name in asked.models]
-        secrets.SystemRandom().shuffle(chosen)
-        comparison = await draw_blind(engine, chosen, asked, limit)
-        desk.compare(comparison.model_copy(update={"labeler": labeler}))
-        return {"name": comparison.id, "responses": [{"id": r.id, "text": r.text} for r in comparison.responses]}
-
-    @router.post("/compare/judge")
-    async def judge(asked: Verdict, request: Request) -> dict[str, Any]:
-        record = await checked(desk.judge, labeler_of(request), asked.name, asked.judged())
-        return saved(record) | {"policies": {r.id: r.policy for r in record.responses}}
-
     @router.get("/demonstrate/next")
     async def next_prompt(request: Request) -> dict[str, Any]:
         task = desk.next_prompt(labeler_of(request))
@@ -148,19 +170,27 @@ def make_page_router(
         labeler = labeler_of(request)
         return saved(await checked(desk.demonstrate, labeler, prompt, asked.response, asked.submission, more))
 
-    @router.post("/shading")
-    async def shading(asked: ShadingRequest) -> dict[str, Any]:
-        for name in (asked.model, asked.reference or asked.model):
-            if name not in models:
-                raise RefusedError(404, "no model of that name", "model")
-        model, reference = models[asked.model], models[asked.reference] if asked.reference else None
-        prompt, _ = await asyncio.to_thread(chat_prompt, model, [one.message() for one in asked.messages])
-        try:
-            return await asyncio.wrap_future(engine.call(lambda: shade(model, reference, prompt, asked.token_ids)))
-        except QueueFullError:
-            raise busy() from None
 
-    return router
+def add_comparison(router: APIRouter, server: Server) -> None:
+    """One prompt to several models, whose names are told when the answers were judged."""
+    engine, models, desk, labeler_of = server.engine, server.models, server.desk, server.labeler
+
+    @router.post("/compare")
+    async def draw_comparison(asked: CompareRequest, request: Request) -> dict[str, Any]:
+        labeler = labeler_of(request)
+        unknown = [name for name in asked.models if name not in models]
+        if unknown:
+            raise RefusedError(404, f"no model of that name: want some of {', '.join(models)}", "models")
+        chosen = [models[name] for name in asked.models]
+        secrets.SystemRandom().shuffle(chosen)
+        comparison = await draw_blind(engine, chosen, asked, server.limit)
+        desk.compare(comparison.model_copy(update={"labeler": labeler}))
+        return {"name": comparison.id, "responses": [{"id": r.id, "text": r.text} for r in comparison.responses]}
+
+    @router.post("/compare/judge")
+    async def judge(asked: Verdict, request: Request) -> dict[str, Any]:
+        record = await checked(desk.judge, labeler_of(request), asked.name, asked.judged())
+        return saved(record) | {"policies": {r.id: r.policy for r in record.responses}}
 
 
 def task_body(desk: Desk, task: Ranking, labeler: str) -> dict[str, Any]:
