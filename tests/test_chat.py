@@ -36,6 +36,7 @@ def test_bytes_that_are_no_text_are_one_line(monkeypatch):
 def test_bytes_that_arrive_as_half_characters_are_one_line(monkeypatch):
     """As in the C locale, and in chat.message from a command line."""
     given(monkeypatch, b"caf\xe9\n", errors="surrogateescape")
-    line = chat.read_line(False)
     with pytest.raises(UserError, match="chat: a message that is not UTF-8"):
-        chat.answer(Config(), None, None, [{"role": "user", "content": str(line)}], 0)
+        chat.read_line(False)
+    with pytest.raises(UserError, match="chat: a message that is not UTF-8"):
+        chat.answer(Config(), None, None, [{"role": "user", "content": "caf\udce9"}], 0)

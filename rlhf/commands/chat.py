@@ -1,7 +1,6 @@
 """`rlhf chat`: talk to a model of a run in the terminal, with its chat template, token by token."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
@@ -17,6 +16,9 @@ def run(config: Config) -> None:
     """Read messages from the terminal (or `chat.message`) and stream the answers until the input ends."""
     folder = stage_folder(config, config.chat.stage)
     check_output(folder)
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    # What is piped in is looked at before a model is loaded.
+    first = read_line(False) if config.chat.message is None and not interactive else ""
 
     from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
@@ -27,23 +29,24 @@ def run(config: Config) -> None:
         if config.chat.message is not None:
             answer(config, policy, tokenizer, [*opening, {"role": "user", "content": config.chat.message}], 0)
         else:
-            converse(config, folder, policy, tokenizer, opening)
+            if interactive:
+                say(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
+                first = read_line(True)
+            converse(config, policy, tokenizer, opening, first)
 
 
-def converse(config: Config, folder: Path, policy: Any, tokenizer: Any, opening: list[dict[str, str]]) -> None:
-    """Answer messages until the input ends. opening: what each dialogue begins with."""
-    interactive = sys.stdin is not None and sys.stdin.isatty()
-    if interactive:
-        say(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
+def converse(config: Config, policy: Any, tokenizer: Any, opening: list[dict[str, str]], line: str | None) -> None:
+    """Answer `line` and the messages after it until the input ends. opening: the first messages of each dialogue."""
     dialogue = list(opening)
     turn = 0
-    while (line := read_line(interactive)) is not None:
-        if not line:
+    while line is not None:
+        if line:
+            dialogue.append({"role": "user", "content": line})
+            dialogue.append({"role": "assistant", "content": answer(config, policy, tokenizer, dialogue, turn)})
+            turn += 1
+        else:
             dialogue = list(opening)
-            continue
-        dialogue.append({"role": "user", "content": line})
-        dialogue.append({"role": "assistant", "content": answer(config, policy, tokenizer, dialogue, turn)})
-        turn += 1
+        line = read_line(sys.stdin.isatty())
 
 
 def read_line(interactive: bool) -> str | None:
@@ -51,11 +54,20 @@ def read_line(interactive: bool) -> str | None:
     if sys.stdin is None:
         raise UserError("chat: standard input is closed: connect it, or ask one question with chat.message='…'")
     try:
-        return input("> " if interactive else "").strip()
+        return as_text(input("> " if interactive else "").strip())
     except EOFError:
         return None
     except UnicodeDecodeError:
         raise UserError(NOT_TEXT) from None
+
+
+def as_text(message: str) -> str:
+    """The message. Raises: UserError if it is not text: in some locales such a byte arrives as half a character."""
+    try:
+        message.encode()
+    except UnicodeEncodeError:
+        raise UserError(NOT_TEXT) from None
+    return message
 
 
 def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str, str]], turn: int) -> str:
@@ -68,12 +80,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.data.records import Message
     from rlhf.model.generate import stream
 
-    try:
-        "".join(
-            message["content"] for message in dialogue
-        ).encode()  # in some locales a byte that is no text arrives as half a character
-    except UnicodeEncodeError:
-        raise UserError(NOT_TEXT) from None
+    as_text("".join(message["content"] for message in dialogue))
     length = min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)
     fitted = encode_prompt_within(
         tokenizer, [Message.model_validate(message) for message in dialogue], tokenizer.model_max_length - length

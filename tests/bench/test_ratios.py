@@ -140,10 +140,8 @@ def test_a_ragged_batch_beats_a_padded_one(model):
     assert speed_up(plain, fast) > 1.5
 
 
-@pytest.mark.parametrize(
-    "subject",
-    ["reward", *(pytest.param(s, marks=pytest.mark.long) for s in ("pretraining", "generation", "sft"))],
-)
+@pytest.mark.long  # a process of its own, which imports the libraries
+@pytest.mark.parametrize("subject", ["reward", "pretraining", "generation", "sft"])
 def test_a_benchmark_runs(subject, tmp_path):
     """The scripts themselves, at their smallest."""
     out = tmp_path / "figures.json"

@@ -83,7 +83,7 @@ def test_micro_batches_are_at_most_a_gpus_share():
                                              "ppo update": 1}  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["gpt3-xl", "gpt3-13b", "llama-2-70b"]), st.sampled_from(list(memory.DEEPSPEED)), st.integers(2, 3000),
     st.booleans(),
