@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.records import Demonstration
@@ -212,27 +211,6 @@ def test_chat_keeps_to_the_context_however_long_the_dialogue(gold_run, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["Tell me about the dog. " * 20] * 3) + "\n"))
     chat.run(gold_run.config())
     assert len(answers) == 3 and all(isinstance(text, str) for text in answers)
-
-
-def test_export_loads_with_plain_transformers_and_answers_alike(gold_run, tmp_path):
-    """In a process of its own that cannot see this package."""
-    import subprocess
-    import sys
-
-    from rlhf.commands.export import run
-
-    run(gold_run.config(f"export.out='{tmp_path / 'out'}'"))
-    tokens = torch.arange(6, 40)[None]
-    with torch.no_grad():
-        wanted = load_policy(gold_run.folder / "ppo" / "model")(tokens).logits
-    script = (
-        "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "model = AutoModelForCausalLM.from_pretrained('out').eval(); AutoTokenizer.from_pretrained('out')\n"
-        "assert not any(name.split('.')[0] == 'rlhf' for name in sys.modules)\n"
-        "torch.save(model(torch.arange(6, 40)[None]).logits.detach(), 'logits.pt')"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=120)
-    assert torch.allclose(torch.load(tmp_path / "logits.pt"), wanted, atol=1e-5)
 
 
 def test_report_is_one_page_with_the_run_in_it(gold_run, capsys):
