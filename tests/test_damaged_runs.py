@@ -58,7 +58,7 @@ def test_a_checkpoint_with_a_damaged_manifest_is_not_whole(tmp_path, name):
     assert not is_whole(tmp_path / "step-1")
 
 
-@pytest.mark.parametrize(("kind", "value"), [("pipeline", {"run": "x", "stages": []}), ("results", {"gold": {}})])
+@pytest.mark.parametrize(("kind", "value"), [("results", {"gold": {}}), ("stage", {"stage": "sft", "status": "begun"})])
 def test_other_run_files_have_schemas_too(tmp_path, kind, value):
     (tmp_path / "a.json").write_text(json.dumps(value))
     with pytest.raises(UserError, match=r"a.json: damaged \("):

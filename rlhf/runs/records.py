@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rlhf.errors import UserError
 
-Kind = Literal["stage", "manifest", "pipeline", "results"]
+Kind = Literal["stage", "manifest", "results"]
 
 
 @functools.cache
@@ -57,18 +57,6 @@ def _schemas() -> dict[str, Any]:
         files: Annotated[Files, Field(min_length=1)]
         figure: float | None = None
 
-    class Row(Record):
-        state: str
-        seconds: float | None = None
-        peak_rss_mb: float | None = None
-        summary: dict[str, float | None] | None = None
-
-    class Pipeline(Record):
-        """pipeline.json."""
-
-        run: str
-        stages: dict[str, Row]
-
     class Interval(Record):
         value: float
         ci95: tuple[float, float] = Field(strict=False)
@@ -83,7 +71,7 @@ def _schemas() -> dict[str, Any]:
         kl_to_sft_nats: float
         gold: Gold | None = None
 
-    return {"stage": StageRecord, "manifest": Manifest, "pipeline": Pipeline, "results": Results}
+    return {"stage": StageRecord, "manifest": Manifest, "results": Results}
 
 
 def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
@@ -111,6 +99,5 @@ def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
 REMEDY: dict[Kind, str] = {
     "stage": "restore the file, or run the stage again with overwrite=true",
     "manifest": "remove the checkpoint",
-    "pipeline": "run `rlhf pipeline` again",
     "results": "run `rlhf evaluate overwrite=true` again",
 }
