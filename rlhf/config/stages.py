@@ -285,6 +285,14 @@ class EvaluateConfig:
         None, "stages whose models evaluate.instructions and evaluate.benchmarks measure; none: SFT and after", kind="names",
         changes=NOTHING,
     )  # fmt: skip
+    benchmarks: Any = setting(None, "tasks of lm-eval", kind="names", changes=NOTHING)
+    benchmark_tasks: str | None = setting(
+        None,
+        "folder of further tasks, as lm-eval's YAML files, whose functions are run; none: lm-eval's own",
+        changes=NOTHING,
+    )
+    benchmark_limit: int | None = setting(None, "examples per task; none: all", min=1, changes=NOTHING)
+    benchmark_batch: int = setting(16, "sequences per forward of a benchmark", min=1, changes=NOTHING)
     judge: str | None = setting(
         None,
         "base URL of an OpenAI-style endpoint whose model compares the answers in evaluate/samples.jsonl",

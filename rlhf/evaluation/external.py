@@ -10,6 +10,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import get
+from rlhf.evaluation.benchmarks import describe_benchmarks, evaluate_benchmarks
 from rlhf.evaluation.instructions import describe_instructions, evaluate_instructions
 from rlhf.evaluation.judging import describe_judging, judge_answers
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
@@ -29,6 +30,7 @@ class External(NamedTuple):
 EVALUATIONS = {  # by the setting evaluate.<name> that asks for it
     "pairs": External(evaluate_pairs, describe_pairs),
     "instructions": External(evaluate_instructions, describe_instructions),
+    "benchmarks": External(evaluate_benchmarks, describe_benchmarks),
     "judge": External(judge_answers, describe_judging),
 }
 

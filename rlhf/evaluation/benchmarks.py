@@ -1,0 +1,122 @@
+"""Benchmarks by lm-eval on the model of any stage: `evaluate.benchmarks`. Tasks come with lm-eval, or from a folder of YAML files.
+
+A task of a folder may name Python functions, which are run: name a folder that you trust.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf.config import Config
+from rlhf.errors import UserError, reason_of
+from rlhf.evaluation.instructions import models_of
+from rlhf.runs.folders import check_output, stage_folder
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.jsonl import is_number
+from rlhf.training.setup import load_frozen
+
+BOOTSTRAPS = 1000  # of metrics without a formula for their error
+
+Figures = dict[str, Any]
+
+
+def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
+    """{"models": {model: {"task metric": figure}}, "differences": {"ppo - sft": …}, "lm_eval": its version}.
+
+    Raises: UserError without lm-eval, for an unknown task, and for a task that fails.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(f"evaluate.benchmarks: needs the package lm-eval ({error}): pip install 'rlhf-recipe[benchmarks]'") from None
+    settings = config.evaluate
+    names = [settings.benchmarks] if isinstance(settings.benchmarks, str) else list(settings.benchmarks)
+    if settings.benchmark_tasks is not None and not Path(settings.benchmark_tasks).is_dir():
+        raise UserError(
+            f"evaluate.benchmark_tasks={settings.benchmark_tasks}: no such folder: want one with YAML files"
+        )
+    manager = TaskManager(include_path=settings.benchmark_tasks)
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise UserError(f"evaluate.benchmarks: {unknown[0]!r}: lm-eval {lm_eval.__version__} has no such task, nor has "
+                        "evaluate.benchmark_tasks: `lm-eval ls tasks` lists them")  # fmt: skip
+    found: dict[str, Figures] = {}
+    for name in models_of(config):
+        folder = stage_folder(config, name)
+        check_output(folder, name)
+        tokenizer = load_tokenizer(folder / "model")
+        model = HFLM(pretrained=load_frozen(config, folder / "model", device), tokenizer=tokenizer,
+                     batch_size=config.evaluate.benchmark_batch, device=str(device))  # fmt: skip
+        try:
+            results = lm_eval.simple_evaluate(
+                model=model, tasks=names, task_manager=manager, limit=settings.benchmark_limit, log_samples=False,
+                bootstrap_iters=BOOTSTRAPS, random_seed=config.seed, numpy_random_seed=config.seed, torch_random_seed=config.seed,
+                fewshot_random_seed=config.seed,
+            )  # fmt: skip
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            RuntimeError,
+            TypeError,
+            AttributeError,
+        ) as error:  # what tasks and their data raise
+            raise UserError(f"evaluate.benchmarks: lm-eval stopped on {', '.join(names)} ({reason_of(error)}): check the tasks and the "
+                            "connection to their data") from error  # fmt: skip
+        assert results is not None
+        found[name] = task_figures(results)
+    return {"models": found, "differences": differences(found), "lm_eval": lm_eval.__version__}
+
+
+def task_figures(results: dict[str, Any]) -> Figures:
+    """{"task metric": {"value", "ci95", "n"}} of lm-eval's results; ci95 is None where it gives no standard error."""
+    found: Figures = {}
+    for task, row in results["results"].items():
+        count = (results.get("n-samples") or {}).get(task, {}).get("effective")
+        for key, value in row.items():
+            metric, _, filtered = key.partition(",")
+            if metric.endswith("_stderr") or not is_number(value) or not filtered:
+                continue
+            error = row.get(f"{metric}_stderr,{filtered}")
+            ends = [round(value + side * 1.96 * error, 4) for side in (-1, 1)] if is_number(error) else None
+            name = f"{task} {metric}" + ("" if filtered == "none" else f" ({filtered})")
+            found[name] = {"value": round(float(value), 4), "ci95": ends, "n": count}
+    return found
+
+
+def differences(models: dict[str, Figures]) -> Figures:
+    """Each model less the first, by task: the alignment tax where it is negative. The interval takes the errors as independent, which is
+    too wide for models that answer the same questions."""
+    first, *others = models
+    found: Figures = {}
+    for name in others:
+        rows = {}
+        for task, figure in models[name].items():
+            base = models[first].get(task)
+            if base is not None:
+                difference = figure["value"] - base["value"]
+                half = (
+                    math.hypot(*(f["ci95"][1] - f["value"] for f in (figure, base)))
+                    if figure["ci95"] and base["ci95"]
+                    else None
+                )
+                ends = None if half is None else [round(difference - half, 4), round(difference + half, 4)]
+                rows[task] = {"value": round(difference, 4), "ci95": ends, "n": figure["n"]}
+        found[f"{name} - {first}"] = rows
+    return found
+
+
+def describe_benchmarks(results: Figures) -> list[str]:
+    """One line per model and difference."""
+
+    def told(figure: Figures) -> str:
+        return f"{figure['value']:.3f}" + (
+            f" [{figure['ci95'][0]:.3f}, {figure['ci95'][1]:.3f}]" if figure["ci95"] else ""
+        )
+
+    return [f"benchmarks: {name}: " + ", ".join(f"{task} {told(figure)}" for task, figure in rows.items())
+            for name, rows in {**results["models"], **results["differences"]}.items()]  # fmt: skip
