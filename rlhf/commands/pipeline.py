@@ -151,7 +151,7 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
         return {}
     given = {
         "run": earlier.run, "gold.rounds": earlier.gold.rounds, "gold.comparison_prompts": earlier.gold.comparison_prompts,
-        "ppo.episodes": earlier.ppo.episodes,
+        "ppo.episodes": earlier.ppo.episodes, "reward.audit": earlier.reward.audit,
         **{f"parents.{stage}": f"'{parent}'" for stage, parent in asdict(earlier.parents).items() if parent is not None},
     }  # fmt: skip
     kept = [o for o in overrides if o.partition("=")[0] not in given and not o.startswith("parents.")]

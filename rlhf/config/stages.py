@@ -150,7 +150,7 @@ class RewardConfig:
     )
     model: str | None = setting(None, "a text classifier with its own tokenizer: folder or hub name; none: SFT's trunk")
     audit: int = setting(
-        128, "held-out pairs that the audit at the end attacks; 0: no audit", min=0, max=100_000, changes=NOTHING
+        96, "held-out pairs that the audit at the end attacks; 0: no audit", min=0, max=100_000, changes=NOTHING
     )
     audit_check: Any = setting(
         None, "reward sources, as in ppo.rewards, that the audit compares best-of-n with; none: no check", kind="rewards",

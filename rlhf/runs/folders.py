@@ -83,6 +83,7 @@ def earlier_run(config: Config) -> Config | None:
     found.run = f"{base}-round-{gold.rounds - 1}"
     found.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
     found.gold.rounds = gold.rounds - 1
+    found.reward.audit = 0  # its reward model is not the one to be trusted
     if gold.early_episodes is not None:
         found.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
     shared = {stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}

@@ -114,6 +114,7 @@ def test_a_run_is_not_its_own_earlier_round(gold_run):
             earlier_run(config)
     config.run = "x-round-7"
     assert earlier_run(config).run == "x-round-2"
+    assert earlier_run(config).reward.audit == 0  # only the last reward model is audited
 
 
 def test_the_rounds_before_the_last_are_no_longer_than_the_last(gold_run):
