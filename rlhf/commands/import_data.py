@@ -23,7 +23,7 @@ def run(config: ImportConfig) -> None:
     """Import `config.path` into `config.out`.
 
     Raises: UserError if nothing can be read or written, and, after the accepted rows were written under
-    `<out>.partial`, where there are more rejects than max_rejects.
+    `<out>.partial`, if there are more rejects than max_rejects.
     """
     from rlhf.data.importing.importer import Importer
     from rlhf.data.importing.report import describe

@@ -108,11 +108,11 @@ def shared_paths(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def over_optimisation(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Where the true reward peaks, what is lost of it by the end, and what the learned one gains meanwhile.
 
-    The highest point of a noisy curve is above its last one even where the truth never falls, so no seed chooses the
+    The highest point of a noisy curve is above its last one even if the truth never falls, so no seed chooses the
     update that it is measured at. For seed i
 
         peak_i         = argmax_t of the mean over the other seeds of gold_t, at the updates that all seeds reached
-        gold_lost_i    = gold_i[peak_i] - gold_i[last]           negative where the true reward still rises
+        gold_lost_i    = gold_i[peak_i] - gold_i[last]           negative if the true reward still rises
         score_gained_i = score_i[last] - score_i[peak_i]
 
     The seeds' noise being independent, E gold_lost_i is the true fall from peak_i, which is at most that from the true

@@ -172,7 +172,7 @@ class _Divider:
     """Assigns pieces to train or held-out by the hash of their text, so that equal documents share a split.
 
     A share of a small corpus may come out too small. The first pieces are therefore kept back until enough of
-    them are held out; where the corpus or the room to keep them ends before, those with the next smallest
+    them are held out; if the corpus or the room to keep them ends before, those with the next smallest
     hashes join.
     """
 
@@ -314,7 +314,7 @@ class PackedCorpus:
 
     @property
     def separator(self) -> int:
-        """The id of `<|endoftext|>`: a token is a separator exactly where it equals this."""
+        """The id of `<|endoftext|>`: a token is a separator if and only if it equals this."""
         return self.meta["separator"]
 
     @property

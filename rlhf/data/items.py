@@ -134,7 +134,7 @@ def join_rankings(
 
 
 def _item_for(found: list[Item], key: str, record: Ranking, answers: list[Answer]) -> Item:
-    """The prompt's item that these answers join: the newest one, or a new one where it would grow too large."""
+    """The prompt's item that these answers join: the newest one, or a new one if it would grow too large."""
     if found:
         joined = list(dict.fromkeys([*found[-1].answers, *answers]))
         if len(joined) <= MOST_ANSWERS:

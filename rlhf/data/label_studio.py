@@ -177,7 +177,7 @@ class Judgement:
 
 
 def _marks(task: Task) -> list[set[str]]:
-    """What each response may be called, in lower case: its key or id, and its place where no other has that for a name."""
+    """What each response may be called, in lower case: its key or id, and its place if no other has that as a name."""
     own = [{key.lower(), name.lower()} for key, name in zip(task.keys, task.ids, strict=True)]
     taken = set().union(*own)
     places = [{str(i + 1), chr(ord("a") + i), *(SIDES_OF_TWO[i] if i < 2 else ())} for i in range(len(own))]
@@ -257,7 +257,7 @@ def read_choices(choices: Any, control: str, targets: Sequence[str], task: Task,
 
 
 def aimed_at(targets: Sequence[str], task: Task) -> str | None:
-    """The response that a result's toName is; the only one where there is but one."""
+    """The response that a result's toName is; the only one if there is just one."""
     found = [name for key, name in zip(task.keys, task.ids, strict=True) if [key] == list(targets)]
     return found[0] if found else task.ids[0] if len(task.ids) == 1 else None
 

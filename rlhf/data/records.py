@@ -322,7 +322,7 @@ class Joined(NamedTuple):
     """Pairwise judgements over n responses, joined; exactly one of `ranking` and `pairs` is given."""
 
     ranking: list[list[int]] | None  # best first; an inner list is a tie; a response never judged is left out
-    pairs: list[tuple[int, int]] | None  # (better, worse), where the judgements are no weak order
+    pairs: list[tuple[int, int]] | None  # (better, worse), if the judgements are not a weak order
     ties: list[tuple[int, int]]  # pairs judged equal
 
 

@@ -1,9 +1,8 @@
 """The maths of the recipe as pure functions of tensors. Imports torch and nothing else.
 
-Not here: models, data, loops, configuration, or a collective; where several ranks share one number, the
-caller hands in a denominator or an `all_reduce`. Conventions: masks are bool, True counts, and nothing
-outside a mask reaches a result or a gradient, not even NaN; log-probs and losses are nats in float32 (half
-precision is raised to it, float64 stays); a loss returns (loss, statistics), statistics are detached scalars.
+If several ranks share one number, the caller passes a denominator or an `all_reduce`. Conventions: masks are bool,
+True counts, and nothing outside a mask reaches a result or a gradient, not even NaN; log-probs and losses are nats in
+float32 (half precision is raised to it, float64 stays); a loss returns (loss, statistics), statistics are detached scalars.
 """
 
 from rlhf.ops import advantages, gae, kl, logprobs, masked, ppo, ranking

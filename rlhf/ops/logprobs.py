@@ -1,8 +1,7 @@
 """Log-probabilities of chosen tokens and the entropy of a distribution, from logits.
 
-Not here: shifting. Logits and tokens come aligned: logits[..., t, :] is the distribution from which
-tokens[..., t] was drawn, so a caller with a whole sequence passes logits[:, :-1] and tokens[:, 1:]. Not here
-either: temperature.
+Logits and tokens come aligned: logits[..., t, :] is the distribution from which tokens[..., t] was drawn, so a caller
+with a whole sequence passes logits[:, :-1] and tokens[:, 1:]. There is no temperature.
 """
 
 import torch

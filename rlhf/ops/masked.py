@@ -80,7 +80,7 @@ def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tens
 
 
 def upcast(x: Tensor) -> Tensor:
-    """x in float32, or in float64 where it is that already."""
+    """x in float32, or in float64 if it is that already."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -96,7 +96,7 @@ def check_mask(where: str, mask: Tensor, **tensors: Tensor) -> None:
 
 
 def resolve_denominator(where: str, count: Tensor, denominator: float | Tensor | None, counted: str) -> float | Tensor:
-    """The given denominator, or `count`; ValueError where what divides would not be positive."""
+    """The given denominator, or `count`; ValueError if the divisor would not be positive."""
     if denominator is None:
         if not bool(count > 0):
             raise ValueError(f"{where}: no {counted}: for a part of a batch, pass the global count as denominator")

@@ -18,7 +18,7 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, r
     score := min(score, missing_eos_score)   (rule "min")   or   missing_eos_score   (rule "replace")
     or   score   (rule "none")
 
-    scores (B,) float, calibrated; ended (B,) bool, True where the response has its end token; returns (B,).
+    scores (B,) float, calibrated; ended (B,) bool, True if the response has its end token; returns (B,).
 
     Raises ValueError: ended not bool or of another shape; an unknown rule.
 

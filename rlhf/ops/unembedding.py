@@ -109,7 +109,7 @@ class _Unembedding(torch.autograd.Function):
 
 
 class _WithEntropy(torch.autograd.Function):
-    """As `_Unembedding`, where the entropy has a gradient too: d H / d logits_v = -p_v (log p_v + H).
+    """As `_Unembedding`, if the entropy has a gradient too: d H / d logits_v = -p_v (log p_v + H).
 
     Logits are computed again for the backward pass.
     """
@@ -234,7 +234,7 @@ def _less_one_hot(p: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _gradients(ctx: Any, h: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Room for the gradients of hidden and weight, where they are needed; the weight's in its own precision."""
+    """Room for the gradients of hidden and weight, if they are needed; the weight's in its own precision."""
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     return (
         torch.empty_like(h) if needs_hidden else None,

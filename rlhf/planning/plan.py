@@ -138,7 +138,7 @@ def stage_bytes(config: PlanConfig, setup: Setup, stage: str) -> dict[str, int]:
 
 
 def _training(config: PlanConfig, setup: Setup, stage: str, rows: int, longest: int) -> dict[str, int]:
-    """What forward and backward keep: of two trunks in PPO where the critic has its own."""
+    """What forward and backward keep: of two trunks in PPO if the critic has its own."""
     shape = shape_of(config)
     tokens = block_length(config) if stage == "pretrain" else longest
     dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)

@@ -249,7 +249,7 @@ def split_chart(chart: Chart, runs: Runs) -> list[Chart]:
 def make_frontier(runs: Runs) -> Iterator[Picture]:
     """Scores against sqrt(KL), the picture of over-optimisation: the true score falls while the learned one rises.
 
-    Held-out measurements where there are some, the rollouts' own otherwise. Source: Gao et al. 2022, figure 1.
+    Held-out measurements if there are some, else the rollouts'. Source: Gao et al. 2022, figure 1.
     """
     splits = sorted({metric.split("/")[1] for _, points in runs for metric, _ in expand("eval/*/kl", points)})
     sources = [(f"eval/{s}/kl", f"eval/{s}/scores", f"eval/{s}/gold/total", s) for s in splits]

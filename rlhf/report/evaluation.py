@@ -199,7 +199,7 @@ def make_study_pictures(study: dict[str, Any], run: str) -> Iterator[Picture | N
 
 
 def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """(choice, value and its interval) of a study that is a row per choice; where there is no interval, the value itself."""
+    """(choice, value and its interval) of a study that is a row per choice; if there is no interval, the value itself."""
     rows = study.get("rows")
     for name, row in rows.items() if isinstance(rows, dict) else []:
         value, low, high = interval(get(row, measure))
@@ -209,7 +209,7 @@ def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[f
 
 
 def _paths(study: dict[str, Any], measure: str) -> Iterator[tuple[str, list[tuple[float, float, float, float]]]]:
-    """(choice, rows of KL, value and its interval); where there is no interval, the value itself.
+    """(choice, rows of KL, value and its interval); if there is no interval, the value itself.
 
     Best-of-n is drawn at the estimate of its KL if there is one, else at the upper bound.
     """

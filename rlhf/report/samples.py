@@ -97,9 +97,9 @@ def _rollout(run: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def shade(tokens: Any, kl_tokens: Any) -> list[tuple[str, str, str]]:
-    """(text, class, nats) of each token: "u1"…"u5" where the policy likes it more than SFT does, "d1"…"d5" less.
+    """(text, class, nats) of each token: "u1"…"u5" if the policy likes it more than SFT does, "d1"…"d5" less.
 
-    Empty where the row has no such lists.
+    Empty if the row has no such lists.
     """
     if not isinstance(tokens, list) or not isinstance(kl_tokens, list) or len(tokens) != len(kl_tokens):
         return []

@@ -66,7 +66,7 @@ class Background(Sink):
             self._tell(doing, error, "going on without it")
 
     def _show_table(self, sink: Sink, doing: str, arguments: tuple[Any, ...]) -> None:
-        """Online a table needs answers from the service where a number needs none: numbers survive its failure."""
+        """Online, a table needs answers from the service and a number does not: numbers survive its failure."""
         if self._no_tables:
             return
         try:

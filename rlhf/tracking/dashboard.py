@@ -119,7 +119,7 @@ def make_panel(panel: Panel, place: tuple[int, int]) -> Any:
 def send(project: str, entity: str, remembered: Path) -> str:
     """Create the dashboard in a W&B project, or update the one whose address `remembered` holds; returns its address.
 
-    Raises: what wandb raises where the server does not answer.
+    Raises: what wandb raises if the server does not answer.
     """
     import wandb_workspaces.workspaces as ws
 

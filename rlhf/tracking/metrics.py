@@ -91,7 +91,7 @@ METRICS: tuple[Metric, ...] = (
            "score as it is paid: after score_clip and the rule for a missing end token"),
     Metric("objective/scores/<part>", _PPO, "score", _SEQUENCES, "mean", "score of one of several sources"),
     Metric("objective/non_score_reward", _PPO, "score", _SEQUENCES, "mean",
-           "-kl_coef * KL; 0 where kl.penalty=loss"),
+           "-kl_coef * KL; 0 if kl.penalty=loss"),
     Metric("objective/rlhf_reward", _PPO, "score", _SEQUENCES, "mean",
            "objective/scores + objective/non_score_reward"),
     Metric("objective/entropy", _PPO, _NATS_SEQUENCE, _RESPONSE, "mean",

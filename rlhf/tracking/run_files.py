@@ -124,7 +124,7 @@ def get(tree: Any, *path: str) -> Any:
 
 
 def number(tree: Any, *path: str) -> float | None:
-    """As `get`, where the value is a number that can be shown."""
+    """As `get`, if the value is a number that can be shown; else None."""
     value = get(tree, *path)
     return value if is_number(value) else None
 

@@ -152,7 +152,7 @@ def open_run_id(folder: Path) -> str:
 
 
 def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str, Any], project: str) -> Any:
-    """A W&B run, offline where no key is set or the server does not answer in time. It never asks for anything."""
+    """A W&B run, offline if no key is set or the server does not answer in time. It never prompts."""
     import wandb
 
     options: dict[str, Any] = {

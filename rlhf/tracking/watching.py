@@ -15,7 +15,7 @@ from rlhf.tracking.jsonl import is_number, parse_line
 from rlhf.tracking.progress import format_figure, format_seconds
 from rlhf.tracking.run_files import get
 
-# What a person wants to see of a stage, by label.
+# The figures shown of a stage, by label.
 FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
     "pretrain": (("loss", "pretrain/loss"), ("bits per byte", "eval/heldout/bpb")),
     "sft": (("loss", "sft/loss"), ("held out", "eval/dev/loss")),

@@ -1,7 +1,7 @@
 """Where a stage's metrics and samples go: JSON Lines in its folder, and W&B or TensorBoard where asked for.
 
 The files are the record: the report, the tests and a resume read them. W&B and TensorBoard are views of the same
-numbers and may fail at any time without touching training. Nothing here knows what a metric means (`metrics.py`).
+numbers and may fail at any time without touching training. The meaning of a metric is in `metrics.py`.
 Make one tracker a stage, on the main process only, and one of kind "silent" on every other process.
 """
 
@@ -213,7 +213,7 @@ def make_tracker(
         they will be written again; 0 empties the files.
     W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
     keeps its run id over a resume. Its failures are told once and stop nothing.
-    Raises: UserError for an unknown kind, and for tensorboard where the package is missing.
+    Raises: UserError for an unknown kind, and for tensorboard if the package is missing.
     """
     if kind not in get_args(Kind):
         raise UserError(f"tracking: got {kind!r}, want wandb, tensorboard, jsonl or off: set tracking to one of them")

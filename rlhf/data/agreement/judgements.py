@@ -46,7 +46,7 @@ def pairwise_agreement(rankings: Sequence[Ranking]) -> dict[str, Any]:
     this ratio with the item as unit (pairs of one item are not independent), within [0, 1].
 
     Returns {"value": share, "ci95": [low, high], "n": items, "pairs": comparisons}; value and ci95 are None
-    where no item was compared, and ci95 where there is only one.
+    if no item was compared, and ci95 if there is only one.
 
     Source: Ouyang et al. 2022, section 3.4 (72.6 +- 1.5%).
     """

@@ -73,7 +73,7 @@ def chat_turns(value: Any, field: str) -> Turns:
 
 
 def with_system(system: Any, turns: Turns) -> Turns:
-    """The turns after a system turn, where a row gives that text apart from them.
+    """The turns after a system turn, if a row gives that text separately.
 
     Raises: BadRow if it is neither text nor null.
     """
@@ -142,7 +142,7 @@ def response_of(name: str, turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def id_and_rest(row: Mapping[str, Any], *used: str, ids: Sequence[str] = ("id",)) -> tuple[str | None, dict[str, Any]]:
-    """The row's id where it has a text for one, and what else is not `used`, for `metadata`.
+    """The row's id if it has a text for one, and what else is not `used`, for `metadata`.
 
     A number says nothing outside of its file: it names no record and stays metadata.
     """

@@ -1,6 +1,6 @@
 """A row of a table as records, once it is known which columns hold what. The settings are read in `importers/table.py`.
 
-How words are read is in `verdicts.py`, how nested columns are found in `paths.py`. Nothing here knows of files.
+How words are read is in `verdicts.py`, how nested columns are found in `paths.py`. Files are read elsewhere.
 """
 
 import math
@@ -199,7 +199,7 @@ class Mapped:
 
 
 def _merged(rest: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata of a record; where a column has the name of one of ours, ours gives way."""
+    """Metadata of a record; if a column has the name of one of ours, the column wins."""
     return {(f"table.{key}" if key in rest else key): value for key, value in own.items()} | dict(rest)
 
 
@@ -291,7 +291,7 @@ def _number(path: str, value: Any) -> float:
 
 
 def _order(verdict: Verdict, names: Sequence[str]) -> dict[str, Any]:
-    """A verdict as `ranking`; as `pairs` where it names the best of more than two and leaves the others unordered."""
+    """A verdict as `ranking`; as `pairs` if it names the best of more than two and leaves the others unordered."""
     if verdict.winner == TIE:
         return {"ranking": [list(names)]}
     others = [name for name in names if name != names[verdict.winner]]

@@ -1,4 +1,4 @@
-"""What a labeler's word says: which of K responses is better, a tie, and by how much where the scale has steps.
+"""What a labeler's word says: which of K responses is better, a tie, and by how much if the scale has steps.
 
 With words given on the command line those decide and no others. Without, phrases are read as people write them
 ("model_a", "B is slightly better", "left", "A>>B", "tie (bothbad)"), and numbers by all that the column holds:

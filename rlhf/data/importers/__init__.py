@@ -52,7 +52,7 @@ class Format:
     # records, each with its `kind`; a part of the row that is given up, as a BadRow among them
     convert: Callable[[Mapping[str, Any]], Iterable[dict[str, Any] | BadRow]]
     joins: bool = False  # pairwise judgements over one item's responses become one ranking a labeler
-    # The format for one file, after a look at its name and first rows, where the columns' values matter.
+    # The format for one file, after a look at its name and first rows, if the columns' values matter.
     prepare: Callable[[str, Sequence[Mapping[str, Any]]], "Format"] | None = None
 
 
@@ -86,7 +86,7 @@ class FileInfo:
 
     name: str
     format: str
-    why: str  # how the format was recognised; "asked for" where the user named it
+    why: str  # how the format was recognised; "asked for" if the user named it
     rows: int = 0
     records: Counter[str] = field(default_factory=Counter)  # by kind
     sha256: str = ""  # of the file's bytes; of the rows for a hub data set
@@ -330,7 +330,7 @@ def load_kind(
 ) -> tuple[list[RecordType], SourceInfo]:
     """The records of one kind; others in the same files are left out and stay counted in the info.
 
-    Raises: UserError as `load_all`, and where there is no record of that kind.
+    Raises: UserError as `load_all`, and if there is no record of that kind.
     """
     records, info = load_all(sources, format, allow_partial)
     chosen = [record for record in records if isinstance(record, wanted)]

@@ -7,7 +7,7 @@ a question has, so names decide:
 
 - fields named response, reply, answer, completion, output, generation, candidate or summary, with a number or a
   letter behind, are the responses; a field with a chat is the prompt's turns, and its last answer the response
-  where no field is one; all other fields are the prompt, a blank line apart.
+  if no field is one; all other fields are the prompt, a blank line apart.
 - over several responses: a ranking, the name of one (the best), a word such as "tie", a number under a question
   named best, better, choose or prefer, or ratings under questions that name the response each is about. Every
   question that orders is a record.

@@ -45,7 +45,7 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 
 def labeler_of(annotation: Mapping[str, Any]) -> str | None:
-    """The annotator as the export gives it: an e-mail address where there is one, else an id."""
+    """The annotator as the export gives it: an e-mail address if there is one, else an id."""
     who = annotation.get("completed_by")
     if isinstance(who, dict):
         who = who.get("email") or who.get("username") or who.get("id")
@@ -74,7 +74,7 @@ def make_record(task: Task, judgement: Judgement) -> dict[str, Any]:
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One ranking an annotation that judges; one without a judgement where the task has no annotation at all.
+    """One ranking per annotation that judges; one without a judgement if the task has no annotation.
 
     Annotations without a judgement (skipped, empty, or of which no response can be told) are named in the metadata of
     the task's other records, under `skipped_by`, what they said under `unread`; a task that has no others is rejected.
@@ -135,7 +135,7 @@ def checked_annotations(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def judgement_of(annotation: Mapping[str, Any], task: Task) -> Judgement:
-    """What an annotation says; nothing where it was skipped."""
+    """What an annotation says; nothing if it was skipped."""
     judgement = Judgement()
     for result in [] if annotation.get("was_cancelled") else annotation["result"]:
         read_result(result, task, judgement)
@@ -161,7 +161,7 @@ def annotated(annotation: Mapping[str, Any], record: dict[str, Any], about: dict
 
 
 def with_metadata(record: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    """The record with these parts of its metadata, where they say something."""
+    """The record with these parts of its metadata, if they are not empty."""
     record["metadata"] |= {name: value for name, value in parts.items() if value}
     return record
 

@@ -27,7 +27,7 @@ def _passage(passage: Any) -> str:
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One ranking with K = 4, or `pairs` where the six judgements are no weak order.
+    """One ranking with K = 4, or `pairs` if the six judgements are not a weak order.
 
     The prompt is what the answers were written from: the passages, then the question. Pairs judged equal are
     in the ranking as ties; with `pairs` they are under `metadata.ties`.

@@ -92,9 +92,7 @@ def _words(words: WordsConfig, mapped: Mapping[str, tuple[str, ...]], problems: 
     if found and "winner" not in mapped:
         problems.append("words.* need columns.winner: name the column that holds them")
     if found and not {0, 1} <= set(found.values()):
-        problems.append(
-            "words.* are not complete: want words.first and words.second, and words.tie where there are ties"
-        )
+        problems.append("words.* are not complete: want words.first and words.second, and words.tie if there are ties")
     if found and len(mapped.get("responses", ())) > 2:
         problems.append("words.* with more than two columns.responses: put the names of these columns as the winner")
     return found

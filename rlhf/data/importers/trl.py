@@ -46,7 +46,7 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 
 def _prompt(value: Any) -> Any:
-    """A prompt as turns where it holds some; anything else as it came, for the record to judge."""
+    """A prompt as turns if it contains some; anything else as it came, for the record to judge."""
     if _is_messages(value):
         return chat_turns(value, "prompt")
     return (hh.prompt_turns(value) or value) if isinstance(value, str) else value

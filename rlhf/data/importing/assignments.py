@@ -166,7 +166,7 @@ class Assigner:
 
 
 def describe_splits(assigner: Assigner, facts: Iterable[np.ndarray]) -> dict[str, Any]:
-    """What the report says of the splits: prompts by split, and where a wish could not be met."""
+    """What the report says of the splits: prompts by split, and which requests could not be met."""
     prompts = dict.fromkeys(SPLITS, 0)
     keys, splits = assigner._decided
     for index, count in zip(*np.unique(splits, return_counts=True), strict=True):

@@ -40,7 +40,7 @@ class Plan:
     prefix_characters: int = 200
     seed: int = 0
     replaced: Replaced = frozenset()  # records that later ones of the file put right
-    prepared: Format | None = None  # after a look at the file's first rows, where the format wants one
+    prepared: Format | None = None  # after a look at the file's first rows, if the format needs one
 
 
 class Place(NamedTuple):
@@ -166,7 +166,7 @@ def process(plan: Plan, unit: Block | list[Row | Reject]) -> Batch:
 
 
 def _add_row(maker: BatchMaker, chosen: Format, row: Row, index: int) -> None:
-    """Raises: BadRow, ValidationError where the row as a whole gives no record."""
+    """Raises: BadRow, ValidationError if the row as a whole gives no record."""
     plan, batch = maker.plan, maker.batch
     values, parts = convert_row(row, chosen)
     if not values and not parts:
@@ -215,7 +215,7 @@ def reject_row(name: str, row: Row | Place, field: str, message: str) -> Reject:
 def make_reject(
     name: str, line: int, number: int, offset: int | None, raw: bytes | None, field: str, message: str
 ) -> Reject:
-    """A reject whose original is kept, or hashed where it is long."""
+    """A reject whose original is kept, or hashed if it is long."""
     digest = None
     if raw is not None and len(raw) > KEPT_BYTES:
         digest = hash_of(raw)

@@ -105,7 +105,7 @@ def identity_of(record: Record, prompt: int, own_id: bool) -> int:
     """The hash of what makes two records duplicates: prompt, responses, judgement and labeler.
 
     Neither id nor time belongs to it. But two people without a name may judge alike, so the id of a ranking
-    without a labeler does, where the file gives one (`own_id`).
+    without a labeler does, if the file gives one (`own_id`).
     """
     if record.kind == "demonstration":
         return _digest([record.kind, prompt, record.response, record.labeler])

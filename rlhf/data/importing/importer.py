@@ -102,7 +102,7 @@ class Importer:
         return self._finish()
 
     def _forced_format(self) -> tuple[Format, str] | None:
-        """The format where the files do not decide it. Raises: UserError for one that does not exist."""
+        """The format if the files do not decide it. Raises: UserError for one that does not exist."""
         name = self.config.format
         if name == "table":
             return table_format(self.config.columns, self.config.words), "asked for"

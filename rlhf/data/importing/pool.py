@@ -41,7 +41,7 @@ def _begin() -> None:
 
 
 class Pool:
-    """`processes` workers, which start with the first work that is worth sharing; none of them where it is 1."""
+    """`processes` workers, which start with the first work that is worth sharing; none of them if it is 1."""
 
     def __init__(self, processes: int):
         self.processes = processes
@@ -50,7 +50,7 @@ class Pool:
     def in_order(
         self, work: Callable[[Any, Piece], Result], plan: Any, pieces: Iterable[Piece], share: bool = True
     ) -> Iterator[tuple[Piece, Result]]:
-        """Each piece with work(plan, piece), in order; here where it is one piece, or is not to be shared out.
+        """Each piece with work(plan, piece), in order; in this process if it is one piece, or is not to be shared out.
 
         Raises: WorkerError if a process dies, e.g. for want of memory.
         """

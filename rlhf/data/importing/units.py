@@ -51,7 +51,7 @@ def table_note(source: Source, options: TableOptions) -> str:
 
 
 def first_rows(unit: Unit, name: str, count: int = LOOK_AHEAD) -> list[Row]:
-    """The rows by which a format is recognised; none where the unit has only rejects and blank lines."""
+    """The rows by which a format is recognised; none if the unit has only rejects and blank lines."""
     items = parse_block(unit, name) if isinstance(unit, Block) else iter(unit)
     return list(islice((item for item in items if isinstance(item, Row)), count))
 

@@ -203,7 +203,7 @@ class _ArrayReader:
         self.name = name
         self.number = 0
         self.in_array = False
-        self.had_array = False  # a comma may follow, even where a bracket too many has closed it
+        self.had_array = False  # a comma may follow, even if a bracket too many has closed it
         self.parser = Parser()
 
     def rows(self) -> Iterator[Row | Reject]:
@@ -348,7 +348,7 @@ class _Brackets:
         self.count[token] += 1
 
     def _close(self, partner: str) -> bool:
-        """Close the innermost bracket of this kind and those left open in it; true where the value ends."""
+        """Close the innermost bracket of this kind and those left open in it; true if the value ends."""
         self.closed_own = self.count[partner] > 0
         if not self.closed_own:
             return partner == "["  # the array's own end; a brace too many belongs to the value

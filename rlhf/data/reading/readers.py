@@ -51,7 +51,7 @@ class Reject:
     digest: tuple[str, int] | None = None  # sha256 and bytes of what is too long to keep
 
     def __str__(self) -> str:
-        # More rows than lines so far: an array on one line, where the line alone says nothing.
+        # More rows than lines so far: an array on one line, for which the line number is not enough.
         row = f" (row {self.number:,})" if self.number > self.line else ""
         return f"{self.file}:{self.line}{row}: {self.message}"
 

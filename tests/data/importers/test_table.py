@@ -318,7 +318,7 @@ def test_a_key_that_only_some_rows_have():
         ({"prompt": {"x": 1}}, {}, ["columns.prompt={'x': 1}: want the name of a column"]),
         (PAIR, {"first": 0, "second": 0}, [
             "words: 0 has two meanings: want each word once", "words.* need columns.winner: name the column that holds them",
-            "words.* are not complete: want words.first and words.second, and words.tie where there are ties"]),
+            "words.* are not complete: want words.first and words.second, and words.tie if there are ties"]),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_told_at_once(columns, words, said):
