@@ -233,7 +233,7 @@ def test_frontier_has_a_curve_a_coefficient_and_best_of_n(gold_run, tmp_path, mo
     [
         (["study.parents=[a,b]"], "want one run for each of study.seeds"),
         (["study.cells=[bogus]"], "'bogus': want some of default, critic_sft"),
-        (["run=empty"], "has no finished reward model to build a study on"),
+        (["run=empty"], "has no finished reward to build a study on"),
     ],
 )
 def test_a_study_that_cannot_run_is_told(gold_run, settings, message):
