@@ -1,5 +1,8 @@
 """The one exception that a user's mistake raises, and how the errors of model libraries are worded in it."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """A mistake that the user can mend.
@@ -9,8 +12,19 @@ class UserError(Exception):
     """
 
 
+@contextlib.contextmanager
+def reading(what: str, remedy: str) -> Iterator[None]:
+    """Raises: UserError "<what> (<reason>): <remedy>" for whatever a library raises within: of a damaged file, many kinds."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{what} ({reason_of(error)}): {remedy}") from error
+
+
 def reason_of(error: Exception) -> str:
     """Why a library could not load a model or a tokenizer, in a line."""
     if "trust_remote_code" in str(error):
-        return "it needs code of its own (auto_map in its config.json), which is never run: want an architecture of transformers"
+        return "it needs code of its own (auto_map in its config.json), which is never run"
     return (str(error).splitlines() or [type(error).__name__])[0]

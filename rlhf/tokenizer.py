@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -169,10 +169,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     if not (folder / "tokenizer.json").is_file():
         came = "no tokenizer.json in it" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {came}: want a tokenizer's folder, as `rlhf tokenizer` writes it")
-    try:
+    with reading(f"{folder}/tokenizer.json: not a readable tokenizer", "make it again"):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds for a damaged file, some of them bare Exception
-        raise UserError(f"{folder}/tokenizer.json: not a readable tokenizer ({error}): make it again") from error
     if tokenizer.pad_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no pad token: adopt it with model.pretrained, which gives it one")
     return tokenizer

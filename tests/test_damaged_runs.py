@@ -1,13 +1,16 @@
 """Damaged run files: reading one is one line that says what to do, never a traceback."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from rlhf.commands.pipeline import check_before, stages_to_run
+from rlhf.cli import main
+from rlhf.commands.pipeline import check_before, show, stages_to_run
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.recipe import STAGES
 from rlhf.report.settings import make_skipped
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import is_whole
@@ -64,6 +67,48 @@ def test_other_run_files_have_schemas_too(tmp_path, kind, value):
     with pytest.raises(UserError, match=r"a.json: damaged \("):
         read_record(tmp_path / "a.json", kind)
     assert read_record(tmp_path / "b.json", kind) is None
+
+
+READERS = ["chat", "export", "generate", "sample", "study", "pipeline", "evaluate", "rejection", "dpo", "ppo", "reward", "label",
+           "sft", "pretrain", "tokenizer"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "name"), zip(READERS, itertools.cycle(DAMAGE), strict=False))
+def test_every_command_that_reads_a_damaged_record_says_so_in_one_line(tmp_path, capsys, command, name):
+    for stage in STAGES:
+        damage(tmp_path / "x" / stage / "stage.json", DAMAGE[name])
+    more = ["study.kind=details"] if command == "study" else []
+    with pytest.raises(SystemExit) as ended:
+        main([command, "experiment=gold", f"runs_dir={tmp_path}", "run=x", "gold.rounds=1", "device=cpu", "tracking=off",
+              "--shared-settings", *more])  # fmt: skip
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("rlhf: error: ") and "/stage.json: " in line, line
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_the_report_and_watch_show_what_is_there_and_name_what_is_damaged(tmp_path, capsys, name):
+    files = ["sft/stage.json", "evaluate/results.json", "pipeline.json", "study/details.json", "sft/metrics.jsonl", "sft/samples.jsonl",
+             "sft/config.yaml", "evaluate/samples.jsonl"]  # fmt: skip
+    for file in files:
+        damage(tmp_path / "x" / file, DAMAGE[name])
+    notes = make_skipped(read_run(tmp_path / "x"))
+    for file in files[:3]:
+        assert any(f"{file}: damaged" in note or f"{file}: is a folder" in note for note in notes), file
+    place = [f"runs_dir={tmp_path}", "run=x"]
+    main(["watch", "watch.wait=false", *place])
+    if name in ("a list", "null settings", "a folder"):
+        main(["report", *place])
+        assert "damaged" in (tmp_path / "x" / "report.html").read_text() or name == "a folder"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_pipelines_last_lines_read_a_damaged_evaluation(tmp_path):
+    config = Config(run="x", runs_dir=str(tmp_path))
+    damage(tmp_path / "x" / "evaluate" / "results.json", b'{"gold": {"win_rate_vs_sft": 1}}')
+    with pytest.raises(
+        UserError, match=r"results.json: damaged \(kl_to_sft_nats: .*run `rlhf evaluate overwrite=true`"
+    ):
+        show(config, {"stages": {"sft": {"seconds": 1.0, "peak_rss_mb": 1.0, "state": "done", "summary": {}}}}, 1.0)
 
 
 def test_unreadable_lines_of_metrics_are_reported(tmp_path, capsys):

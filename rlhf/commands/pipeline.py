@@ -14,7 +14,7 @@ from rlhf.commands.report import write
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.exits import report
-from rlhf.files import read_json, write_json
+from rlhf.files import write_json
 from rlhf.interrupts import EXIT_CODE
 from rlhf.recipe import PIPELINE, ROUND_STAGES, STAGES
 from rlhf.runs.folders import (
@@ -29,6 +29,7 @@ from rlhf.runs.folders import (
     settings_of,
     stage_folder,
 )
+from rlhf.runs.records import read_record
 from rlhf.runs.sources import data_source, hash_sources, kinds_read
 from rlhf.runs.stage import has_begun
 from rlhf.terminal import say
@@ -208,7 +209,7 @@ def show(config: Config, table: dict, seconds: float) -> None:
         say(f"{name:<{width}}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
     total = sum(row["seconds"] or 0 for row in table["stages"].values())
     say(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
-    results = read_json(run_folder(config) / "evaluate" / "results.json")
+    results = read_record(run_folder(config) / "evaluate" / "results.json", "results") or {}
     if "gold" in results:
         win, greedy = results["gold"]["win_rate_vs_sft"], results["gold"]["win_rate_greedy"]
         say()

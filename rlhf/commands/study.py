@@ -11,12 +11,11 @@ its reward model too, and is evaluated. What is complete is not run again. The r
 import hashlib
 import json
 import math
-import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def run(config: Config) -> None:
         raise UserError("study.kind is not set: want frontier, details or audit")
     need_truth(config, "study")
     cells = make_cells(config, forwarded_overrides())
-    missing = [cell for cell in cells if must_run(config, cell)]
+    missing = cells_to_run(config, cells)
     tell_cost(config, cells, missing)
     with ThreadPoolExecutor(max_workers=config.study.processes) as pool:
         for code, cell in zip(pool.map(run_cell, missing), missing, strict=True):
@@ -187,26 +186,28 @@ def parent_stage(config: Config, parent: Path, stage: str) -> Path:
     return own
 
 
-def must_run(config: Config, cell: Cell) -> bool:
-    """Whether a cell is missing or half done. Raises: UserError for one of other settings, parents or data."""
+def cells_to_run(config: Config, cells: list[Cell]) -> list[Cell]:
+    """The cells that are missing or half done; with overwrite=true also those of other settings, parents or data, each of
+    which is replaced when its new run is complete.
+
+    Raises: UserError for such a cell without overwrite=true.
+    """
     from rlhf.composing import compose_config
 
-    recorded = read_stage(cell.ppo)
-    if recorded is None:
-        return True
-    reason = misfit(compose_config(list(cell.overrides)), "ppo", recorded, collect_parents_of(cell))
-    if reason is None:
-        return not is_complete(cell.folder / cell.run / cell.last)
-    if not config.overwrite:
-        raise UserError(f"{cell.ppo}: {reason}: add overwrite=true to run such cells again, or choose another run=…")
-    shutil.rmtree(cell.folder / cell.run)
-    return True
-
-
-def collect_parents_of(cell: Cell) -> dict[str, str]:
-    from rlhf.composing import compose_config
-
-    return collect_parents(compose_config(list(cell.overrides)), "ppo")
+    found = []
+    for cell in cells:
+        recorded = read_stage(cell.ppo)
+        settings = compose_config(list(cell.overrides))
+        reason = recorded and misfit(settings, "ppo", recorded, collect_parents(settings, "ppo"))
+        if reason and not config.overwrite:
+            raise UserError(
+                f"{cell.ppo}: {reason}: add overwrite=true to run such cells again, or choose another run=…"
+            )
+        if reason:
+            found.append(replace(cell, overrides=(*cell.overrides, "overwrite=true")))
+        elif not is_complete(cell.folder / cell.run / cell.last):
+            found.append(cell)
+    return found
 
 
 def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
@@ -252,7 +253,7 @@ def cached(folder: Path, name: str, basis: Any, make: Any) -> Any:
     path = folder / f"{name}.json"
     digest = hashlib.sha256(json.dumps(basis, sort_keys=True, default=str).encode()).hexdigest()
     found = read_json(path)
-    if found.get("basis") != digest:
+    if found.get("basis") != digest or "value" not in found:
         found = {"basis": digest, "value": make()}
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, found)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, reading
 from rlhf.model.convert import why_not_native
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -135,15 +135,10 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
             raise UserError(
                 f"model.pretrained={source}: needs the package gguf: pip install 'rlhf-recipe[gguf]'"
             ) from None
-    try:
+    wanted = "give a checkpoint of an architecture that transformers knows"
+    with reading(f"model.pretrained={source}: no readable configuration", wanted):
         more = {} if gguf is None else {"gguf_file": gguf}
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, **more)
-    except Exception as error:  # of many kinds; an unknown model type among them
-        reason = str(error).splitlines()[0]
-        advice = "give a checkpoint of an architecture that transformers knows"
-        if "trust_remote_code" in str(error) or "auto_map" in str(error):
-            reason = "it needs code of its own, which is not run"
-        raise UserError(f"model.pretrained={source}: no readable configuration ({reason}): {advice}") from error
     kinds = config.architectures or []
     classifier = next((kind for kind in kinds if kind.endswith("Classification")), None)
     if classifier or (config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_decoder):
@@ -160,12 +155,9 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
 
 def count_parameters(source: str, config: Any) -> int:
     """Number of parameters of the causal language model, tied matrices counted once; nothing is allocated."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except ValueError as error:
-        raise UserError(f"model.pretrained={source}: a {config.model_type} is no causal language model: "
-                        "give one that generates text") from error  # fmt: skip
+    what = f"model.pretrained={source}: no causal language model can be made of this {config.model_type}"
+    with reading(what, "give one that generates text"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return sum(p.numel() for p in model.parameters())
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.records import Message
-from rlhf.errors import UserError, reason_of
+from rlhf.errors import UserError, reading
 from rlhf.model.batching import by_length
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
 from rlhf.model.loading import load_whole
@@ -167,11 +166,9 @@ class TextRewardModel(nn.Module):
                 raise UserError(f"{source}: a {config.model_type} with {config.num_labels} labels is no reward model: "
                                 "train it with reward.model, or give a classifier with one label")  # fmt: skip
             return cls(_read_network(str(source), config, tokenizer), tokenizer).eval()
-        try:
+        with reading(f"{record}: not readable", "run `rlhf reward overwrite=true` again"):
             kept = json.loads(record.read_text(encoding="utf-8"))
             gain, shift = float(kept["gain"]), float(kept["shift"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{record}: not readable ({error}): run `rlhf reward overwrite=true` again") from error
         network = _read_network(str(source), config, tokenizer, own=True)
         return cls(network, tokenizer, gain, shift).eval()
 
@@ -182,24 +179,19 @@ def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel |
     Raises: UserError if it cannot be read.
     """
     path = Path(folder)
-    try:
+    with reading(f"{path}: not a readable reward model", "run `rlhf reward overwrite=true` again"):
         ours = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type") == "rlhf_reward"
         if ours:
             return load_whole(RewardModel, str(path), local_files_only=True).eval().to(device)
-    except (OSError, ValueError, RuntimeError, AttributeError, SafetensorError) as error:
-        raise UserError(f"{path}: not a readable reward model ({reason_of(error)}): "
-                        "run `rlhf reward overwrite=true` again") from error  # fmt: skip
     return TextRewardModel.from_pretrained(path).to(device)
 
 
 def _read_config(source: str) -> tuple[Any, Any]:
     """Configuration, with every dropout at 0, and tokenizer."""
-    try:
+    wanted = "want a folder or hub name of a transformers classifier"
+    with reading(f"reward.model={source}: no readable model and tokenizer", wanted):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # the libraries raise many kinds for what is missing or damaged
-        raise UserError(f"reward.model={source}: no readable model and tokenizer ({reason_of(error)}): "
-                        "want a folder or hub name of a transformers classifier") from error  # fmt: skip
     without_dropout(config)
     for name, value in {"use_cache": False, "use_mems_eval": False, "use_mems_train": False}.items():
         if hasattr(config, name):
@@ -214,7 +206,8 @@ def _read_config(source: str) -> tuple[Any, Any]:
 
 def _read_network(source: str, config: Any, tokenizer: Any, own: bool = False, **keywords: Any) -> Any:
     """The classifier in float32. own: an encoder's head lies with it in our own form."""
-    try:
+    wanted = "want a transformers model for which there is a sequence classifier"
+    with reading(f"{source}: not a readable text classifier", wanted):
         if config.is_encoder_decoder and own:
             network: Any = EncoderClassifier(AutoModel.from_config(config, trust_remote_code=False))
             load_model(network, str(Path(source) / "model.safetensors"))
@@ -226,9 +219,6 @@ def _read_network(source: str, config: Any, tokenizer: Any, own: bool = False, *
             config.num_labels = 1
             loader = AutoModelForSequenceClassification
             network = load_whole(loader, source, config=config, dtype=torch.float32, **keywords)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UserError(f"{source}: not a readable text classifier ({reason_of(error)}): "
-                        "want a transformers model for which there is a sequence classifier") from error  # fmt: skip
     base = network.encoder if isinstance(network, EncoderClassifier) else network
     rows = base.get_input_embeddings().num_embeddings
     if len(tokenizer) == rows + 1:  # the pad token that we gave it

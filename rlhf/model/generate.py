@@ -264,7 +264,8 @@ def _stream_transformers(
             yield int(chosen)
             if bool(torch.isin(chosen, eos)):
                 return
-            tokens, past = chosen[:, None], output.past_key_values
+            past = getattr(output, "past_key_values", None)  # some classes have none: the whole text goes in again
+            tokens = chosen[:, None] if past is not None else torch.cat([tokens, chosen[:, None]], 1)
 
 
 # ---------------------------------------------------------------------------------------------------- helpers

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf.chat_template import ENDS, find_end_of_turn, use_completion
-from rlhf.errors import UserError
+from rlhf.errors import UserError, reading
 from rlhf.files import read_json
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
 from rlhf.model.convert import from_transformers, why_not_native
@@ -85,11 +85,10 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, li
 
     Pad may be the end token: masks come from lengths.
     """
-    try:
+    with reading(
+        f"model.pretrained={checkpoint.source}: no readable tokenizer", "give a checkpoint with its tokenizer"
+    ):
         tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint.arguments(), trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds
-        raise UserError(f"model.pretrained={checkpoint.source}: no readable tokenizer ({str(error).splitlines()[0]}): "
-                        "give a checkpoint with its tokenizer") from error  # fmt: skip
     if not tokenizer.is_fast:
         raise UserError(f"model.pretrained={checkpoint.source}: its tokenizer has no tokenizer.json: save it with "
                         "AutoTokenizer.from_pretrained(…).save_pretrained(…)")  # fmt: skip
@@ -146,12 +145,8 @@ def load_weights(checkpoint: Checkpoint) -> Any:
                 break
     formats = {} if checkpoint.gguf_file else {"use_safetensors": checkpoint.weight_files()[0].suffix == ".safetensors"}
     arguments: dict[str, Any] = {**checkpoint.arguments(), **formats, "weights_only": True, "output_loading_info": True}
-    try:
+    with reading(f"model.pretrained={checkpoint.source}: not readable weights", "download them again"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(**arguments, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # the libraries raise many kinds for what is damaged
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"model.pretrained={checkpoint.source}: not readable weights ({reason}): "
-                        "download them again") from error  # fmt: skip
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model.pretrained={checkpoint.source}: {len(missing)} tensors are missing ({missing[0]} …): "

@@ -196,11 +196,7 @@ def check_shares(config: Config, ranks: Ranks) -> None:
 
 def load_reward(folder: Path, device: torch.device) -> RewardModel | TextRewardModel:
     """A reward model of either kind, frozen. Raises: UserError."""
-    try:
-        return load_reward_model(folder, device).requires_grad_(False)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder}: not a readable reward model ({str(error).splitlines()[0]}): "
-                        "run `rlhf reward overwrite=true` again") from error  # fmt: skip
+    return load_reward_model(folder, device).requires_grad_(False)
 
 
 def load_on_trunk(config: Config, folder: Path, policy: Any) -> RewardModel:

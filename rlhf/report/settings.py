@@ -72,6 +72,7 @@ def make_skipped(run: RunFiles) -> list[str]:
             )
         if stage.gaps:
             notes.append(f"{name}: {stage.gaps:,} values that were not finite are gaps in its curves.")
+    notes += [visible(text, 300) for text in run.damage]
     if not run.results:
         notes.append("No evaluation: win rates, calibration, histograms and rank agreement are missing.")
     elif get(run.results, "gold") is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.errors import UserError
+from rlhf.files import read_json
 
 Kind = Literal["stage", "manifest", "results"]
 
@@ -94,6 +95,14 @@ def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}): {REMEDY[kind]}") from None
     return value
+
+
+def read_what_is_there(path: Path, kind: Kind) -> tuple[dict[str, Any], str | None]:
+    """What can be read of a run file, for reports: the object in it, if there is one, and how it is damaged, if it is."""
+    try:
+        return read_record(path, kind) or {}, None
+    except UserError as error:
+        return read_json(path), str(error)
 
 
 REMEDY: dict[Kind, str] = {

@@ -1,6 +1,6 @@
 """The W&B dashboard as code: panels.py as a specification, and as a workspace of `wandb_workspaces`.
 
-The specification is plain JSON that needs neither network nor account. Sending it needs a key; `stages/dashboard.py`
+The specification is plain JSON that needs neither network nor account. Sending it needs a key; `rlhf dashboard`
 is the command.
 """
 

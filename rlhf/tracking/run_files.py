@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf.files import read_json
 from rlhf.recipe import PIPELINE, STAGES
+from rlhf.runs.records import read_what_is_there
 from rlhf.runs.replacing import under_way
 from rlhf.tracking.jsonl import count_unreadable, is_number, read_jsonl
 from rlhf.tracking.metrics import find
@@ -34,6 +35,7 @@ class StageFiles:
     config: str = ""
     gaps: int = 0  # values that were not finite
     unreadable: int = 0  # lines of metrics.jsonl that hold no values
+    damage: str | None = None  # of stage.json
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def read_stage(folder: Path) -> StageFiles:
         folder = under_way(folder)
     if not folder.is_dir():
         return StageFiles(name, "not started")
-    record = read_json(folder / "stage.json")
+    record, damage = read_what_is_there(folder / "stage.json", "stage")
     config = folder / "config.yaml"
     rows = list(read_jsonl(folder / "metrics.jsonl"))
     return StageFiles(
@@ -76,6 +78,7 @@ def read_stage(folder: Path) -> StageFiles:
         config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         sum(value is None for row in rows for value in row.values()),
         count_unreadable(folder / "metrics.jsonl"),
+        damage,
     )
 
 
@@ -91,6 +94,7 @@ class RunFiles:
     pipeline: dict[str, Any] = field(default_factory=dict)  # pipeline.json
     audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
+    damage: list[str] = field(default_factory=list)  # of its files, in words
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -98,6 +102,8 @@ def read_run(folder: Path) -> RunFiles:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
     stages = {name: read_stage(folder / name) for name in STAGES}
+    results, *damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
+    pipeline, *more = read_what_is_there(folder / "pipeline.json", "pipeline")
     return RunFiles(
         visible(folder.resolve().name, 100),
         {
@@ -105,12 +111,13 @@ def read_run(folder: Path) -> RunFiles:
             for name, s in stages.items()
             if s.status != "not started" or (name in PIPELINE and not STAGES[name].gold_only)
         },
-        read_json(folder / "evaluate" / "results.json"),
+        results,
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
         [{"file": path.stem} | study for path in sorted(folder.glob("study/*.json")) if (study := read_json(path))],
-        read_json(folder / "pipeline.json"),
+        pipeline,
         read_json(folder / "reward" / "audit.json"),
         {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
+        [text for text in (*(stage.damage for stage in stages.values()), *damage, *more) if text is not None],
     )
 
 

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,8 @@ class Tail:
         try:
             status = self.path.stat()
         except OSError:
+            status = None
+        if status is None or not stat.S_ISREG(status.st_mode):
             changed = bool(self.rows)
             self.rows, self.at = [], 0
             return changed

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from rlhf.config import Config
-from rlhf.errors import UserError, reason_of
+from rlhf.errors import UserError, reading
 from rlhf.model.half import hold_frozen
 from rlhf.model.loading import load_whole
 from rlhf.processes import connect
@@ -77,16 +77,12 @@ def load_policy(folder: Path, dropout: float | None = None) -> Any:
     import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
 
     be_quiet()
-    try:
+    with reading(f"{folder}: not a readable model", "run the stage that writes it again"):
         loader = transformers.AutoModelForCausalLM
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         if dropout is not None and hasattr(config, "dropout"):
             config.dropout = dropout
         model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{folder}: not a readable model ({reason_of(error)}): run the stage that writes it again"
-        ) from error
     return model.eval()
 
 

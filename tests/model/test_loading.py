@@ -10,6 +10,7 @@ from rlhf.files import hash_files
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
+from rlhf.model.pretrained import adopt
 from rlhf.training.setup import load_policy
 
 
@@ -52,3 +53,22 @@ def test_a_reward_model_does_not_say_where_its_trunk_came_from(policy, tmp_path)
         RewardModel.from_causal_lm(str(place)).save_pretrained(str(tmp_path / "reward"))
         hashes.append(hash_files(tmp_path / "reward"))
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("config.json", b"null"), ("config.json", b"[]"), ("config.json", b'{"a":' * 50_000), ("config.json", None),
+    ("model.safetensors", b""), ("model.safetensors", b"\xff" * 64), ("model.safetensors", None)],
+    ids=["null", "list", "deep", "folder", "empty weights", "torn weights", "folder of weights"])  # fmt: skip
+def test_a_damaged_file_is_one_line_whichever_model_reads_it(policy, tmp_path, file, content):
+    RewardModel.from_causal_lm(str(policy)).save_pretrained(str(tmp_path / "reward"))
+    for folder in (policy, tmp_path / "reward"):
+        (folder / file).unlink()
+        (folder / file).mkdir() if content is None else (folder / file).write_bytes(content)
+    for load in (
+        lambda: load_policy(policy),
+        lambda: load_reward_model(tmp_path / "reward", torch.device("cpu")),
+        lambda: adopt(policy),
+    ):
+        with pytest.raises(UserError) as told:
+            load()
+        assert "\n" not in str(told.value)

@@ -14,7 +14,7 @@ from rlhf.chat_template import encode_prompt, end_ids
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
 from rlhf.model.checkpoint import read_checkpoint
-from rlhf.model.generate import sample
+from rlhf.model.generate import sample, stream
 from rlhf.model.pretrained import adopt
 from rlhf.model.trunk import hidden_at, logits_at, multiplies_plainly
 from rlhf.ppo.rollout import response_logprobs
@@ -63,11 +63,10 @@ def test_a_covered_architecture_runs_natively_with_the_same_logits(tmp_path, nam
         sample(model, prompts, max_new_tokens=6, eos_token_id=ends, pad_token_id=adopted.tokenizer.pad_token_id, seed=1)
         for model in (adopted.model, theirs)
     ]
-    assert drawn[0].responses == drawn[1].responses or name == "openai-gpt"  # its generate ignores the padding mask
-    assert (
-        torch.allclose(drawn[0].logprobs[drawn[0].mask], drawn[1].logprobs[drawn[1].mask], atol=1e-4)
-        or name == "openai-gpt"
-    )
+    assert drawn[0].responses == drawn[1].responses
+    assert torch.allclose(drawn[0].logprobs[drawn[0].mask], drawn[1].logprobs[drawn[1].mask], atol=1e-4)
+    streamed = stream(theirs, prompts[1], max_new_tokens=6, eos_token_id=ends, key=1, seed=1)
+    assert list(streamed) == drawn[0].responses[1]
 
 
 @pytest.mark.parametrize(

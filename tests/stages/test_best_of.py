@@ -203,6 +203,13 @@ def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_pat
         make = [o.replace("ppo.episodes=64", "ppo.episodes=128") for o in overrides]
         monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: make)
         run.stage("study", *make[len(run.overrides) :])
+    # overwrite=true replaces a cell when its new run is complete, not before
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr("rlhf.commands.study.run_cell", lambda cell: started.append(cell.overrides) or 1)
+    with pytest.raises(UserError, match="the cell failed with exit code 1"):
+        run.stage("study", *make[len(run.overrides) :], "overwrite=true")
+    assert started and all(overrides[-1] == "overwrite=true" for overrides in started)
+    assert len(list((run.folder / "study" / "details").glob("*/ppo/model/model.safetensors"))) == 4
 
 
 @pytest.mark.long
