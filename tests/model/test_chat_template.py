@@ -172,8 +172,9 @@ FOREIGN = {
 
 @pytest.mark.parametrize("template", FOREIGN)
 def test_a_template_that_takes_too_long_or_writes_too_much_is_refused(template, monkeypatch):
-    monkeypatch.setattr("rlhf.chat_template.SECONDS", 0.1)
-    monkeypatch.setattr("rlhf.time_limit.EVERY", 0.02)
+    if "more than" in FOREIGN[template]:
+        monkeypatch.setattr("rlhf.chat_template.SECONDS", 0.1)
+        monkeypatch.setattr("rlhf.time_limit.EVERY", 0.02)
     tokenizer = copy.deepcopy(make_tokenizer("chatml"))
     tokenizer.chat_template = template
     for call in (find_end_of_turn, lambda tokenizer: encode_response(tokenizer, "a")):
