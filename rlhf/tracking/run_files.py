@@ -103,7 +103,6 @@ def read_run(folder: Path) -> RunFiles:
         raise FileNotFoundError(f"{folder}: no such run folder")
     stages = {name: read_stage(folder / name) for name in STAGES}
     results, *damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
-    pipeline, *more = read_what_is_there(folder / "pipeline.json", "pipeline")
     return RunFiles(
         visible(folder.resolve().name, 100),
         {
@@ -114,10 +113,10 @@ def read_run(folder: Path) -> RunFiles:
         results,
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
         [{"file": path.stem} | study for path in sorted(folder.glob("study/*.json")) if (study := read_json(path))],
-        pipeline,
+        read_json(folder / "pipeline.json"),
         read_json(folder / "reward" / "audit.json"),
         {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
-        [text for text in (*(stage.damage for stage in stages.values()), *damage, *more) if text is not None],
+        [text for text in (*(stage.damage for stage in stages.values()), *damage) if text is not None],
     )
 
 
