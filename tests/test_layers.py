@@ -103,7 +103,17 @@ def test_ops_and_model_never_import_deepspeed_wandb_or_hydra(folder):
     }
     assert not found & HEAVY
     if folder == "ops":
-        assert found <= {"torch", "rlhf", "collections", "math", "typing", "dataclasses", "enum", "functools"}
+        assert found <= {
+            "torch",
+            "rlhf",
+            "collections",
+            "math",
+            "typing",
+            "dataclasses",
+            "enum",
+            "functools",
+            "contextlib",
+        }
 
 
 def test_only_the_server_imports_the_web_framework():

@@ -23,6 +23,7 @@ from rlhf.model.convert import OWN, find_form, to_transformers
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.heads import RewardModel
+from rlhf.ops.products import by_torch_alone
 from rlhf.tokenizer import PAD
 
 TOLERANCE = 1e-4  # of a score, between ours and transformers' class
@@ -136,6 +137,7 @@ def _give_pad(model: Any, tokenizer: Any) -> None:
 
 
 @torch.no_grad()
+@by_torch_alone()
 def _check(model: RewardModel, result: Any, tokenizer: Any, offset: float) -> None:
     """Raises: UserError if a padded probe batch has other scores."""
     generator = torch.Generator().manual_seed(0)

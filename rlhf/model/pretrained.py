@@ -16,6 +16,7 @@ from rlhf.files import read_json
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
 from rlhf.model.convert import from_transformers, why_not_native
 from rlhf.model.trunk import multiplies_plainly
+from rlhf.ops.products import by_torch_alone
 from rlhf.terminal import say
 from rlhf.tokenizer import CHAT_TEMPLATE, END, ROLES
 
@@ -178,6 +179,7 @@ def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any,
 
 
 @torch.no_grad()
+@by_torch_alone()
 def compare_logits(theirs: Any, ours: Any) -> float:
     """The largest difference of logits of real tokens: rows of unequal lengths, padded on either side, up to PROBED tokens or
     our whole context.

@@ -4,10 +4,13 @@
 
 Both sample at temperature 1, without top_k and top_p. `generate` gets the prompts padded on the left, a preallocated
 (static or dynamic, whichever is faster here: dynamic) cache and returns no log-probs; `generate with log-probs` returns
-its logits, from which log-probs are taken, which is the equal work. Case `stopping`: each token ends its sequence with a
+its logits, from which log-probs are taken, which is the equal work. With --checkpoint FOLDER both hold that model (batch 32, 24 + 64
+tokens) and no token ends a sequence. Case `stopping`: each token ends its sequence with a
 probability of 1/24, so that lengths are geometric as in a chat model's; units are the tokens up to each end.
 """
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -39,8 +42,10 @@ def make_model(spec: Spec) -> Any:
 
     import torch
 
+    if spec["size"] not in harness.SIZES:
+        return harness.gpt2(spec["size"]).eval()  # a checkpoint, as it is
     model = harness.gpt2(spec["size"], tie_word_embeddings=False)
-    width, vocabulary = harness.SIZES[spec["size"]]["n_embd"], harness.SIZES[spec["size"]]["vocab_size"]
+    width, vocabulary = harness.SIZES[spec["size"]]["n_embd"], harness.shape_of(spec["size"])["vocab_size"]
     with torch.no_grad():
         head = model.lm_head.weight
         head[:, 0] = 0.0  # one direction of the hidden state speaks of the end token alone
@@ -54,11 +59,15 @@ def make_model(spec: Spec) -> Any:
     return model.eval()
 
 
+def end(spec: Spec) -> int:
+    return harness.EOS if spec["size"] in harness.SIZES else -1
+
+
 def make_prompts(spec: Spec) -> list[list[int]]:
     import random
 
     random_ = random.Random(0)
-    vocabulary = harness.SIZES[spec["size"]]["vocab_size"]
+    vocabulary = harness.shape_of(spec["size"])["vocab_size"]
     return [
         [random_.randrange(2, vocabulary) for _ in range(random_.randint(spec["shortest"], spec["longest"]))]
         for _ in range(spec["batch"])
@@ -76,7 +85,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     prompts = make_prompts(spec)
     for number, _ in enumerate(turns):
         out = sample(
-            model, prompts, max_new_tokens=spec["new"], eos_token_id=harness.EOS, pad_token_id=harness.PAD, seed=number
+            model, prompts, max_new_tokens=spec["new"], eos_token_id=end(spec), pad_token_id=harness.PAD, seed=number
         )
         turns.done(units=sum(map(len, out.responses)), mean_logp=float(out.logprobs.sum() / out.mask.sum()))
 
@@ -96,11 +105,12 @@ def generate(spec: Spec, turns: Turns, with_logprobs: bool) -> None:
         with torch.inference_mode():
             out = model.generate(
                 tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=spec["new"], eos_token_id=harness.EOS, pad_token_id=harness.PAD,
+                max_new_tokens=spec["new"], eos_token_id=end(spec), pad_token_id=harness.PAD,
                 return_dict_in_generate=with_logprobs, output_logits=with_logprobs,
             )  # fmt: skip
             response = (out.sequences if with_logprobs else out)[:, width:]
-            ended = (response == harness.EOS).int().cumsum(1) - (response == harness.EOS).int() > 0  # after the end
+            ends = (response == end(spec)).int()
+            ended = ends.cumsum(1) - ends > 0  # after the end
             figures = {}
             if with_logprobs:
                 total = torch.zeros((), device=spec["device"])
@@ -124,44 +134,63 @@ CONTESTANTS = {"ours": ours, "generate": peer, "generate with log-probs": peer_l
 
 def main() -> None:
     options = harness.arguments(__doc__, repeats=7)
-    cases = harness.pick(options, QUICK, CASES, CUDA_CASES)
+    cases = harness.pick(options, QUICK, CASES, CUDA_CASES, (options.checkpoint, 32, 24, 24, 64, 0.0))
     found = {}
     for name, (size, batch, shortest, longest, new, stop) in cases.items():
         spec = {
-            "size": size, "shape": harness.SIZES[size], "batch": batch, "shortest": shortest, "longest": longest,
+            "size": size, "shape": harness.shape_of(size), "batch": batch, "shortest": shortest, "longest": longest,
             "new": new, "stop": stop,
         }  # fmt: skip
         found[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
         if options.device == "cpu":
             found[name]["roofline"] = roofline(spec, options.threads)
             rates = found[name]["contestants"]["ours"]["units_per_second"]
-            print(f"{name}: {rates / found[name]['roofline']['tokens_per_second']:.2f} of the roofline")
+            bound = found[name]["roofline"]
+            print(f"{name}: {rates / bound['tokens_per_second']:.2f} of the roofline; products {bound['flops_per_second'] / 1e9:.0f} "
+                  f"GFLOP/s, memory {bound['bytes_per_second'] / 1e9:.1f} GB/s")  # fmt: skip
     harness.report("generation", "tokens", found, options)
 
 
 def roofline(spec: Spec, threads: int) -> dict[str, float]:
-    """Tokens a second that the products alone would allow, at the rate measured here for one of their shapes.
+    """Tokens a second that products alone, or reading the weights alone, would allow at the rates measured here.
 
-    A step multiplies `batch` rows with every weight: 2 (12 L D^2 + V D) flops a token, and 4 L D t more for attention
-    over t tokens.
+    A step reads every weight once and multiplies `batch` rows with it: 2 flops a weight and token, and 4 L D t more for
+    attention over t tokens. The rate is that of the fastest product of one of these shapes, the bandwidth that of a sum.
     """
     import time
 
     import torch
 
+    sys.path.insert(0, str(harness.HERE.parents[1]))
+    from rlhf.ops.products import onednn_product
+
+    def least(work: Callable[[], object], repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
     torch.set_num_threads(threads)
-    s = harness.SIZES[spec["size"]]
-    x, w = torch.randn(spec["batch"], s["n_embd"]), torch.randn(4 * s["n_embd"], s["n_embd"])
-    best = float("inf")
-    for _ in range(50):
-        begun = time.perf_counter()
-        torch.nn.functional.linear(x, w)
-        best = min(best, time.perf_counter() - begun)
-    rate = 2 * x.shape[0] * w.numel() / best
+    s, batch = spec["shape"], spec["batch"]
+    x, w = torch.randn(batch, s["n_embd"]), torch.randn(4 * s["n_embd"], s["n_embd"])
+    best = least(lambda: torch.nn.functional.linear(x, w), 50)
+    if multiply := onednn_product():
+        packed = torch.ops.mkldnn._reorder_linear_weight(w, batch)
+        best = min(best, least(lambda: multiply(x, packed, None, "none", [], ""), 50))
+    rate, many = 2 * batch * w.numel() / best, torch.randn(2**27)
+    bandwidth = 4 * many.numel() / least(many.sum, 5)
     context = (spec["shortest"] + spec["longest"]) / 2 + spec["new"] / 2
-    flops = 2 * (12 * s["n_layer"] * s["n_embd"] ** 2 + s["vocab_size"] * s["n_embd"])
-    flops += 4 * s["n_layer"] * s["n_embd"] * context
-    return {"flops_per_second": rate, "flops_per_token": flops, "tokens_per_second": rate / flops}
+    weights = 12 * s["n_layer"] * s["n_embd"] ** 2 + s["vocab_size"] * s["n_embd"]
+    if spec["size"] not in harness.SIZES:
+        weights = sum(p.numel() for p in harness.gpt2(spec["size"]).parameters())
+    flops = 2 * weights + 4 * s["n_layer"] * s["n_embd"] * context
+    by_bandwidth = bandwidth * batch / (4 * weights)
+    return {
+        "flops_per_second": rate, "flops_per_token": flops, "tokens_per_second": min(rate / flops, by_bandwidth),
+        "bytes_per_second": bandwidth, "tokens_per_second_by_bandwidth": by_bandwidth,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -165,6 +165,9 @@ def arguments(doc: str, repeats: int) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: that it runs, not how fast")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of each contestant; 0: as many as cores")
+    parser.add_argument(
+        "--checkpoint", default="", help="a folder of a pretrained causal LM: compare on it, not on the cases"
+    )
     parser.add_argument("--case", default="", help="only the cases whose names have this in them")
     parser.add_argument("--repeats", type=int, default=repeats, help="rounds that count")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
@@ -179,8 +182,10 @@ def arguments(doc: str, repeats: int) -> argparse.Namespace:
     return found
 
 
-def pick(options: argparse.Namespace, quick: dict, cpu: dict, cuda: dict) -> dict:
+def pick(options: argparse.Namespace, quick: dict, cpu: dict, cuda: dict, checkpoint: Any = None) -> dict:
     """The cases that the command line asks for."""
+    if options.checkpoint:
+        return {options.checkpoint: checkpoint}
     cases = quick if options.quick else cuda if options.device == "cuda" else cpu
     found = {name: case for name, case in cases.items() if options.case in name}
     if not found:
@@ -320,8 +325,26 @@ def gpt2_config(size: str, activation: str = "gelu_new", **more: Any) -> Any:
     )  # fmt: skip
 
 
+def shape_of(size: str) -> dict[str, int]:
+    """The sizes of a named GPT-2, or of the checkpoint in a folder."""
+    if size in SIZES:
+        return SIZES[size]
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(size, trust_remote_code=False)
+    return {
+        "n_layer": config.num_hidden_layers, "n_head": config.num_attention_heads, "n_embd": config.hidden_size,
+        "n_positions": config.max_position_embeddings, "vocab_size": config.vocab_size,
+    }  # fmt: skip
+
+
 def gpt2(size: str, seed: int = 0, **more: Any) -> Any:
-    """transformers' GPT-2 with weights that depend on the seed alone."""
+    """transformers' GPT-2 with weights that depend on the seed alone; or the checkpoint in a folder, of its own class."""
+    if size not in SIZES:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(size, dtype=torch.float32, trust_remote_code=False)
     import torch
     from transformers import GPT2LMHeadModel
 

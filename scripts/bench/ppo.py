@@ -5,7 +5,8 @@
 
 Equal work: the same policy, reference, reward model and critic (GPT-2 of one size and seed, critic from the reward model),
 the same number of prompts of one length, new tokens, epochs and minibatches, float32. Each takes the micro-batch that is
-fastest for it here: `micro` and `peer_micro`. A turn is a whole update; units are response tokens.
+fastest for it here: `micro` and `peer_micro`. With --checkpoint FOLDER all models are
+that one. A turn is a whole update; units are response tokens.
 """
 
 import sys
@@ -51,6 +52,8 @@ def make_prompts(spec: Spec) -> list[list[int]]:
 
 
 def gpt2(spec: Spec, seed: int) -> Any:
+    if spec["size"] not in harness.SIZES:
+        return harness.gpt2(spec["size"])
     shape = harness.SIZES[spec["size"]] | {"vocab_size": spec["vocabulary"]}
     harness.SIZES["asked for"] = shape
     return harness.gpt2("asked for", seed)
@@ -91,7 +94,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     with tempfile.TemporaryDirectory() as home:
         prompts = Path(home) / "prompts.jsonl"
         prompts.write_text('{"kind": "prompt", "id": "a", "prompt": "a"}\n' * 1)
-        s = harness.SIZES[spec["size"]]
+        s = spec["shape"]
         config = compose_config([
             f"runs_dir={home}", "run=bench", "tracking=off", f"device={spec['device']}", f"threads={spec['threads']}",
             f"data.prompts={prompts}", "data.dev=0", "data.test=0", f"model.context_length={s['n_positions']}",
@@ -121,12 +124,21 @@ def ours(spec: Spec, turns: Turns) -> None:
 def peer(spec: Spec, turns: Turns) -> None:
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, GPT2ForSequenceClassification, TrainerCallback
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        GPT2ForSequenceClassification,
+        TrainerCallback,
+    )
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"], padding_side="left", trust_remote_code=False)
 
     def classifier() -> Any:
+        if spec["size"] not in harness.SIZES:
+            return AutoModelForSequenceClassification.from_pretrained(
+                spec["size"], num_labels=1, dtype=torch.float32, trust_remote_code=False
+            )
         base = gpt2(spec, seed=1)
         base.config.num_labels, base.config.pad_token_id = 1, tokenizer.pad_token_id
         model = GPT2ForSequenceClassification(base.config)
@@ -183,17 +195,18 @@ def main() -> None:
     if scaling:
         sys.argv.remove("--scaling")
     options = harness.arguments(__doc__, repeats=5)
-    cases = harness.pick(options, QUICK, CASES, CUDA_CASES)
+    cases = harness.pick(options, QUICK, CASES, CUDA_CASES, (options.checkpoint, 8, 24, 32, 1, 8, 8))
     with tempfile.TemporaryDirectory() as home:
         found = {}
         for name, (size, episodes, prompt, new, epochs, micro, peer_micro) in cases.items():
-            folder = Path(home) / name
+            folder = Path(options.checkpoint or Path(home) / name)
             sys.path.insert(0, str(harness.HERE.parents[1]))
-            make_tokenizer(folder, size)
+            if not options.checkpoint:
+                make_tokenizer(folder, size)
             spec = {
-                "size": size, "shape": harness.SIZES[size], "episodes": episodes, "prompt": prompt, "new": new,
+                "size": size, "shape": harness.shape_of(size), "episodes": episodes, "prompt": prompt, "new": new,
                 "epochs": epochs, "micro": micro, "peer_micro": peer_micro, "tokenizer": str(folder),
-                "vocabulary": max(300, harness.SIZES[size]["vocab_size"]),
+                "vocabulary": max(300, harness.shape_of(size)["vocab_size"]),
             }  # fmt: skip
             if scaling:
                 for count in SCALING[:2] if options.quick else SCALING:

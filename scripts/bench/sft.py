@@ -5,7 +5,8 @@
 Same weights (GPT-2), rows, order, batches, optimizer and loss: the response's tokens, prompts masked. `ours` is the
 Trainer that the SFT stage makes; `SFTTrainer` and `SFTTrainer, by length` hold transformers' GPT-2 with the fused form of
 its activation, the latter with group_by_length, which changes which rows share a batch; `bare` pads each batch to its
-longest row. A turn is a number of optimizer steps; units are rows.
+longest row. With --checkpoint FOLDER the bare loops hold that model, with 8 rows a batch. A turn is a number of optimizer
+steps; units are rows.
 """
 
 import tempfile
@@ -25,8 +26,8 @@ def make_rows(spec: Spec) -> list[dict[str, list[int]]]:
     import random
 
     random_ = random.Random(0)
-    shape = harness.SIZES[spec["size"]]
-    context, rows = shape["n_positions"], []
+    shape = spec["shape"]
+    context, rows = min(shape["n_positions"], spec["context"]), []
     for _ in range(4096):
         prompt = min(context // 2, max(4, round(random_.lognormvariate(0.0, 0.5) * context / 8)))
         response = min(context - prompt, max(2, round(random_.lognormvariate(0.0, 0.8) * context / 5)))
@@ -188,11 +189,14 @@ CONTESTANTS = {
 
 def main() -> None:
     options = harness.arguments(__doc__, repeats=9)
-    cases = harness.pick(options, QUICK, CASES, CUDA_CASES)
+    cases = harness.pick(options, QUICK, CASES, CUDA_CASES, (8, 1))
     found = {}
     for size, (batch, steps) in cases.items():
-        spec = {"size": size, "shape": harness.SIZES[size], "batch": batch, "steps": steps}
-        found[size] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+        spec = {"size": size, "shape": harness.shape_of(size), "batch": batch, "steps": steps, "context": 1024}
+        names = list(CONTESTANTS)
+        if options.checkpoint:
+            spec["context"], names = 160, ["ours, bare loop", "bare"]
+        found[size] = harness.compare(__file__, names, spec, options)
     harness.report("sft", "rows", found, options)
 
 
