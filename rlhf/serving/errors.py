@@ -30,7 +30,6 @@ def handlers() -> dict[Any, Any]:
     from rlhf.errors import UserError
     from rlhf.serving.drawing import RefusedError
     from rlhf.serving.engine import ModelFailedError
-    from rlhf.serving.security import TooLargeError
 
     def answered(status: int, *about: Any, headers: Any = None) -> Response:
         return Response(error_body(status, *about), status, headers, media_type="application/json")
@@ -50,14 +49,10 @@ def handlers() -> dict[Any, Any]:
     async def mistaken(_: Request, error: UserError) -> Response:
         return answered(400, str(error))
 
-    async def too_large(_: Request, error: TooLargeError) -> Response:
-        return answered(413, "the body is too large")
-
     async def broken(_: Request, error: ModelFailedError) -> Response:
         return answered(500, str(error))
 
     async def failed(_: Request, error: Exception) -> Response:
         return answered(500, "the server failed on this request")
 
-    return {RefusedError: refused, RequestValidationError: invalid, HTTPException: http, UserError: mistaken,
-            TooLargeError: too_large, ModelFailedError: broken, Exception: failed}  # fmt: skip
+    return {RefusedError: refused, RequestValidationError: invalid, HTTPException: http, UserError: mistaken, ModelFailedError: broken, Exception: failed}  # fmt: skip

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from rlhf.serving.errors import error_body
 
 COOKIE = "rlhf_session"
@@ -151,10 +153,6 @@ def session_of(headers: dict[str, str]) -> str | None:
     return found.value if found else None
 
 
-class TooLargeError(Exception):
-    """A body that goes on past the limit without having said so."""
-
-
 class _Bounded:
     """`receive`, up to so many bytes."""
 
@@ -171,7 +169,7 @@ class _Bounded:
         self.left -= len(message.get("body", b""))
         self.more = bool(message.get("more_body"))
         if self.left < 0:
-            raise TooLargeError
+            raise HTTPException(413, "the body is too large")
         return message
 
 

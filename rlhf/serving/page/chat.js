@@ -1,0 +1,149 @@
+// Chat with any loaded model: streamed, with regenerate, edit, and shading of tokens by log-prob or KL.
+
+import { ask, el, field, post, say } from "./dom.js";
+
+export function makeChat(panel, me) {
+  const model = el("select", {}, ...me.models.map((name) => el("option", { value: name }, name)));
+  model.value = me.models.at(-1);
+  const system = el("textarea", { rows: 1 });
+  const seed = el("input", { type: "number", min: 0, placeholder: "random" });
+  const temperature = el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
+  const shading = el("select", {}, ...[["", "off"], ["logprobs", "log-prob"], ["kl", "KL to the reference"]].map(
+    ([value, text]) => el("option", { value }, text)));
+  const reference = el("select", {}, ...me.models.map((name) => el("option", { value: name }, name)));
+  reference.value = me.models.find((name) => name.endsWith("/sft")) ?? me.models[0];
+  const list = el("div", { class: "turns" });
+  const text = el("textarea", { rows: 3, placeholder: "Write a message" });
+  text.setAttribute("aria-label", "Message");
+  const send = el("button", { class: "main", onclick: onSend }, "Send");
+  const stop = el("button", { onclick: () => running?.abort(), disabled: true }, "Stop");
+  const clear = el("button", { onclick: onClear }, "New dialogue");
+  panel.append(
+    el("div", { class: "row" }, field("Model", model), field("Seed", seed), field("Temperature", temperature),
+      field("Shade tokens by", shading), field("Reference", reference)),
+    el("details", {}, el("summary", {}, "System prompt"), field("System prompt", system)),
+    list, text, el("div", { class: "row" }, send, stop, clear, el("span", { class: "name" }, "Ctrl+Enter sends")));
+
+  let turns = []; // {role, content, ids}
+  let running = null;
+
+  text.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSend();
+  });
+  shading.addEventListener("change", draw);
+  reference.addEventListener("change", () => { for (const turn of turns) turn.shades = null; draw(); });
+
+  function onSend() {
+    const said = text.value.trim();
+    if (!said || running) return;
+    turns.push({ role: "user", content: said });
+    text.value = "";
+    answer();
+  }
+
+  function onClear() {
+    running?.abort();
+    turns = [];
+    draw();
+  }
+
+  function messages(until = turns.length) {
+    const before = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
+    return [...before, ...turns.slice(0, until).map(({ role, content }) => ({ role, content }))];
+  }
+
+  async function answer() {
+    const asked = messages();
+    const turn = { role: "assistant", content: "", ids: [], model: model.value, asked };
+    turns.push(turn);
+    draw();
+    running = new AbortController();
+    send.disabled = true;
+    stop.disabled = false;
+    say("");
+    try {
+      const body = { model: model.value, messages: asked, temperature: Number(temperature.value), stream: true, return_token_ids: true };
+      if (seed.value !== "") body.seed = Number(seed.value);
+      const reply = await ask("/v1/chat/completions", body, running.signal);
+      for await (const event of events(reply)) {
+        if (event.error) throw new Error(event.error.message);
+        const choice = event.choices[0];
+        if (!choice) continue;
+        turn.content += choice.delta.content ?? "";
+        turn.ids.push(...(choice.token_ids ?? []));
+        turn.finish = choice.finish_reason ?? turn.finish;
+        turn.place.textContent = turn.content;
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") say(error.message, true);
+      turn.finish = "stopped";
+    }
+    running = null;
+    send.disabled = false;
+    stop.disabled = true;
+    draw();
+    text.focus();
+  }
+
+  function onEdit(index) {
+    if (running) return;
+    text.value = turns[index].content;
+    turns = turns.slice(0, index);
+    draw();
+    text.focus();
+  }
+
+  function onRegenerate(index) {
+    if (running) return;
+    turns = turns.slice(0, index);
+    answer();
+  }
+
+  function draw() {
+    list.replaceChildren(...turns.map((turn, index) => {
+      turn.place = el("p", { class: "text" }, turn.content);
+      if (turn.role === "assistant" && turn.finish && shading.value && turn.ids.length) shade(turn);
+      const tools = turn.role === "user"
+        ? [el("button", { onclick: () => onEdit(index) }, "Edit")]
+        : [el("button", { onclick: () => onRegenerate(index) }, "Regenerate")];
+      const name = turn.role === "user" ? "you" : turn.model + (turn.finish === "length" ? " (cut at its longest)" : "");
+      return el("div", { class: `turn ${turn.role}` }, el("div", { class: "name" }, name), turn.place,
+        el("div", { class: "tools" }, ...(turn.role === "assistant" && !turn.finish ? [] : tools)));
+    }));
+  }
+
+  async function shade(turn) {
+    try {
+      turn.shades ??= await post("/api/shading", {
+        model: turn.model, reference: reference.value, messages: turn.asked, token_ids: turn.ids });
+    } catch (error) {
+      say(error.message, true);
+      return;
+    }
+    const { tokens, logprobs, kl } = turn.shades;
+    turn.place.replaceChildren(...tokens.map((token, i) => {
+      const value = shading.value === "kl" ? kl[i] : -logprobs[i];
+      // nats of surprise, or half decades of KL from 0.01
+      const level = Math.max(0, Math.min(5, Math.round(shading.value === "kl" ? 2 * Math.log10(value) + 5 : value)));
+      const told = `log-prob ${logprobs[i].toFixed(2)}, KL ${kl[i].toFixed(3)} nats`;
+      return el("span", { class: `token s${level}`, title: told }, token);
+    }));
+  }
+  return {};
+}
+
+// The events of a stream, parsed.
+async function* events(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line === "data: [DONE]") return;
+      yield JSON.parse(line.slice("data: ".length));
+    }
+  }
+}

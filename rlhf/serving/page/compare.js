@@ -1,0 +1,67 @@
+// One prompt to several models, side by side; which is which is told after the judgement.
+
+import { el, field, post, say, submissionId, Watch } from "./dom.js";
+import { Ranking } from "./ranking.js";
+
+export function makeCompare(panel, me) {
+  const prompt = el("textarea", { rows: 3 });
+  const boxes = me.models.map((name, i) => el("input", { type: "checkbox", value: name, checked: i >= me.models.length - 2 }));
+  const temperature = el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
+  const draw = el("button", { class: "main", onclick: onDraw }, "Ask all");
+  const place = el("div");
+  const save = el("button", { class: "main", disabled: true, onclick: onSave }, "Save the judgement");
+  const told = el("div");
+  panel.append(field("Prompt", prompt, true),
+    el("div", { class: "row" }, ...boxes.map((box) => el("label", { class: "inline" }, box, box.value)), field("Temperature", temperature), draw),
+    place, el("div", { class: "row" }, save), told);
+  let name = null, ranking = null, submission = null;
+  const watch = new Watch();
+
+  document.addEventListener("keydown", (event) => {
+    if (!panel.hidden && ranking && !save.hidden && ranking.onKey(event)) event.preventDefault();
+  });
+
+  async function onDraw() {
+    const models = boxes.filter((box) => box.checked).map((box) => box.value);
+    if (models.length < 2 || !prompt.value.trim()) {
+      say("Write a prompt, and choose two models or more.", true);
+      return;
+    }
+    draw.disabled = true;
+    say("The models answer …");
+    told.replaceChildren();
+    try {
+      const messages = [{ role: "user", content: prompt.value.trim() }];
+      const drawn = await post("/api/compare", { messages, models, temperature: Number(temperature.value) });
+      name = drawn.name;
+      submission = submissionId();
+      ranking = new Ranking(drawn.responses, me.flags);
+      ranking.list.addEventListener("changed", () => { save.disabled = ranking.placed < 2; });
+      place.replaceChildren(ranking.list);
+      save.hidden = false;
+      save.disabled = true;
+      watch.restart();
+      say("");
+    } catch (error) {
+      say(error.message, true);
+    }
+    draw.disabled = false;
+  }
+
+  async function onSave() {
+    save.disabled = true;
+    try {
+      const { policies } = await post("/api/compare/judge", ranking.verdict(name, submission, watch.seconds()));
+      say("Saved.");
+      save.hidden = true;
+      told.replaceChildren(el("h2", {}, "Who wrote what"), el("ol", {}, ...ranking.tiers.flat().map((id) => {
+        const number = ranking.responses.findIndex((r) => r.id === id) + 1;
+        return el("li", {}, `Response ${number}: ${policies[id]}`);
+      })));
+    } catch (error) {
+      say(`Not saved. ${error.message}`, true);
+      save.disabled = false;
+    }
+  }
+  return {};
+}

@@ -1,0 +1,87 @@
+// Elements, requests and messages. Text of people and of models becomes text nodes only.
+
+export function el(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "class") made.className = value;
+    else if (name.includes("-") || name === "role" || name === "for") made.setAttribute(name, value);
+    else made[name] = value;
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+export function field(label, control, wide = false) {
+  return el("label", { class: wide ? "field wide" : "field" }, label, control);
+}
+
+export function say(text, bad = false) {
+  const status = document.getElementById("status");
+  status.className = bad ? "bad" : "";
+  status.textContent = text;
+}
+
+// A submission's own id: sent again after a failure, it is saved once.
+export function submissionId() {
+  const numbers = crypto.getRandomValues(new Uint32Array(4));
+  return Array.from(numbers, (n) => n.toString(16).padStart(8, "0")).join("-");
+}
+
+export async function ask(path, body, signal) {
+  let answer;
+  try {
+    answer = await fetch(path, {
+      method: body === undefined ? "GET" : "POST",
+      headers: body === undefined ? {} : { "content-type": "application/json" },
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal,
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server cannot be reached. Nothing is lost: try again.");
+  }
+  if (!answer.ok) {
+    const told = await answer.json().catch(() => null);
+    const error = new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
+    error.status = answer.status;
+    throw error;
+  }
+  return answer;
+}
+
+export async function get(path) {
+  return (await ask(path)).json();
+}
+
+export async function post(path, body) {
+  return (await ask(path, body)).json();
+}
+
+export function turnsOf(messages) {
+  return messages.map((m) =>
+    el("div", { class: `turn ${m.role}` }, el("div", { class: "name" }, m.role), el("p", { class: "text" }, m.content)));
+}
+
+// Seconds that the page was looked at since it was started.
+export class Watch {
+  constructor() {
+    this.sum = 0;
+    this.since = document.hidden ? null : performance.now();
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden) this.pause();
+      else this.since = performance.now();
+    });
+  }
+  pause() {
+    if (this.since !== null) this.sum += performance.now() - this.since;
+    this.since = null;
+  }
+  seconds() {
+    return (this.sum + (this.since === null ? 0 : performance.now() - this.since)) / 1000;
+  }
+  restart() {
+    this.sum = 0;
+    this.since = document.hidden ? null : performance.now();
+  }
+}

@@ -1,0 +1,230 @@
+"""The page in a headless Chromium: chat, compare, rank and demonstrate, on a desktop and on a phone.
+
+RLHF_SCREENSHOTS=<folder> keeps the pictures; RLHF_AXE=<file> is axe-core's axe.min.js (npm), without which that check is skipped.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.commands.import_data import run as import_data
+from rlhf.commands.sample import run as sample
+from rlhf.composing import compose_config
+from rlhf.data.comparisons import load_comparisons
+from rlhf.serving.app import Limits, make_app
+from rlhf.serving.desk import Desk
+from rlhf.serving.store import LabelStore
+from tests.serving.conftest import access, serving
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SECRETS = {"anna": "a" * 32, "ben": "b" * 32}
+TASKS = 20
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs an installed Chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def place(gold_run, models, tmp_path_factory):
+    """A server with twenty tasks of `rlhf sample`, and its file of labels."""
+    folder = tmp_path_factory.mktemp("page")
+    sample(
+        gold_run.config(
+            f"sample.prompts={TASKS}", "sample.responses=3", f"sample.out='{folder}/tasks'", "data.comparisons=null"
+        )
+    )
+    tasks, _ = load_comparisons(str(folder / "tasks" / "tasks.jsonl"), "native")
+    desk = Desk(LabelStore(folder / "labels.jsonl"), tasks, list(SECRETS), 2, seed=0)
+    app = make_app(models, access(labelers=SECRETS), Limits(batch=8, queue=16, max_new_tokens=64), desk, "Be fair.")
+    for address in serving(app):
+        yield address, folder / "labels.jsonl", len(tasks)
+    app.engine.stop()
+
+
+class Visit:
+    """One page, and what went wrong on it."""
+
+    def __init__(self, browser: Any, address: str, secret: str = "", width: int = 1200, scheme: str = "light"):
+        context = browser.new_context(
+            viewport={"width": width, "height": 850}, color_scheme=scheme, has_touch=width < 500
+        )
+        self.page, self.address = context.new_page(), address
+        self.problems: list[str] = []
+        self.page.on("console", lambda m: self.problems.append(m.text) if m.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on(
+            "request", lambda r: None if r.url.startswith(address) else self.problems.append(f"outside: {r.url}")
+        )
+        self.page.goto(f"{address}/#{secret}" if secret else f"{address}/")
+        self.page.wait_for_selector("body[data-ready]")
+
+    def shoot(self, name: str) -> None:
+        if folder := os.environ.get("RLHF_SCREENSHOTS"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=f"{folder}/{name}.png")
+
+    def close(self) -> None:
+        wide = self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+        assert self.problems == [] and not wide
+        self.page.context.close()
+
+
+def check_accessible(visit: Visit) -> None:
+    path = os.environ.get("RLHF_AXE")
+    if path is None:
+        return
+    found = visit.page.evaluate(
+        Path(path).read_text() + "; axe.run()"
+    )  # the page's policy keeps scripts out; this is none of its own
+    serious = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    assert serious == [], [(v["id"], [n["html"] for n in v["nodes"]][:3]) for v in serious]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
+def test_chat_streams_edits_and_shades(browser, place, width, scheme):
+    visit = Visit(browser, place[0], width=width, scheme=scheme)
+    page = visit.page
+    page.get_by_label("Model").select_option("gold/ppo")
+    page.get_by_label("Seed").fill("3")
+    page.get_by_label("Message").fill("what is <b>red</b> ?")
+    page.keyboard.press("Control+Enter")
+    page.get_by_role("button", name="Regenerate").wait_for()
+    first = page.locator(".turn.assistant .text").inner_text()
+    assert first.strip() and page.locator(".turn.user .text").inner_text() == "what is <b>red</b> ?"
+    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_role("button", name="Regenerate").wait_for()
+    assert page.locator(".turn.assistant .text").inner_text() == first, "the seed repeats"
+    page.get_by_label("Shade tokens by").select_option("kl")
+    page.locator(".token").first.wait_for()
+    assert "".join(page.locator(".token").all_inner_texts()).startswith(first[:10])
+    visit.shoot(f"chat-{width}")
+    check_accessible(visit)
+    page.get_by_role("button", name="Edit").click()
+    assert page.get_by_label("Message").input_value() == "what is <b>red</b> ?" and page.locator(".turn").count() == 0
+    visit.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "dark"), (390, "light")])
+def test_a_comparison_is_blind_until_it_is_judged(browser, place, width, scheme):
+    visit = Visit(browser, place[0], SECRETS["anna"], width, scheme)
+    page = visit.page
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#compare textarea").fill("what is red ?")
+    page.get_by_role("button", name="Ask all").click()
+    page.locator("#compare .card").first.wait_for()
+    assert "gold/" not in page.locator("#compare .cards").inner_text()
+    page.locator("#compare .put").nth(0).click()
+    page.locator("#compare .put").nth(1).click()
+    visit.shoot(f"compare-{width}")
+    page.get_by_role("button", name="Save the judgement").click()
+    page.get_by_text("Who wrote what").wait_for()
+    assert "gold/" in page.locator("#compare").inner_text()
+    check_accessible(visit)
+    visit.close()
+
+
+def rank_with_keys(visit: Visit, count: int) -> None:
+    for i in range(count):
+        visit.page.wait_for_selector("#rank [data-task]:has(.card)")
+        before = visit.page.get_attribute("#rank [data-task]", "data-task")
+        for key in ("2", "Backspace", "1", "3", "Shift+Digit2") if i % 2 else ("3", "1", "2"):
+            visit.page.keyboard.press(key)
+        visit.page.keyboard.press("Enter")
+        visit.page.wait_for_function(
+            "before => { const at = document.querySelector('#rank [data-task]');"
+            " return !at.querySelector('.card') || at.dataset.task !== before }", arg=before)  # fmt: skip
+
+
+def rank_with_mouse(visit: Visit, count: int) -> None:
+    page = visit.page
+    for i in range(count):
+        page.wait_for_selector("#rank [data-task]:has(.card)")
+        before = page.get_attribute("#rank [data-task]", "data-task")
+        if i % 3 == 0:  # the last one dragged to the top: it alone is ranked, and the others follow by clicks
+            handle, top = page.locator("#rank .handle").nth(2), page.locator("#rank .card").nth(0)
+            handle.scroll_into_view_if_needed()
+            box, goal = handle.bounding_box(), top.bounding_box()
+            page.mouse.move(box["x"] + 5, box["y"] + 5)
+            page.mouse.down()
+            page.mouse.move(goal["x"] + 5, max(0, goal["y"] + 2), steps=4)
+            page.mouse.up()
+        while (put := page.locator("#rank .card:not(.placed) .put")).count():
+            put.first.click()
+        if i % 2:
+            page.get_by_role("button", name="Tie with above").last.click()
+        page.locator("#rank .rating input").nth(4).click()
+        page.locator("#rank details summary", has_text="Flags").first.click()
+        page.locator("#rank .flags label").first.click()
+        page.get_by_role("button", name="Save", exact=True).click()
+        page.wait_for_function(
+            "before => { const at = document.querySelector('#rank [data-task]');"
+            " return !at.querySelector('.card') || at.dataset.task !== before }", arg=before)  # fmt: skip
+
+
+def test_twenty_prompts_ranked_by_two_labelers_retrain_the_reward_model(browser, place, gold_run, tmp_path):
+    address, labels, count = place
+    assert count == TASKS
+    anna = Visit(browser, address, SECRETS["anna"])
+    rank_with_keys(anna, 2)
+    anna.shoot("rank-1200")
+    check_accessible(anna)
+    anna.page.keyboard.press("u")
+    anna.page.get_by_text("Your last answer").wait_for()
+    assert anna.page.locator("#rank .card.placed").count() == 3
+    anna.page.get_by_role("button", name="Cannot judge").click()
+    anna.page.get_by_text("Saved.").wait_for()
+    rank_with_keys(anna, count - 2)
+    anna.page.get_by_text("Nothing is left").wait_for()
+    anna.close()
+    ben = Visit(browser, address, SECRETS["ben"], 390, "dark")
+    rank_with_mouse(ben, 3)
+    ben.shoot("rank-390")
+    check_accessible(ben)
+    rank_with_mouse(ben, count - 3)
+    ben.page.get_by_text("Nothing is left").wait_for()
+    assert "% of pairs as you do" in ben.page.locator("#rank").inner_text()
+    assert SECRETS["ben"] not in ben.page.url
+    ben.close()
+
+    records, _ = load_comparisons(str(labels))
+    ranked = [r for r in records if "task" in r.metadata]
+    assert len(ranked) == 2 * count and len({(r.labeler, r.metadata["task"]) for r in ranked}) == 2 * count
+    assert sum(r.ranking is None for r in ranked) == 1
+    ben_said = [r for r in ranked if r.labeler == "ben"]
+    assert all(5 in r.ratings.values() and r.flags and r.seconds > 0 for r in ben_said)
+    assert any(len(tie) > 1 for r in ben_said for tie in r.ranking) and any(len(r.ranking) == 3 for r in ben_said)
+    import_data(compose_config([f"path='{labels}'", f"out='{tmp_path}/imported'"], "import"))
+    counts = json.loads((tmp_path / "imported" / "report.json").read_text())["counts"]
+    assert counts["rejected"] == 0 and counts["filtered"] == 1
+    again = gold_run.copy(tmp_path, "reward", "second")
+    for source in (labels, tmp_path / "imported"):
+        again.stage("reward", f"data.comparisons='{source}'", "gold.enabled=false", "overwrite=true")
+        record = json.loads((again.folder / "reward" / "stage.json").read_text())
+        assert record["status"] == "complete"
+
+
+def test_a_demonstration_is_written(browser, place):
+    visit = Visit(browser, place[0], SECRETS["anna"], 390)
+    visit.page.get_by_role("tab", name="Demonstrate").click()
+    visit.page.locator("#demonstrate .turn").first.wait_for()
+    visit.page.get_by_label("The ideal response").fill("It is a color .")
+    visit.shoot("demonstrate-390")
+    check_accessible(visit)
+    visit.page.locator("#demonstrate").get_by_role("button", name="Save").click()
+    visit.page.get_by_text("Saved.").wait_for()
+    visit.close()
+    assert json.loads(place[1].read_text().splitlines()[-1])["response"] == "It is a color ."

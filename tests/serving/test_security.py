@@ -1,0 +1,118 @@
+"""What the guard lets through: hosts, origins, tokens, sizes and rates; and that the page loads nothing else."""
+
+import re
+
+import httpx
+import pytest
+
+from rlhf.commands import serve
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.serving.app import PAGE
+from rlhf.serving.security import Guard, Rates
+from tests.serving.conftest import access
+
+pytestmark = pytest.mark.anyio
+TOKEN = "t" * 24
+SCORE = {"model": "gold/ppo", "prompt": "what ?", "responses": ["this ."]}
+
+
+def behind(app, **changes) -> httpx.AsyncClient:
+    """A client of the same application behind a guard of its own."""
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(Guard(app.app, access(**changes))), base_url="http://127.0.0.1"
+    )
+
+
+async def test_the_page_and_its_policy(client):
+    answer = await client.get("/")
+    assert answer.status_code == 200 and "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    for path in PAGE.iterdir():
+        text = path.read_text()
+        assert (await client.get(f"/page/{path.name}")).status_code == 200
+        outside = re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^\s\"']+", text)
+        assert not outside and not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+        assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=", text)
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page//etc/passwd", "/page/..%2fapp.py", "/page/"]
+)
+async def test_no_path_reaches_other_files(client, path):
+    answer = await client.get(path)
+    assert answer.status_code == 404 and "import" not in answer.text
+
+
+async def test_pages_of_other_sites_can_do_nothing(client):
+    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        assert (await client.post("/v1/score", json=SCORE, headers=headers)).status_code == 403
+    assert (await client.get("/v1/models", headers={"host": "evil.example"})).status_code == 421
+    assert (await client.get("/v1/models", headers={"host": "127.0.0.1.evil.example:80"})).status_code == 421
+    form = {"content-type": "text/plain"}
+    assert (await client.post("/v1/score", content=b"{}", headers=form)).status_code == 415
+    same = {"origin": "http://127.0.0.1", "sec-fetch-site": "same-origin"}
+    assert (await client.post("/v1/score", json=SCORE, headers=same)).status_code == 200
+    assert (await client.get("/v1/models", headers={"host": "[::1]:8000"})).status_code == 200
+
+
+async def test_a_token_opens_everything_and_nothing_else_does(app):
+    client = behind(app, token=TOKEN, loopback=False, labelers={"anna": "a" * 32})
+    assert (await client.get("/")).status_code == 200 and (await client.get("/page/app.js")).status_code == 200
+    for path in ("/v1/models", "/api/me", "/openapi.json", "/api/rank/next"):
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": f"Basic {TOKEN}"},
+            {"cookie": "rlhf_session="},
+        ):
+            answer = await client.get(path, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+        assert (await client.get(path, headers={"authorization": "Bearer " + "a" * 32})).status_code != 401
+    assert (await client.get("/v1/models", headers={"authorization": f"Bearer {TOKEN}"})).status_code == 200
+    assert (await client.get("/v1/models", headers={"cookie": f"rlhf_session={TOKEN}"})).status_code == 200
+
+
+async def test_sizes_and_rates_have_limits(app):
+    small = behind(app, max_body_bytes=2000)
+    assert (await small.post("/v1/score", json=SCORE | {"prompt": "x" * 3000})).status_code == 413
+
+    async def chunks():
+        for _ in range(10):
+            yield b" " * 1000
+
+    headers = {"content-type": "application/json"}
+    assert (await small.post("/v1/score", content=chunks(), headers=headers)).status_code == 413
+    slow = behind(app, requests_per_minute=5)
+    answers = [await slow.get("/v1/models") for _ in range(8)]
+    assert [answer.status_code for answer in answers] == [200] * 5 + [429] * 3
+    assert int(answers[-1].headers["retry-after"]) >= 1
+    rates = Rates(60)
+    for i in range(10_050):
+        rates.take(str(i))
+    assert len(rates.buckets) <= 10_000
+
+
+def test_other_addresses_need_a_token_and_links_are_private(tmp_path, capsys):
+    config = Config()
+    assert serve.check_address(config)
+    for host, token, message in (
+        ("0.0.0.0", None, "set serve.token"),
+        ("0.0.0.0", "short", "at least 16"),
+        ("example.org", TOKEN, "want an IP address"),
+    ):
+        config.serve.host, config.serve.token = host, token
+        with pytest.raises(UserError, match=message):
+            serve.check_address(config)
+    config.serve.host, config.serve.token = "0.0.0.0", TOKEN
+    assert not serve.check_address(config)
+    path = tmp_path / "labelers.txt"
+    first = serve.labeler_secrets(path, ["anna", "ben"], "http://127.0.0.1:1/")
+    assert path.stat().st_mode & 0o777 == 0o600 and f"anna http://127.0.0.1:1/#{first['anna']}\n" in path.read_text()
+    assert serve.labeler_secrets(path, ["anna", "cleo"], "http://127.0.0.1:2/")["anna"] == first["anna"]
+    assert not any(secret in capsys.readouterr().out for secret in first.values())
+    assert serve.join_runs(["run=a", "seed=1", "run=b", "labelers=[x,y]"]) == [
+        "seed=1",
+        "serve.labelers=[x,y]",
+        "run='a,b'",
+    ]
