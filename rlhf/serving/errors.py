@@ -55,4 +55,11 @@ def handlers() -> dict[Any, Any]:
     async def failed(_: Request, error: Exception) -> Response:
         return answered(500, "the server failed on this request")
 
-    return {RefusedError: refused, RequestValidationError: invalid, HTTPException: http, UserError: mistaken, ModelFailedError: broken, Exception: failed}  # fmt: skip
+    return {
+        RefusedError: refused,
+        RequestValidationError: invalid,
+        HTTPException: http,
+        UserError: mistaken,
+        ModelFailedError: broken,
+        Exception: failed,
+    }
