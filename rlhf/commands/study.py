@@ -33,6 +33,7 @@ PARENTS = ancestors("ppo")
 LABELLED = ancestors("label")  # what the cells of an audit study share: all up to SFT
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
 EVAL_PROMPTS = 256
+WITHOUT_CRITIC = ("ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
 # What each cell of `details` changes.
 DETAILS: dict[str, list[str]] = {
     "default": [],
@@ -45,8 +46,8 @@ DETAILS: dict[str, list[str]] = {
     "adaptive_kl": ["kl.target=1.5", "kl.horizon=512"],
     "no_calibration": ["ppo.calibrated=false"],
     "no_average": ["ppo.ema_decay=null"],
-    "rloo": ["ppo.advantages=rloo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0"],
-    "grpo": ["ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "kl.penalty=loss"],
+    "rloo": ["ppo.advantages=rloo", *WITHOUT_CRITIC],
+    "grpo": ["ppo.advantages=grpo", *WITHOUT_CRITIC, "kl.penalty=loss"],
 }
 # The cells of `audit`, and what they have in common: little labelling, and a KL coefficient at which a poor reward model does harm.
 AUDIT_CELLS = {
