@@ -19,6 +19,7 @@ from rlhf.runs.folders import is_complete, read_stage
 from rlhf.tracking.writers import read_jsonl
 
 from .conftest import GOLD_STAGES, Run
+from .test_resume import interrupt
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -192,6 +193,25 @@ def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until, capfd):
     assert "already has a complete world" in told and "pipeline: stopped in world" in told and "Traceback" not in told
 
 
+def assert_as_if_undisturbed(run: Run, gold_run: Run) -> None:
+    """A run that was stopped during PPO and then finished."""
+    assert states(run) == {s: "complete before" for s in GOLD_STAGES} | {"ppo": "resumed", "evaluate": "done"}
+    assert all(is_complete(run.folder / stage) for stage in GOLD_STAGES)
+    steps = [row["progress/step"] for row in read_jsonl(run.folder / "ppo" / "metrics.jsonl")]
+    assert steps == [0, 1, 2, 3]  # 0: the SFT model on the held-out prompts
+    one, two = (load_file(r.folder / "ppo" / "model" / "model.safetensors") for r in (run, gold_run))
+    assert all(one[name].equal(two[name]) for name in two), "as if it had never been stopped"
+    assert (run.folder / "report.html").is_file()
+
+
+def test_a_stage_that_was_stopped_is_resumed(copy_until, gold_run, monkeypatch):
+    run = copy_until("ppo")
+    interrupt(run, "ppo", 1)
+    assert pipe_in_process(monkeypatch, run, *SHORT_EVALUATION) == ["ppo", "evaluate"]
+    assert_as_if_undisturbed(run, gold_run)
+
+
+@pytest.mark.long  # four processes that import the libraries
 def test_killed_and_run_again_it_completes(copy_until, gold_run):
     """SIGKILL of the real command during PPO: its stage ends with it, and the same command then finishes the run."""
     run = copy_until("ppo")
@@ -210,10 +230,4 @@ def test_killed_and_run_again_it_completes(copy_until, gold_run):
     done = subprocess.run(full, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "ppo: resuming from update" in done.stdout
-    assert states(run) == {s: "complete before" for s in GOLD_STAGES} | {"ppo": "resumed", "evaluate": "done"}
-    assert all(is_complete(run.folder / stage) for stage in GOLD_STAGES)
-    steps = [row["progress/step"] for row in read_jsonl(run.folder / "ppo" / "metrics.jsonl")]
-    assert steps == [0, 1, 2, 3]  # 0: the SFT model on the held-out prompts
-    one, two = (load_file(r.folder / "ppo" / "model" / "model.safetensors") for r in (run, gold_run))
-    assert all(one[name].equal(two[name]) for name in two), "as if it had never been killed"
-    assert (run.folder / "report.html").is_file()
+    assert_as_if_undisturbed(run, gold_run)
