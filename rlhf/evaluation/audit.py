@@ -329,6 +329,8 @@ def check_scores(
 def true_scores(
     config: Config, models: Audited, records: Sequence[PromptRecord], prompts: Sequence[list[int]], drawn: Drawn
 ) -> Scores | None:
-    """The true scores of the samples; None without a truth."""
+    """The true scores of the samples; None without a truth, or if it does not know these prompts, which the user's own data may have."""
     truth = make_truth(config)
-    return None if truth is None else totals(judge_rows(truth, records, drawn["texts"], drawn["ended"]))
+    if truth is None or not all(truth.knows(record) for record in records):
+        return None
+    return totals(judge_rows(truth, records, drawn["texts"], drawn["ended"]))

@@ -268,3 +268,13 @@ def test_a_check_scores_the_same_picks(gold_run, audited, tmp_path):
     for row in found.best_of:
         assert row.check["value"] == pytest.approx(row.score["value"], abs=2e-4)
     assert found.pairs == 8 and found == audit_reward_model(config, audited, records, set())
+
+
+def test_comparisons_of_which_no_truth_is_known_are_audited_without_it(gold_run, audited):
+    config = gold_run.config("reward.audit=8")
+    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
+    known = audit_reward_model(config, audited, records, set())
+    plain = [record.model_copy(update={"metadata": {"split": record.metadata["split"]}}) for record in records]
+    found = audit_reward_model(config, audited, plain, set())
+    assert known.best_of[0].truth is not None and found.best_of[0].truth is None
+    assert found.attacks == known.attacks

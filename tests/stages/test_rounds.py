@@ -15,7 +15,7 @@ from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.model.generate import sample
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
-from rlhf.stages.label import SPARE, choose_prompts, responses_wanted
+from rlhf.stages.label import choose_prompts, responses_wanted
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
@@ -29,9 +29,10 @@ def drawn(config: Config, folder: Path, record: PromptRecord) -> list[str]:
     """What the label stage draws from a model for a prompt: distinct texts, K at most."""
     policy, tokenizer = load_policy(folder), load_tokenizer(folder)
     count = responses_wanted(config, record)
+    most = count + config.gold.spare_responses
     found = sample(
-        policy, encode_prompts(tokenizer, [record.prompt]) * (count + SPARE), seed=config.seed,
-        keys=[("label", record.id, i) for i in range(count + SPARE)], max_new_tokens=config.rollout.max_new_tokens,
+        policy, encode_prompts(tokenizer, [record.prompt]) * most, seed=config.seed,
+        keys=[("label", record.id, i) for i in range(most)], max_new_tokens=config.rollout.max_new_tokens,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     both = zip((decode_response(tokenizer, ids).strip() for ids in found.responses), found.ended.tolist(), strict=True)
