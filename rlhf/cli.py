@@ -380,6 +380,8 @@ def _help() -> str:
         "",
         "examples:",
         "  rlhf pipeline experiment=gold run=demo     the whole recipe on a small world, minutes on a laptop",
+        "  rlhf pipeline experiment=align run=mine model.pretrained=<hub id, folder or .gguf file> \\",
+        "    data.demonstrations=demos.json data.comparisons=labels.jsonl     a pretrained model, on one GPU (align-laptop: a CPU)",
         "  rlhf ppo experiment=gold run=demo kl.coef=0.05 overwrite=true",
         "  rlhf chat run=demo",
         "",
