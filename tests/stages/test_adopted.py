@@ -1,6 +1,7 @@
 """Pretrained models of many architectures through sft -> reward -> ppo, natively where ours covers them."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import transformers
 
 import rlhf
 from rlhf.cli import main
+from rlhf.commands.launch import run_processes
 from rlhf.model import GPTForCausalLM
 from rlhf.training.setup import load_policy
 from tests.model.chats import make_tokenizer
@@ -170,6 +172,29 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     assert rlhf.load(tmp_path / "run", "cpu").score([QUESTION] * 2, [t["content"] for t in said]) == pytest.approx(
         scores, abs=1e-4
     )
+
+
+@pytest.mark.long  # each stage starts two processes, which import DeepSpeed
+@pytest.mark.parametrize("zero", ["zero2", "zero3"])
+@pytest.mark.parametrize(("name", "native"), [("gpt2", "auto"), ("llama", "auto"), ("llama", "false")])
+def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, name, native, zero):
+    save(tmp_path / "hf", name)
+    alone = align(tmp_path, labels, f"model.native={native}")
+    pair = alone.copy(tmp_path, "sft", zero)
+    overrides = [
+        *alone.overrides,
+        f"runs_dir='{tmp_path}'",
+        f"run={zero}",
+        f"deepspeed={zero}",
+        "sharding.persistence_threshold=200",
+    ]
+    for stage in ("sft", "reward", "ppo"):
+        assert run_processes([sys.executable, "-m", "rlhf", stage, "--shared-settings", *overrides], 2, 1) == 0
+    names = {"sft": "sft/loss", "reward": "reward/loss", "ppo": "loss/value_avg"}
+    for stage, metric in names.items():
+        wanted = metrics(alone, stage, metric)
+        assert wanted and metrics(pair, stage, metric) == pytest.approx(wanted, abs=1e-3), stage
+    assert isinstance(load_policy(pair.folder / "ppo" / "model"), GPTForCausalLM) == (native == "auto")
 
 
 @pytest.mark.parametrize("native", ["auto", "false"])
