@@ -17,8 +17,6 @@ def run(config: Config) -> None:
     out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / config.export.stage
     refuse_inside_stage(out, "export.out")
 
-    from safetensors import SafetensorError
-
     from rlhf.commands.model_card import model_card, write_card
 
     write = write_reward if config.export.stage == "reward" else write_policy
@@ -29,8 +27,11 @@ def run(config: Config) -> None:
                 loading, notes = write(config, source / "model", folder)
                 write_card(folder, model_card(config, config.export.stage, loading.format(out.name), notes))
                 share(folder)
-    except (OSError, SafetensorError) as error:
-        raise checkpoint_error(error, out) from error
+    except Exception as error:  # libraries report a full disk by other errors than OSError
+        told = checkpoint_error(error, out)
+        if told is error:
+            raise
+        raise told from error
     say(f"export: {source / 'model'} -> {out}: {loading.format(out)} loads it")
     for note in notes:
         say(f"export: {note}")

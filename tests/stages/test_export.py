@@ -2,20 +2,28 @@
 
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf.checks import check_config
+from rlhf.cli import main
 from rlhf.commands.export import run
 from rlhf.data.comparisons import load_comparisons
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import item_encoder, score_rows
-from rlhf.files import read_json, write_json
+from rlhf.files import hash_files, read_json, write_json
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import read_stage
 from rlhf.tokenizer import load_tokenizer
@@ -109,6 +117,35 @@ def test_the_card_of_an_adopted_model_names_it_and_its_licence(copy_until, tmp_p
     assert 'license: apache-2.0\nbase_model: "someone/model"\n' in card
     assert f"- someone/model, revision abc\n- licence: apache-2.0\n- `model.safetensors` {'f' * 64}" in card
     assert "None: `rlhf evaluate` has not run." in card
+
+
+@pytest.mark.parametrize(("stage", "file"), [("ppo", "weights"), ("ppo", "tokenizer"), ("reward", "weights")])
+def test_a_full_disk_leaves_what_was_there_and_nothing_half_made(
+    gold_run, exported, tmp_path, capsys, monkeypatch, stage, file
+):
+    """No room for a file of more than 10 kB: for the first such file, or for the tokenizer's after the weights."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    save = PreTrainedTokenizerFast.save_pretrained
+
+    def fill_the_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", lambda *given: (fill_the_disk(), save(*given)))
+    out = tmp_path / "exports" / "mine"
+    shutil.copytree(exported[stage], out)
+    before = hash_files(tmp_path)
+    try:
+        if file == "weights":
+            fill_the_disk()
+        with pytest.raises(SystemExit) as ended:
+            main(["export", *gold_run.overrides, f"runs_dir={gold_run.runs_dir}", f"run={gold_run.name}", "overwrite=true",
+                  f"export.stage={stage}", f"export.out={out}", "--shared-settings"])  # fmt: skip
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and "exports/mine: cannot write: File too large: raise the limit" in line
+    assert hash_files(tmp_path) == before
+    assert [path.name for path in out.parent.iterdir()] == ["mine"]
 
 
 def test_a_reward_model_has_no_choice_of_form(gold_run, tmp_path):

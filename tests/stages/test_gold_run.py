@@ -57,6 +57,19 @@ def test_every_stage_leaves_a_complete_record(gold_run, stage):
     assert (folder / "config.yaml").is_file()
 
 
+@pytest.mark.parametrize(
+    "until", ["label", pytest.param("world", marks=pytest.mark.long)]
+)  # long: trains every stage once more
+def test_equal_runs_have_equal_hashes(gold_run, copy_until, until):
+    """Of another name, in another folder, at another time."""
+    run, stages = copy_until(until, "another-name"), GOLD_STAGES[GOLD_STAGES.index(until) :]
+    for stage in stages[:2] if until == "label" else stages:
+        run.stage(stage)
+        ours, theirs = read_stage(run.folder / stage), read_stage(gold_run.folder / stage)
+        assert ours["files"] == theirs["files"], stage
+        assert ours["hash"] == theirs["hash"], stage
+
+
 @pytest.mark.parametrize("stage", ["tokenizer", "pretrain", "sft", "reward", "ppo"])
 def test_models_carry_their_tokenizer_and_chat_template(gold_run, stage):
     tokenizer = load_tokenizer(gold_run.folder / stage / "model")
