@@ -30,7 +30,9 @@ def model_state_bytes(
     Raises: ValueError for sizes, stages or types that do not exist.
 
     Source: Rajbhandari et al. 2020, section 5 and figure 1; Ren et al. 2021 (ZeRO-Offload), section 3.
-    Differs: in float32 too, DeepSpeed's optimizer keeps a copy of the weights that it updates.
+    Differs: in float32 too, DeepSpeed's optimizer keeps a copy of the weights that it updates. Without ZeRO, bf16 is
+    autocast's: the 2 bytes of `weights` are its casts (the sampler's are as many), and gradients are those of the float32
+    weights, 4 bytes.
     """
     if dtype not in STATE_BYTES or zero not in range(4) or world < 1 or not 0 <= persistent <= parameters:
         raise ValueError(
@@ -43,6 +45,8 @@ def model_state_bytes(
     share = -(-parameters // world)
     if zero >= 1 and dtype == "fp32":
         optimizer += 4
+    if zero == 0:
+        gradients = ELEMENT["fp32"]
     held = {
         "weights": weights * (share + persistent if zero == 3 else parameters),
         "gradients": gradients * (share if zero >= 2 else parameters),
@@ -72,15 +76,14 @@ def gathered_bytes(shape: Shape, dtype: str) -> int:
 def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int) -> int:
     """Bytes that communication takes on one rank.
 
-    Data-parallel training without ZeRO (DistributedDataParallel) copies all gradients into its buckets; ZeRO has a bucket
+    Data-parallel training without ZeRO (DistributedDataParallel) copies all gradients, in float32, into its buckets; ZeRO has a bucket
     to reduce and, in ZeRO-1 and 2, one to gather the new weights, each of `bucket` elements at the most.
     """
     if world == 1 and zero == 0:
         return 0
-    element = ELEMENT[dtype]
     if zero == 0:
-        return element * parameters
-    return element * min(bucket, parameters) * (1 if zero == 3 else 2)
+        return ELEMENT["fp32"] * parameters
+    return ELEMENT[dtype] * min(bucket, parameters) * (1 if zero == 3 else 2)
 
 
 def block_activation_bytes(shape: Shape, tokens: int, dtype: str, *, fused: bool, dropout: float | None = None) -> int:
