@@ -69,22 +69,23 @@ class Desk:
             return self._next(labeler)
 
     def _next(self, labeler: str) -> Ranking | None:
-        now = time.monotonic()
         mine = self.held.get(labeler)
         if mine is not None and labeler not in self.judged[mine[0]]:
             return self.tasks[mine[0]]
-        others = [
-            task
-            for name, (task, since) in self.held.items()
-            if name != labeler and now - since < HELD_SECONDS and name not in self.judged[task]
-        ]
         for name in self.tasks:
-            said = self.judged[name]
-            waiting = sum(task == name for task in others)
-            if labeler not in said and len(said) + waiting < self.per_prompt:
-                self.held[labeler] = (name, now)
+            if self._is_open(name, labeler):
+                self.held[labeler] = (name, time.monotonic())
                 return self.tasks[name]
         return None
+
+    def _is_open(self, name: str, labeler: str) -> bool:
+        """Whether a labeler may label a task: not done by this one, and neither done nor held by enough others."""
+        now, said = time.monotonic(), self.judged[name]
+        waiting = sum(
+            task == name and other != labeler and now - since < HELD_SECONDS and other not in said
+            for other, (task, since) in self.held.items()
+        )
+        return labeler not in said and len(said) + waiting < self.per_prompt
 
     def shown(self, task: Ranking, labeler: str) -> list[RankedResponse]:
         """A task's responses in the order in which a labeler sees them, drawn by (seed, task, labeler)."""
@@ -101,8 +102,9 @@ class Desk:
             before = self.judged.get(name, {}).get(labeler)
             if task is None:
                 raise RefusedError(404, "no such task", "task")
-            if before is None and (replaces is not None or self.held.get(labeler, ("",))[0] != name):
-                raise RefusedError(409, "this task was not given to you: load the next one", "task")
+            # a task that was given before the server was restarted, or long ago, may still be open
+            if before is None and (replaces is not None or not self._is_open(name, labeler)):
+                raise RefusedError(409, "enough labelers have this task: load the next one", "task")
             if before is not None and before.id != replaces:
                 raise RefusedError(409, "you have labelled this task: go back to change your answer", "task")
             held = self.held.get(labeler)

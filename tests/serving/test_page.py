@@ -212,7 +212,8 @@ def test_twenty_prompts_ranked_by_two_labelers_retrain_the_reward_model(browser,
     assert counts["rejected"] == 0 and counts["filtered"] == 1
     again = gold_run.copy(tmp_path, "reward", "second")
     for source in (labels, tmp_path / "imported"):
-        again.stage("reward", f"data.comparisons='{source}'", "gold.enabled=false", "overwrite=true")
+        written = f"data.demonstrations='{gold_run.folder / 'world' / 'demonstrations.jsonl'}'"
+        again.stage("reward", f"data.comparisons='{source}'", written, "gold.enabled=false", "overwrite=true")
         record = json.loads((again.folder / "reward" / "stage.json").read_text())
         assert record["status"] == "complete"
 

@@ -48,6 +48,7 @@ export function makeRank(panel, me) {
     if (answer) ranking.load(answer);
     unable.disabled = false;
     place.dataset.task = task.name;
+    if (!answer) window.scrollTo(0, 0);
     watch.restart();
   }
 

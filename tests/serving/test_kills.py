@@ -1,0 +1,97 @@
+"""SIGKILL at random moments while labelers submit: what was acknowledged is in the file once."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import httpx
+import pytest
+
+KILLS = int(os.environ.get("RLHF_KILLS", "50"))
+LABELERS = {name: name * 8 for name in ("anna", "ben", "cleo", "dora")}
+SERVER = """
+import sys
+import uvicorn
+from rlhf.serving.app import Limits, make_app
+from rlhf.serving.desk import Desk
+from rlhf.serving.store import LabelStore
+from tests.serving.conftest import access, tasks
+from pathlib import Path
+desk = Desk(LabelStore(Path(sys.argv[1])), tasks(100_000), list({labelers}), 4, seed=0)
+app = make_app({{}}, access(labelers={labelers}), Limits(), desk)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="critical", access_log=False)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_acknowledged_label_is_there_once(tmp_path):
+    rng, labels, port = random.Random(0), tmp_path / "labels.jsonl", free_port()
+    acknowledged: set[str] = set()
+    stopping = threading.Event()
+    workers = [threading.Thread(target=label, args=(name, port, acknowledged, stopping)) for name in LABELERS]
+    for worker in workers:
+        worker.start()
+    code = SERVER.format(labelers=LABELERS)
+    try:
+        for _ in range(KILLS):
+            server = subprocess.Popen(
+                [sys.executable, "-c", code, str(labels), str(port)], cwd=Path(__file__).parents[2]
+            )
+            before = len(acknowledged)
+            for _ in range(1200):  # until it answers
+                if len(acknowledged) > before:
+                    break
+                assert server.poll() is None
+                time.sleep(0.05)
+            time.sleep(rng.random() * 0.5)
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+    finally:
+        stopping.set()
+        for worker in workers:
+            worker.join(30)
+    lines = labels.read_bytes().split(b"\n")
+    torn = lines.pop()
+    records = [json.loads(line) for line in lines]
+    submissions = [record["metadata"]["submission"] for record in records]
+    assert len(submissions) == len(set(submissions)), "a submission is there twice"
+    assert acknowledged <= set(submissions) and len(acknowledged) >= KILLS
+    pairs = [(record["labeler"], record["metadata"]["task"]) for record in records]
+    assert len(pairs) == len(set(pairs)), "a labeler labelled a task twice"
+    print(f"{KILLS} kills, {len(acknowledged)} acknowledged, {len(records)} in the file, torn: {torn[:20]!r}")
+
+
+def label(name: str, port: int, acknowledged: set[str], stopping: threading.Event) -> None:
+    """Label until told to stop; what was not acknowledged is sent again, as the page does."""
+    headers = {"authorization": f"Bearer {LABELERS[name]}"}
+    pending = None
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=10) as client:
+        while not stopping.is_set():
+            try:
+                if pending is None:
+                    task = client.get("/api/rank/next").json()["task"]
+                    names = [response["id"] for response in task["responses"]]
+                    pending = {"name": task["name"], "submission": str(uuid.uuid4()), "ranking": [[n] for n in names]}
+                answer = client.post("/api/rank", json=pending)
+            except httpx.TransportError:
+                time.sleep(0.05)
+                continue
+            assert answer.status_code == 200, answer.text
+            acknowledged.add(pending["submission"])
+            pending = None
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
