@@ -47,7 +47,7 @@ def planted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "more"), [
-    ("chat", ["chat.stage=sft"]), ("export", ["export.stage=sft"]), ("sample", ["sample.out=round"])])  # fmt: skip
+    ("chat", ["chat.stage=sft", "chat.message=hello"]), ("export", ["export.stage=sft"]), ("sample", ["sample.out=round"])])  # fmt: skip
 def test_a_command_does_not_run_a_models_own_code(planted, command, more):
     config = cli.compose_config(["run=x", "device=cpu", "data.prompts=prompts.jsonl", "tracking=off", *more])
     with pytest.raises(UserError, match=r"needs code of its own .*which is never run"):
