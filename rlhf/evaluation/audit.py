@@ -127,6 +127,8 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     room = models.tokenizer.model_max_length - response_room(config, models.tokenizer)
     fitting = [item for item in items if encode_prompt_within(models.tokenizer, prompt_of(item), room) is not None]
     pairs = draw_pairs(fitting, limit, rng)
+    if not pairs:
+        return Audit(len(items), 0, figures, picked=picked_by_scores(items, scores))
     train = records_of(config, records, "train")[:MATERIAL_RANKINGS]
     material = collect_material((r.prompt[-1].content, answer.text) for r in train for answer in r.responses)
     by_item = {id(item): s for item, s in zip(items, scores, strict=True)}

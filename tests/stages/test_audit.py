@@ -278,3 +278,18 @@ def test_comparisons_of_which_no_truth_is_known_are_audited_without_it(gold_run,
     found = audit_reward_model(config, audited, plain, set())
     assert known.best_of[0].truth is not None and found.best_of[0].truth is None
     assert found.attacks == known.attacks
+
+
+@pytest.mark.parametrize("case", ["no held-out prompt", "only contested pairs"])
+def test_too_few_comparisons_are_a_verdict_and_no_crash(gold_run, audited, case):
+    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
+    train = [record for record in records if record.metadata["split"] == "train"]
+    dev = next(record for record in records if record.metadata["split"] == "dev")
+    against = dev.model_copy(update={"ranking": dev.ranking[::-1], "labeler": "contrary"})
+    found = audit_reward_model(
+        gold_run.config(), audited, train + [dev, against] * (case == "only contested pairs"), set()
+    )
+    assert found.pairs == 0 and found.attacks == [] and found.best_of == []
+    verdict = decide(found)
+    assert verdict.decision == COLLECT and "held-out comparisons (raise data.dev)" in verdict.labels
+    assert describe_audit(found, verdict)
