@@ -24,7 +24,7 @@ from rlhf.serving.desk import Desk
 from rlhf.serving.store import LabelStore
 from tests.serving.conftest import access, tasks
 from pathlib import Path
-desk = Desk(LabelStore(Path(sys.argv[1])), tasks(100_000), list({labelers}), 4, seed=0)
+desk = Desk(LabelStore(Path(sys.argv[1])), tasks(5_000), list({labelers}), 4, seed=0)
 app = make_app({{}}, access(labelers={labelers}), Limits(), desk)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="critical", access_log=False)
 """
