@@ -72,6 +72,8 @@ def describe(error: Exception) -> str | None:
     ):
         reason = one_line(str(error), 200) or "the system gave no more"
         return f"out of memory ({reason}): use smaller micro-batches or a smaller model; `rlhf plan` says what fits"
+    if type(error).__module__.partition(".")[0] == "yaml":
+        return f"{one_line(str(error), 500)}: correct this YAML file"
     if not isinstance(error, OSError):
         return None
     if isinstance(error, FileNotFoundError) and not has_working_directory():

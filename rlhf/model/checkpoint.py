@@ -140,7 +140,7 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
         more = {} if gguf is None else {"gguf_file": gguf}
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, **more)
     kinds = config.architectures or []
-    classifier = next((kind for kind in kinds if kind.endswith("Classification")), None)
+    classifier = next((kind for kind in kinds if str(kind).endswith("Classification")), None)
     if classifier or (config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_decoder):
         raise UserError(f"model.pretrained={source}: a {classifier or config.model_type} writes no text: give a causal language model, or "
                         f"use this one as reward model: reward.model={source}")  # fmt: skip
