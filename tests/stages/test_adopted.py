@@ -175,6 +175,7 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
 
 
 @pytest.mark.long  # each stage starts two processes, which import DeepSpeed
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("zero", ["zero2", "zero3"])
 @pytest.mark.parametrize(("name", "native"), [("gpt2", "auto"), ("llama", "auto"), ("llama", "false")])
 def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, name, native, zero):
