@@ -26,7 +26,7 @@ class LabelStore:
     def __init__(self, path: Path):
         self.path, self.lock = path, threading.Lock()
         self.records: list[Record] = []
-        self.submissions: dict[tuple[str | None, str], Record] = {}  # by labeler and submission
+        self.submissions: dict[tuple[str, str | None, str], Record] = {}  # by kind, labeler and submission
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -60,11 +60,11 @@ class LabelStore:
         self.records.append(record)
         submission = record.metadata.get("submission")
         if isinstance(submission, str):
-            self.submissions[getattr(record, "labeler", None), submission] = record
+            self.submissions[record.kind, getattr(record, "labeler", None), submission] = record
 
     def append(self, record: Labelled) -> Labelled:
         """Write a record, unless its submission is there; returns the one that is. Raises: UserError if the disk refuses."""
-        key = (record.labeler, record.metadata["submission"])
+        key = (record.kind, record.labeler, record.metadata["submission"])
         line = (json.dumps(record.model_dump(mode="json"), ensure_ascii=False) + "\n").encode()
         with self.lock:
             if (known := self.submissions.get(key)) is not None:
@@ -82,9 +82,9 @@ class LabelStore:
         return record
 
     def known(self, labeler: str, submission: str) -> Any:
-        """The record of a submission that is there; None if it is not."""
+        """The ranking of a submission that is there; None if it is not."""
         with self.lock:
-            return self.submissions.get((labeler, submission))
+            return self.submissions.get(("ranking", labeler, submission))
 
     def close(self) -> None:
         os.close(self.file)
