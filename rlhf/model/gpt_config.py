@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
 
+from rlhf.model.loading import MOST_LAYERS
+
 Positions = Literal["learned", "rotary"]
 Norm = Literal["layernorm", "rmsnorm"]
 MLPKind = Literal["gelu", "gelu_erf", "swiglu"]
@@ -82,6 +84,8 @@ class GPTConfig(PreTrainedConfig):
             for name, kind in kinds.items()
             if getattr(self, name) not in get_args(kind)
         ]
+        if not 0 < self.n_layer <= MOST_LAYERS:
+            problems.append(f"n_layer={self.n_layer} must be from 1 to {MOST_LAYERS:,}")
         head_dim = self.head_dim or self.width // self.n_head
         if self.head_dim is None and self.width % self.n_head:
             problems.append(f"width={self.width} must be a multiple of n_head={self.n_head}")

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlhf.errors import UserError
 
+MOST_LAYERS = 10_000
 LAYER = re.compile(r"\.\d+\.")  # in the name of a weight: it belongs to a numbered layer
 
 
@@ -27,3 +28,10 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
             raise UserError(f"{source}: {len(names)} weights are {what} ({', '.join(names[:2])}): the weights do not fit "
                             "config.json: restore both")  # fmt: skip
     return model
+
+
+def check_layers(config: Any, source: str) -> None:
+    """Raises: UserError for a number of layers that no model has: building them would take all time and memory."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise UserError(f"{source}: config.json says {layers:,} layers, want at most {MOST_LAYERS:,}: restore it")

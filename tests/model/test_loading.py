@@ -1,13 +1,16 @@
 """A model is loaded whole: no weight stays random, none is dropped, and equal models are equal files."""
 
 import json
+import re
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rlhf.errors import UserError
 from rlhf.files import hash_files
-from rlhf.model.classifier import load_reward_model
+from rlhf.model.checkpoint import _read_config
+from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
 from rlhf.model.pretrained import adopt
@@ -72,3 +75,22 @@ def test_a_damaged_file_is_one_line_whichever_model_reads_it(policy, tmp_path, f
         with pytest.raises(UserError) as told:
             load()
         assert "\n" not in str(told.value)
+
+
+def test_a_config_of_endless_layers_is_refused_before_they_are_built(policy, tmp_path):
+    RewardModel.from_causal_lm(str(policy)).save_pretrained(str(tmp_path / "reward"))
+    for file in (policy / "config.json", tmp_path / "reward" / "config.json"):
+        text = file.read_text()
+        file.write_text(re.sub(r'"n_layer": \d+', f'"n_layer": {10**30}', text))
+        assert file.read_text() != text
+    llama = tmp_path / "llama"
+    LlamaConfig(num_hidden_layers=10**9).save_pretrained(llama)
+    for load in (
+        lambda: load_policy(policy),
+        lambda: load_reward_model(tmp_path / "reward", torch.device("cpu")),
+        lambda: adopt(policy),
+        lambda: _read_config("llama", llama, None),
+        lambda: TextRewardModel.from_pretrained(llama),
+    ):
+        with pytest.raises(UserError, match="layer"):
+            load()
