@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf.data.reading.readers import open_bytes
+from rlhf.data.reading.readers import MAX_RECORD_BYTES, open_bytes
 from rlhf.data.records import Record
 from rlhf.errors import UserError
 
@@ -38,7 +38,7 @@ def find_replaced(path: Path) -> Replaced:
     """What the lines of a file of records replace; only lines with that key are parsed."""
     found = set()
     with suppress(UserError), open_bytes(path) as file:  # reading the rows says how the file is damaged
-        for line in file:
+        while line := file.readline(MAX_RECORD_BYTES):  # a longer one is no record
             if MARK not in line:
                 continue
             try:

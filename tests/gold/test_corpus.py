@@ -144,7 +144,7 @@ def test_the_readmes_recipe_makes_such_files(tmp_path, monkeypatch):
     Path("data").mkdir()
     (recipe,) = readme_blocks("python")
     exec(compile(recipe, "README.md", "exec"), {})
-    for path in sorted(SAMPLES.glob("*.jsonl")):
+    for path in sorted(set(SAMPLES.glob("*.jsonl")) - {SAMPLES / "instructions.jsonl"}):
         made = (Path("data") / path.name).read_text(encoding="utf-8").splitlines()
         kept = path.read_text(encoding="utf-8").splitlines()
         assert len(made) == len(kept) and json.loads(made[0]).keys() == json.loads(kept[0]).keys()

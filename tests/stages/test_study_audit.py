@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from rlhf.commands import study_audit
-from rlhf.commands.study import LABELLED, Cell, make_cells, must_run
+from rlhf.commands.study import LABELLED, Cell, cells_to_run, make_cells
 from rlhf.runs.folders import stage_folder
 
 
@@ -24,7 +24,7 @@ def test_cells_differ_in_labels_and_noise_and_share_their_sft(gold_run, cells):
     from rlhf.composing import compose_config
 
     config, found = cells
-    assert len(found) == 12 and all(must_run(config, cell) for cell in found)
+    assert len(found) == 12 and cells_to_run(config, found) == found
     composed = [compose_config(list(cell.overrides)) for cell in found]
     assert {(c.gold.comparison_prompts, c.gold.labeler_noise, c.seed) for c in composed} == {
         (prompts, noise, seed) for prompts in (100, 300, 1000) for noise in (1.0, 2.8) for seed in (0, 1)
