@@ -9,6 +9,7 @@ tokens) and no token ends a sequence. Case `stopping`: each token ends its seque
 probability of 1/24, so that lengths are geometric as in a chat model's; units are the tokens up to each end.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +25,10 @@ CASES = {
     "tiny, batch 128, ragged, stopping": ("tiny", 128, 8, 32, 64, 1 / 24),
     "small, batch 128, ragged, stopping": ("small", 128, 8, 32, 64, 1 / 24),
 }
-QUICK = {"quick": ("quick", 8, 4, 16, 16, 1 / 8)}
+QUICK = {"quick": ("quick", 8, 4, 16, 16, 1 / 8), "quick, whole": ("quick", 8, 4, 16, 16, 0.0)}
 CUDA_CASES = {
+    "gpt2, batch 1": ("gpt2", 1, 64, 64, 256, 0.0),
+    "gpt2, batch 32, ragged": ("gpt2", 32, 64, 256, 256, 0.0),
     "gpt2, batch 256, ragged": ("gpt2", 256, 64, 256, 256, 0.0),
     "gpt2, batch 256, ragged, stopping": ("gpt2", 256, 64, 256, 256, 1 / 96),
 }
@@ -142,6 +145,7 @@ def main() -> None:
             "new": new, "stop": stop,
         }  # fmt: skip
         found[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+        found[name]["bandwidth"] = share_of_bandwidth(spec, options, found[name]["contestants"])
         if options.device == "cpu":
             found[name]["roofline"] = roofline(spec, options.threads)
             rates = found[name]["contestants"]["ours"]["units_per_second"]
@@ -149,6 +153,64 @@ def main() -> None:
             print(f"{name}: {rates / bound['tokens_per_second']:.2f} of the roofline; products {bound['flops_per_second'] / 1e9:.0f} "
                   f"GFLOP/s, memory {bound['bytes_per_second'] / 1e9:.1f} GB/s")  # fmt: skip
     harness.report("generation", "tokens", found, options)
+    for name, figures in found.items():
+        for contestant, share in figures["bandwidth"].get("shares", {}).items():
+            print(
+                f"{name}, {contestant}: {share:.3f} of the {figures['bandwidth']['bytes_per_second'] / 1e9:.0f} GB/s read here"
+            )
+
+
+def share_of_bandwidth(spec: Spec, options: Any, contestants: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that decoding must read a second, at each contestant's rate, over what this device reads.
+
+    A step reads every weight and the keys and values of all rows, at their mean length, and gives `batch` tokens. bf16
+    on a GPU, float32 on a CPU. For sequences that do not stop; what was read for the prompts is not counted.
+    """
+    s, element = spec["shape"], 2 if options.device == "cuda" else 4
+    cache = 2 * s["n_layer"] * s["n_embd"] * mean_context(spec)
+    step = element * (weights_of(spec) + spec["batch"] * cache)
+    rate = bytes_per_second(options.device)
+    found: dict[str, Any] = {"bytes_per_second": rate, "bytes_per_step": step}
+    if not spec["stop"]:
+        found["shares"] = {name: f["units_per_second"] / spec["batch"] * step / rate for name, f in contestants.items()}
+    return found
+
+
+@functools.cache
+def bytes_per_second(device: str) -> float:
+    """Of reading: the best of five sums of 2^27 float32 values."""
+    import torch
+
+    many = torch.randn(2**27, device=device)
+    return 4 * many.numel() / least(many.sum, 5, device)
+
+
+def least(work: Callable[[], object], repeats: int, device: str = "cpu") -> float:
+    """Seconds of the fastest repeat."""
+    import time
+
+    import torch
+
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def mean_context(spec: Spec) -> float:
+    return (spec["shortest"] + spec["longest"]) / 2 + spec["new"] / 2
+
+
+def weights_of(spec: Spec) -> int:
+    """Parameters that multiply."""
+    s = spec["shape"]
+    if spec["size"] not in harness.SIZES:
+        return sum(p.numel() for p in harness.gpt2(spec["size"]).parameters())
+    return 12 * s["n_layer"] * s["n_embd"] ** 2 + s["vocab_size"] * s["n_embd"]
 
 
 def roofline(spec: Spec, threads: int) -> dict[str, float]:
@@ -157,20 +219,10 @@ def roofline(spec: Spec, threads: int) -> dict[str, float]:
     A step reads every weight once and multiplies `batch` rows with it: 2 flops a weight and token, and 4 L D t more for
     attention over t tokens. The rate is that of the fastest product of one of these shapes, the bandwidth that of a sum.
     """
-    import time
-
     import torch
 
     sys.path.insert(0, str(harness.HERE.parents[1]))
     from rlhf.ops.products import onednn_product
-
-    def least(work: Callable[[], object], repeats: int) -> float:
-        times = []
-        for _ in range(repeats):
-            begun = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - begun)
-        return min(times)
 
     torch.set_num_threads(threads)
     s, batch = spec["shape"], spec["batch"]
@@ -179,12 +231,8 @@ def roofline(spec: Spec, threads: int) -> dict[str, float]:
     if multiply := onednn_product():
         packed = torch.ops.mkldnn._reorder_linear_weight(w, batch)
         best = min(best, least(lambda: multiply(x, packed, None, "none", [], ""), 50))
-    rate, many = 2 * batch * w.numel() / best, torch.randn(2**27)
-    bandwidth = 4 * many.numel() / least(many.sum, 5)
-    context = (spec["shortest"] + spec["longest"]) / 2 + spec["new"] / 2
-    weights = 12 * s["n_layer"] * s["n_embd"] ** 2 + s["vocab_size"] * s["n_embd"]
-    if spec["size"] not in harness.SIZES:
-        weights = sum(p.numel() for p in harness.gpt2(spec["size"]).parameters())
+    rate, bandwidth = 2 * batch * w.numel() / best, bytes_per_second("cpu")
+    context, weights = mean_context(spec), weights_of(spec)
     flops = 2 * weights + 4 * s["n_layer"] * s["n_embd"] * context
     by_bandwidth = bandwidth * batch / (4 * weights)
     return {

@@ -40,7 +40,7 @@ class Turns:
     def __init__(self, device: str, answers: int) -> None:
         self._answers = os.fdopen(answers, "w", buffering=1)
         self.device = device
-        self.base = memory("VmRSS")
+        self.base = memory("VmRSS") if device == "cpu" else 0.0  # on a GPU imports allocate nothing
         self._begun: tuple[float, float] | None = None
 
     def __iter__(self) -> Iterator[None]:
@@ -169,6 +169,10 @@ def arguments(doc: str, repeats: int) -> argparse.Namespace:
         "--checkpoint", default="", help="a folder of a pretrained causal LM: compare on it, not on the cases"
     )
     parser.add_argument("--case", default="", help="only the cases whose names have this in them")
+    parser.add_argument("--only", default="", help="only these contestants, by name, separated by semicolons")
+    parser.add_argument(
+        "--apart", action="store_true", help="one contestant after the other: on a GPU their memory adds up"
+    )
     parser.add_argument("--repeats", type=int, default=repeats, help="rounds that count")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     found = parser.parse_args()
@@ -202,11 +206,30 @@ def compare(
     pythons: interpreters of those that need another environment.
     """
     spec = spec | {"threads": options.threads, "device": options.device}
-    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+    names = only(options, names)
     workers = []
+    for group in [[name] for name in names] if options.apart else [names]:
+        workers += take_turns(script, group, spec, options, pythons or {}, warmup)
+    return {"spec": spec, "contestants": {w.name: figures_of(w) for w in workers}, "ratios": ratios_of(workers)}
+
+
+def only(options: argparse.Namespace, names: list[str]) -> list[str]:
+    """The contestants that --only names, in the benchmark's order; all of them without it."""
+    wanted = [name.strip() for name in options.only.split(";") if name.strip()]
+    if unknown := [name for name in wanted if name not in names]:
+        raise SystemExit(f"--only {options.only}: no contestant {', '.join(unknown)}: want some of {'; '.join(names)}")
+    return [name for name in names if not wanted or name in wanted]
+
+
+def take_turns(
+    script: str, names: list[str], spec: Spec, options: argparse.Namespace, pythons: dict[str, str], warmup: int
+) -> list[Worker]:
+    """Start these contestants, let them work by turns, and end them."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+    workers: list[Worker] = []
     try:
         for name in names:
-            python = (pythons or {}).get(name, sys.executable)
+            python = pythons.get(name, sys.executable)
             command = [python, script, "--worker", name, json.dumps(spec)]
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -226,7 +249,7 @@ def compare(
             if worker.process.poll() is None:
                 worker.process.terminate()
             worker.process.wait()
-    return {"spec": spec, "contestants": {w.name: figures_of(w) for w in workers}, "ratios": ratios_of(workers)}
+    return workers
 
 
 def figures_of(worker: Worker) -> dict[str, Any]:
@@ -277,7 +300,8 @@ def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: a
                   f"   memory {r['memory']:.2f}, {r['memory_beyond_imports']:.2f} beyond imports")  # fmt: skip
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        what = {"subject": subject, "unit": unit, "machine": machine(options), "repeats": options.repeats}
+        what = {"subject": subject, "unit": unit, "machine": machine(options), "device": options.device,
+                "repeats": options.repeats, "apart": options.apart, "commit": commit(), "python": platform.python_version()}  # fmt: skip
         options.out.write_text(json.dumps(what | {"cases": cases}, indent=1) + "\n")
 
 
@@ -289,6 +313,18 @@ def machine(options: argparse.Namespace) -> str:
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"CPU {platform.machine()}, {os.cpu_count()} cores, {options.threads} threads{load}, float32"
+
+
+def commit() -> str | None:
+    """The commit of this code, with + if files differ from it; None outside a repository."""
+    try:
+        done = [
+            subprocess.run(["git", "-C", str(HERE), *what], capture_output=True, text=True, check=True).stdout.strip()
+            for what in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done[0] + ("+" if done[1] else "")
 
 
 def is_worker() -> bool:
@@ -307,9 +343,12 @@ def peer_python(name: str) -> str:
 
 SIZES: dict[str, dict[str, int]] = {
     "quick": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 96, "vocab_size": 256},
+    "shallow": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 96, "vocab_size": 256},
     "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128, "vocab_size": 2048},
     "small": {"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256, "vocab_size": 2048},
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257},
+    "350m": {"n_layer": 24, "n_head": 16, "n_embd": 1024, "n_positions": 1024, "vocab_size": 50272},
+    "1.3b": {"n_layer": 24, "n_head": 32, "n_embd": 2048, "n_positions": 1024, "vocab_size": 50272},
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600, "n_positions": 1024, "vocab_size": 50257},
 }
 PAD, EOS = 0, 1

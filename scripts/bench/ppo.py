@@ -17,10 +17,17 @@ from typing import Any
 import harness
 from harness import Spec, Turns
 
-# size: (size, episodes, prompt tokens, new tokens, epochs, our micro-batch, the peer's)
-CASES = {"tiny": ("tiny", 64, 32, 48, 4, 32, 64)}
-QUICK = {"quick": ("quick", 8, 16, 12, 2, 8, 8)}
-CUDA_CASES = {"gpt2": ("gpt2", 512, 64, 256, 4, 64, 64)}
+# size: (size, of the reward model and critic, episodes, prompt tokens, new tokens, epochs, our micro-batch, the peer's)
+CASES = {"tiny": ("tiny", "tiny", 64, 32, 48, 4, 32, 64)}
+QUICK = {
+    "quick": ("quick", "quick", 8, 16, 12, 2, 8, 8),
+    "quick, deepspeed-chat": ("quick", "shallow", 8, 16, 12, 1, 8, 8),
+}
+CUDA_CASES = {
+    "gpt2": ("gpt2", "gpt2", 512, 64, 256, 4, 64, 64),
+    "1.3b": ("1.3b", "1.3b", 128, 64, 256, 4, 16, 16),
+    "deepspeed-chat": ("1.3b", "350m", 1024, 256, 256, 1, 32, 32),  # its step 3: prompts and answers of 256, one epoch
+}
 SCALING = (8, 32, 128, 512)
 CALIBRATION = (1.0, 0.0)  # gain and shift of the scores: as the head gives them
 
@@ -34,8 +41,9 @@ def make_tokenizer(folder: Path, size: str) -> None:
     shape = harness.SIZES[size]
     letters = "abcdefghijklmnopqrstuvwxyz"
     random_ = random.Random(0)
-    words = ["".join(random_.choices(letters, k=random_.randint(2, 9))) for _ in range(8000)]
     wanted = max(300, shape["vocab_size"])
+    count = max(8000, wanted)  # words that are enough for so many merges
+    words = ["".join(random_.choices(letters, k=random_.randint(2, 9))) for _ in range(count)]
     tokenizer = train_tokenizer([" ".join(words)], wanted, context_length=shape["n_positions"])
     if len(tokenizer) != wanted:
         raise SystemExit(f"the tokenizer has {len(tokenizer)} entries, wanted {wanted}")
@@ -51,10 +59,11 @@ def make_prompts(spec: Spec) -> list[list[int]]:
     ]
 
 
-def gpt2(spec: Spec, seed: int) -> Any:
-    if spec["size"] not in harness.SIZES:
-        return harness.gpt2(spec["size"])
-    shape = harness.SIZES[spec["size"]] | {"vocab_size": spec["vocabulary"]}
+def gpt2(spec: Spec, seed: int, part: str = "size") -> Any:
+    """The policy, or with part="reward" the trunk of the reward model."""
+    if spec[part] not in harness.SIZES:
+        return harness.gpt2(spec[part])
+    shape = harness.SIZES[spec[part]] | {"vocab_size": spec["vocabulary"]}
     harness.SIZES["asked for"] = shape
     return harness.gpt2("asked for", seed)
 
@@ -76,7 +85,7 @@ def write_parents(config: Any, spec: Spec) -> None:
             if name in ("pretrain", "sft"):
                 policy.save_pretrained(str(stage.model))
             elif name == "reward":
-                model = RewardModel.from_causal_lm(harness.ours_like(gpt2(spec, seed=1)))
+                model = RewardModel.from_causal_lm(harness.ours_like(gpt2(spec, seed=1, part="reward")))
                 model.calibrate(*CALIBRATION)
                 model.save_pretrained(str(stage.model))
             stage.finish()
@@ -97,6 +106,7 @@ def ours(spec: Spec, turns: Turns) -> None:
         s = spec["shape"]
         config = compose_config([
             f"runs_dir={home}", "run=bench", "tracking=off", f"device={spec['device']}", f"threads={spec['threads']}",
+            f"precision={spec.get('precision', 'auto')}",
             f"data.prompts={prompts}", "data.dev=0", "data.test=0", f"model.context_length={s['n_positions']}",
             f"ppo.episodes_per_update={spec['episodes']}", f"ppo.episodes={spec['episodes'] * 1000}",
             "ppo.minibatches=1", f"ppo.epochs={spec['epochs']}", f"ppo.micro_batch_episodes={spec['micro']}",
@@ -112,7 +122,8 @@ def ours(spec: Spec, turns: Turns) -> None:
             for update, _ in enumerate(turns, 1):
                 found = one_update(trainer, update, tracker)
                 turns.done(
-                    units=found["rollout/response_len"] * spec["episodes"], kl=found["objective/kl"],
+                    units=found["rollout/response_len"] * spec["episodes"],
+                    processed=(found["rollout/response_len"] + spec["prompt"]) * spec["episodes"], kl=found["objective/kl"],
                     entropy=found["policy/entropy_avg"], generation=found["time/rollout_s"],
                     scoring=found["time/score_s"], training=found["time/update_s"],
                 )  # fmt: skip
@@ -139,7 +150,7 @@ def peer(spec: Spec, turns: Turns) -> None:
             return AutoModelForSequenceClassification.from_pretrained(
                 spec["size"], num_labels=1, dtype=torch.float32, trust_remote_code=False
             )
-        base = gpt2(spec, seed=1)
+        base = gpt2(spec, seed=1, part="reward")
         base.config.num_labels, base.config.pad_token_id = 1, tokenizer.pad_token_id
         model = GPT2ForSequenceClassification(base.config)
         model.transformer.load_state_dict(base.transformer.state_dict())
@@ -195,16 +206,18 @@ def main() -> None:
     if scaling:
         sys.argv.remove("--scaling")
     options = harness.arguments(__doc__, repeats=5)
-    cases = harness.pick(options, QUICK, CASES, CUDA_CASES, (options.checkpoint, 8, 24, 32, 1, 8, 8))
+    cases = harness.pick(
+        options, QUICK, CASES, CUDA_CASES, (options.checkpoint, options.checkpoint, 8, 24, 32, 1, 8, 8)
+    )
     with tempfile.TemporaryDirectory() as home:
         found = {}
-        for name, (size, episodes, prompt, new, epochs, micro, peer_micro) in cases.items():
+        for name, (size, reward, episodes, prompt, new, epochs, micro, peer_micro) in cases.items():
             folder = Path(options.checkpoint or Path(home) / name)
             sys.path.insert(0, str(harness.HERE.parents[1]))
             if not options.checkpoint:
                 make_tokenizer(folder, size)
             spec = {
-                "size": size, "shape": harness.shape_of(size), "episodes": episodes, "prompt": prompt, "new": new,
+                "size": size, "reward": reward, "shape": harness.shape_of(size), "episodes": episodes, "prompt": prompt, "new": new,
                 "epochs": epochs, "micro": micro, "peer_micro": peer_micro, "tokenizer": str(folder),
                 "vocabulary": max(300, harness.shape_of(size)["vocab_size"]),
             }  # fmt: skip
@@ -213,9 +226,15 @@ def main() -> None:
                     more = spec | {"episodes": count}
                     found[f"{name}, {count} episodes"] = harness.compare(__file__, ["ours"], more, options)
                 continue
-            pythons = {"trl 1.12.0": harness.peer_python("trl-1.12.0")}
-            found[name] = harness.compare(__file__, list(CONTESTANTS), spec, options, pythons)
+            names = harness.only(options, list(CONTESTANTS))
+            pythons = {n: harness.peer_python("trl-1.12.0") for n in names if n != "ours"}
+            found[name] = harness.compare(__file__, names, spec, options, pythons)
     harness.report("ppo", "response tokens", found, options)
+    for name, figures in found.items():
+        f = figures["contestants"].get("ours")
+        if f:
+            print(f"{name}, ours: {f['processed'] / f['seconds']:.1f} tokens/s with the prompts'; rollout {f['generation']:.3f} s, "
+                  f"scoring {f['scoring']:.3f}, training {f['training']:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

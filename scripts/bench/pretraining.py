@@ -5,10 +5,11 @@
 Every contestant runs a bare loop: forward with loss, backward, gradient norm, fused AdamW. Ours takes a batch in two halves on
 a CPU, which halves the activations; `ours, whole` takes it in one. `gpt2` is transformers' model as it comes, `gpt2 fused`
 with the fused form of the same activation (`gelu_pytorch_tanh`). On a GPU both run in bf16 (autocast), at gpt2's size,
-undivided; MFU is printed there.
+undivided; MFU is told there.
 """
 
 import contextlib
+import sys
 from typing import Any
 
 import harness
@@ -109,24 +110,38 @@ def main() -> None:
     found = {}
     for size, (batch, steps) in cases.items():
         spec = {"size": size, "shape": harness.SIZES[size], "batch": batch, "steps": steps}
-        found[size] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+        names = list(CONTESTANTS) if options.device == "cpu" else ["ours", "gpt2", "gpt2 fused"]
+        found[size] = harness.compare(__file__, names, spec, options)
         losses = [f["loss"] for f in found[size]["contestants"].values()]
         if max(losses) - min(losses) > 0.02:
             raise SystemExit(f"{size}: the losses differ ({losses}), so the work is not equal")
-        if options.device == "cuda":
-            print(f"{size}: MFU {mfu(size, found[size]['contestants']['ours']['units_per_second']):.3f}")
+        for name, figures in found[size]["contestants"].items():
+            if (share := mfu(size, figures["units_per_second"], options.device)) is not None:
+                figures["mfu"] = share
+                print(f"{size}, {name}: MFU {share:.3f}")
     harness.report("pretraining", "tokens", found, options)
 
 
-def mfu(size: str, rate: float) -> float:
-    """Share of the device's dense bf16 peak: 6 N + 12 L D T flops a token (N without embeddings but the unembedding)."""
+def mfu(size: str, rate: float, device: str) -> float | None:
+    """Share of the device's dense bf16 peak: 6 N + 12 L D T flops a token (N without embeddings but the unembedding).
+
+    None where the peak is not known, as on a CPU.
+    """
+    if device != "cuda":
+        return None
     import torch
 
-    peaks = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-    peak = next((p for name, p in peaks.items() if name in torch.cuda.get_device_name()), float("nan"))
+    sys.path.insert(0, str(harness.HERE.parents[1]))
+    from rlhf.training.usage import known_peak
+
+    peak = known_peak(torch.cuda.get_device_name(), half=True)
+    return None if peak is None else rate * flops_per_token(size) / peak
+
+
+def flops_per_token(size: str) -> int:
     s = harness.SIZES[size]
     weights = 12 * s["n_layer"] * s["n_embd"] ** 2 + s["vocab_size"] * s["n_embd"]
-    return rate * (6 * weights + 12 * s["n_layer"] * s["n_embd"] * s["n_positions"]) / peak
+    return 6 * weights + 12 * s["n_layer"] * s["n_embd"] * s["n_positions"]
 
 
 if __name__ == "__main__":
