@@ -210,7 +210,25 @@ def compare(
     workers = []
     for group in [[name] for name in names] if options.apart else [names]:
         workers += take_turns(script, group, spec, options, pythons or {}, warmup)
+        if options.apart:
+            keep(workers[-1], spec, options)
     return {"spec": spec, "contestants": {w.name: figures_of(w) for w in workers}, "ratios": ratios_of(workers)}
+
+
+def keep(worker: Worker, spec: Spec, options: argparse.Namespace) -> None:
+    """Tell a contestant's figures as soon as it has ended, in a file of lines too: a time limit may stop those after it."""
+    line = {
+        "contestant": worker.name,
+        "commit": commit(),
+        "machine": machine(options),
+        "spec": spec,
+        **figures_of(worker),
+    }
+    print(f"{worker.name}: {line['units_per_second']:.1f}/s, peak {line['peak_mb']:.0f} MB", flush=True)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.with_suffix(".jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def only(options: argparse.Namespace, names: list[str]) -> list[str]:

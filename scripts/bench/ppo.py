@@ -78,10 +78,10 @@ def write_parents(config: Any, spec: Spec) -> None:
     from rlhf.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(spec["tokenizer"])
+    policy = harness.ours_like(gpt2(spec, seed=0))
     for name in ("tokenizer", "pretrain", "sft", "reward"):
         with open_stage(config, name) as stage:
             tokenizer.save_pretrained(str(stage.model))
-            policy = harness.ours_like(gpt2(spec, seed=0))
             if name in ("pretrain", "sft"):
                 policy.save_pretrained(str(stage.model))
             elif name == "reward":

@@ -3,7 +3,8 @@
 #
 #   scripts/gpu/run.sh wheels               here, with network: the packages that the machine lacks, into .whl
 #   scripts/gpu/run.sh install              there: .whl into .venv-gpu, offline
-#   scripts/gpu/run.sh PART [--out FOLDER]  there: one part; prints a table and writes FOLDER/PART.json (gpu-figures)
+#   scripts/gpu/run.sh PART [--out FOLDER]  there: one part; prints a table and writes FOLDER/PART.json (gpu-figures);
+#                                         PART.jsonl has each contestant as soon as it has ended, should the limit stop the part
 #   scripts/gpu/run.sh all  [--out FOLDER]  there: every part that measures; ends with 1 if one of them failed
 #   scripts/gpu/run.sh list                 the parts
 #

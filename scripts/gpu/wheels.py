@@ -26,7 +26,7 @@ EXTRAS = ("", "gguf", "sentiment")
 TESTS = ("hypothesis", "pytest", "pytest-timeout")
 # What such a machine has, at versions that pyproject.toml allows: torch's and transformers' own needs, and large ones.
 PRESENT = frozenset((
-    "accelerate", "certifi", "click", "contourpy", "cycler", "filelock", "fonttools", "formulaic", "fsspec", "hf-xet",
+    "accelerate", "anyio", "certifi", "click", "contourpy", "cycler", "filelock", "fonttools", "formulaic", "fsspec", "hf-xet",
     "httpcore", "httpx", "huggingface-hub", "hypothesis", "idna", "jinja2", "kiwisolver", "markupsafe", "matplotlib",
     "numpy", "packaging", "pandas", "patsy", "peft", "pillow", "protobuf", "psutil", "pyarrow", "pytest",
     "pytest-timeout", "python-dateutil", "pyyaml", "regex", "requests", "rich", "safetensors", "scipy", "setuptools",

@@ -63,6 +63,8 @@ def test_decoding_writes_its_figures(tmp_path):
     assert name == "quick, whole" and case["spec"]["batch"] == 8 and found["apart"]
     ours = case["contestants"]["ours"]
     assert {"torch", "transformers"} <= set(ours["versions"]) and ours["units"] == 8 * 16
+    (line,) = map(json.loads, (tmp_path / "decode.jsonl").read_text().splitlines())
+    assert line["contestant"] == "ours" and line["units_per_second"] == ours["units_per_second"]
     shares, memory = case["bandwidth"]["shares"], case["bandwidth"]
     assert list(shares) == list(case["contestants"]) == ["ours"]
     # 2 layers of width 32 and 256 tokens; keys and values of 8 rows of 10 + 8 tokens on average; 4 bytes each
