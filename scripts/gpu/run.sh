@@ -9,9 +9,9 @@
 #   scripts/gpu/run.sh list                 the parts
 #
 # DEVICE=cpu SIZE=tiny rehearses a part on any machine. PYTHON chooses the interpreter, WHEELS and HOME_GPU the folders of
-# the wheels and of the environment, REPEATS the rounds that count, SECONDS_PART the limit of a part,
-# ONLY the contestants (all unless set: "ours;generate"). Contestants work one
-# after the other, since their memory would add up on the card. TRL 1.12.0 takes part if its environment is there.
+# the wheels and of the environment, REPEATS the rounds that count, SECONDS_PART the limit of a part, ONLY the contestants
+# (all unless set; "ours;generate"). Contestants work one after the other, since their memory would add up on the card. TRL
+# 1.12.0 takes part if its environment is there.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 home="${HOME_GPU:-$root/.venv-gpu}"

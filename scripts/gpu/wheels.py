@@ -14,10 +14,8 @@ import platform
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
-
-from packaging.markers import default_environment
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = "trl-1.12.0"
@@ -42,6 +40,9 @@ def plain(name: str) -> str:
 
 def needed(python: str) -> list[str]:
     """Names of the project's needs, and of theirs, that the machine lacks; read from what is installed here."""
+    from packaging.markers import default_environment
+    from packaging.requirements import Requirement
+
     machine = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
     machine |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
 
@@ -52,8 +53,6 @@ def needed(python: str) -> list[str]:
             for r in found
             if not r.marker or any(r.marker.evaluate({**machine, "extra": extra}) for extra in extras)
         ]
-
-    import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     todo = [*TESTS, *wants(project["dependencies"], ("",))]
