@@ -63,8 +63,8 @@ def test_five_steps_of_each_stage_are_as_recorded(tmp_path, smollm2):
         command = [sys.executable, "-m", "rlhf", stage, "--shared-settings", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"RLHF_PROGRESS": "off"})
         assert done.returncode == 0, done.stderr
-        measured[stage] = trajectory(tmp_path / "golden" / stage)
-    measured = {stage: measured[stage] for stage in ("sft", "reward", "ppo")}
+        if stage in RELATIVE:
+            measured[stage] = trajectory(tmp_path / "golden" / stage)
     if os.environ.get("GOLDEN_WRITE"):
         NUMBERS.write_text(json.dumps(measured, indent=1) + "\n")
     expected = json.loads(NUMBERS.read_text())
