@@ -287,6 +287,20 @@ class PackedCorpus:
     meta: dict[str, Any]
 
     @classmethod
+    def load_for(cls, setting: str, path: Path, tokenizer: Any, remedy: str) -> "PackedCorpus":
+        """`load`, for a later stage whose `setting` needs the text that the base was pretrained on.
+
+        Raises: UserError as `load` does, and with `remedy` if it was packed with another tokenizer.
+        """
+        try:
+            corpus = cls.load(path / "corpus")
+        except UserError as error:
+            raise UserError(f"{setting}: needs the packed corpus of {path}: {error}") from None
+        if corpus.tokenizer_hash != tokenizer_hash(tokenizer):
+            raise UserError(f"{setting}: the corpus of {path} was packed with another tokenizer: {remedy}")
+        return corpus
+
+    @classmethod
     def load(cls, path: Path | str) -> "PackedCorpus":
         """Open a packed corpus.
 

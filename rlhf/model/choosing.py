@@ -1,6 +1,6 @@
 """How a token is chosen from logits: the random numbers of a prompt, the cuts of top_k and top_p, and the inverse transform.
 
-Which token a prompt gets depends on (seed, key, step) and the logits alone, never on the batch the prompt is in.
+Which token a prompt gets depends on (seed, key, step) and the logits alone, never on the other prompts of its batch.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Decoder:
         return x
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) after one more token (B,) a row."""
+        """Logits (B, V) after one more token per row, (B,)."""
         trunk = self.trunk
         x = trunk.embed_tokens(tokens)  # (B, D)
         if trunk.embed_positions is not None:

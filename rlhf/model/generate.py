@@ -2,8 +2,8 @@
 
 `sample` runs our GPT with a preallocated key-value cache, takes the log-probs while it samples and drops finished
 sequences from the batch; other models go through transformers' `generate`. `stream` yields one response token by
-token. Which token a prompt gets depends on (seed, key, step) and the model alone, never on the batch the prompt is
-in.
+token. Which token a prompt gets depends on (seed, key, step) and the model alone, never on the other
+prompts of its batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Samples(NamedTuple):
 
 
 def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[tuple[Tensor, ...]]:
-    """Yields (rows, tokens, log-probs, ended) a step; `rows` are the prompts still in the batch.
+    """Yields (rows, tokens, log-probs, ended) per step; `rows` are the prompts still in the batch.
 
     Rows that have ended stay until the next look, and what they draw meanwhile is not read.
     """
@@ -179,7 +179,7 @@ def sample(
 ) -> Samples:
     """One response to each prompt, drawn token by token from softmax(logits / temperature).
 
-    keys: one int, str, or tuple of them a prompt; (seed, key) fixes the prompt's random numbers (None: its
+    keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its
     index).
     batch_size: prompts decoded together; None fits the key-value cache to the processor. The order of the
     prompts, the batch they share and its size change no sample but through rounding of the logits; with

@@ -90,7 +90,7 @@ class GPTConfig(PreTrainedConfig):
         if self.head_dim is None and self.width % self.n_head:
             problems.append(f"width={self.width} must be a multiple of n_head={self.n_head}")
         elif self.positions == "rotary" and (head_dim % 2 or int(head_dim * self.rotary_share) % 2):
-            problems.append(f"rotary positions need an even number of turning channels a head, not {head_dim}")
+            problems.append(f"rotary positions need an even number of turning channels per head, not {head_dim}")
         if not 0.0 < self.rotary_share <= 1.0:
             problems.append(f"rotary_share={self.rotary_share} must be in (0, 1]")
         if self.n_head % self.n_kv_head:

@@ -113,7 +113,7 @@ class Slots(Decoder):
         self.all_lengths[self.live] = 0
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (live, V) after one more token (live,) a row. A few free rows are computed too where that is faster."""
+        """Logits (live, V) after one more token per row, (live,). A few free rows are computed too where that is faster."""
         computed = rows_carried(self.live, self.rows, self.packed)
         self._view(computed)
         logits = super().step(torch.nn.functional.pad(tokens, (0, computed - self.live)))

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus, make_collator
-from rlhf.errors import UserError
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import read_stage, stage_folder
-from rlhf.tokenizer import tokenizer_hash
 
 
 class PretrainingBlocks:
@@ -25,13 +23,8 @@ class PretrainingBlocks:
     def load(cls, config: Config, tokenizer: Any) -> "PretrainingBlocks":
         """Raises: UserError if the pretraining stage has no packed corpus any more, or one of another tokenizer."""
         folder = stage_folder(config, "pretrain")
-        try:
-            corpus = PackedCorpus.load(folder / "corpus")
-        except UserError as error:
-            raise UserError(f"ppo.ptx_coef: needs the packed corpus of {folder}: {error}") from None
-        if corpus.tokenizer_hash != tokenizer_hash(tokenizer):
-            raise UserError(f"ppo.ptx_coef: the corpus of {folder} was packed with another tokenizer: "
-                            "point parents.pretrain at the run that the SFT model comes from")  # fmt: skip
+        remedy = "point parents.pretrain at the run that the SFT model comes from"
+        corpus = PackedCorpus.load_for("ppo.ptx_coef", folder, tokenizer, remedy)
         settings = (read_stage(folder) or {}).get("settings", {})
         batch = settings.get("pretrain.global_batch_tokens", config.pretrain.global_batch_tokens)
         context = settings.get(

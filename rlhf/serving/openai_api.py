@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -107,7 +108,7 @@ def wish_of(asked: Sampling, most: int | None, limit: int, alternatives: int) ->
 # ------------------------------------------------------------------------------------------------ two forms
 
 
-class Form:
+class Form(ABC):
     """How responses are written: what differs between chat and text completions."""
 
     kind: str
@@ -130,11 +131,13 @@ class Form:
             body["logprobs"] = self.logprobs_of(piece)
         return body | self.content(piece, streamed)
 
+    @abstractmethod
     def content(self, piece: Piece, streamed: bool) -> Body:
-        raise NotImplementedError
+        """The text of a piece, as this endpoint writes it."""
 
+    @abstractmethod
     def logprobs_of(self, piece: Piece) -> Body:
-        raise NotImplementedError
+        """The log-probs of a piece, as this endpoint writes them."""
 
     def spelled(self, token: int) -> str:
         return self.drawn.model.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)

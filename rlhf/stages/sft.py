@@ -32,7 +32,7 @@ from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf.tokenizer import load_tokenizer
 from rlhf.training.adapters import add_adapters
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
@@ -121,14 +121,7 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     if not share:
         return []
     folder = stage_folder(config, "pretrain")
-    try:
-        corpus = PackedCorpus.load(folder / "corpus")
-    except UserError as error:
-        raise UserError(f"sft.pretrain_fraction: needs the packed corpus of {folder}: {error}") from None
-    if corpus.tokenizer_hash != tokenizer_hash(tokenizer):
-        raise UserError(
-            f"sft.pretrain_fraction: the corpus of {folder} was packed with another tokenizer: train it anew"
-        )
+    corpus = PackedCorpus.load_for("sft.pretrain_fraction", folder, tokenizer, "train it anew")
     blocks = corpus.blocks("train", context)
     wanted = round(share / (1 - share) * count)
     if wanted > len(blocks):

@@ -1,4 +1,4 @@
-"""Generation: tokens a second of our sampler, with log-probs and ragged prompts, against transformers' `generate`.
+"""Generation: tokens per second of our sampler, with log-probs and ragged prompts, against transformers' `generate`.
 
     python scripts/bench/generation.py --out /tmp/generation.json
 
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def share_of_bandwidth(spec: Spec, options: Any, contestants: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that decoding must read a second, at each contestant's rate, over what this device reads.
+    """Bytes that decoding must read per second, at each contestant's rate, over what this device reads.
 
     A step reads every weight and the keys and values of all rows, at their mean length, and gives `batch` tokens. bf16
     on a GPU, float32 on a CPU. For sequences that do not stop; what was read for the prompts is not counted.

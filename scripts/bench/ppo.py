@@ -1,4 +1,4 @@
-"""A PPO update, from prompts to the last optimizer step, against TRL 1.12.0's PPOTrainer: seconds, tokens a second, memory.
+"""A PPO update, from prompts to the last optimizer step, against TRL 1.12.0's PPOTrainer: seconds, tokens per second, memory.
 
     python scripts/bench/ppo.py --out /tmp/ppo.json            # needs scripts/bench/setup.sh
     python scripts/bench/ppo.py --scaling                      # ours alone, from 8 to 512 episodes

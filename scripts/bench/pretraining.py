@@ -1,4 +1,4 @@
-"""Pretraining: tokens a second of our GPT against transformers' GPT-2, same weights, blocks and optimizer.
+"""Pretraining: tokens per second of our GPT against transformers' GPT-2, same weights, blocks and optimizer.
 
     python scripts/bench/pretraining.py --out /tmp/pretraining.json
 
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def mfu(size: str, rate: float, device: str) -> float | None:
-    """Share of the device's dense bf16 peak: 6 N + 12 L D T flops a token (N without embeddings but the unembedding).
+    """Share of the device's dense bf16 peak: 6 N + 12 L D T FLOPs per token (N without embeddings but the unembedding).
 
     None where the peak is not known, as on a CPU.
     """

@@ -109,7 +109,7 @@ def test_response_positions_beat_full_logits(model):
 
 
 def test_hidden_states_of_the_last_tokens_beat_those_of_all():
-    """What a reward model reads: the last block's MLP then works on one token a row."""
+    """What a reward model reads: the last block's MLP then works on one token per row."""
     torch.manual_seed(0)
     shallow = GPTForCausalLM(preset("tiny", n_layer=2, vocab_size=1024)).model  # the last block is half of it
     tokens = torch.randint(2, 1024, (32, 128), generator=torch.Generator().manual_seed(0))

@@ -232,7 +232,7 @@ def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, m
     assert close(model(tokens, position_ids=positions).logits, by_mask)
     assert all(mask.starts.tolist() == [0, 5, 12, 24] for mask in masks) and masks
     masks.clear()
-    model(tokens, position_ids=positions[1:])  # one document a row
+    model(tokens, position_ids=positions[1:])  # one document per row
     model(tokens, seq_idx=torch.tensor([[3] * 12, [4] * 12]))
     assert masks and all(mask is None for mask in masks)
 
