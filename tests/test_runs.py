@@ -11,47 +11,25 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlhf.commands.pipeline import misfit
 from rlhf.composing import schema_keys
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import beside, hash_files, set_aside, sha256_file
+from rlhf.files import beside, hash_files, set_aside
 from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
 from rlhf.runs.lineage import git_state
 from rlhf.runs.replacing import under_way
-from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
 
 from .test_checkpoints import checkpoint, sealed
+from .tiny_stages import Killed, changed, interrupt, run_stage
 
 
 @pytest.fixture
 def config(tmp_path) -> Config:
     return Config(run="demo", runs_dir=str(tmp_path / "runs"))
-
-
-def changed(config: Config, **settings: object) -> Config:
-    """A copy with other values; `sft__lr` stands for sft.lr."""
-    from copy import deepcopy
-
-    copy = deepcopy(config)
-    for name, value in settings.items():
-        *groups, last = name.split("__")
-        place = copy
-        for group in groups:
-            place = getattr(place, group)
-        setattr(place, last, value)
-    return copy
-
-
-def run_stage(config: Config, name: str, text: str = "weights", **kwargs) -> Path:
-    """A stage from beginning to end, whose output is one small file; returns its folder."""
-    with open_stage(config, name, **kwargs) as stage:
-        stage.model.mkdir(exist_ok=True)
-        (stage.model / "weights.txt").write_text(text)
-        stage.finish({"loss": 1.5})
-    return stage.folder
 
 
 def fail_with(number: int):
@@ -106,6 +84,18 @@ def test_settings_of_a_stage_are_its_own_less_what_only_sets_the_pace(config):
 def test_differences_name_both_values_and_are_cut_short():
     assert runs.differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"}) == "b 2 -> 3, c None -> 'x'"
     assert runs.differences(dict.fromkeys("abcdef", 0), {}).endswith("d 0 -> None and 2 more")
+
+
+def test_a_setting_newer_than_a_record_counts_as_its_default(config):
+    folder = interrupt(config, "tokenizer")
+    record = runs.read_stage(folder)
+    del record["settings"]["tokenizer.vocab_size"]
+    (folder / "stage.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"other settings \(tokenizer.vocab_size 50257 -> 400\)"):
+        run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer")
+    assert misfit(config, "tokenizer", record, {}) is None
+    with open_stage(config, "tokenizer") as stage:
+        assert stage.resumed
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a b", "x" * 101, ".hidden"])
@@ -248,20 +238,6 @@ def test_a_stage_that_did_no_step_is_not_begun(config):
     run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer")
 
 
-class Killed(BaseException):
-    pass
-
-
-def interrupt(config: Config, name: str, **kwargs) -> Path:
-    """A stage that is killed after its first checkpoint."""
-    with contextlib.suppress(Killed), open_stage(config, name, **kwargs) as stage:
-        stage.seconds_before = 100.0
-        checkpoint(stage.checkpoints, 1)
-        stage.note_progress()
-        raise Killed
-    return runs.stage_folder(config, name)
-
-
 def test_an_interrupted_stage_is_resumed_with_its_time(config):
     folder = interrupt(config, "tokenizer")
     with open_stage(config, "tokenizer") as stage:
@@ -397,133 +373,3 @@ def test_a_disk_that_fills_while_a_stage_writes_its_output(config):
 def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(config):
     with pytest.raises(PermissionError), open_stage(config, "tokenizer"):
         raise PermissionError(errno.EACCES, "Permission denied", "corpus.txt")
-
-
-# --- lineage ---
-
-
-def chain(config: Config, *names: str) -> dict[str, Path]:
-    return {name: run_stage(config, name) for name in names}
-
-
-def test_a_stage_records_the_hashes_of_its_parents(config, capsys):
-    folders = chain(config, "tokenizer", "pretrain", "sft")
-    hashes = {name: runs.read_stage(folder)["hash"] for name, folder in folders.items()}
-    assert runs.read_stage(folders["pretrain"])["parents"] == {"tokenizer": hashes["tokenizer"]}
-    assert runs.read_stage(folders["sft"])["parents"] == {"pretrain": hashes["pretrain"]}
-    said = f"sft: starting, built on {folders['pretrain']} ({hashes['pretrain'][:8]})\n"
-    assert said in capsys.readouterr().out
-
-
-def test_the_hash_covers_settings_parents_data_and_output(config):
-    record = runs.read_stage(run_stage(config, "tokenizer"))
-    for part in ("settings", "parents", "data", "files"):
-        assert runs.hash_of(record | {part: {"x": "y"}}) != record["hash"]
-    assert runs.hash_of(record | {"seconds": 1e9, "versions": {}, "summary": {}}) == record["hash"]
-    again = runs.read_stage(run_stage(changed(config, run="again"), "tokenizer"))
-    assert again["hash"] == record["hash"]  # the run's name is no part of it
-
-
-def test_the_world_is_a_parent_only_where_it_is_enabled(config):
-    chain(config, "tokenizer")
-    with pytest.raises(UserError, match="no finished world there: run `rlhf world` first"):
-        runs.collect_parents(changed(config, gold__enabled=True), "pretrain")
-    assert list(runs.collect_parents(config, "pretrain")) == ["tokenizer"]
-    assert runs.is_needed(config, "sft") and not runs.is_needed(config, "label")
-
-
-def test_a_parent_that_is_missing(config):
-    with pytest.raises(
-        UserError, match=r"pretrain: no finished pretrain there: run `rlhf pretrain` first, or name one w"
-    ):
-        run_stage(config, "sft")
-    assert not runs.stage_folder(config, "sft").exists()
-
-
-def test_a_parent_that_is_not_finished(config):
-    interrupt(config, "tokenizer")
-    with pytest.raises(UserError, match="tokenizer is not finished: run `rlhf tokenizer` again, it resumes"):
-        run_stage(config, "pretrain")
-
-
-def test_a_parent_whose_file_is_gone_or_changed(config):
-    weights = run_stage(config, "tokenizer") / "model" / "weights.txt"
-    weights.write_text("weight")
-    with pytest.raises(UserError, match=r"weights.txt: cut short or changed since tokenizer wrote it"):
-        run_stage(config, "pretrain")
-    weights.unlink()
-    with pytest.raises(
-        UserError, match=r"weights.txt: missing, tokenizer wrote it: run `rlhf tokenizer overwrite=true`"
-    ):
-        run_stage(config, "pretrain")
-
-
-@pytest.mark.parametrize("edit", ["settings", "weights"])
-def test_a_parent_whose_record_was_edited(config, edit):
-    folder = run_stage(config, "tokenizer")
-    record = runs.read_stage(folder)
-    if edit == "settings":
-        record["settings"]["tokenizer.vocab_size"] = 1
-    else:
-        (folder / "model" / "weights.txt").write_text("other")
-        record["files"]["model/weights.txt"] = sha256_file(folder / "model" / "weights.txt")
-    (folder / "stage.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"stage.json: changed since tokenizer wrote it \(its hash"):
-        run_stage(config, "pretrain")
-
-
-def test_parents_that_do_not_fit_each_other(config):
-    chain(config, "tokenizer", "pretrain", "sft", "reward")
-    run_stage(changed(config, overwrite=True), "sft", "other weights")
-    with pytest.raises(
-        UserError, match=r"reward: built on another sft \(.{8}\) than .*sft \(.{8}\): run `rlhf reward over"
-    ):
-        run_stage(config, "ppo")
-    run_stage(changed(config, overwrite=True), "reward")
-    run_stage(config, "ppo")
-
-
-def test_an_interrupted_stage_is_not_resumed_on_another_parent(config):
-    chain(config, "tokenizer")
-    interrupt(config, "pretrain")
-    run_stage(changed(config, overwrite=True), "tokenizer", "other")
-    with pytest.raises(UserError, match="pretrain: was started with other parents or data"):
-        run_stage(config, "pretrain")
-
-
-def test_a_parent_by_run_name_by_run_folder_and_by_stage_folder(config):
-    folders = chain(config, "tokenizer", "pretrain")
-    for i, given in enumerate(("demo", str(folders["pretrain"].parent), str(folders["pretrain"]))):
-        child = changed(config, run=f"child-{i}", parents__pretrain=given)
-        assert runs.stage_folder(child, "pretrain") == folders["pretrain"]
-        assert runs.read_stage(run_stage(child, "sft"))["parents"].keys() == {"pretrain"}
-    stray = changed(config, parents__pretrain="nowhere")
-    with pytest.raises(UserError, match=r"parents.pretrain=nowhere: neither a run under .*runs/ nor a"):
-        runs.stage_folder(stray, "pretrain")
-
-
-# --- data ---
-
-
-def test_data_that_the_user_named_is_hashed_and_files_of_one_name_are_kept_apart(config, tmp_path):
-    files = [tmp_path / folder / "text.txt" for folder in ("a", "b")]
-    for path in files:
-        path.parent.mkdir()
-        path.write_text("one")
-    given = changed(config, data__corpus=[str(path) for path in files])
-    before = hash_sources(given, "pretrain")
-    assert list(before) == ["corpus:text.txt", "corpus:text.txt#1"] and len(set(before.values())) == 1
-    files[0].write_text("two")
-    assert hash_sources(given, "pretrain") != before
-    assert hash_sources(given, "sft") == hash_sources(config, "pretrain") == {}
-
-
-def test_only_files_that_a_stage_can_read_count_as_its_data(config, tmp_path):
-    (tmp_path / "labels").mkdir()
-    (tmp_path / "labels" / "a.jsonl").write_text("{}\n")
-    (tmp_path / "labels" / "README.md").write_text("about")
-    (tmp_path / "labels" / "notes.txt").write_text("about")
-    given = changed(config, data__demonstrations=str(tmp_path / "labels"))
-    assert list(hash_sources(given, "sft")) == ["demonstrations:a.jsonl"]
-    with pytest.raises(UserError, match=r"notes.txt: got a file of another kind, want .jsonl, .json"):
-        hash_sources(changed(config, data__demonstrations=str(tmp_path / "labels" / "notes.txt")), "sft")

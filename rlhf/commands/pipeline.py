@@ -171,12 +171,11 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
 
 def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) -> str | None:
     """Why a recorded stage does not match the requested one, or None."""
-    wanted = settings_of(config, stage)
-    if recorded.get("settings") != wanted:
-        return f"{stage} was run with other settings ({differences(recorded.get('settings', {}), wanted)})"
-    changed = [p for p in parents if recorded.get("parents", {}).get(p) != parents[p]]
-    if changed:
-        return f"{stage} was built on another {' and '.join(changed)} than is there now"
+    if changed := differences(recorded.get("settings", {}), settings_of(config, stage)):
+        return f"{stage} was run with other settings ({changed})"
+    others = [p for p in parents if recorded.get("parents", {}).get(p) != parents[p]]
+    if others:
+        return f"{stage} was built on another {' and '.join(others)} than is there now"
     if recorded.get("data") != hash_sources(config, stage):
         return f"{stage} was run on other data than is there now"
     return None

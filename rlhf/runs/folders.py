@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -220,16 +221,21 @@ def check_round(earlier: Config) -> list[dict]:
                     f"{folder}: built on another {parent} than {records[parent]['folder']}: `rlhf pipeline "
                     "overwrite=true` makes the labelling round again"
                 )
-    wanted, recorded = settings_of(earlier, "label"), records["label"]["settings"]
-    if recorded != wanted:
+    if changed := differences(records["label"]["settings"], settings_of(earlier, "label")):
         raise UserError(
-            f"{records['label']['folder']}: the previous labelling round had other settings "
-            f"({differences(recorded, wanted)}): restore them, or choose another run=…"
+            f"{records['label']['folder']}: the previous labelling round had other settings ({changed}): restore them, or "
+            "choose another run=…"
         )
     return [records["label"], records["ppo"]]
 
 
 def differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """How recorded settings differ from the wanted ones, in words; empty if they are equal.
+
+    A setting that did not exist when the record was written counts as its default.
+    """
+    defaults = flatten(stored(asdict(Config())))
+    recorded = {key: defaults[key] for key in wanted if key in defaults} | recorded
     keys = [k for k in sorted(recorded.keys() | wanted.keys()) if recorded.get(k) != wanted.get(k)]
     shown = ", ".join(f"{k} {recorded.get(k)!r} -> {wanted.get(k)!r}" for k in keys[:4])
     return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")

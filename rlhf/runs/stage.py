@@ -239,9 +239,8 @@ def _replacement(stage: Stage) -> dict | None:
 
 def _misfit(stage: Stage, recorded: dict) -> str | None:
     """Why an interrupted attempt cannot be resumed, and what to do; or None."""
-    wanted = settings_of(stage.config, stage.name)
-    if recorded["settings"] != wanted:
-        return f"was started with other settings ({differences(recorded['settings'], wanted)}): restore them to resume"
+    if changed := differences(recorded["settings"], settings_of(stage.config, stage.name)):
+        return f"was started with other settings ({changed}): restore them to resume"
     if recorded["parents"] != stage.parents or recorded["data"] != stage.data:
         return "was started with other parents or data: restore them to resume"
     return None
