@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from rlhf.model.branches import layout
+from rlhf.model.gpt import GPTModel
 from rlhf.model.linear import Float32Linear
 from rlhf.model.loading import load_whole
 from rlhf.model.trunk import hidden_at
@@ -126,11 +128,30 @@ class RewardModel(PreTrainedModel):
         raw = self.head(hidden).squeeze(-1).float()
         return self.config.gain * (raw - self.config.shift) if calibrated else raw
 
+    @property
+    def reads_branches(self) -> bool:
+        """Whether it scores joined rows (`rlhf.model.branches`): it needs a mask, and distances that are those of positions."""
+        return isinstance(self.trunk, GPTModel) and self.trunk.config.window is None and self.config.read_tokens == 1
+
+    def branch_scores(self, tokens: Tensor, segments: Tensor, calibrated: bool = True) -> Tensor:
+        """Scores (R,) float32 of all rows that `join_groups` joined to tokens and segments (N, T)."""
+        positions, mask, last = layout(segments)
+        output = self.trunk(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False, kept=last)
+        return self._score(output.last_hidden_state, calibrated)
+
     def forward(
-        self, tokens: Tensor, lengths: Tensor, calibrated: bool = True, with_lm: bool = False
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        calibrated: bool = True,
+        with_lm: bool = False,
+        segments: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,) and, with read_tokens, at those
-        before it; with_lm: and `mean_nats` (B,)."""
+        before it; with_lm: and `mean_nats` (B,). With segments in place of lengths: `branch_scores`."""
+        if lengths is None:
+            assert segments is not None
+            return self.branch_scores(tokens, segments, calibrated)
         rows = torch.arange(len(tokens), device=tokens.device)[:, None] * tokens.shape[1]
         read = lengths[:, None] - 1 - torch.arange(self.config.read_tokens, device=tokens.device)  # (B, read_tokens)
         real, kept = read >= 0, (rows + read.clamp(min=0)).flatten()

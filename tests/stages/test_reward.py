@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from rlhf.data.prompts import prompts_of
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
 from rlhf.evaluation import scoring
+from rlhf.model.branches import joined_length
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import read_stage
@@ -111,10 +111,10 @@ def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
 
 def test_micro_batches_keep_prompts_whole():
     items = blank_items([4, 9, 2, 7, 4, 3])
-    parts = list(reward.micro_batches(items, 10))
+    parts = list(reward.micro_batches(None, items, 10))
     assert sorted(item.key for part in parts for item in part) == [str(i) for i in range(6)]
     assert all(sum(len(item.rows) for item in part) <= 10 or len(part) == 1 for part in parts)
-    assert [len(part) for part in reward.micro_batches(items, 1)] == [1] * 6
+    assert [len(part) for part in reward.micro_batches(None, items, 1)] == [1] * 6
 
 
 def recording_engine(model):
@@ -182,8 +182,8 @@ def test_labelers_count_by_their_weights(tokenizer, model):
     assert reward.evaluate_items(model, [item], 0, CPU)["loss"] == pytest.approx(wanted, abs=1e-6)
 
 
-def test_one_forward_a_response_however_many_pairs_and_labelers(gold_run, tokenizer, model):
-    """4 answers, 3 labelers who saw them in other orders, 16 pairs: 4 rows go through the model, each once."""
+def test_each_token_goes_through_once_however_many_pairs_and_labelers(gold_run, tokenizer, model):
+    """4 answers, 3 labelers who saw them in other orders, 19 pairs: the prompt and the 4 answers go through the model, each once."""
     texts = ["Red.", "Blue is good.", "Green", "A cat, a dog and a cow."]
     rng, records = random.Random(0), []
     for labeler in ("anna", "ben", "carl"):
@@ -199,7 +199,7 @@ def test_one_forward_a_response_however_many_pairs_and_labelers(gold_run, tokeni
     )
     reward.train_step(gold_run.config(), None, recording_engine(model), items, 1e-4, 0)
     handle.remove()
-    assert len(seen) == 4 and max(Counter(seen).values()) == 1
+    assert [len(row) for row in seen] == [joined_length(items[0].rows)]
 
 
 # --- learning ------------------------------------------------------------------------------------------------------
