@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.masks import narrow
 from rlhf.model.packed import is_packed
 from rlhf.model.positions import Rope, rotary_factors
+from rlhf.model.settled import unpacked
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]
@@ -68,15 +70,30 @@ class Decoder:
         return rotary_factors(torch.arange(columns, device=weight.device), self.model.config, weight.dtype)
 
     def prefill(self) -> Tensor:
-        """Logits (B, V) after each prompt; on a CPU a few rows of similar length at a time, to compute little padding."""
-        count = len(self.tokens)
-        size = PREFILL_ROWS if self.tokens.device.type == "cpu" else count
-        parts = [slice(start, start + size) for start in range(0, count, size)]
-        return self._logits(torch.cat([self._prefill_rows(part, self.tokens[part]) for part in parts]))
+        """Logits (B, V) after each prompt; neighbours with the same prompt share its pass.
 
-    def _prefill_rows(self, part: slice, tokens: Tensor) -> Tensor:
-        """Hidden states (rows, D) after the prompts of some rows, cut to the longest of them; fills their cache."""
-        lengths, trunk = self.lengths[part], self.trunk
+        On a CPU a few rows of similar length go through at a time, to compute little padding.
+        """
+        new = torch.ones_like(self.lengths, dtype=torch.bool)  # whether a row's prompt is not that of the row before
+        new[1:] = (self.tokens[1:] != self.tokens[:-1]).any(1) | (self.lengths[1:] != self.lengths[:-1])
+        tokens, lengths = self.tokens[new], self.lengths[new]
+        count = len(tokens)
+        size = PREFILL_ROWS if tokens.device.type == "cpu" else count
+        parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        fewer = count < len(self.tokens)
+        # packed products would be compiled for each number of different prompts
+        with unpacked(self.model) if self.packed and fewer else nullcontext():
+            x = torch.cat([self._prefill_rows(part, tokens[part], lengths[part]) for part in parts])
+        if fewer:
+            prompt = new.cumsum(0) - 1  # of each row, by its place among the different ones
+            x = x[prompt]
+            for side in (side for pair in self.cache for side in pair):
+                side[:, :, : self.column] = side[prompt, :, : self.column]
+        return self._logits(x)
+
+    def _prefill_rows(self, part: slice, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Hidden states (rows, D) after prompts, cut to the longest of them; fills the cache's rows `part`."""
+        trunk = self.trunk
         width = int(lengths.max()) if len(lengths) < len(self.lengths) else self.column
         x = trunk.place(trunk.embed_tokens(tokens[:, :width]), torch.arange(width, device=tokens.device))
         rope = None if self.rope is None else (self.rope[0][:width], self.rope[1][:width])

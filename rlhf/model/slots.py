@@ -103,7 +103,7 @@ class Slots(Decoder):
         tokens = torch.tensor([list(p) + [0] * (self.column - len(p)) for p in prompts], device=self.device)
         # packed products would be compiled for each number of tokens
         with unpacked(self.model) if self.packed else nullcontext():
-            return self._logits(self._prefill_rows(slice(first, self.live), tokens))
+            return self._logits(self._prefill_rows(slice(first, self.live), tokens, lengths))
 
     def leave(self, row: int) -> None:
         """The last row in use takes the place of one that ends."""

@@ -119,6 +119,20 @@ def test_prompts_read_in_parts_change_nothing(kind, monkeypatch):
     assert torch.allclose(parts.logprobs, whole.logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_asked_several_times_is_read_once(kind, monkeypatch):
+    model, keys = make(kind), [(i, j) for i in range(len(PROMPTS)) for j in range(1 + i % 3)]
+    asked = [PROMPTS[i] for i, _ in keys]
+    alone = [sample(model, [p], keys=[key], **SETTINGS, seed=3) for p, key in zip(asked, keys, strict=True)]
+    empty, read = torch.Tensor.new_empty, []
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
+    model.model.embed_tokens.register_forward_hook(lambda module, given, _: read.append(given[0]))
+    found = sample(model, asked, keys=keys, **SETTINGS, seed=3)
+    assert found.responses == [one.responses[0] for one in alone]
+    assert torch.allclose(found.logprobs, torch.cat([one.logprobs for one in alone]), atol=1e-5)
+    assert sum(len(tokens) for tokens in read if tokens.dim() == 2) == len(PROMPTS)
+
+
 @pytest.mark.parametrize("kind", ["llama", "transformers"])
 def test_stream_is_the_sampler(kind):
     model = make(kind).train()
