@@ -2,7 +2,7 @@
 
 torch multiplies float32 on a CPU with MKL, which uses no AVX-512 on AMD's processors; oneDNN, which torch contains too, does,
 and is about twice as fast there. torch has no public name for its product: `onednn_product` is the operator that torch.compile
-emits, and may go. Small weights and few rows gain nothing and stay with torch.
+emits, and may go. Small products gain nothing and stay with torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_WIDTH = 256  # of inputs and of outputs: below, a call costs more than it saves
+LEAST_WIDTH = 128  # of inputs and of outputs
+# From WIDE inputs and outputs on, few rows are enough; a narrower product needs so many multiplications, or a call costs more
+# than it saves.
+WIDE, LEAST_WORK = 256, 12_000_000
 # Rows that are multiplied together; the rest goes to torch. oneDNN compiles a product for each shape, about 1 MB each.
-PIECES = (1024, 256, 64)
+PIECES = (2048, 1024, 256, 64)
 off: list[bool] = []  # not empty within `by_torch_alone`
 
 
@@ -50,8 +53,10 @@ def by_torch_alone() -> Iterator[None]:
 
 def serves(x: Tensor, outputs: int) -> bool:
     """Whether oneDNN's product of x (…, I) with a float32 weight (outputs, I) is faster than torch's and means the same."""
+    narrowest = min(outputs, x.shape[-1])
     return (
-        min(outputs, x.shape[-1]) >= LEAST_WIDTH
+        narrowest >= LEAST_WIDTH
+        and (narrowest >= WIDE or x.numel() * outputs >= LEAST_WORK)
         and x.device.type == "cpu"
         and x.dtype == torch.float32
         and x.numel() >= PIECES[-1] * x.shape[-1]
@@ -86,6 +91,8 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     """a^T b (O, I) of a (N, O) and b (N, I), without gradients."""
     if not serves(b, a.shape[1]):
         return a.t() @ b
+    if a.shape[1] > b.shape[1]:  # the first operand is laid out anew: the narrower one
+        return outer(b, a).t()
     multiply: Any = onednn_product()
     pieces = _pieces(len(a))
     total, done = multiply(a[pieces[0]].t(), b[pieces[0]].t(), None, "none", [], ""), pieces[-1].stop

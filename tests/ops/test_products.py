@@ -24,7 +24,7 @@ def tensors(rows: int, inputs: int = 256, outputs: int = 320) -> tuple[torch.Ten
 
 
 @needs_product
-@pytest.mark.parametrize("rows", [PIECES[-1], 65, 3 * 64 + 7, 1024 + 256 + 1])
+@pytest.mark.parametrize("rows", [PIECES[-1], 65, 3 * 64 + 7, 2048 + 256 + 1])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_values_and_gradients_are_torchs(rows, with_bias, monkeypatch):
     calls, multiply = [], onednn_product()
@@ -47,14 +47,15 @@ def test_strided_operands():
     x, weight, _ = tensors(300)
     wide = torch.randn(300, 320)
     assert torch.allclose(plain_product(wide, weight.t()), wide @ weight, rtol=1e-5, atol=1e-4)
-    assert torch.allclose(outer(wide, x), wide.t() @ x, rtol=1e-5, atol=1e-3)
+    for a, b in ((wide, x), (x, wide)):
+        assert torch.allclose(outer(a, b), a.t() @ b, rtol=1e-5, atol=1e-3)
 
 
 @needs_product
 def test_shapes_are_few_however_many_rows_there_are(monkeypatch):
     seen, multiply = set(), onednn_product()
     monkeypatch.setattr(products, "onednn_product", lambda: lambda *a: seen.add(len(a[0])) or multiply(*a))
-    for rows in range(64, 2000, 97):
+    for rows in range(64, 4000, 197):
         plain_product(*tensors(rows)[:2])
     assert seen == set(PIECES)
 
@@ -62,8 +63,12 @@ def test_shapes_are_few_however_many_rows_there_are(monkeypatch):
 def test_what_stays_with_torch(monkeypatch):
     x, weight, _ = tensors(64)
     assert serves(x, 256)
-    assert not serves(x, 255), "small weights, as the gold world's"
     assert not serves(x[:63], 256), "few rows"
+    narrow = torch.randn(1000, 128)
+    assert serves(narrow, 128) and not serves(narrow[:700], 128) and serves(narrow[:700], 384), (
+        "128^2 x 1000 is 16 million"
+    )
+    assert not serves(narrow, 127)
     assert not serves(x.double(), 256) and not serves(x.to("meta"), 256)
     with torch.autocast("cpu", torch.bfloat16):
         assert not serves(x, 256) and product(x, weight).dtype == torch.bfloat16
