@@ -72,6 +72,11 @@ def _relations(config: Config, command: str) -> list[str]:
     problems += _ppo_relations(config, command)
     problems += _kl_relations(config)
     problems += _lora_relations(config, command)
+    if config.judge.model is not None and config.data.half is None and command in ("judge", "pipeline"):
+        problems.append(
+            f"judge.model={config.judge.model}: the judge learns from comparisons that the reward model does not see: "
+            "want data.half=1 or 2"
+        )
     context = own_context(config)
     if config.gold.enabled and context is not None and config.rollout.max_new_tokens >= context:
         problems.append(

@@ -35,7 +35,7 @@ from rlhf.errors import UserError
 from rlhf.exits import check_launch, ending
 from rlhf.interrupts import interrupt_on_signals, leave
 from rlhf.processes import disconnect
-from rlhf.recipe import GOLD_STAGES, STAGES
+from rlhf.recipe import BASELINES, GOLD_STAGES, PIPELINE, STAGES, ancestors
 from rlhf.terminal import accept_any_text, say, write
 
 # Each command's module, one line of help, and the groups of settings that its help shows; the stages have rows of their own.
@@ -233,9 +233,8 @@ def check_used(overrides: list[str], command: str) -> None:
     known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
     given = [key for key in keys if key in known]
     if command == "pipeline":
-        stages = [name for name, row in STAGES.items() if not row.optional]
-        for key in given:
-            if not any(uses(name, key) for name in (*stages, command)):
+        for key in given:  # of the optional stages, the pipeline can run the baselines and what evaluate builds on
+            if not any(uses(name, key) for name in (*PIPELINE, *BASELINES, *ancestors("evaluate"), command)):
                 say(f"pipeline: {key}: no stage of the pipeline uses it")
     if command in OF_SEVERAL:
         return

@@ -16,6 +16,15 @@ PROMPTS = (
     "data.test",
     "data.split_seed",
 )
+RANKINGS = (
+    "data.comparisons",
+    "data.format",
+    "data.dev",
+    "data.test",
+    "data.split_seed",
+    "data.half",
+    "data.held_out_labelers",
+)
 REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.calibrated")
 
 
@@ -33,7 +42,7 @@ class StageRow:
     kept_work: tuple[str, ...] = ()  # files that an interrupted stage continues from, beside its checkpoints
     several_processes: bool = False  # whether several processes can work on it together
     gold_only: bool = False  # whether only the gold world has it
-    optional: bool = False  # whether it runs only when called by name, not in the pipeline
+    optional: bool = False  # whether the pipeline runs it only if a setting asks for it
     every_round: bool = False  # whether each labelling round runs it again
     writes_policy: bool = False  # whether its model answers prompts (chat, export, sample)
 
@@ -101,8 +110,8 @@ ROWS = (
         "train the reward model on ranked comparisons",
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
-        settings=("seed", "precision", "reward", "lora.rank", "lora.alpha", "data.comparisons", "data.demonstrations",
-                  "data.format", "data.dev", "data.test", "data.split_seed", "data.held_out_labelers", "rollout.max_new_tokens"),
+        settings=("seed", "precision", "reward", "lora.rank", "lora.alpha", "data.demonstrations", *RANKINGS,
+                  "rollout.max_new_tokens"),
         reads=("gold.held_out_labelers", "rollout.batch_size", "ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score"),
         several_processes=True,
         every_round=True,
@@ -134,8 +143,8 @@ ROWS = (
         "fine-tune on ranked comparisons directly (DPO)",
         parents=("world", "sft", "label"),
         data=("comparisons",),
-        settings=("seed", "precision", "dpo", "lora.rank", "lora.alpha", "reward.labeler_weights", "data.comparisons", "data.format",
-                  "data.dev", "data.test", "data.split_seed", "data.held_out_labelers", "rollout.max_new_tokens"),
+        settings=("seed", "precision", "dpo", "lora.rank", "lora.alpha", "reward.labeler_weights", *RANKINGS,
+                  "rollout.max_new_tokens"),
         reads=("gold.held_out_labelers",),
         optional=True,
         writes_policy=True,
@@ -148,13 +157,23 @@ ROWS = (
         optional=True,
     ),
     StageRow(
+        "judge",
+        "train the reward model that judges the policies, on the other half of the comparisons",
+        parents=("world", "sft", "label"),
+        data=("comparisons", "demonstrations"),
+        settings=("seed", "precision", "judge", "data.demonstrations", *RANKINGS, "rollout.max_new_tokens"),
+        reads=("gold.held_out_labelers", "rollout.batch_size", "ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score"),
+        several_processes=True,
+        optional=True,
+    ),
+    StageRow(
         "evaluate",
         "measure the models on held-out prompts and comparisons",
-        parents=("world", "pretrain", "sft", "label", "reward", "ppo"),
+        parents=("world", "pretrain", "sft", "label", "reward", "ppo", "judge"),
         data=("prompts", "demonstrations", "comparisons"),
         settings=("seed", "precision", "evaluate", "rollout.max_new_tokens", "ppo.missing_eos_rule", "ppo.missing_eos_score",
                   "ppo.score_clip", *REWARD_SOURCES, *PROMPTS, "data.held_out_labelers", "gold.labeler_noise"),
-        reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size"),
+        reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size", "judge.model"),
     ),
 )  # fmt: skip
 STAGES: dict[str, StageRow] = {row.name: row for row in ROWS}  # in the order of the pipeline

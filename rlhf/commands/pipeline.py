@@ -30,7 +30,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.records import read_record
-from rlhf.runs.sources import data_source, hash_sources, kinds_read
+from rlhf.runs.sources import check_base, data_source, hash_sources, kinds_read
 from rlhf.runs.stage import has_begun
 from rlhf.terminal import say
 
@@ -88,7 +88,7 @@ def check_before(config: Config) -> None:
     stages = stages_to_run(config)
     read = {kind for stage in stages for kind in kinds_read(config, stage)}
     measured = "evaluate" in stages and needs_parent(config, "evaluate", "reward")
-    if "reward" not in stages and not measured:
+    if not {"reward", "judge"} & set(stages) and not measured:
         read.discard("comparisons")  # they are prompts at most
     kinds = [kind for kind in ("corpus", "demonstrations", "comparisons") if kind in read]
     missing = [kind for kind in kinds if data_source(config, kind) is None]
@@ -99,6 +99,9 @@ def check_before(config: Config) -> None:
         )
     for stage in stages:
         hash_sources(config, stage)  # a missing file is found here
+    for stage, base in (("reward", config.reward.model), ("judge", config.judge.model)):
+        if stage in stages and base is not None and not is_complete(stage_folder(config, stage)):
+            check_base(base, f"{stage}.model")
     folder = run_folder(config)
     if not is_complete(folder / "reward"):
         read_labels(config)

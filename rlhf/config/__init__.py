@@ -25,6 +25,7 @@ from rlhf.config.stages import (
     DpoConfig,
     EvaluateConfig,
     GoldConfig,
+    JudgeConfig,
     KlConfig,
     LoraConfig,
     PpoConfig,
@@ -135,6 +136,7 @@ class Config:
     pretrain: PretrainConfig = group(PretrainConfig)
     sft: SftConfig = group(SftConfig)
     reward: RewardConfig = group(RewardConfig)
+    judge: JudgeConfig = group(JudgeConfig)
     ppo: PpoConfig = group(PpoConfig)
     kl: KlConfig = group(KlConfig)
     lora: LoraConfig = group(LoraConfig)

@@ -32,6 +32,12 @@ class DataConfig:
     held_out: float = setting(0.01, "fraction of the corpus kept for the held-out loss", above=0, below=1)
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)
     test: float = setting(0.10, "fraction of prompts kept for the final figures", min=0, max=1)
+    half: int | None = setting(
+        None,
+        "train on the comparisons of half of the prompts, 1 or 2; the judge takes the other half; none: all",
+        min=1,
+        max=2,
+    )
     split_seed: int = setting(
         0,
         "seed of the splits; separate from `seed`, so that runs with other seeds keep the same test prompts",
@@ -126,6 +132,18 @@ class RewardConfig:
         "reward sources, as in ppo.rewards, that the audit compares best-of-n with; none: no check",
         kind="rewards",
         changes=NOTHING,
+    )
+
+
+@dataclass(slots=True)
+class JudgeConfig(RewardConfig):
+    """The reward model that judges the final policies and that none of them was trained with: settings as in `reward`."""
+
+    model: str | None = setting(
+        None, "the judge's base, a text model with its own tokenizer: folder or hub name; none: no judge"
+    )
+    audit: int = setting(
+        0, "held-out pairs that the audit at the end attacks; 0: no audit", min=0, max=100_000, changes=NOTHING
     )
 
 

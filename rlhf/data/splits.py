@@ -161,10 +161,18 @@ def record_split(record: "Record", seed: int, fractions: Mapping[str, float]) ->
         if not isinstance(given, str) or given not in fractions:
             raise UserError(f"record {record.id}: split is {given!r}: want one of {', '.join(fractions)}, or null")
         return given
+    return choose(uniform(unit_key(record), seed), fractions)
+
+
+def unit_key(record: "Record") -> str:
+    """What records that stay together share: their `metadata.group`, else their prompt's `split_key`."""
     group = record.metadata.get("group")
-    if group is not None:
-        return split_of(str(group), seed, fractions)
-    return split_of_hash(key_hash(record.prompt), seed, fractions)
+    return f"{key_hash(record.prompt):016x}" if group is None else prompt_key(str(group))
+
+
+def record_half(record: "Record", seed: int) -> int:
+    """1 or 2: the half of the prompts that a record belongs to, whatever its split. What stays together is in one half."""
+    return 1 + int(uniform(f"half {unit_key(record)}", seed) >= 0.5)
 
 
 def with_split(record: "Record", split: str) -> "Record":

@@ -4,19 +4,17 @@ Both orders of the two answers are asked for. A prompt counts 1, 1/2 or 0 for an
 place says nothing. Its verdicts are compared with those of the other judges on the same answers: the reward model, and the truth if known.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.evaluation.endpoint import Endpoint, shown_counts
-from rlhf.evaluation.statistics import interval
+from rlhf.evaluation.statistics import interval, length_controlled, told
 from rlhf.runs.folders import run_folder, stage_folder
 from rlhf.terminal import say
 from rlhf.tracking.jsonl import read_jsonl
@@ -28,7 +26,6 @@ INSTRUCTION = (
 )
 VERDICT = re.compile(r"\b(A|B|TIE)\b")
 POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
-RIDGE = 1e-3  # of the logistic regression, so that it has a solution where one model always wins
 OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by their key in samples.jsonl
 
 Figures = dict[str, Any]
@@ -104,43 +101,13 @@ def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdic
     return {
         "pair": list(pair),
         "win_rate": interval(points),
-        "length_controlled": length_controlled(points, lengths),
+        "length_controlled": length_controlled([[point] for point in points], [[n] for n in lengths]),
         "longer": round(sum((n > 0) + 0.5 * (n == 0) for n in lengths) / len(lengths), 4),
         "both_orders_agree": interval([float(one == two) for _, one, two in kept]),
         "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in kept]),  # of the answer shown first
         "ties": round(sum(point == 0.5 for point in points) / len(points), 4),
         "left_out": len(rows) - len(kept),
         "others": compare_judges([row for row, _, _ in kept], pair, points),
-    }
-
-
-def length_controlled(points: Sequence[float], lengths: Sequence[float]) -> Figures:
-    """The win rate if both answers had the same number of words, by logistic regression: sigmoid(a) of
-
-        P(win) = sigmoid(a + b d / sd(d))        d = words of ours less theirs
-
-    with a sandwich interval, a prompt being the unit. Source: Dubois et al. 2024, equation 2. Differs: no term per prompt, and d as it is
-    rather than its hyperbolic tangent.
-    """
-    y, d = np.array(points), np.array(lengths)
-    x = np.stack([np.ones_like(d), d / d.std() if d.std() > 0 else np.zeros_like(d)], 1)
-    w = np.zeros(2)
-    for _ in range(100):
-        p = 1.0 / (1.0 + np.exp(-x @ w))
-        curvature = x.T @ (x * (p * (1 - p))[:, None]) + RIDGE * np.eye(2)
-        step = np.linalg.solve(curvature, x.T @ (y - p) - RIDGE * w)
-        w += step
-        if np.abs(step).max() < 1e-10:
-            break
-    bread = np.linalg.inv(curvature)
-    residual = x * (y - p)[:, None]
-    error = math.sqrt((bread @ (residual.T @ residual) @ bread)[0, 0])
-    low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
-    return {
-        "value": round(value, 4),
-        "ci95": [round(low, 4), round(high, 4)],
-        "n": len(points),
-        "per_sd_of_length": round(float(w[1]), 4),
     }
 
 
@@ -186,9 +153,6 @@ def cost_of(counts: Any, prices: Sequence[float] | None) -> float | None:
 
 def describe_judging(results: Figures) -> list[str]:
     """The figures on a few lines."""
-
-    def told(figure: Figures) -> str:
-        return f"{figure['value']:.3f} [{figure['ci95'][0]:.3f}, {figure['ci95'][1]:.3f}]"
 
     pair = " over ".join(results["pair"])
     lines = [

@@ -18,6 +18,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
+from rlhf.evaluation.statistics import told
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.half import hold_frozen
 from rlhf.runs.folders import check_output
@@ -135,9 +136,6 @@ def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
 
 def describe_pairs(results: Figures) -> list[str]:
     """The figures on a few lines."""
-
-    def told(figure: Figures) -> str:
-        return f"{figure['value']:.3f} [{figure['ci95'][0]:.3f}, {figure['ci95'][1]:.3f}]"
 
     rows = {"all": results["overall"]} | (results["subsets"] if len(results["subsets"]) > 1 else {})
     return [

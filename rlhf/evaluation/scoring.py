@@ -9,7 +9,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.data.demonstrations import encode_demonstrations
 from rlhf.data.items import Answer, Encode, Item, check_labelers, names_of, token_encoder
-from rlhf.data.records import Demonstration, Message, Ranking
+from rlhf.data.records import Demonstration, Message, PromptRecord, Ranking
 from rlhf.evaluation.statistics import ratio_interval
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, right_pad
@@ -122,6 +122,22 @@ def score_each(model: Any, items: list[Item], pad: int, device: torch.device) ->
     """Calibrated scores, a list per item."""
     flat = iter(score_rows(model, [row for item in items for row in item.rows], pad, device).tolist())
     return [[next(flat) for _ in item.rows] for item in items]
+
+
+def score_answers_by(
+    model: Any, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord], pad: int, device: torch.device
+) -> Scores:
+    """A reward model's calibrated scores of one policy's {"prompts", "ids", "texts", "ended"}, a list per prompt of `records`."""
+    ids, prompts = answers["ids"], answers["prompts"]
+    if isinstance(model, TextRewardModel):
+        asked = [record.prompt for record, responses in zip(records, ids, strict=True) for _ in responses]
+        texts, ended = ([x for row in answers[key] for x in row] for key in ("texts", "ended"))
+        flat = model.score_texts(asked, texts, ended).tolist()
+    else:
+        rows = [p + response for p, responses in zip(prompts, ids, strict=True) for response in responses]
+        flat = score_rows(model, rows, pad, device).tolist()
+    count = len(ids[0])
+    return [flat[i : i + count] for i in range(0, len(flat), count)]
 
 
 def score_demonstrations(

@@ -4,6 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+RIDGE = 1e-3  # of a logistic regression, so that it has a solution where one side always wins
+DETECTED = 2.8  # standard errors at which a 5% test finds an effect in 80% of samples: 1.96 + 0.84
+
 
 def interval(values: Sequence[float]) -> dict[str, object]:
     """{"value": mean, "ci95": [low, high], "n"} of one number per prompt, by the normal approximation."""
@@ -33,6 +38,58 @@ def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[floa
         points = [1.0 if a > b + 1e-9 else 0.5 if abs(a - b) <= 1e-9 else 0.0 for a in ours for b in theirs]
         per_prompt.append(sum(points) / len(points))
     return interval(per_prompt)
+
+
+def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The win rate if both answers had the same number of words, by logistic regression: sigmoid(a) of
+
+        P(win) = sigmoid(a + b d / sd(d))        d = words of ours less theirs
+
+    points, lengths: of each comparison of a prompt's answers, a list per prompt, as many for each. The interval is a sandwich with the
+    prompt as the unit. value is None if one side's answers are always the longer ones: then nothing tells what equal length would give.
+    Source: Dubois et al. 2024, equation 2. Differs: no term per prompt, and d as it is rather than its hyperbolic tangent.
+    """
+    y, d = np.array(points, dtype=float), np.array(lengths, dtype=float)  # (prompts, comparisons)
+    if d.min() > 0 or d.max() < 0:
+        return {"value": None, "ci95": None, "n": len(y), "per_sd_of_length": None}
+    x = np.stack([np.ones_like(d), d / d.std() if d.std() > 0 else np.zeros_like(d)], -1)  # (prompts, comparisons, 2)
+    flat, wins, w = x.reshape(-1, 2), y.reshape(-1), np.zeros(2)
+    for _ in range(100):
+        p = 1.0 / (1.0 + np.exp(-flat @ w))
+        curvature = flat.T @ (flat * (p * (1 - p))[:, None]) + RIDGE * np.eye(2)
+        step = np.linalg.solve(curvature, flat.T @ (wins - p) - RIDGE * w)
+        w += step
+        if np.abs(step).max() < 1e-10:
+            break
+    bread = np.linalg.inv(curvature)
+    residual = (x * (y - p.reshape(y.shape))[..., None]).sum(1)  # (prompts, 2)
+    error = math.sqrt((bread @ (residual.T @ residual) @ bread)[0, 0])
+    low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
+    return {
+        "value": round(value, 4),
+        "ci95": [round(low, 4), round(high, 4)],
+        "n": len(y),
+        "per_sd_of_length": round(float(w[1]), 4),
+    }
+
+
+def prompts_needed(figure: dict[str, Any], chance: float = 0.5) -> int | None:
+    """Prompts at which an effect of this figure's size would be found in 80% of samples at the 5% level: n (2.8 SE / |value - chance|)².
+
+    None if the figure has no value, no spread or no effect.
+    """
+    if figure["value"] is None or figure["value"] == chance or figure["ci95"][0] == figure["ci95"][1]:
+        return None
+    error = (figure["ci95"][1] - figure["ci95"][0]) / (2 * 1.96)
+    return math.ceil(figure["n"] * (DETECTED * error / (figure["value"] - chance)) ** 2)
+
+
+def told(figure: dict[str, Any] | None) -> str:
+    """A figure with its interval, in words."""
+    if figure is None or figure["value"] is None:
+        return "none"
+    low, high = figure["ci95"]
+    return f"{figure['value']:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def wilson(right: int, n: int) -> dict[str, object]:

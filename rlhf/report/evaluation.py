@@ -68,7 +68,7 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     return {
         "run": run.name,
         "audit": make_audit(run.audit),
-        "external": make_external(run.evaluations),
+        "external": make_external(run.evaluations, get(results, "judge")),
         "labelled": make_labelled(run.labelled),
         "models": models,
         "gold": gold,

@@ -3,15 +3,19 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf.report.audit import cell
+from rlhf.report.audit import cell, rows_of
 from rlhf.tracking.run_files import get, number, visible
 
 Table = tuple[str, tuple[str, ...], list[list[str]]]
 
 
-def make_external(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """{"tables", "disagreements"}: as many tables as there are evaluations, and a sentence for each judge who contradicts another."""
+def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -> dict[str, Any]:
+    """{"tables", "disagreements"}: as many tables as there are evaluations, and a sentence for each judge who contradicts another.
+
+    trained_judge: the entry `judge` of evaluate/results.json.
+    """
     tables = [
+        *trained_judge_tables(trained_judge),
         *pair_tables(found.get("pairs")),
         *instruction_tables(found.get("instructions")),
         *judge_tables(found.get("judge")),
@@ -55,6 +59,17 @@ def instruction_tables(models: Any) -> Iterator[Table]:
         for name, row in items_of(models)
     ]
     yield "Instructions that a program checks", ("model", "prompts, all followed", "instructions followed"), rows
+
+
+def trained_judge_tables(judged: Any) -> Iterator[Table]:
+    own = get(judged, "held_out")
+    caption = f"Judged by a reward model that none of them was trained with (accuracy {cell(get(own, 'accuracy'), share=True)})"
+    rows = [
+        [visible(" over ".join(map(str, row["pair"])), 100),
+         *(cell(row.get(key), share=True) for key in ("win_rate", "length_controlled")), cell(row.get("words"))]
+        for row in rows_of(judged, "pairs") if isinstance(row.get("pair"), list)
+    ]  # fmt: skip
+    yield caption, ("policies", "wins", "wins at equal length", "words more"), rows
 
 
 def judge_tables(judged: Any) -> Iterator[Table]:

@@ -130,6 +130,8 @@ def needs_parent(config: Config, stage: str, parent: str) -> bool:
     """Whether a stage reads a parent of its row. Without need of a reward model, `evaluate` measures a finished one all the same."""
     if parent == "reward" and stage in PAID_STAGES and not pays_itself(config):
         return stage == "evaluate" and is_complete(stage_folder(config, parent))
+    if parent == "judge":
+        return config.judge.model is not None or config.parents.judge is not None
     return is_needed(config, parent)
 
 

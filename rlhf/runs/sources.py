@@ -171,6 +171,12 @@ def hub_folder(name: str, setting: str) -> Path | None:
         ) from error
 
 
+def check_base(name: str, setting: str) -> None:
+    """Raises: UserError if a text model to train on is neither a folder nor readable from the hub."""
+    if not (Path(name) / "config.json").is_file() and (Path(name).exists() or hub_folder(name, setting) is None):
+        raise UserError(f"{setting}: {name}: no folder of a model (with config.json), and no hub id: check the name")
+
+
 def reward_model_folder(folder: Path) -> Path:
     """The model's folder in the result of `reward_folder`."""
     return folder / "model" if (folder / "stage.json").exists() else folder
@@ -230,9 +236,10 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
                 found[name] = _check_import(config, source.path) if source.imported else sha256_file(source.path)
     if stage in ("tokenizer", "pretrain") or (stage == "world" and config.gold.truth == "vader"):
         found |= hash_pretrained(config)
-    if stage == "reward" and config.reward.model is not None and Path(config.reward.model).is_dir():
-        files = sorted(path for path in Path(config.reward.model).iterdir() if path.is_file())
-        found |= {f"reward.model:{path.name}": sha256_file(path) for path in files}
+    base = {"reward": config.reward.model, "judge": config.judge.model}.get(stage)
+    if base is not None and Path(base).is_dir():
+        files = sorted(path for path in Path(base).iterdir() if path.is_file())
+        found |= {f"{stage}.model:{path.name}": sha256_file(path) for path in files}
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
         found |= hash_rewards(config)
     return found | hash_pretraining(config, stage)

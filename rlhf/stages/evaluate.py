@@ -26,9 +26,10 @@ from rlhf.evaluation.reward_report import (
     score_distributions,
     unseen_demonstrations,
 )
-from rlhf.evaluation.scoring import response_batches, score_rows
+from rlhf.evaluation.scoring import response_batches, score_answers_by
 from rlhf.evaluation.statistics import win_rate
 from rlhf.evaluation.text_figures import text_figures
+from rlhf.evaluation.trained_judge import compare_policies, describe_comparisons
 from rlhf.evaluation.truth_figures import (
     interval_of,
     judge_answers,
@@ -42,7 +43,7 @@ from rlhf.files import write_json
 from rlhf.gold.corpus import talk
 from rlhf.gold.truth import Requests, Truth, make_truth
 from rlhf.gold.world import task_from_metadata
-from rlhf.model.classifier import TextRewardModel, load_reward_model
+from rlhf.model.classifier import load_reward_model
 from rlhf.model.generate import Samples, sample
 from rlhf.model.half import hold_frozen
 from rlhf.ppo.rewards import Episodes, Reward, pay
@@ -135,6 +136,10 @@ def run_stage(config: Config) -> None:
             }
         if config.evaluate.best_of:
             results["best_of_n"] = evaluate_best_of(config, records, prompts, tokenizer, truth, gold, device)
+        if needs_parent(config, "evaluate", "judge"):
+            results["judge"] = compare_policies(
+                config, {name: answers[name] for name in scores}, records, tokenizer, device
+            )
         results |= costs(config)
 
         with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
@@ -271,27 +276,11 @@ def score_answers(
     scores, paid = {}, {}
     if reward_model is not None:
         pad = tokenizer.pad_token_id
-        scores = {name: score_by_model(reward_model, answers[name], records, pad, device) for name in names}
+        scores = {name: score_answers_by(reward_model, answers[name], records, pad, device) for name in names}
     if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, tokenizer, device)
         paid = {name: score_by(reward, answers[name], records) for name in names}
     return scores or paid, paid or scores
-
-
-def score_by_model(
-    reward_model: Any, answers: Answers, records: list[PromptRecord], pad: int, device: torch.device
-) -> list[list[float]]:
-    """The reward model's calibrated scores of one policy's samples, a list per prompt."""
-    ids, prompts = answers["ids"], answers["prompts"]
-    if isinstance(reward_model, TextRewardModel):
-        asked = [record.prompt for record, responses in zip(records, ids, strict=True) for _ in responses]
-        texts, ended = ([x for row in answers[key] for x in row] for key in ("texts", "ended"))
-        flat = reward_model.score_texts(asked, texts, ended).tolist()
-    else:
-        rows = [p + response for p, responses in zip(prompts, ids, strict=True) for response in responses]
-        flat = score_rows(reward_model, rows, pad, device).tolist()
-    count = len(ids[0])
-    return [flat[i : i + count] for i in range(0, len(flat), count)]
 
 
 def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> list[list[float]]:
@@ -435,6 +424,8 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
             f"model {row['rm_win_rate_vs_sft']['value']:.3f}"
             + (f", by the truth {row['win_rate_vs_sft']['value']:.3f}" if "win_rate_vs_sft" in row else "")
         )
+    for line in describe_comparisons(results["judge"]) if "judge" in results else []:
+        stage.say(line)
     if "best_of_n" in results:
         best = results["best_of_n"]
         stage.say(

@@ -20,7 +20,7 @@ from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.items import Encode, Item, check_labelers, join_rankings
 from rlhf.data.prompts import encode_prompt_within, prompts_of
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
-from rlhf.data.splits import record_split
+from rlhf.data.splits import record_half, record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.audit import Audited, audit_reward_model
 from rlhf.evaluation.scoring import (
@@ -62,7 +62,12 @@ EVALUATED_TOGETHER = 128  # responses per forward of the held-out figures
 
 def run(config: Config) -> None:
     """Write runs/<run>/reward/model, calibrated."""
-    with open_stage(config, "reward", hash_sources(config, "reward")) as stage:
+    train_reward_model(config, "reward")
+
+
+def train_reward_model(config: Config, name: str) -> None:
+    """Train and measure the reward model of a stage as config.reward says."""
+    with open_stage(config, name, hash_sources(config, name)) as stage:
         device = set_up(config)
         folder = stage_folder(config, "sft") / "model"
         tokenizer = load_tokenizer(folder)
@@ -166,10 +171,15 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
 
 
 def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Encode) -> dict[str, list[Item]]:
-    """Items of the train and dev splits. Raises: UserError if none is left to train on."""
+    """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on."""
     groups: dict[str, list[Ranking]] = {"train": [], "dev": [], "test": []}
+    seed, half = config.data.split_seed, config.data.half
     for record in records:
-        groups[record_split(record, config.data.split_seed, fractions(config))].append(record)
+        groups[record_split(record, seed, fractions(config))].append(record)
+    if half is not None:
+        half = 3 - half if stage.name == "judge" else half
+        groups["train"] = [record for record in groups["train"] if record_half(record, seed) == half]
+        stage.say(f"train: half {half} of the prompts")
     items = {}
     for split in ("train", "dev"):
         items[split], unpaired = join_rankings(groups[split], encode, config.reward.labeler_weights)

@@ -47,7 +47,8 @@ REDUCTIONS = {
 }
 
 _PPO = ("ppo",)
-_TRAINED = ("pretrain", "sft", "reward", "ppo", "dpo", "classify")
+_RANKED = ("reward", "judge")
+_TRAINED = ("pretrain", "sft", *_RANKED, "ppo", "dpo", "classify")
 _ALL = ("tokenizer", *_TRAINED, "evaluate")
 _NATS_TOKEN, _NATS_SEQUENCE, _SHARE = "nats per token", "nats per sequence", "share"
 _RESPONSE, _SEQUENCES, _PAIRS = "response tokens", "sequences", "ordered pairs"
@@ -65,18 +66,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("sft/loss", ("sft",), _NATS_TOKEN, "response tokens, end of turn included", "mean",
            "loss on the demonstrated response, with sft.lm_coef times that on the prompt"),
     # reward model
-    Metric("reward/loss", ("reward",), "nats per prompt", "prompts with an ordered pair", "mean",
+    Metric("reward/loss", _RANKED, "nats per prompt", "prompts with an ordered pair", "mean",
            "ranking loss"),
-    Metric("reward/accuracy", ("reward",), _SHARE, _PAIRS, "mean", "pairs whose winner has the higher score"),
-    Metric("reward/lm_loss", ("reward",), _NATS_TOKEN, "tokens after the first", "mean",
+    Metric("reward/accuracy", _RANKED, _SHARE, _PAIRS, "mean", "pairs whose winner has the higher score"),
+    Metric("reward/lm_loss", _RANKED, _NATS_TOKEN, "tokens after the first", "mean",
            "mean over prompts of the language model's loss on their responses' rows, with reward.lm_coef"),
-    Metric("reward/margin", ("reward",), "score", _PAIRS, "mean",
+    Metric("reward/margin", _RANKED, "score", _PAIRS, "mean",
            "score of the winner minus score of the loser"),
-    Metric("reward/mean", ("reward",), "score", "responses", "mean", "mean score"),
-    Metric("reward/std", ("reward",), "score", "responses", "std", "standard deviation of the scores"),
-    Metric("calibration/gain", ("reward",), "", "SFT samples", "last",
+    Metric("reward/mean", _RANKED, "score", "responses", "mean", "mean score"),
+    Metric("reward/std", _RANKED, "score", "responses", "std", "standard deviation of the scores"),
+    Metric("calibration/gain", _RANKED, "", "SFT samples", "last",
            "factor that makes scores of SFT samples have standard deviation 1"),
-    Metric("calibration/shift", ("reward",), "score", "demonstrations", "last",
+    Metric("calibration/shift", _RANKED, "score", "demonstrations", "last",
            "bias that makes scores of demonstrations 0 on average"),
     # DPO
     Metric("dpo/loss", ("dpo",), "nats per prompt", "prompts with an ordered pair", "mean",
@@ -153,22 +154,22 @@ METRICS: tuple[Metric, ...] = (
            "the stage's loss, held out"),
     Metric("eval/<split>/bpb", ("pretrain", "evaluate"), "bits per byte", "text tokens, no separators",
            "mean", "as pretrain/bpb, held out"),
-    Metric("eval/<split>/accuracy", ("reward", "dpo", "classify", "evaluate"), _SHARE, "ordered pairs; examples", "mean",
+    Metric("eval/<split>/accuracy", (*_RANKED, "dpo", "classify", "evaluate"), _SHARE, "ordered pairs; examples", "mean",
            "as reward/accuracy, dpo/accuracy or classify/accuracy, held out"),
     Metric("eval/<split>/macro_f1", ("classify",), _SHARE, "examples", "mean", "mean over classes of F1"),
-    Metric("eval/<split>/margin", ("reward", "dpo", "evaluate"), "score", _PAIRS, "mean",
+    Metric("eval/<split>/margin", (*_RANKED, "dpo", "evaluate"), "score", _PAIRS, "mean",
            "as reward/margin or dpo/margin, held out"),
-    Metric("eval/<split>/mean", ("reward", "evaluate"), "score", "responses", "mean",
+    Metric("eval/<split>/mean", (*_RANKED, "evaluate"), "score", "responses", "mean",
            "as reward/mean, held out"),
-    Metric("eval/<split>/std", ("reward", "evaluate"), "score", "responses", "std",
+    Metric("eval/<split>/std", (*_RANKED, "evaluate"), "score", "responses", "std",
            "as reward/std, held out"),
-    Metric("eval/<split>/length_baseline", ("reward", "evaluate"), _SHARE, _PAIRS, "mean",
+    Metric("eval/<split>/length_baseline", (*_RANKED, "evaluate"), _SHARE, _PAIRS, "mean",
            "pairs whose winner is the longer response, or the shorter where that is right more often"),
-    Metric("eval/<split>/noise_ceiling", ("reward", "evaluate"), _SHARE, _PAIRS, "mean",
+    Metric("eval/<split>/noise_ceiling", (*_RANKED, "evaluate"), _SHARE, _PAIRS, "mean",
            "accuracy that the labels' own noise allows"),
-    Metric("eval/<split>/gold_order_accuracy", ("reward", "evaluate"), _SHARE, _PAIRS, "mean",
+    Metric("eval/<split>/gold_order_accuracy", (*_RANKED, "evaluate"), _SHARE, _PAIRS, "mean",
            "pairs ordered as the judge orders them"),
-    Metric("eval/<split>/labeler_agreement", ("reward", "evaluate"), _SHARE, "pairs labelled twice", "mean",
+    Metric("eval/<split>/labeler_agreement", (*_RANKED, "evaluate"), _SHARE, "pairs labelled twice", "mean",
            "labelers who agree with each other"),
     Metric("eval/<split>/scores", ("sft", "ppo", "evaluate"), "score", _SEQUENCES, "mean",
            "reward-model score; in ppo as objective/scores"),

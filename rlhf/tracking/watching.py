@@ -21,6 +21,7 @@ FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
     "pretrain": (("loss", "pretrain/loss"), ("bits per byte", "eval/heldout/bpb")),
     "sft": (("loss", "sft/loss"), ("held out", "eval/dev/loss")),
     "reward": (("loss", "reward/loss"), ("accuracy", "reward/accuracy"), ("held out", "eval/dev/accuracy")),
+    "judge": (("loss", "reward/loss"), ("accuracy", "reward/accuracy"), ("held out", "eval/dev/accuracy")),
     "ppo": (("reward", "objective/scores"), ("KL", "objective/kl"), ("length", "rollout/response_len"),
             ("gold", "gold/total")),
     "dpo": (("loss", "dpo/loss"), ("accuracy", "dpo/accuracy"), ("held out", "eval/dev/accuracy")),

@@ -66,7 +66,8 @@ def train_batches(
             metrics |= speed_metrics(config, engine, tokens - counted, now - started)
             started, counted = now, tokens
             loop.tracker.log(metrics, step=step, episodes=items_seen(len(items), size, step), tokens=tokens)
-        loop.bar.update(1, loss=metrics[f"{stage.name}/loss"], accuracy=metrics[f"{stage.name}/accuracy"])
+        shown = {name.rpartition("/")[2]: value for name, value in metrics.items()}
+        loop.bar.update(1, loss=shown["loss"], accuracy=shown["accuracy"])
 
 
 def take_step(stage: Stage, engine: Engine, lr: float, max_grad_norm: float, inputs: Mapping[str, Tensor]) -> Sums:

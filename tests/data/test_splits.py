@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data.records import Demonstration, Message, PromptRecord
-from rlhf.data.splits import key_hash, prompt_key, record_split, split_key, split_of, split_of_hash
+from rlhf.data.splits import key_hash, prompt_key, record_half, record_split, split_key, split_of, split_of_hash
 from rlhf.errors import UserError
 
 SHARES = {"train": 0.85, "dev": 0.05, "test": 0.10}
@@ -153,3 +153,23 @@ def test_what_is_an_import_already_is_not_imported_again(tmp_path):
     assert found == [Source(str(tmp_path / "in" / "a.jsonl"), tmp_path / "in" / "a.jsonl")]
     with pytest.raises(UserError, match="is an import already"):
         resolve_sources(str(tmp_path / "in" / "out"), ROW_SUFFIXES)
+
+
+def test_halves_are_even_fixed_and_cut_across_the_splits():
+    records = [PromptRecord(id=f"p{i}", prompt=f"prompt {i}") for i in range(4000)]
+    halves = [record_half(record, 0) for record in records]
+    splits = [record_split(record, 0, SHARES) for record in records]
+    # standard error of a half of 4000: .008; of the 400 in the test split: .025
+    assert halves.count(1) / 4000 == pytest.approx(0.5, abs=0.03) and set(halves) == {1, 2}
+    test = [half for half, split in zip(halves, splits, strict=True) if split == "test"]
+    assert test.count(1) / len(test) == pytest.approx(0.5, abs=0.1)
+    assert halves != [record_half(record, 1) for record in records]
+    assert "".join(map(str, halves[:20])) == "22222122112211111211"
+
+
+def test_what_shares_a_split_shares_a_half():
+    long = "A prompt that begins the same for more than its key remembers. " * 5
+    one, two = (PromptRecord(id="p", prompt=long + end) for end in ("one", "two"))
+    assert record_half(one, 0) == record_half(two, 0)
+    grouped = [PromptRecord(id="p", prompt=f"prompt {i}", metadata={"group": "g"}) for i in range(20)]
+    assert len({record_half(record, 0) for record in grouped}) == 1

@@ -3,9 +3,11 @@
 import math
 import random
 
+import numpy as np
 import pytest
+import statsmodels.api as sm
 
-from rlhf.evaluation.statistics import interval, ratio_interval, win_rate
+from rlhf.evaluation.statistics import interval, length_controlled, prompts_needed, ratio_interval, told, win_rate
 
 
 def test_interval_by_hand():
@@ -80,3 +82,63 @@ def test_every_prompt_needs_both():
         win_rate([[1.0], [2.0]], [[1.0]])
     with pytest.raises(ValueError, match="zip"):
         ratio_interval([1.0], [1.0, 2.0])
+
+
+def test_a_judge_who_pays_for_length_is_even_at_equal_length():
+    rng = np.random.default_rng(0)
+    d = rng.normal(2, 3, 2000)
+    points = (rng.random(2000) < 1 / (1 + np.exp(-d))).astype(float)
+    raw, controlled = points.mean(), length_controlled(points[:, None].tolist(), d[:, None].tolist())
+    assert raw > 0.65
+    assert controlled["ci95"][0] < 0.5 < controlled["ci95"][1]
+    fit = sm.GLM(points, sm.add_constant(d / d.std()), family=sm.families.Binomial()).fit(cov_type="HC0")
+    low, high = fit.conf_int()[0]
+    assert controlled["value"] == pytest.approx(1 / (1 + np.exp(-fit.params[0])), abs=1e-3)
+    assert controlled["ci95"] == pytest.approx([1 / (1 + np.exp(-low)), 1 / (1 + np.exp(-high))], abs=1e-3)
+
+
+def test_a_judge_who_looks_at_length_alone_is_even_at_equal_length():
+    """The longer answer always wins, and ours is the longer one in four of five comparisons."""
+    d = np.random.default_rng(1).integers(-5, 21, (300, 2)).astype(float)
+    points = np.where(d > 0, 1.0, np.where(d < 0, 0.0, 0.5))
+    assert points.mean() > 0.75
+    assert length_controlled(points.tolist(), d.tolist())["value"] == pytest.approx(0.5, abs=0.03)
+
+
+def test_length_control_by_hand():
+    """d is -1 for three prompts, of which one is won, and +1 for four, of which three are: log-odds of -log 2 and log 3, so that
+    a = (log 3 - log 2) / 2 and the win rate at equal length is sqrt(1.5) / (1 + sqrt(1.5)) = 0.5505; raw it is 4 / 7."""
+    points, d = [[1], [0], [0], [1], [1], [1], [0]], [[-1], [-1], [-1], [1], [1], [1], [1]]
+    found = length_controlled([[float(p) for p in row] for row in points], d)
+    assert found["value"] == pytest.approx(0.5505, abs=1e-3) and found["n"] == 7
+
+
+def test_the_interval_at_equal_length_has_the_prompt_as_unit():
+    """A prompt's comparisons repeated say nothing new."""
+    rng = np.random.default_rng(2)
+    points, d = rng.integers(0, 2, (100, 1)).astype(float), rng.normal(0, 1, (100, 1))
+    once = length_controlled(points.tolist(), d.tolist())
+    assert length_controlled(points.repeat(4, 1).tolist(), d.repeat(4, 1).tolist())["ci95"] == pytest.approx(
+        once["ci95"], abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("point", [1.0, 0.5, 0.0])
+def test_length_control_has_a_value_where_one_side_always_wins(point):
+    found = length_controlled([[point]] * 20, [[-1.0], [1.0]] * 10)
+    assert 0 <= found["ci95"][0] <= found["value"] <= found["ci95"][1] <= 1
+    assert (found["value"] - 0.5) * (point - 0.5) >= 0
+
+
+def test_length_control_has_no_value_where_one_side_is_always_longer():
+    found = length_controlled([[1.0]] * 20, [[1.0], [3.0]] * 10)
+    assert found["value"] is None and told(found) == "none" and prompts_needed(found) is None
+
+
+def test_prompts_needed_find_the_effect_in_four_samples_of_five():
+    # 100 prompts, value .55, SE .05: 100 (2.8 x .05 / .05)² = 784
+    figure = {"value": 0.55, "ci95": [0.55 - 1.96 * 0.05, 0.55 + 1.96 * 0.05], "n": 100}
+    assert prompts_needed(figure) in (784, 785)  # rounding
+    wins = np.random.default_rng(0).binomial(1, 0.55, (2000, 784)).mean(1)
+    found = np.abs(wins - 0.5) / np.sqrt(wins * (1 - wins) / 784) > 1.96
+    assert found.mean() == pytest.approx(0.8, abs=0.03)

@@ -1,0 +1,76 @@
+"""The policies compared by a reward model that none of them was trained with: the stage `judge`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf.config import Config
+from rlhf.data.records import PromptRecord
+from rlhf.evaluation.reward_report import evaluate_reward_model
+from rlhf.evaluation.scoring import Scores, score_answers_by
+from rlhf.evaluation.statistics import interval, length_controlled, prompts_needed, told
+from rlhf.model.classifier import load_reward_model
+from rlhf.runs.folders import stage_folder
+
+HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "labeler_agreement")  # of the judge itself
+
+Figures = dict[str, Any]
+
+
+def compare_policies(
+    config: Config, answers: dict[str, Any], records: Sequence[PromptRecord], tokenizer: Any, device: torch.device
+) -> Figures:
+    """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}.
+
+    Pairs: every policy over SFT, and PPO over every other one. `tokenizer` is the policies'.
+    """
+    judge = load_reward_model(stage_folder(config, "judge") / "model", device)
+    held_out = evaluate_reward_model(config, judge, tokenizer, device)
+    pad = tokenizer.pad_token_id
+    scores = {name: score_answers_by(judge, given, records, pad, device) for name, given in answers.items()}
+    others = [name for name in answers if name not in ("sft", "ppo")]
+    pairs = [("ppo", "sft"), *((name, "sft") for name in others), *(("ppo", name) for name in others)]
+    return {
+        "held_out": {key: held_out[key] for key in HELD_OUT},
+        "scores": {name: interval([sum(row) / len(row) for row in rows]) for name, rows in scores.items()},
+        "pairs": [
+            {"pair": list(pair)} | compare(*((scores[name], answers[name]["texts"]) for name in pair)) for pair in pairs
+        ],
+    }
+
+
+def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[list[str]]]) -> Figures:
+    """How often our answers win over theirs, as they are and at equal length: all pairs of answers to a prompt, ties half.
+
+    words: ours less theirs. needed: the prompts that would show an effect of the size found, if the interval reaches 1/2.
+    """
+    points, words = [], []
+    for a_scores, a_texts, b_scores, b_texts in zip(*ours, *theirs, strict=True):
+        points.append([1.0 if a > b else 0.5 if a == b else 0.0 for a in a_scores for b in b_scores])
+        words.append([float(len(a.split()) - len(b.split())) for a in a_texts for b in b_texts])
+    found = {
+        "win_rate": interval([sum(row) / len(row) for row in points]),
+        "length_controlled": length_controlled(points, words),
+    }
+    needed = {key: prompts_needed(figure) for key, figure in found.items() if reaches_half(figure)}
+    return found | {"words": interval([sum(row) / len(row) for row in words]), "needed": needed}
+
+
+def reaches_half(figure: Figures) -> bool:
+    return figure["value"] is not None and figure["ci95"][0] <= 0.5 <= figure["ci95"][1]
+
+
+def describe_comparisons(results: Figures) -> list[str]:
+    """The figures on a few lines."""
+    own = results["held_out"]
+    lines = [
+        f"judge: accuracy {told(own['accuracy'])} on {own['accuracy']['n']} held-out pairs, length alone {own['length_baseline']:.3f}"
+    ]
+    for row in results["pairs"]:
+        needed = [f"{n:,} prompts for {key.replace('_', ' ')}" for key, n in row["needed"].items() if n is not None]
+        lines.append(
+            f"judge: {' over '.join(row['pair'])} {told(row['win_rate'])}, at equal length {told(row['length_controlled'])}; "
+            f"{row['words']['value']:+.1f} words" + (f"; to show such an effect: {', '.join(needed)}" if needed else "")
+        )
+    return lines
