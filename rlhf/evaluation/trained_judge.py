@@ -23,21 +23,26 @@ def compare_policies(
 ) -> Figures:
     """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}.
 
-    Pairs: every policy over SFT, and PPO over every other one. `tokenizer` is the policies'.
+    `tokenizer` is the policies'.
     """
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out = evaluate_reward_model(config, judge, tokenizer, device)
     pad = tokenizer.pad_token_id
     scores = {name: score_answers_by(judge, given, records, pad, device) for name, given in answers.items()}
-    others = [name for name in answers if name not in ("sft", "ppo")]
-    pairs = [("ppo", "sft"), *((name, "sft") for name in others), *(("ppo", name) for name in others)]
     return {
         "held_out": {key: held_out[key] for key in HELD_OUT},
         "scores": {name: interval([sum(row) / len(row) for row in rows]) for name, rows in scores.items()},
         "pairs": [
-            {"pair": list(pair)} | compare(*((scores[name], answers[name]["texts"]) for name in pair)) for pair in pairs
+            {"pair": list(pair)} | compare(*((scores[name], answers[name]["texts"]) for name in pair))
+            for pair in pairs_of(list(answers))
         ],
     }
+
+
+def pairs_of(policies: Sequence[str]) -> list[tuple[str, str]]:
+    """Every policy over SFT, PPO first, and PPO over every other one."""
+    others = [name for name in policies if name not in ("sft", "ppo")]
+    return [("ppo", "sft"), *((name, "sft") for name in others), *(("ppo", name) for name in others)]
 
 
 def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[list[str]]]) -> Figures:

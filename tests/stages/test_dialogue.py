@@ -12,7 +12,7 @@ from rlhf.cli import main
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.splits import record_half, record_split
 from rlhf.errors import UserError
-from rlhf.evaluation.trained_judge import compare, describe_comparisons
+from rlhf.evaluation.trained_judge import compare, describe_comparisons, pairs_of
 from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import fractions
 from rlhf.stages import reward
@@ -24,7 +24,7 @@ TINY = [
     "experiment=dialogue", "tracking=jsonl", "device=cpu", "threads=1", "lora.rank=4", "sft.batch_size=4", "reward.batch_prompts=4",
     "reward.calibration_samples=4", "reward.audit=0", "judge.epochs=2", "judge.lr=5e-3", "judge.batch_prompts=4",
     "judge.calibration_samples=4", "rollout.max_new_tokens=8", "ppo.episodes=8", "ppo.episodes_per_update=4", "ppo.minibatches=2",
-    "ppo.epochs=1", "dpo.batch_prompts=4", "evaluate.prompts=8", "evaluate.samples=2", "evaluate.best_of=0",
+    "ppo.epochs=1", "evaluate.prompts=8", "evaluate.samples=2", "evaluate.best_of=0",
 ]  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     made = Run(
         folder, "d0", [*TINY, *data, f"model.pretrained='{save(folder / 'hf', 'llama')}'", f"judge.model='{judge}'"]
     )
-    for stage in ("tokenizer", "pretrain", "sft", "reward", "ppo", "dpo", "judge", "evaluate"):
+    for stage in ("tokenizer", "pretrain", "sft", "reward", "ppo", "judge", "evaluate"):
         made.stage(stage)
     return made
 
@@ -93,18 +93,22 @@ def test_the_judge_has_its_own_backbone_and_belongs_to_the_lineage(run: Run):
     assert ppo is not None and "judge" not in ppo["parents"]
 
 
-def test_every_policy_is_judged_against_sft_and_ppo_against_every_other(run: Run):
+def test_every_policy_is_compared_with_sft_and_ppo_with_every_other_one():
+    assert pairs_of(["sft", "ppo", "dpo"]) == [("ppo", "sft"), ("dpo", "sft"), ("ppo", "dpo")]
+
+
+def test_evaluate_has_the_judge_compare_the_policies(run: Run):
     judged = json.loads((run.folder / "evaluate" / "results.json").read_text())["judge"]
-    assert [row["pair"] for row in judged["pairs"]] == [["ppo", "sft"], ["dpo", "sft"], ["ppo", "dpo"]]
-    assert all(0 <= row["win_rate"]["value"] <= 1 and row["win_rate"]["n"] == 8 for row in judged["pairs"])
-    assert set(judged["scores"]) == {"sft", "ppo", "dpo"} and judged["held_out"]["accuracy"]["n"] > 0
-    assert len(describe_comparisons(judged)) == 4
+    [row] = judged["pairs"]
+    assert row["pair"] == ["ppo", "sft"] and 0 <= row["win_rate"]["value"] <= 1 and row["win_rate"]["n"] == 8
+    assert set(judged["scores"]) == {"sft", "ppo"} and judged["held_out"]["accuracy"]["n"] > 0
+    assert len(describe_comparisons(judged)) == 2
 
 
 def test_the_report_shows_the_judge(run: Run):
     main(["report", "run=d0", f"runs_dir='{run.runs_dir}'"])
     page = (run.folder / "report.html").read_text()
-    assert "reward model that none of them was trained with" in page and "ppo over dpo" in page
+    assert "reward model that none of them was trained with" in page and "ppo over sft" in page
 
 
 def test_a_comparison_by_hand():
