@@ -25,6 +25,7 @@ def compare_policies(
 
     `tokenizer` is the policies'.
     """
+    answers = {name: given for name, given in answers.items() if not name.startswith("base")}
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out = evaluate_reward_model(config, judge, tokenizer, device)
     pad = tokenizer.pad_token_id

@@ -137,11 +137,8 @@ def run_stage(config: Config) -> None:
         if config.evaluate.best_of:
             results["best_of_n"] = evaluate_best_of(config, records, prompts, tokenizer, truth, gold, device)
         if needs_parent(config, "evaluate", "judge"):
-            results["judge"] = compare_policies(
-                config, {name: answers[name] for name in scores}, records, tokenizer, device
-            )
+            results["judge"] = compare_policies(config, answers, records, tokenizer, device)
         results |= costs(config)
-
         with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
             log_results(tracker, results, scores)
         write_samples(stage.folder / "samples.jsonl", records, answers, gold, scores)
