@@ -4,10 +4,11 @@
     details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, averaging, baselines
     audit       reward models from more or fewer labels with more or less noise: does their audit predict what PPO gains?
     transfer    what pretraining gives `rlhf classify`: blocks transferred, auxiliary objective, an LSTM instead (study_transfer.py)
+    scaling     pretraining at several widths and budgets: the best size by compute (study_scaling.py)
 
 A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; in an audit study it labels and trains
-its reward model too, and is evaluated; in a transfer study it is one
-fine-tuning by `rlhf classify`. What is complete is not run again. The result is runs/<run>/study/<name>.json.
+its reward model too, and is evaluated; in a transfer study it is one fine-tuning by `rlhf classify`, in a scaling study one pretraining.
+What is complete is not run again. The result is runs/<run>/study/<name>.json.
 """
 
 import hashlib
@@ -35,7 +36,12 @@ from rlhf.terminal import say
 PARENTS = ancestors("ppo")
 LABELLED = ancestors("label")  # what the cells of an audit study share: all up to SFT
 # The last stage that the parents of a study need, and the stages that the cells take from them.
-NEEDED = {"audit": ("sft", LABELLED), "transfer": ("pretrain", (*ancestors("pretrain"), "pretrain"))}
+NEEDED = {
+    "audit": ("sft", LABELLED),
+    "transfer": ("pretrain", (*ancestors("pretrain"), "pretrain")),
+    "scaling": ("tokenizer", ancestors("pretrain")),
+}
+WITHOUT_TRUTH = ("transfer", "scaling")
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
 EVAL_PROMPTS = 256
 WITHOUT_CRITIC = ("ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
@@ -90,15 +96,15 @@ class Cell:
     @property
     def compared(self) -> str:
         """The stage whose settings must be those of the cell for it to be kept."""
-        return "classify" if self.last == "classify" else "ppo"
+        return "ppo" if self.last == "evaluate" else self.last
 
 
 def run(config: Config) -> None:
     """Run the cells that are missing, evaluate them, and write the study's JSON."""
     if config.study.kind is None:
-        raise UserError("study.kind is not set: want frontier, details, audit or transfer")
+        raise UserError("study.kind is not set: want frontier, details, audit, transfer or scaling")
     transfers = config.study.kind == "transfer"
-    if not transfers:
+    if config.study.kind not in WITHOUT_TRUTH:
         need_truth(config, "study")
     cells = make_cells(config, forwarded_overrides())
     from rlhf.commands.study_transfer import LSTM, pretrain_lstm, transfer_results
@@ -108,17 +114,17 @@ def run(config: Config) -> None:
             pretrain_lstm(cell)
     missing = cells_to_run(config, cells)
     tell_cost(config, cells, missing)
-    with ThreadPoolExecutor(max_workers=config.study.processes) as pool:
-        for code, cell in zip(pool.map(run_cell, missing), missing, strict=True):
-            if code:
-                raise UserError(
-                    f"{cell.folder / cell.run}: the cell failed with exit code {code}: see {cell.folder / cell.run}.log, "
-                    "then run the same command again: finished cells are kept"
-                )
+    run_cells(config, cells, missing)
     from rlhf.commands.study_audit import audit_results
     from rlhf.commands.study_results import details_results, frontier_results
+    from rlhf.commands.study_scaling import scaling_results
 
-    makers = {"frontier": frontier_results, "details": details_results, "audit": audit_results}
+    makers = {
+        "frontier": frontier_results,
+        "details": details_results,
+        "audit": audit_results,
+        "scaling": scaling_results,
+    }
     found = (
         transfer_results(config, cells) if transfers else {config.study.kind: makers[config.study.kind](config, cells)}
     )
@@ -126,6 +132,22 @@ def run(config: Config) -> None:
         path = run_folder(config) / "study" / f"{name}.json"
         write_json(path, results)
         say(f"study: {path}")
+
+
+def run_cells(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
+    """Run the missing cells. Raises: UserError if one fails."""
+    if config.study.kind == "scaling":
+        from rlhf.commands.study_scaling import pretrain_cells
+
+        pretrain_cells(cells, missing)
+        return
+    with ThreadPoolExecutor(max_workers=config.study.processes) as pool:
+        for code, cell in zip(pool.map(run_cell, missing), missing, strict=True):
+            if code:
+                raise UserError(
+                    f"{cell.folder / cell.run}: the cell failed with exit code {code}: see {cell.folder / cell.run}.log, "
+                    "then run the same command again: finished cells are kept"
+                )
 
 
 # Overrides of the command that a cell does not take over: it has a run, a seed and parents of its own.
@@ -149,7 +171,11 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
     shared = [o for o in given if not o.startswith((*NOT_FORWARDED, "ppo.rewards="))] + rewards_by_folder(config)
     threads = config.threads or (1 if settings.processes > 1 else 0)
     found = [{stage: parent_stage(config, parent, stage) for stage in stages} for parent in parents]
-    ends = {"audit": ("pipeline", "evaluate"), "transfer": ("classify", "classify")}
+    ends = {
+        "audit": ("pipeline", "evaluate"),
+        "transfer": ("classify", "classify"),
+        "scaling": ("pretrain", "pretrain"),
+    }
     command, last = ends.get(str(settings.kind), ("ppo", "ppo"))
     return [
         Cell(
@@ -185,6 +211,7 @@ def built_on(name: str, seed: int, folder: Path, stages: dict[str, Path]) -> dic
 
 def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
     """{name: what it changes} of the choices that the study compares. Raises: UserError for an unknown one."""
+    from rlhf.commands.study_scaling import scaling_choices
     from rlhf.commands.study_transfer import transfer_choices
 
     settings = config.study
@@ -207,6 +234,8 @@ def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
         offered = {name: (*AUDIT_FIXED, episodes, *changed) for name, changed in AUDIT_CELLS.items()}
     if settings.kind == "transfer":
         offered = transfer_choices(parent)
+    if settings.kind == "scaling":
+        offered = scaling_choices(config, parent)
     wanted = listed(settings.cells) or list(offered)
     unknown = [name for name in wanted if name not in offered]
     if unknown:
@@ -267,8 +296,9 @@ def cells_to_run(config: Config, cells: list[Cell]) -> list[Cell]:
 
 def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
     """Print an estimate of the time of the missing cells, from the time of PPO on the parent."""
-    if config.study.kind == "transfer":
-        say(f"study: {len(cells)} fine-tunings, {len(cells) - len(missing)} done")
+    if config.study.kind in WITHOUT_TRUTH:
+        what = "fine-tunings" if config.study.kind == "transfer" else "trainings"
+        say(f"study: {len(cells)} {what}, {len(cells) - len(missing)} done")
         return
     episodes = (
         config.ppo.episodes if config.study.kind == "details" else config.study.updates * config.ppo.episodes_per_update

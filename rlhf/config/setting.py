@@ -77,6 +77,10 @@ KINDS = {
     "columns": Kind("a column or a list of columns", _one_or_list(_is_name, least=0)),
     "words": Kind("a word or a list of words", _one_or_list(lambda v: _is_name(v) or isinstance(v, bool), least=0)),
     "numbers": Kind("a number or a list of numbers", _one_or_list(_is_number)),
+    "sizes": Kind(
+        "a number above 0 or a list of different ones",
+        lambda v: _one_or_list(lambda n: _is_number(n) and n > 0)(v) and len({*listed(v)}) == len(listed(v)),
+    ),
     "seeds": Kind(
         f"a seed or a list of different seeds, each from 0 to {MAX_SEED}",
         lambda v: (

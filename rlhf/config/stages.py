@@ -313,8 +313,8 @@ class StudyConfig:
     kind: str | None = setting(
         None,
         "frontier: reward against KL for several coefficients; details: one choice changed at a time; audit: what an audit predicts; "
-        "transfer: what pretraining gives a labelled task",
-        choices=("frontier", "details", "audit", "transfer"),
+        "transfer: what pretraining gives a labelled task; scaling: loss by parameters and tokens at equal compute",
+        choices=("frontier", "details", "audit", "transfer", "scaling"),
     )
     seeds: Any = setting(None, "seeds of the PPO runs; none: 0, 1 and 2", kind="seeds")
     parents: Any = setting(
@@ -322,6 +322,10 @@ class StudyConfig:
     )
     updates: int = setting(30, "PPO updates of each run of study.kind=frontier and audit", min=1)
     cells: Any = setting(None, "choices that study.kind=details, audit or transfer compares; none: all", kind="names")
+    budgets: Any = setting(
+        None, "FLOPs C = 6 N D of study.kind=scaling; none: 1e11, 3e11, 9e11 and 2.7e12", kind="sizes"
+    )
+    widths: Any = setting(None, "widths of the models of study.kind=scaling; none: 32, 64, 96 and 128", kind="sizes")
     processes: int = setting(1, "PPO runs at the same time", min=1, max=MAX_PROCESSES)
 
 

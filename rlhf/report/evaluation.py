@@ -11,6 +11,7 @@ from rlhf.report.charts import Picture, make_calibration, make_choices, make_his
 from rlhf.report.external import make_external
 from rlhf.report.labelled import make_labelled
 from rlhf.report.overview import interval, judge_name
+from rlhf.report.scaling import make_isoflops
 from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.results import histogram
 from rlhf.tracking.run_files import RunFiles, get, number, visible
@@ -220,6 +221,7 @@ def make_study_pictures(study: dict[str, Any], run: str) -> Iterator[Picture | N
     for measure, unit in CHOICE_FIGURES:
         told = f"{title}: {unit}" + (f" ({run})" if run else "")
         yield make_choices(told, dict(_choices(study, measure)), unit)
+    yield make_isoflops(study, "Loss at equal compute" + (f" ({run})" if run else ""))
 
 
 def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[float, float, float]]]:

@@ -4,7 +4,10 @@ L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equa
 """
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,8 +44,10 @@ def run(config: Config) -> None:
     pretrain(config, make_model)
 
 
-def pretrain(config: Config, make: Callable[[Config, "PreTrainedTokenizerFast"], Any]) -> None:
-    """The stage with a model that `make` gives, unless one is adopted."""
+def pretrain(
+    config: Config, make: Callable[[Config, "PreTrainedTokenizerFast"], Any], packed: Path | None = None
+) -> None:
+    """The stage with a model that `make` gives, unless one is adopted; packed: this text as another run has packed it."""
     with open_stage(config, "pretrain", hash_sources(config, "pretrain")) as stage:
         device = set_up(config)
         tokenizer = load_tokenizer(stage_folder(config, "tokenizer") / "model")
@@ -57,7 +62,7 @@ def pretrain(config: Config, make: Callable[[Config, "PreTrainedTokenizerFast"],
         check_continuation(config, model, length)
 
         # 2. Pack the documents into full blocks
-        corpus = load_or_pack(stage, tokenizer)
+        corpus = load_or_pack(stage, tokenizer, packed)
         blocks = corpus.blocks("train", length)
         steps = max(1, pretraining_tokens(config) // config.pretrain.global_batch_tokens)
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
@@ -135,11 +140,13 @@ def block_length(config: Config, context: int) -> int:
     return min(context, config.pretrain.global_batch_tokens)
 
 
-def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast") -> PackedCorpus:
-    """The packed corpus of this stage; packs it unless an earlier attempt finished packing."""
+def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", packed: Path | None = None) -> PackedCorpus:
+    """The packed corpus of this stage; packs it unless an earlier attempt finished packing, or links the files of `packed`."""
     config, folder = stage.config, stage.folder / "corpus"
 
     def ensure() -> None:
+        if packed is not None and not folder.exists():
+            shutil.copytree(packed, folder, copy_function=os.link)
         with contextlib.suppress(UserError):
             corpus = PackedCorpus.load(folder)
             if all(sha256_file(folder / name) == digest for name, digest in corpus.sha256.items()):
