@@ -125,7 +125,7 @@ def interrupted(command: str) -> str:
     """What an interrupted command says: how to go on, if it can."""
     if command == "pipeline" or command in STAGES:
         return "interrupted: run the same command again, it resumes from the last checkpoint"
-    if command == "generate":
+    if command in ("generate", "study"):
         return "interrupted: run the same command again, it goes on where it stopped"
     return "interrupted"
 

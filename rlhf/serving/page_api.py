@@ -1,4 +1,4 @@
-"""What the page asks: who I am, the next task, saving an answer, drawing a comparison, and the shading of tokens."""
+"""What the page asks: who I am, the next task, saving an answer, drawing a comparison, the shading of tokens, the likeliest next ones."""
 
 import asyncio
 import secrets
@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
 from rlhf.data.records import Message, RankedResponse, Ranking, Text, first_problem
+from rlhf.model.next_tokens import document_tokens, show
 from rlhf.serving.desk import FLAGS, Desk, Judged
 from rlhf.serving.drawing import Drawn, RefusedError, Wish, busy, chat_prompt, encoded
 from rlhf.serving.engine import Engine, ModelFailedError, QueueFullError
@@ -24,6 +25,7 @@ Id = Annotated[Text, Field(min_length=1, max_length=500)]
 Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 MOST_COMPARED = 6
+MOST_NEXT = 100
 
 
 class SessionRequest(Strict):
@@ -68,6 +70,12 @@ class ShadingRequest(Strict):
     token_ids: Annotated[list[int], Field(min_length=1, max_length=2048)]
 
 
+class NextRequest(Strict):
+    model: Id
+    text: Annotated[Text, Field(min_length=1)]
+    count: Annotated[int, Field(ge=1, le=MOST_NEXT)] = 10
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """What the routes work with."""
@@ -101,7 +109,7 @@ def saved(record: Any) -> dict[str, Any]:
 
 
 def add_session(router: APIRouter, server: Server) -> None:
-    """Who I am, and what one model thinks of the tokens of a response."""
+    """Who I am, what one model thinks of the tokens of a response, and which it would write next."""
     access, models, engine = server.access, server.models, server.engine
 
     @router.post("/session")
@@ -137,11 +145,25 @@ def add_session(router: APIRouter, server: Server) -> None:
             raise RefusedError(400, "the response does not fit this model", "token_ids")
         if asked.reference and models[asked.reference].vocabulary != model.vocabulary:
             raise RefusedError(400, "the two models have different vocabularies", "reference")
-        try:
-            found = await asyncio.wrap_future(engine.call("shade", asked.model, asked.reference, prompt, ids))
-        except QueueFullError:
-            raise busy() from None
+        found = await called(engine, "shade", asked.model, asked.reference, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids]} | found
+
+    @router.post("/next")
+    async def next_tokens(asked: NextRequest) -> dict[str, Any]:
+        if asked.model not in models:
+            raise RefusedError(404, "no model of that name", "model")
+        model = models[asked.model]
+        tokens = await encoded(lambda m, text: document_tokens(m.tokenizer, text, m.context), model, asked.text)
+        found = await called(engine, "next", asked.model, tokens, asked.count)
+        return {"tokens": [{"text": show(model.tokenizer, i), "probability": p} for i, p in found]}
+
+
+async def called(engine: Engine, task: str, *arguments: Any) -> Any:
+    """A task of the worker. Raises: RefusedError while the queue is full."""
+    try:
+        return await asyncio.wrap_future(engine.call(task, *arguments))
+    except QueueFullError:
+        raise busy() from None
 
 
 def add_ranking(router: APIRouter, server: Server) -> None:

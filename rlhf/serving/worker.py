@@ -22,7 +22,9 @@ from rlhf.errors import UserError
 from rlhf.model.generate import default_batch
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import hold_frozen
+from rlhf.model.next_tokens import likeliest
 from rlhf.model.packed import packed_weights
+from rlhf.model.settled import unpacked
 from rlhf.model.slots import COLUMN_BLOCK, Response, RunningBatch
 from rlhf.precision import inference
 from rlhf.serving.shading import shade
@@ -196,7 +198,7 @@ def sizes_of(model: Any) -> tuple[int, int | None]:
 
 
 def make_tasks(models: dict[str, Any], runs: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """What else is asked of models: scores of a run's reward model, and the shading of a response's tokens."""
+    """What else is asked of models: scores of a run's reward model, the shading of a response's tokens, the likeliest next ones."""
 
     def score(name: str, messages: list[dict], responses: list[str]) -> list[float]:
         return runs[name].score([messages] * len(responses), responses)
@@ -204,4 +206,8 @@ def make_tasks(models: dict[str, Any], runs: dict[str, Any]) -> dict[str, Callab
     def shades(name: str, reference: str | None, prompt: list[int], response: list[int]) -> dict[str, Any]:
         return shade(models[name], reference and models[reference], prompt, response)
 
-    return {"score": score, "shade": shades}
+    def following(name: str, tokens: list[int], count: int) -> list[tuple[int, float]]:
+        with unpacked(models[name]):
+            return likeliest(models[name], tokens, count)
+
+    return {"score": score, "shade": shades, "next": following}

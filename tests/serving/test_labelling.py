@@ -11,8 +11,11 @@ from rlhf.commands.import_data import run as import_data
 from rlhf.composing import compose_config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.errors import UserError
+from rlhf.model.next_tokens import likeliest, show
 from rlhf.serving.app import make_app
 from rlhf.serving.store import LabelStore
+from rlhf.tokenizer import encode_text
+from rlhf.training.setup import load_policy
 from tests.serving.conftest import access, make_desk
 
 SECRETS = {"anna": "a" * 32, "ben": "b" * 32}
@@ -161,6 +164,23 @@ async def test_tokens_are_shaded(clients, models):
     assert max(found["logprobs"]) < 0 < max(found["kl"])
     same = (await clients["anna"].post("/api/shading", json=body | {"reference": "gold/ppo"})).json()
     assert same["logprobs"] == found["logprobs"] and max(same["kl"]) == 0
+
+
+async def test_the_likeliest_next_tokens_are_the_models(clients, models, gold_run):
+    served = models["gold/sft"]
+    text = "the colour of <|end|> the " * 40  # longer than the context, which loses its beginning
+    found = (await clients["anna"].post("/api/next", json={"model": "gold/sft", "text": text, "count": 5})).json()[
+        "tokens"
+    ]
+    model = load_policy(gold_run.folder / "sft" / "model")
+    wanted = likeliest(model, encode_text(served.tokenizer, text)[-served.context :], 5)
+    assert [one["text"] for one in found] == [show(served.tokenizer, token) for token, _ in wanted]
+    assert [one["probability"] for one in found] == pytest.approx([p for _, p in wanted], abs=1e-5)
+    for body, code in [
+        ({"model": "no/model", "text": "a"}, 404), ({"model": "gold/sft", "text": ""}, 400),
+        ({"model": "gold/sft", "text": "a", "count": 101}, 400), ({"model": "gold/sft", "text": "a", "more": 1}, 400),
+    ]:  # fmt: skip
+        assert (await clients["anna"].post("/api/next", json=body)).status_code == code
 
 
 # ------------------------------------------------------------------------------------------------------ store

@@ -231,6 +231,25 @@ def test_a_demonstration_is_written(browser, place):
     assert json.loads(place[1].read_text().splitlines()[-1])["response"] == "It is a color ."
 
 
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "dark"), (390, "light")])
+def test_the_next_tokens_of_a_text_are_listed_as_text(browser, place, width, scheme):
+    visit = Visit(browser, place[0], width=width, scheme=scheme)
+    page = visit.page
+    page.get_by_role("tab", name="Next token").click()
+    page.get_by_label("Tokens").fill("100")
+    page.get_by_label("Text, without a chat template").fill("the <b>red</b> <|end|> apple is")
+    page.get_by_role("button", name="Show the next tokens").click()
+    page.locator("#next tbody tr").first.wait_for()
+    cells = [row.split("\t") for row in page.locator("#next tbody tr").all_inner_texts()]
+    assert len(cells) == 100 and all(len(row) == 3 for row in cells)
+    sums = [float(row[2]) for row in cells]
+    assert sums == sorted(sums) and 0 < sums[0] < sums[-1] <= 1.001
+    assert page.locator("#next td b").count() == 0
+    visit.shoot(f"next-{width}")
+    check_accessible(visit)
+    visit.close()
+
+
 @pytest.mark.skipif("RLHF_SERVED" not in os.environ, reason="needs RLHF_SERVED, the address of a running server")
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "dark")])
 def test_a_running_server_chats_and_compares(browser, width, scheme):

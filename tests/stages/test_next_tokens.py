@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rlhf.commands.next_tokens import likeliest, run, show
+from rlhf.commands.next_tokens import run
 from rlhf.errors import UserError
+from rlhf.model.next_tokens import document_tokens, likeliest, show
 from rlhf.tokenizer import encode_text, load_tokenizer
 from rlhf.training.setup import load_policy
 
@@ -18,10 +19,11 @@ def test_the_likeliest_tokens_are_the_models(gold_run, capsys):
     row = [end, *encode_text(tokenizer, TEXT)]
     assert tokenizer.convert_tokens_to_ids("<|end|>") not in row, "what the text spells stays text"
     wanted = torch.softmax(model(torch.tensor([row])).logits[0, -1].double(), -1)
-    found = likeliest(model, tokenizer, TEXT, 5)
+    tokens = document_tokens(tokenizer, TEXT, tokenizer.model_max_length)
+    found = likeliest(model, tokens, 5)
     assert [token for token, _ in found] == wanted.topk(5).indices.tolist()
     assert [p for _, p in found] == pytest.approx(wanted.topk(5).values.tolist(), abs=1e-6)
-    assert sum(p for _, p in likeliest(model, tokenizer, TEXT, 10**6)) == pytest.approx(1, abs=1e-5)
+    assert sum(p for _, p in likeliest(model, tokens, 10**6)) == pytest.approx(1, abs=1e-5)
 
     run(gold_run.config(f"next.text='{TEXT}'", "next.count=5"))
     lines = capsys.readouterr().out.splitlines()
@@ -37,7 +39,8 @@ def test_a_text_longer_than_the_context_loses_its_beginning(gold_run):
     text = "a b c d e f " * 200
     last = encode_text(tokenizer, text)[-tokenizer.model_max_length :]
     wanted = torch.softmax(model(torch.tensor([last])).logits[0, -1], -1).max().item()
-    assert likeliest(model, tokenizer, text, 1)[0][1] == pytest.approx(wanted, abs=1e-6)
+    tokens = document_tokens(tokenizer, text, tokenizer.model_max_length)
+    assert likeliest(model, tokens, 1)[0][1] == pytest.approx(wanted, abs=1e-6)
 
 
 def test_without_a_text_it_says_what_to_write(gold_run):

@@ -1,13 +1,14 @@
-// The page's start: the session of a labeler's link, and the four tabs.
+// The page's start: the session of a labeler's link, and the five tabs.
 
 import { el, get, post, say } from "./dom.js";
 import { makeChat } from "./chat.js";
 import { makeCompare } from "./compare.js";
 import { makeDemonstrate } from "./demonstrate.js";
+import { makeNext } from "./next.js";
 import { makeRank } from "./rank.js";
 
-const NAMES = ["chat", "compare", "rank", "demonstrate"];
-const MAKERS = { chat: makeChat, compare: makeCompare, rank: makeRank, demonstrate: makeDemonstrate };
+const NAMES = ["chat", "compare", "rank", "demonstrate", "next"];
+const MAKERS = { chat: makeChat, compare: makeCompare, rank: makeRank, demonstrate: makeDemonstrate, next: makeNext };
 const panels = {};
 
 async function openSession() {
