@@ -65,6 +65,7 @@ def _relations(config: Config, command: str) -> list[str]:
             f"data.prompts={config.data.prompts}: the gold world's evaluation judges its own prompts only: "
             "leave it out, or set gold.enabled=false"
         )
+    problems += _mixture_relations(config)
     problems += _pretrain_relations(config) if own_context(config) is not None else []
     unknown = [name for name in listed(config.evaluate.baselines) if name not in BASELINES]
     if unknown:
@@ -106,6 +107,13 @@ def _model_relations(config: Config) -> list[str]:
     if model.n_kv_head is not None and model.n_head % model.n_kv_head:
         problems.append(f"model.n_kv_head={model.n_kv_head}: want a divisor of model.n_head={model.n_head}")
     return problems
+
+
+def _mixture_relations(config: Config) -> list[str]:
+    entries, weights = listed(config.data.corpus), config.data.corpus_weights
+    if weights is None or len(entries) == len(weights):
+        return []
+    return [f"data.corpus_weights={weights}: want one weight for each of the {len(entries)} entries of data.corpus"]
 
 
 def _pretrain_relations(config: Config) -> list[str]:

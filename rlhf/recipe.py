@@ -80,7 +80,8 @@ ROWS = (
         "pretrain the GPT from random weights, or adopt a pretrained model",
         parents=("world", "tokenizer"),
         data=("corpus",),
-        settings=("seed", "precision", "model", "pretrain", "data.corpus", "data.encoding", "data.form", "data.held_out"),
+        settings=("seed", "precision", "model", "pretrain", "data.corpus", "data.corpus_weights", "data.encoding", "data.form",
+                  "data.held_out"),
         several_processes=True,
         writes_policy=True,
     ),
@@ -173,7 +174,9 @@ ROWS = (
         data=("prompts", "demonstrations", "comparisons"),
         settings=("seed", "precision", "evaluate", "rollout.max_new_tokens", "ppo.missing_eos_rule", "ppo.missing_eos_score",
                   "ppo.score_clip", *REWARD_SOURCES, *PROMPTS, "data.held_out_labelers", "gold.labeler_noise"),
-        reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size", "judge.model"),
+        reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size", "judge.model", "data.corpus", "data.encoding",
+               *(f"classify.{key}" for key in ("data", "test", "text", "second", "choices", "label", "both_orders", "held_out",
+                                               "examples"))),
     ),
 )  # fmt: skip
 STAGES: dict[str, StageRow] = {row.name: row for row in ROWS}  # in the order of the pipeline

@@ -19,14 +19,13 @@ from rlhf.commands.study_results import hashes
 from rlhf.composing import compose_config
 from rlhf.config import Config
 from rlhf.data.labelled import classes_of
+from rlhf.evaluation.labelled_task import columns_of, load_task, option_scores, options_of
 from rlhf.files import read_json
-from rlhf.model.batching import by_length, right_pad
 from rlhf.model.lstm import LSTMConfig, LSTMForCausalLM
-from rlhf.ops.logprobs import token_logprobs
 from rlhf.precision import inference
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints
 from rlhf.runs.folders import is_complete, stage_folder
-from rlhf.stages import classify, pretrain
+from rlhf.stages import pretrain
 from rlhf.terminal import say
 from rlhf.tokenizer import encode_texts, load_tokenizer, separator_id
 from rlhf.training.setup import load_policy, set_up
@@ -153,16 +152,10 @@ def zero_shot(cell: Cell, kept: list[Path]) -> dict[str, float]:
     config = compose_config(list(cell.overrides))
     device, folder = set_up(config), cell.parent / "pretrain" / "model"
     tokenizer, lm = load_tokenizer(folder), load_policy(folder).to(device)
-    columns = classify.columns_of(config)
-    train, held_out = classify.load_task(config, columns, cell.folder)
+    columns = columns_of(config)
+    train, held_out = load_task(config, columns, cell.folder)
     classes = classes_of(train + held_out, columns)
-    # the options follow the text: an example's own choices, or the names of the classes
-    rows = [
-        (" ".join(example.rows[0][:-1]), [row[-1] for row in example.rows])
-        if columns.choices
-        else (" ".join(example.rows[0]), classes)
-        for example in held_out
-    ]
+    rows = [options_of(example, columns, classes) for example in held_out]
     contexts = encode_texts(tokenizer, [text for text, _ in rows])
     options = iter(encode_texts(tokenizer, [f" {option}" for _, listed in rows for option in listed]))
     pairs = [
@@ -182,17 +175,3 @@ def zero_shot(cell: Cell, kept: list[Path]) -> dict[str, float]:
         put_weights(lm, load_file(str(path / "weights.safetensors")))
         found[f"step_{checkpoint_step(path)}"] = accuracy()
     return found | {"base": base}
-
-
-@torch.no_grad()
-def option_scores(lm: Any, pairs: list[tuple[list[int], list[int]]], pad: int, device: torch.device) -> torch.Tensor:
-    """Mean log P per token (R,) of each option after its context."""
-    scores = torch.zeros(len(pairs))
-    for group in by_length([len(context) + len(option) for context, option in pairs], 64):
-        tokens, lengths = right_pad([pairs[i][0] + pairs[i][1] for i in group], pad)
-        starts = torch.tensor([len(pairs[i][0]) for i in group])
-        logp = token_logprobs(lm(tokens.to(device), use_cache=False).logits[:, :-1], tokens[:, 1:].to(device)).cpu()
-        place = torch.arange(1, tokens.shape[1])
-        mask = (place >= starts[:, None]) & (place < lengths[:, None])
-        scores[group] = (logp * mask).sum(1) / mask.sum(1)
-    return scores

@@ -77,6 +77,17 @@ KINDS = {
     "columns": Kind("a column or a list of columns", _one_or_list(_is_name, least=0)),
     "words": Kind("a word or a list of words", _one_or_list(lambda v: _is_name(v) or isinstance(v, bool), least=0)),
     "numbers": Kind("a number or a list of numbers", _one_or_list(_is_number)),
+    "counts": Kind(
+        "a whole number of 0 or more, or a list of different ones",
+        lambda v: (
+            _one_or_list(lambda i: isinstance(i, int) and not isinstance(i, bool) and i >= 0)(v)
+            and len({*listed(v)}) == len(listed(v))
+        ),
+    ),
+    "shares": Kind(
+        "a list of numbers above 0",
+        lambda v: isinstance(v, list) and bool(v) and all(_is_number(n) and n > 0 for n in v),
+    ),
     "sizes": Kind(
         "a number above 0 or a list of different ones",
         lambda v: _one_or_list(lambda n: _is_number(n) and n > 0)(v) and len({*listed(v)}) == len(listed(v)),

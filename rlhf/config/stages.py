@@ -13,6 +13,11 @@ class DataConfig:
     """Where the four kinds of data come from: a file, a folder or a hub id, or a list of these."""
 
     corpus: Any = setting(None, "pretraining text", kind="paths")
+    corpus_weights: Any = setting(
+        None,
+        "shares of the training tokens that the entries of data.corpus give, such as [60,22,8,8,3]; none: all text once, in order",
+        kind="shares",
+    )
     demonstrations: Any = setting(None, "prompts with responses, for SFT", kind="paths")
     comparisons: Any = setting(None, "ranked responses, for the reward model", kind="paths")
     prompts: Any = setting(
@@ -270,9 +275,20 @@ class EvaluateConfig:
         kind="paths",
         changes=NOTHING,
     )
+    shots: Any = setting(
+        None,
+        "numbers of solved examples in the prompt, such as [0,1,2,4,8]: in-context accuracy on the task of classify.data",
+        kind="counts",
+        changes=NOTHING,
+    )
+    overlap: bool = setting(
+        False,
+        "look for the test prompts, and the examples of classify.data, in data.corpus: n-grams of words",
+        changes=NOTHING,
+    )
     models: Any = setting(
         None,
-        "stages whose models evaluate.instructions and evaluate.benchmarks measure; none: SFT and after",
+        "stages whose models evaluate.instructions, shots and benchmarks measure; none: SFT and after, of shots the base too",
         kind="names",
         changes=NOTHING,
     )

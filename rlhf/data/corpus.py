@@ -273,10 +273,15 @@ def pack_corpus(
         "seed": seed,
         "splits": splits,
     }
+    write_meta(folder, meta)
+    return PackedCorpus(folder, meta)
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """What makes the folder a finished packed corpus."""
     temporary = folder / "meta.json.tmp"
     temporary.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     temporary.replace(folder / "meta.json")
-    return PackedCorpus(folder, meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +335,11 @@ class PackedCorpus:
     def separator(self) -> int:
         """The id of `<|endoftext|>`: a token is a separator if and only if it equals this."""
         return self.meta["separator"]
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """{"name", "share", "tokens", "drawn", "epochs"} of each source that was mixed in by weight."""
+        return self.meta.get("sources", [])
 
     @property
     def sha256(self) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Evaluations that others recognise, beside the stage's own: preference files, checked instructions, a judge, benchmarks.
+"""Evaluations that others recognise, beside the stage's own: preference files, checked instructions, in-context learning, overlap with the
+pretraining text, a judge, benchmarks.
 
 Each is asked for by a setting, needs only what it measures, and writes runs/<run>/evaluations/<name>.json.
 """
@@ -10,10 +11,13 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import get
+from rlhf.config.stages import EvaluateConfig
 from rlhf.evaluation.benchmarks import describe_benchmarks, evaluate_benchmarks
 from rlhf.evaluation.instructions import describe_instructions, evaluate_instructions
 from rlhf.evaluation.judging import describe_judging, judge_answers
+from rlhf.evaluation.overlap import describe_overlap, evaluate_overlap
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
+from rlhf.evaluation.shots import describe_shots, evaluate_shots
 from rlhf.files import write_json
 from rlhf.precision import inference
 from rlhf.recipe import STAGES
@@ -31,12 +35,14 @@ EVALUATIONS = {  # by the setting evaluate.<name> that asks for it
     "pairs": External(evaluate_pairs, describe_pairs),
     "instructions": External(evaluate_instructions, describe_instructions),
     "benchmarks": External(evaluate_benchmarks, describe_benchmarks),
+    "shots": External(evaluate_shots, describe_shots),
+    "overlap": External(evaluate_overlap, describe_overlap),
     "judge": External(judge_answers, describe_judging),
 }
 
 
 def asked(config: Config) -> list[str]:
-    return [name for name in EVALUATIONS if get(config, f"evaluate.{name}")]
+    return [name for name in EVALUATIONS if get(config, f"evaluate.{name}") is not getattr(EvaluateConfig(), name)]
 
 
 def stage_is_due(config: Config) -> bool:

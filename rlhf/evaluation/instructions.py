@@ -19,13 +19,18 @@ from rlhf.training.setup import load_frozen
 Figures = dict[str, Any]
 
 
-def models_of(config: Config) -> list[str]:
-    """evaluate.models, or the stages of the run that are complete and have a policy. Raises: UserError for none or an unknown one."""
+def models_of(config: Config, base: bool = False) -> list[str]:
+    """evaluate.models, or the stages of the run that are complete and have a policy, with the base only on request.
+
+    Raises: UserError for none or an unknown one.
+    """
     names = listed(config.evaluate.models)
     unknown = [name for name in names if name not in POLICY_STAGES]
     if unknown:
         raise UserError(f"evaluate.models: {unknown[0]!r}: want some of {', '.join(POLICY_STAGES)}")
-    found = names or [name for name in POLICY_STAGES if name != "pretrain" and is_complete(stage_folder(config, name))]
+    found = names or [
+        name for name in POLICY_STAGES if (base or name != "pretrain") and is_complete(stage_folder(config, name))
+    ]
     if not found:
         raise UserError(
             f"{run_folder(config)}: no finished policy to evaluate: run `rlhf sft` first, or set evaluate.models"

@@ -12,6 +12,7 @@ from rlhf.report.external import make_external
 from rlhf.report.labelled import make_labelled
 from rlhf.report.overview import interval, judge_name
 from rlhf.report.scaling import make_isoflops
+from rlhf.report.shots import make_shots
 from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.results import histogram
 from rlhf.tracking.run_files import RunFiles, get, number, visible
@@ -200,8 +201,12 @@ def make_pictures(runs: list[RunFiles]) -> list[Picture]:
         make_histogram(histograms(runs)),
     ]
     for run in runs:
+        told = run.name if len(runs) > 1 else ""
+        pictures.append(
+            make_shots(run.evaluations.get("shots"), "In-context learning" + (f" ({told})" if told else ""))
+        )
         for study in run.studies:
-            pictures += make_study_pictures(study, run.name if len(runs) > 1 else "")
+            pictures += make_study_pictures(study, told)
     return [picture for picture in pictures if picture is not None]
 
 

@@ -1,10 +1,12 @@
-"""The report's tables of evaluations/<name>.json: preference files, checked instructions, a judge, benchmarks."""
+"""The report's tables of evaluations/<name>.json: preference files, checked instructions, in-context learning,
+overlap with the pretraining text, a judge, benchmarks."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from rlhf.report.audit import cell, rows_of
-from rlhf.tracking.run_files import get, number, visible
+from rlhf.report.shots import shot_rows
+from rlhf.tracking.run_files import get, number, percent, visible
 
 Table = tuple[str, tuple[str, ...], list[list[str]]]
 
@@ -18,6 +20,8 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
         *trained_judge_tables(trained_judge),
         *pair_tables(found.get("pairs")),
         *instruction_tables(found.get("instructions")),
+        *shot_tables(found.get("shots")),
+        *overlap_tables(found.get("overlap")),
         *judge_tables(found.get("judge")),
         *benchmark_tables(found.get("benchmarks")),
     ]
@@ -70,6 +74,31 @@ def trained_judge_tables(judged: Any) -> Iterator[Table]:
         for row in rows_of(judged, "pairs") if isinstance(row.get("pair"), list)
     ]  # fmt: skip
     yield caption, ("policies", "wins", "wins at equal length", "words more"), rows
+
+
+def shot_tables(found: Any) -> Iterator[Table]:
+    rows = [
+        [name, f"{count:g}", f"{number(row, 'shown') or 0:g}", cell(get(row, "accuracy"), share=True)]
+        for name, of_model in shot_rows(found)
+        for row, (count, *_) in of_model
+    ]
+    told = (
+        f"{visible(str(get(found, 'task')), 60)}; the most frequent label alone: {percent(number(found, 'majority'))}"
+    )
+    yield f"In-context learning on {told}", ("model", "examples", "that fit", "accuracy"), rows
+
+
+def overlap_tables(found: Any) -> Iterator[Table]:
+    rows = [
+        [name, f"{number(row, 'prompts') or 0:,.0f}", f"{number(row, 'too_short') or 0:,.0f}", f"{number(row, 'n') or 0:g}",
+         *(cell(get(row, key), share=True) for key in ("contaminated", "near_duplicates"))]
+        for name, row in items_of(found)
+    ]  # fmt: skip
+    yield (
+        "Overlap with the pretraining text",
+        ("prompts", "number", "too short to check", "words of an n-gram", "share an n-gram", "near-duplicates"),
+        rows,
+    )
 
 
 def judge_tables(judged: Any) -> Iterator[Table]:

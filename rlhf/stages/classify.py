@@ -8,10 +8,8 @@ decay, lambda 0.5, dropout 0.1 on the classifier). Differs: Adam's betas are tho
 
 import json
 import math
-import random
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.labelled import Columns, Example, classes_of, divide, encode_examples, find_marks, load_examples
-from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
-from rlhf.errors import UserError
+from rlhf.data.labelled import Example, classes_of, encode_examples, find_marks
+from rlhf.evaluation.labelled_task import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification
-from rlhf.files import sha256_file, write_json
-from rlhf.gold.labelled import CHOICES, TASKS, write_task
+from rlhf.files import write_json
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.label_model import LabelModel, transfer
 from rlhf.model.trunk import context_of
@@ -39,8 +35,6 @@ from rlhf.training.loop import open_loop, refuse_nonfinite
 from rlhf.training.optim import decay_groups, linear_schedule
 from rlhf.training.setup import load_policy, set_up
 
-GOLD = "gold:"
-GOLD_EXAMPLES = 2000
 MEASURED_TOGETHER = 32  # examples per forward
 
 
@@ -97,70 +91,6 @@ def run(config: Config) -> None:
             }
             loop.tracker.log({f"eval/dev/{name}": value for name, value in figures.items()}, step=steps)
         stage.finish(figures)
-
-
-def columns_of(config: Config) -> Columns:
-    """Which columns hold what. Raises: UserError for settings that are missing or contradict."""
-    given = config.classify
-    choices = [] if given.choices is None else given.choices if isinstance(given.choices, list) else [given.choices]
-    if given.data is None:
-        raise UserError(f"classify.data is not set: want a file, a hub id, or one of {GOLD}{f', {GOLD}'.join(TASKS)}")
-    if given.from_scratch and given.layers is not None:
-        raise UserError(
-            f"classify.layers={given.layers} with classify.from_scratch=true: the latter transfers nothing: give one"
-        )
-    if (name := gold_task(config)) is not None:
-        if name not in TASKS:
-            raise UserError(f"classify.data={given.data}: want one of {GOLD}{f', {GOLD}'.join(TASKS)}")
-        second = "second" if name in ("entailment", "similarity") else None
-        return Columns("text", "label", second, CHOICES if name == "choice" else (), name == "similarity")
-    if given.text is None or given.label is None:
-        key = "text" if given.text is None else "label"
-        raise UserError(f"classify.{key} is not set: want the column with the {key}")
-    if given.both_orders and (given.second is None or choices):
-        raise UserError("classify.both_orders=true: is for two texts: name the second one with classify.second")
-    return Columns(given.text, given.label, given.second, tuple(map(str, choices)), given.both_orders)
-
-
-def gold_task(config: Config) -> str | None:
-    data = config.classify.data
-    return data.removeprefix(GOLD) if isinstance(data, str) and data.startswith(GOLD) else None
-
-
-def hash_task(config: Config) -> dict[str, str]:
-    """{kind:file: sha256} of the task's files; a task of the gold world is made by the stage."""
-    kinds = {"data": None if gold_task(config) else config.classify.data, "test": config.classify.test}
-    return {
-        f"classify.{kind}:{source.name}": sha256_file(source.path)
-        for kind, given in kinds.items()
-        if given is not None
-        for source in resolve_sources(given, RECORD_SUFFIXES, setting=f"classify.{kind}")
-        if source.path is not None
-    }
-
-
-def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Example], list[Example]]:
-    """(examples to train on, held-out ones); a task of the gold world is written to the folder first.
-
-    Raises: UserError if either is empty.
-    """
-    settings, data = config.classify, config.classify.data
-    if (name := gold_task(config)) is not None:
-        data = str(folder / f"{name}.csv")
-        write_task(name, folder / f"{name}.csv", config.data.split_seed, GOLD_EXAMPLES)
-    examples = load_examples("classify.data", data, columns, config.data.encoding)
-    if settings.test is None:
-        train, held_out = divide(examples, settings.held_out, config.data.split_seed)
-    else:
-        train, held_out = examples, load_examples("classify.test", settings.test, columns, config.data.encoding)
-    if settings.examples is not None and settings.examples < len(train):
-        train = random.Random(f"examples-{config.seed}").sample(train, settings.examples)
-    if not train or not held_out:
-        raise UserError(
-            f"classify.data: {len(train)} examples to train on and {len(held_out)} held out: add examples, or "
-            "name held-out ones with classify.test"
-        )
-    return train, held_out
 
 
 def encode(stage: Stage, examples: list[Example], tokenizer: Any, lm: Any, classes: list[str]) -> list[Coded]:

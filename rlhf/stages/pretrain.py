@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf.config import Config
+from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, pack_corpus
+from rlhf.data.mixing import Part, mix_corpora
 from rlhf.errors import UserError
 from rlhf.files import sha256_file, write_json
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
@@ -62,11 +64,15 @@ def pretrain(
         check_continuation(config, model, length)
 
         # 2. Pack the documents into full blocks
-        corpus = load_or_pack(stage, tokenizer, packed)
+        corpus = load_or_pack(stage, tokenizer, length, packed)
         blocks = corpus.blocks("train", length)
-        steps = max(1, pretraining_tokens(config) // config.pretrain.global_batch_tokens)
+        steps = training_steps(config)
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
         stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
+        for source in corpus.sources:
+            stage.say(
+                f"{source['name']}: {source['share']:.1%} of them, {source['epochs']:.2f} epochs of its {source['tokens']:,} tokens"
+            )
 
         corpus.blocks("heldout", length)  # refuses less than one block, before the work
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -140,9 +146,18 @@ def block_length(config: Config, context: int) -> int:
     return min(context, config.pretrain.global_batch_tokens)
 
 
-def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", packed: Path | None = None) -> PackedCorpus:
-    """The packed corpus of this stage; packs it unless an earlier attempt finished packing, or links the files of `packed`."""
-    config, folder = stage.config, stage.folder / "corpus"
+def training_steps(config: Config) -> int:
+    return max(1, pretraining_tokens(config) // config.pretrain.global_batch_tokens)
+
+
+def load_or_pack(
+    stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int, packed: Path | None = None
+) -> PackedCorpus:
+    """The packed corpus of this stage; packs it unless an earlier attempt finished packing, or links the files of `packed`.
+
+    length: tokens of a block, by which sources with weights are mixed.
+    """
+    folder = stage.folder / "corpus"
 
     def ensure() -> None:
         if packed is not None and not folder.exists():
@@ -156,19 +171,36 @@ def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", packed: Pat
                 stage.say(
                     f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packing it again"
                 )
-        documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
         with progress(None, "pretrain: packing", unit="token") as bar:
-            pack_corpus(
-                documents,
-                tokenizer,
-                folder,
-                held_out_fraction=config.data.held_out,
-                seed=config.seed,
-                progress=lambda _, tokens: bar.update(tokens - bar.done),
-            )
+            pack(stage.config, tokenizer, length, folder, bar)
 
     on_first_rank(ensure)
     return PackedCorpus.load(folder)
+
+
+def pack(config: Config, tokenizer: "PreTrainedTokenizerFast", length: int, folder: Path, bar: Any) -> None:
+    """Pack the corpus: all of it, or with data.corpus_weights the training tokens' share of each of its entries."""
+
+    def pack_into(out: Path, source: Any) -> PackedCorpus:
+        before = bar.done
+        return pack_corpus(
+            iterate_documents(source, config.data.encoding),
+            tokenizer,
+            out,
+            held_out_fraction=config.data.held_out,
+            seed=config.seed,
+            progress=lambda _, tokens: bar.update(before + tokens - bar.done),
+        )
+
+    source, weights = need_source(config, "corpus"), config.data.corpus_weights
+    if weights is None:
+        pack_into(folder, source)
+        return
+    parts = [
+        Part(Path(str(name)).name, weight, pack_into(folder / f"source-{i}", name))
+        for i, (name, weight) in enumerate(zip(listed(source), weights, strict=True))
+    ]
+    mix_corpora(parts, length, training_steps(config) * config.pretrain.global_batch_tokens, folder)
 
 
 def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCausalLM:

@@ -13,6 +13,7 @@ from rlhf.cli import main
 from rlhf.config import Config
 from rlhf.data.labelled import Columns, Example, Marks, classes_of, divide, encode_examples, find_marks, load_examples
 from rlhf.errors import UserError
+from rlhf.evaluation.labelled_task import columns_of
 from rlhf.evaluation.statistics import classification, wilson
 from rlhf.files import read_json
 from rlhf.gold.labelled import TASKS, labelled_rows
@@ -296,7 +297,7 @@ def test_mistakes_in_the_data_are_one_line(tmp_path, rows, columns, told):
 )  # fmt: skip
 def test_settings_that_are_missing_or_contradict(gold_run, settings, told):
     with pytest.raises(UserError, match=told):
-        classify.columns_of(gold_run.config(*settings))
+        columns_of(gold_run.config(*settings))
 
 
 def test_sharded_weights_are_refused(gold_run):

@@ -6,6 +6,7 @@ import torch
 from rlhf.commands import study_transfer
 from rlhf.commands.study import make_cells
 from rlhf.composing import compose_config
+from rlhf.evaluation.labelled_task import option_scores
 from rlhf.files import read_json
 from rlhf.report.evaluation import make_evaluation, make_pictures
 from rlhf.runs.folders import stage_folder
@@ -42,7 +43,7 @@ def test_cells_fine_tune_on_one_base(gold_run):
 def test_zero_shot_scores_by_hand(gold_run):
     lm = load_policy(gold_run.folder / "pretrain" / "model")
     pairs = [([1, 40, 41], [50, 51]), ([1, 40], [60]), ([1], [61, 62, 63])]
-    found = study_transfer.option_scores(lm, pairs, 0, torch.device("cpu"))
+    found = option_scores(lm, pairs, 0, torch.device("cpu"))
     for (context, option), score in zip(pairs, found.tolist(), strict=True):
         logp = lm(torch.tensor([context + option])).logits[0].log_softmax(-1)
         wanted = sum(logp[len(context) + i - 1, token].item() for i, token in enumerate(option)) / len(option)

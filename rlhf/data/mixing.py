@@ -1,0 +1,82 @@
+"""Several packed corpora mixed by weight into one, as GPT-3 mixed its five (Brown et al. 2020, table 2.2)."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.data.corpus import SPLITS, PackedCorpus, write_meta
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One source, packed by itself, and its weight."""
+
+    name: str
+    weight: float
+    corpus: PackedCorpus
+
+
+def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
+    """Which source each of `count` blocks comes from: the one furthest behind its share.
+
+    After i blocks each source has given its share of them, weight / sum(weights) * i, within one block.
+    """
+    total, given = sum(weights), [0] * len(weights)
+    for i in range(1, count + 1):
+        chosen = max(range(len(weights)), key=lambda s: weights[s] / total * i - given[s])
+        given[chosen] += 1
+        yield chosen
+
+
+def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> PackedCorpus:
+    """Write `out`: `tokens` tokens of training text in blocks of `block`, each block of one source; all held-out text.
+
+    The blocks of a source come in its own order, and again from its beginning when they are used up: `epochs` of the source in
+    meta.json. The packed sources are removed.
+
+    Raises: UserError if a source has less than one block.
+    """
+    served = [part.corpus.blocks("train", block) for part in parts]
+    texts = [part.corpus.tokens("train") for part in parts]
+    given, count = [0] * len(parts), -(-tokens // block)
+    digests = {split: hashlib.sha256() for split in SPLITS}
+    with (out / "train.bin.tmp").open("wb") as file:
+        for s in draw_order([part.weight for part in parts], count):
+            begin = given[s] % len(served[s]) * block
+            raw = texts[s][begin : begin + block].tobytes()
+            given[s] += 1
+            file.write(raw)
+            digests["train"].update(raw)
+    with (out / "heldout.bin.tmp").open("wb") as file:
+        for part in parts:
+            raw = part.corpus.tokens("heldout").tobytes()
+            file.write(raw)
+            digests["heldout"].update(raw)
+    metas = [part.corpus.meta for part in parts]
+    held_out = [meta["splits"]["heldout"] for meta in metas]
+    total = sum(part.weight for part in parts)
+    meta = metas[0] | {
+        "splits": {
+            "train": {"tokens": count * block},
+            "heldout": {key: sum(one[key] for one in held_out) for key in ("tokens", "bytes", "documents")},
+        },
+        "sources": [
+            {
+                "name": part.name,
+                "share": part.weight / total,
+                "tokens": part.corpus.token_count("train"),
+                "drawn": n * block,
+                "epochs": n / len(blocks),
+            }
+            for part, n, blocks in zip(parts, given, served, strict=True)
+        ],
+    }
+    for split in SPLITS:
+        meta["splits"][split]["sha256"] = digests[split].hexdigest()
+        (out / f"{split}.bin.tmp").replace(out / f"{split}.bin")
+    write_meta(out, meta)
+    for part in parts:
+        shutil.rmtree(part.corpus.path)
+    return PackedCorpus(out, meta)

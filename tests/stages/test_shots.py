@@ -1,0 +1,100 @@
+"""In-context learning: prompts by hand, likelihoods against a forward, what does not fit, and the evaluation on the small gold run."""
+
+import pytest
+import torch
+
+from rlhf.data.labelled import Columns, Example
+from rlhf.errors import UserError
+from rlhf.evaluation import external
+from rlhf.evaluation.shots import draw_examples, evaluate_shots, make_rows
+from rlhf.files import read_json
+from rlhf.report.evaluation import make_evaluation, make_pictures
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.run_files import read_run
+from rlhf.training.setup import load_policy
+
+CHOICE = Columns("text", "label", choices=("a", "b"))
+TRAIN = [
+    Example("t:1", (("red is", "a colour"), ("red is", "an animal")), "0"),
+    Example("t:2", (("a dog is", "a colour"), ("a dog is", "an animal")), "1"),
+]
+QUESTION = Example("t:3", (("a cat is", "a colour"), ("a cat is", "an animal")), "1")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(gold_run):
+    return load_tokenizer(gold_run.folder / "pretrain" / "model")
+
+
+def test_the_prompt_is_k_answered_examples_and_the_question(tokenizer):
+    rows, shown = make_rows(tokenizer, 128, CHOICE, ["0", "1"], [QUESTION], [TRAIN])
+    decoded = [(tokenizer.decode(prompt), tokenizer.decode(answer)) for prompt, answer in rows]
+    before = "<|endoftext|>red is a colour\n\na dog is an animal\n\na cat is"
+    assert decoded == [(before, " a colour"), (before, " an animal")] and shown == 2
+    labelled = [Example("t:1", (("red is",),), "colour"), Example("t:2", (("a dog is",),), "animal")]
+    rows, shown = make_rows(
+        tokenizer, 128, Columns("text", "label"), ["animal", "colour"], labelled[1:], [labelled[:1]]
+    )
+    assert [tokenizer.decode(prompt + answer) for prompt, answer in rows] == [
+        "<|endoftext|>red is colour\n\na dog is animal", "<|endoftext|>red is colour\n\na dog is colour"
+    ]  # fmt: skip
+
+
+def test_examples_that_do_not_fit_are_left_out_and_counted(tokenizer):
+    whole, _ = make_rows(tokenizer, 128, CHOICE, ["0", "1"], [QUESTION], [TRAIN[:1]])
+    context = max(len(prompt) + len(answer) for prompt, answer in whole)
+    rows, shown = make_rows(tokenizer, context, CHOICE, ["0", "1"], [QUESTION], [TRAIN])
+    assert rows == whole and shown == 1, "the second one has no room"
+    rows, shown = make_rows(tokenizer, context - 1, CHOICE, ["0", "1"], [QUESTION], [TRAIN])
+    assert shown == 0 and rows == make_rows(tokenizer, 128, CHOICE, ["0", "1"], [QUESTION], [[]])[0]
+    rows, _ = make_rows(tokenizer, 6, CHOICE, ["0", "1"], [QUESTION], [[]])
+    assert max(len(prompt) + len(answer) for prompt, answer in rows) == 6, (
+        "a question that is too long loses its beginning"
+    )
+
+
+def test_draws_differ_by_question_and_grow_by_one():
+    train = [Example(str(i), ((str(i),),), "x") for i in range(50)]
+    few, many = (draw_examples(train, 5, most, seed=3) for most in (2, 8))
+    assert len({tuple(e.where for e in row) for row in many}) == 5 and all(len(set(map(id, row))) == 8 for row in many)
+    assert draw_examples(train, 5, 8, seed=3) == many and draw_examples(train, 5, 8, seed=4) != many
+    assert [len(row) for row in few] == [2] * 5 and len(draw_examples(train, 1, 99, seed=0)[0]) == 50
+
+
+@torch.no_grad()
+def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_until, capsys):
+    run = copy_until("sft")
+    settings = ["evaluate.shots=[0,2]", "classify.data=gold:choice", "evaluate.prompts=24"]
+    external.run_external(run.config(*settings))
+    assert "pretrain: accuracy by examples in the prompt: 0 " in capsys.readouterr().out
+    found = read_json(run.folder / "evaluations" / "shots.json")
+    assert found["task"] == "gold:choice" and list(found["models"]) == ["pretrain"]
+    zero, two = found["models"]["pretrain"]
+    assert (zero["shots"], zero["shown"], zero["accuracy"]["n"]) == (0, 0.0, 24) and 0 < two["shown"] <= 2
+
+    from rlhf.data.labelled import classes_of
+    from rlhf.evaluation.labelled_task import columns_of, load_task
+
+    config = run.config(*settings)
+    train, held_out = load_task(config, columns_of(config), run.folder / "evaluations")
+    model, tokenizer = (load(run.folder / "pretrain" / "model") for load in (load_policy, load_tokenizer))
+    classes = classes_of(train + held_out, columns_of(config))
+    rows, _ = make_rows(tokenizer, 128, columns_of(config), classes, held_out[:24],
+                        [d[:2] for d in draw_examples(train, 24, 2, config.seed)])  # fmt: skip
+    right = 0
+    for i, example in enumerate(held_out[:24]):
+        means = []
+        for prompt, answer in rows[4 * i : 4 * i + 4]:
+            logp = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+            means.append(sum(logp[len(prompt) + j - 1, t].item() for j, t in enumerate(answer)) / len(answer))
+        right += str(means.index(max(means))) == classes.index(example.label).__str__()
+    assert two["accuracy"]["value"] == round(right / 24, 4)
+    files = read_run(run.folder)
+    assert "In-context learning" in [picture.title for picture in make_pictures([files])]
+    (table,) = make_evaluation(files)["external"]["tables"]
+    assert [row[:3] for row in table["rows"]] == [["pretrain", "0", "0"], ["pretrain", "2", f"{two['shown']:g}"]]
+
+
+def test_shots_without_a_task_are_refused(gold_run):
+    with pytest.raises(UserError, match=r"classify\.data is not set: want a file, a hub id, or one of gold:topic"):
+        evaluate_shots(gold_run.config("evaluate.shots=[0]"), torch.device("cpu"))
