@@ -23,9 +23,9 @@ def test_every_source_keeps_its_share_within_one_block():
 
 
 def mixed(tokenizer, folder, tokens=101 * BLOCK):
-    """Three sources of 40, 10 and 5 documents with words of their own, mixed 3 : 1 : 1."""
+    """Three sources of 40, 10 and 2 documents with words of their own, mixed 3 : 1 : 1."""
     parts = []
-    for s, (word, count) in enumerate((("red", 40), ("dog", 10), ("seven", 5))):
+    for s, (word, count) in enumerate((("red", 40), ("dog", 10), ("seven", 2))):
         texts = [f"{word} {word} {i} " * 12 for i in range(count)]
         packed = pack_corpus(texts, tokenizer, folder / f"source-{s}", held_out_fraction=0.2, seed=0)
         parts.append(Part(word, (3.0, 1.0, 1.0)[s], packed))
