@@ -65,7 +65,8 @@ class Run(NamedTuple):
 def scaling_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
     """{name: what it changes} of the trainings. Raises: UserError for a budget of less than ten steps, or an odd width."""
     vocabulary = len(load_tokenizer(parent / "tokenizer" / "model"))
-    batch, found = config.pretrain.global_batch_tokens, {}
+    batch = config.pretrain.global_batch_tokens
+    found: dict[str, tuple[str, ...]] = {}
     for budget in listed(config.study.budgets) or BUDGETS:
         for width in listed(config.study.widths) or WIDTHS:
             n = parameters_of(config, width, vocabulary)[0]
@@ -213,7 +214,8 @@ def fit_law(runs: list[Run], without: bool, near: LossLaw | None = None) -> Loss
 
 def resamples(runs: list[Run]) -> Iterable[list[Run]]:
     """Bootstrap: of each budget and width as many runs as there are seeds, drawn with replacement."""
-    rng, groups = random.Random("scaling"), {}
+    rng = random.Random("scaling")
+    groups: dict[tuple[float, int], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.budget, run.width), []).append(run)
     for _ in range(RESAMPLES):

@@ -71,7 +71,7 @@ def find_overlap(prompts: dict[str, str], documents: Iterable[str]) -> Figures:
     }
 
 
-def evaluate_overlap(config: Config, _: torch.device) -> Figures:
+def evaluate_overlap(config: Config, device: torch.device) -> Figures:
     """{"test prompts" and, with classify.data, the task: `find_overlap` with data.corpus}."""
     sets: dict[str, dict[str, str]] = {}
     if (source := data_source(config, "prompts")) is not None:
@@ -82,7 +82,7 @@ def evaluate_overlap(config: Config, _: torch.device) -> Figures:
     if config.classify.data is not None:
         folder = run_folder(config) / "evaluations"
         folder.mkdir(parents=True, exist_ok=True)
-        _, held_out = load_task(config, columns_of(config), folder)
+        held_out = load_task(config, columns_of(config), folder)[1]
         sets[str(config.classify.data)] = {example.where: "\n".join(example.rows[0]) for example in held_out}
     sets = {name: prompts for name, prompts in sets.items() if prompts}
     if not sets:

@@ -95,7 +95,8 @@ def make_rows(
     rows, shown = [], 0
     for (_, named), chosen in zip(asked, shots, strict=True):
         question, answers = next(texts), [next(options) for _ in named]
-        room, prompt = context - 1 - max(map(len, answers)), []
+        room = context - 1 - max(map(len, answers))
+        prompt: list[int] = []
         for tokens in [next(before) for _ in chosen]:
             if len(prompt) + len(tokens) + len(question) > room:
                 break
