@@ -114,7 +114,11 @@ class Config:
     overwrite: bool = setting(False, "replace what the run already has", changes=NOTHING)
     device: str = setting("auto", "device", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
     threads: int = setting(
-        0, "CPU threads per process; 0: the number of cores", min=0, max=MAX_PROCESSES, changes=ROUNDING
+        0,
+        "CPU threads per process; 0: the number of cores, in training fewer while other work takes them",
+        min=0,
+        max=MAX_PROCESSES,
+        changes=ROUNDING,
     )
     precision: str = setting(
         "auto",

@@ -28,6 +28,7 @@ from rlhf.runs.stage import Stage
 from rlhf.tracking.progress import Progress, progress
 from rlhf.tracking.writers import Tracker
 from rlhf.training.setup import open_tracker
+from rlhf.training.threads import adapting_threads
 
 
 class StageLoop:
@@ -38,6 +39,7 @@ class StageLoop:
         self.first = checkpoint_step(resume) if resume else 0
         self.tracker, self.bar = tracker, bar
         self.saved_at = time.monotonic()
+        self.threads = adapting_threads(stage.config.threads, ranks.device, ranks.count)
 
     def steps(self, save: Callable[[int], None]) -> Iterator[int]:
         """The numbers of the steps to take. save: writes a checkpoint of a step; every rank calls it.
@@ -59,6 +61,8 @@ class StageLoop:
 
         A loop that stops writes a checkpoint first.
         """
+        if self.threads is not None:
+            self.threads.look()
         due = checkpoint_due(self.stage.config.checkpoints, step, time.monotonic() - self.saved_at)
         wish = self.ranks.max(2 if stop_requested() else 1 if due and self.ranks.rank == 0 else 0)
         return wish >= 1, wish == 2
