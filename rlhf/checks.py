@@ -91,6 +91,10 @@ def _relations(config: Config, command: str) -> list[str]:
         )
     problems += _sharding_problems(config)
     problems += _launch_problems(config, command)
+    if config.reward.fit_head and config.reward.model is not None:
+        problems.append(f"reward.fit_head=true: reward.model={config.reward.model} brings its own head: want false")
+    if not config.reward.epochs and not config.reward.fit_head:
+        problems.append("reward.epochs=0: nothing would be trained: want 1 or more, or reward.fit_head=true")
     if config.reward.lm_coef and config.reward.model is not None:
         problems.append(
             f"reward.lm_coef={config.reward.lm_coef}: reward.model={config.reward.model} is no language model: want 0"

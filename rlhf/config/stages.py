@@ -111,7 +111,8 @@ class SftConfig:
 class RewardConfig:
     """The reward model (Ouyang et al. 2022, section 3.5 and appendix C.2)."""
 
-    epochs: int = setting(1, "passes over the comparisons", min=1)
+    epochs: int = setting(1, "passes over the comparisons; 0: none, with fit_head", min=0)
+    fit_head: bool = setting(False, "first fit the head alone to all comparisons, on the frozen trunk")
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
     micro_batch_responses: int = setting(64, "responses per forward", min=1, changes=ROUNDING)
     lr: float = setting(9e-6, "learning rate of AdamW; cosine without warm-up", above=0, max=10)

@@ -66,13 +66,17 @@ def reads_branches(model: Any) -> bool:
 
 def score_items(model: Any, items: list[Item], pad: int, device: torch.device, calibrated: bool = False) -> Tensor:
     """Scores (N, K) of items with up to K answers, 0 if an item has fewer; a prompt is read once if that saves time."""
+    return by_item(items, model(**item_inputs(model, items, pad, device), calibrated=calibrated))
+
+
+def item_inputs(model: Any, items: list[Item], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """The arguments of the model's forward for all rows of items, with each prompt read once if that saves time."""
     groups = [item.rows for item in items]
     if reads_branches(model) and joining_pays(groups, getattr(model, "module", model).trunk.config.width):
         inputs = dict(zip(("tokens", "segments"), join_groups(groups, pad), strict=True))
     else:
         inputs = make_inputs(model, [row for rows in groups for row in rows], pad)
-    flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=calibrated)
-    return by_item(items, flat)
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def by_item(items: list[Item], flat: Tensor) -> Tensor:

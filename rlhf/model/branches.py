@@ -59,3 +59,14 @@ def layout(segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     same = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
     last = (segments > 0) & (segments != after)
     return positions, (same & (place[:, None] >= place))[:, None], last.flatten().nonzero()[:, 0]
+
+
+def last_places(segments: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The last `count` tokens of each row, newest first, through its shared beginning: which exist, (R, count), and their
+    group * T + place, (R, count). segments, last: as of `layout`."""
+    width = segments.shape[1]
+    group, back = last // width, torch.arange(count, device=last.device)
+    own = (segments[group] == segments.flatten()[last, None]).sum(1, keepdim=True)
+    shared = (segments[group] == 0).sum(1, keepdim=True)
+    place = torch.where(back < own, (last % width)[:, None] - back, shared - 1 - (back - own))
+    return place >= 0, group[:, None] * width + place.clamp(min=0)

@@ -52,7 +52,8 @@ from rlhf.training.adapters import add_adapters, save_model
 from rlhf.training.batches import take_step, train_batches
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.gather import gathered_state
-from rlhf.training.loop import StageLoop, open_loop, refuse_nonfinite
+from rlhf.training.head_fit import fit_head, read_features
+from rlhf.training.loop import StageLoop, newest_checkpoint, open_loop, refuse_nonfinite
 from rlhf.training.optim import cosine_schedule, decay_groups
 from rlhf.training.setup import load_frozen, load_policy, set_up
 from rlhf.training.state import put_weights
@@ -81,7 +82,8 @@ def train_reward_model(config: Config, name: str) -> None:
         model = make_model(config)
         items = load_items(config, stage, records, item_encoder(config, model, tokenizer))
 
-        # 3. Train, all weights or with lora.rank low-rank adapters and the head, then calibrate
+        # 3. Train: the head alone if asked, then all weights, or with lora.rank low-rank adapters and the head; then calibrate
+        fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
         add_adapters(model, config, folder, device)
         settings = config.reward
         groups = decay_groups(model, settings.weight_decay)
@@ -168,6 +170,22 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def fit_before_training(
+    stage: Stage, model: RewardModel | TextRewardModel, items: list[Item], pad: int, device: torch.device
+) -> None:
+    """With reward.fit_head, fit the head on the frozen trunk; a run that resumes has its head in the checkpoint."""
+    if not stage.config.reward.fit_head or newest_checkpoint(stage):
+        return
+    assert isinstance(model, RewardModel)  # rlhf.checks
+    with inference(stage.config, device):
+        features = read_features(model.to(device), items, pad, device)
+    found = fit_head(model.head, features, items)
+    stage.say(
+        f"head fitted on the frozen trunk: cross-validated accuracy {found['accuracy']:.3f}, loss {found['loss']:.3f}, "
+        f"weight decay {found['decay']:g}"
+    )
 
 
 def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Encode) -> dict[str, list[Item]]:

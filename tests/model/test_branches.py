@@ -6,7 +6,7 @@ from torch.nn.utils import parameters_to_vector
 
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.batching import right_pad
-from rlhf.model.branches import join_groups, joined_length, joining_pays, layout, shared_length
+from rlhf.model.branches import join_groups, joined_length, joining_pays, last_places, layout, shared_length
 from tests.presets import preset
 
 GROUPS = [
@@ -31,14 +31,23 @@ def test_layout_by_hand():
     assert mask.any(-1).all()  # a row of the mask without any token has no softmax
 
 
+def test_the_last_tokens_of_a_row_reach_into_the_shared_beginning():
+    _, segments = join_groups(GROUPS, pad=0)
+    real, places = last_places(segments, layout(segments)[2], 4)
+    newest_first = [[3, 2, 1, 0], [6, 5, 4, 1], [7, 1, 0], [10, 9, 8], [12, 11, 9, 8], [16]]
+    assert [row[exist].tolist() for row, exist in zip(places, real, strict=True)] == newest_first
+
+
+@pytest.mark.parametrize("read_tokens", [1, 3])
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"positions": "learned"}, {"positions": "sinusoidal", "block": "post"}, {"qk_norm": True, "n_kv_head": 1}],
 )
-def test_joined_rows_have_the_scores_and_the_gradients_of_rows_of_their_own(overrides):
+def test_joined_rows_have_the_scores_and_the_gradients_of_rows_of_their_own(overrides, read_tokens):
     torch.manual_seed(0)
     sizes = {"vocab_size": 53, "context_length": 16, "n_layer": 2, "n_head": 2, "width": 32}
     model = RewardModel.from_causal_lm(GPTForCausalLM(preset("tiny", **{**sizes, **overrides})))
+    model.config.read_tokens = read_tokens
     assert model.reads_branches
     found = []
     rows, lengths = right_pad([row for group in GROUPS for row in group], 0)
@@ -59,9 +68,6 @@ def test_answers_are_joined_where_that_costs_less():
     assert joining_pays(short, 8) and not joining_pays(long, 8)
 
 
-def test_a_banded_model_and_one_that_reads_several_tokens_keep_rows_of_their_own():
+def test_a_banded_model_keeps_rows_of_their_own():
     sizes = {"vocab_size": 53, "context_length": 16, "n_layer": 2, "n_head": 2, "width": 32}
     assert not RewardModel.from_causal_lm(GPTForCausalLM(preset("tiny", **sizes, window=4))).reads_branches
-    model = RewardModel.from_causal_lm(GPTForCausalLM(preset("tiny", **sizes)))
-    model.config.read_tokens = 2
-    assert not model.reads_branches
