@@ -125,6 +125,7 @@ class RewardConfig:
     read_tokens: int = setting(
         1, "the score is the mean over this many last tokens, for responses that no token ends", min=1
     )
+    layers: int | None = setting(None, "the trunk's first blocks that the reward model has; none: all of them", min=1)
     calibration_samples: int = setting(512, "SFT samples used to set the gain", min=2)
     labeler_weights: Any = setting(
         None, "{name: weight of this labeler's judgements}; others have weight 1", kind="weights"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from rlhf.errors import UserError
 from rlhf.model.branches import last_places, layout
 from rlhf.model.gpt import GPTModel
 from rlhf.model.linear import Float32Linear
@@ -46,6 +47,17 @@ def without_dropout(config: Any) -> None:
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
             setattr(config, name, 0.0)
+
+
+def first_blocks(trunk: Any, count: int) -> Any:
+    """The configuration of a trunk of its first `count` blocks. Raises: UserError if the model cannot be cut so."""
+    ours = isinstance(trunk, GPTModel)
+    if not ours or count > trunk.config.n_layer:
+        has = f"{trunk.config.num_hidden_layers} blocks" + ("" if ours else " and does not run natively")
+        raise UserError(f"reward.layers={count}: the model has {has}: want null, or fewer blocks of a native model")
+    config = copy.deepcopy(trunk.config)
+    config.n_layer = count
+    return config
 
 
 class RewardConfig(PreTrainedConfig):
@@ -101,26 +113,31 @@ class RewardModel(PreTrainedModel):
             self.head.initialise()
 
     @classmethod
-    def from_causal_lm(cls, source: str | PathLike | PreTrainedModel, **kwargs: Any) -> RewardModel:
+    def from_causal_lm(
+        cls, source: str | PathLike | PreTrainedModel, layers: int | None = None, **kwargs: Any
+    ) -> RewardModel:
         """A reward model on a copy of a causal LM's trunk, with a fresh head.
 
         source: a folder or hub name (`kwargs` go to `from_pretrained`) or a loaded model, which is left as it
-        is.
+        is. layers: how many of the trunk's first blocks are kept; None: all.
         """
         if isinstance(source, PreTrainedModel):
             trunk: Any = source.base_model
         else:
             trunk = load_whole(AutoModel, str(source), headless=True, **kwargs)
-        model = cls(RewardConfig(trunk=trunk.config))
+        model = cls(RewardConfig(trunk=trunk.config if layers is None else first_blocks(trunk, layers)))
         nn.Module.to(model, device=trunk.device, dtype=trunk.dtype)
-        model.trunk.load_state_dict(trunk.state_dict())
+        state = trunk.state_dict()
+        model.trunk.load_state_dict({name: state[name] for name in model.trunk.state_dict()})
         return model.eval()
 
     @classmethod
     def on_trunk(cls, config: RewardConfig, trunk: Any) -> RewardModel:
-        """A reward model on a trunk as it is, not on a copy, with a fresh head."""
+        """A reward model on a trunk as it is, not on a copy, with a fresh head; of its first blocks if `config` has fewer."""
         with torch.device("meta"):
             model = cls(config)
+        if (count := config.trunk.num_hidden_layers) < trunk.config.num_hidden_layers:
+            trunk.config, trunk.layers = first_blocks(trunk, count), trunk.layers[:count]
         model.trunk, model.head = trunk, ScalarHead(config.trunk.hidden_size).initialise()
         return model.eval()
 

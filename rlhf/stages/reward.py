@@ -157,7 +157,7 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
     model: RewardModel | TextRewardModel
     if settings.model is None:
-        model = RewardModel.from_causal_lm(str(sft))
+        model = RewardModel.from_causal_lm(str(sft), settings.layers)
         model.config.read_tokens = settings.read_tokens
         if settings.lm_coef:
             policy = load_policy(sft)

@@ -1,10 +1,13 @@
 """The reward model: where it reads, what it carries, and what padding may not change."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
+from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardConfig, RewardModel
 from tests.presets import preset
 
@@ -140,3 +143,28 @@ def test_gradient_reaches_head_and_trunk(reward, tokens):
     reward(tokens, LENGTHS).sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in (reward.head.weight, reward.head.bias))
     assert reward.trunk.layers[0].attention.qkv.weight.grad.abs().max() > 0
+
+
+def test_a_reward_model_of_the_first_blocks_scores_their_hidden_states(tokens):
+    policy = make_policy(n_layer=3)
+    cut = RewardModel.from_causal_lm(policy, layers=2)
+    assert len(cut.trunk.layers) == cut.config.trunk.n_layer == 2 and len(policy.base_model.layers) == 3
+    with torch.no_grad():
+        hidden = policy.base_model(tokens, output_hidden_states=True).hidden_states[2]
+        expected = cut.head(policy.base_model.norm(hidden))[:, -1, 0]
+        assert torch.allclose(cut(tokens, torch.full((3,), 9), calibrated=False), expected, atol=1e-6)
+        shared = RewardModel.on_trunk(cut.config, copy.deepcopy(policy.base_model))
+        shared.head.load_state_dict(cut.head.state_dict())
+        assert torch.equal(shared(tokens, LENGTHS), cut(tokens, LENGTHS))
+    assert len(shared.trunk.layers) == 2
+
+
+def test_more_blocks_than_there_are_are_refused():
+    with pytest.raises(UserError, match=r"reward\.layers=4: the model has 3 blocks: want null"):
+        RewardModel.from_causal_lm(make_policy(n_layer=3), layers=4)
+
+
+def test_a_model_of_transformers_own_is_not_cut():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_layer=2, n_head=2, n_embd=WIDTH))
+    with pytest.raises(UserError, match="2 blocks and does not run natively"):
+        RewardModel.from_causal_lm(model, layers=1)
