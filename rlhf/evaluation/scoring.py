@@ -13,9 +13,8 @@ from rlhf.data.records import Demonstration, Message, PromptRecord, Ranking
 from rlhf.evaluation.statistics import ratio_interval
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, right_pad
-from rlhf.model.branches import join_groups, joined_length, joining_pays
+from rlhf.model.branches import joined_length
 from rlhf.model.classifier import TextRewardModel
-from rlhf.model.heads import RewardModel
 
 Scores = list[list[float]]  # a list per item
 
@@ -36,11 +35,11 @@ def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
     return encode
 
 
-def micro_batches(model: Any, batch: list[Item], size: int) -> Iterator[list[Item]]:
+def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
     """Whole prompts, of similar length, with at most `size` responses together (but at least one prompt)."""
 
-    def length(item: Item) -> int:
-        return joined_length(item.rows) if reads_branches(model) else max(map(len, item.rows))
+    def length(item: Item) -> int:  # token rows are joined where that is faster (`hidden_at`)
+        return joined_length(item.rows) if isinstance(item.rows[0], list) else max(map(len, item.rows))
 
     part: list[Item] = []
     for item in sorted(batch, key=length):
@@ -59,24 +58,11 @@ def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
     return dict(zip(("tokens", "lengths"), right_pad(list(rows), pad), strict=True))
 
 
-def reads_branches(model: Any) -> bool:
-    own = getattr(model, "module", model)
-    return isinstance(own, RewardModel) and own.reads_branches
-
-
 def score_items(model: Any, items: list[Item], pad: int, device: torch.device, calibrated: bool = False) -> Tensor:
-    """Scores (N, K) of items with up to K answers, 0 if an item has fewer; a prompt is read once if that saves time."""
-    return by_item(items, model(**item_inputs(model, items, pad, device), calibrated=calibrated))
-
-
-def item_inputs(model: Any, items: list[Item], pad: int, device: torch.device) -> dict[str, Tensor]:
-    """The arguments of the model's forward for all rows of items, with each prompt read once if that saves time."""
-    groups = [item.rows for item in items]
-    if reads_branches(model) and joining_pays(groups, getattr(model, "module", model).trunk.config.width):
-        inputs = dict(zip(("tokens", "segments"), join_groups(groups, pad), strict=True))
-    else:
-        inputs = make_inputs(model, [row for rows in groups for row in rows], pad)
-    return {name: tensor.to(device) for name, tensor in inputs.items()}
+    """Scores (N, K) of items with up to K answers, 0 if an item has fewer: one forward for all of them."""
+    inputs = make_inputs(model, [row for item in items for row in item.rows], pad)
+    flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=calibrated)
+    return by_item(items, flat)
 
 
 def by_item(items: list[Item], flat: Tensor) -> Tensor:

@@ -1,72 +1,98 @@
 """Rows that begin alike as one row: their shared beginning once, then the rest of each, which sees the beginning and itself.
 
-The K answers to a prompt then cost the prompt once. Each token has the same position and attends to the same tokens as in a
+Several answers to a prompt then cost the prompt once. Each token has the same position and attends to the same tokens as in a
 row of its own, so the hidden states are the same up to rounding.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.model.batching import right_pad
 
 PADDING = -1  # the segment of a pad; the shared beginning has 0, the rest of the rows 1, 2, …
+WORTH = 0.8  # rows are joined if that costs at most this share; a mask costs some of what is saved
 
 
-def shared_length(rows: Sequence[list[int]]) -> int:
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """N joined rows of up to T tokens, in place of R rows."""
+
+    tokens: Tensor  # (N, T) int64, padded on the right
+    positions: Tensor  # (N, T) int64
+    mask: Tensor  # (N, 1, T, T) bool, True = may attend
+    group: Tensor  # (R,) int64, the joined row of each row
+    shared: Tensor  # (R,) int64, tokens that it shares
+    own: Tensor  # (R,) int64, where the rest of it begins
+
+    def places(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where tokens went, as joined row * T + place: those of `rows` at `positions`, each (…)."""
+        shared = self.shared[rows]
+        place = torch.where(positions < shared, positions, self.own[rows] + positions - shared)
+        return self.group[rows] * self.tokens.shape[1] + place
+
+
+def shared_length(rows: Sequence[Sequence[int]]) -> int:
     """Tokens of the longest beginning that all rows share, less than the shortest row."""
     shortest = min(map(len, rows)) - 1
-    alike = (all(row[i] == rows[0][i] for row in rows) for i in range(shortest))
-    return next((i for i, same in enumerate(alike) if not same), shortest)
+    first, last = min(rows), max(rows)  # in alphabetical order: what these two share, all share
+    return next((i for i in range(shortest) if first[i] != last[i]), shortest)
 
 
-def joined_length(rows: Sequence[list[int]]) -> int:
+def joined_length(rows: Sequence[Sequence[int]]) -> int:
     """Tokens of the rows with their shared beginning once."""
     return sum(map(len, rows)) - (len(rows) - 1) * shared_length(rows)
 
 
-def joining_pays(groups: Sequence[Sequence[list[int]]], width: int) -> bool:
-    """Whether a trunk needs less time for joined groups: t tokens of a row need about t (6 width + t) multiplications per
-    unit of width, and long answers in one row are compared with each other for nothing."""
-
-    def cost(tokens: int) -> int:
-        return tokens * (6 * width + tokens)
-
-    return sum(cost(joined_length(rows)) for rows in groups) < sum(cost(len(row)) for rows in groups for row in rows)
+def cost(tokens: int, width: int) -> int:
+    """A row of t tokens needs about t (6 width + t) multiplications per unit of width: long answers in one row are compared with
+    each other for nothing."""
+    return tokens * (6 * width + tokens)
 
 
-def join_groups(groups: Sequence[Sequence[list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Tokens (N, T) of N groups of rows, a joined row each, and the segment (N, T) of each token."""
+def choose_groups(rows: Sequence[list[int]], width: int) -> list[list[int]] | None:
+    """Which rows to join, as indices; None if joining none is about as cheap. width: the model's."""
+    groups: list[list[int]] = []
+    lengths: list[int] = []
+    for i in sorted(range(len(rows)), key=rows.__getitem__):
+        together = joined_length([rows[j] for j in [*groups[-1], i]]) if groups else 0
+        if groups and cost(together, width) < cost(lengths[-1], width) + cost(len(rows[i]), width):
+            groups[-1].append(i)
+            lengths[-1] = together
+        else:
+            groups.append([i])
+            lengths.append(len(rows[i]))
+    plain = len(rows) * cost(max(map(len, rows)), width)  # as padded
+    return groups if len(groups) * cost(max(lengths), width) <= WORTH * plain else None
+
+
+def join(rows: Sequence[list[int]], groups: Sequence[Sequence[int]], device: torch.device | None = None) -> Joined:
+    """Every row is in one group. The order of the groups, and of the rows in each, is kept."""
     tokens, segments = [], []
-    for rows in groups:
-        start = shared_length(rows)
-        tokens.append([*rows[0][:start], *(token for row in rows for token in row[start:])])
-        segments.append([0] * start + [k for k, row in enumerate(rows, 1) for _ in row[start:]])
-    return right_pad(tokens, pad)[0], right_pad(segments, PADDING)[0]
+    group, shared, own = ([0] * len(rows) for _ in range(3))
+    for number, chosen in enumerate(groups):
+        start = shared_length([rows[i] for i in chosen])
+        line, marks = list(rows[chosen[0]][:start]), [0] * start
+        for k, i in enumerate(chosen, 1):
+            group[i], shared[i], own[i] = number, start, len(line)
+            line += rows[i][start:]
+            marks += [k] * (len(rows[i]) - start)
+        tokens.append(line)
+        segments.append(marks)
+    places = (torch.tensor(x, device=device) for x in (group, shared, own))
+    positions, mask = layout(right_pad(segments, PADDING)[0].to(device))
+    return Joined(right_pad(tokens, 0)[0].to(device), positions, mask, *places)
 
 
-def layout(segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of segments (N, T): positions (N, T), the mask (N, 1, T, T), True = may attend, and the last token (R,) of each row, by
-    group * T + place, group by group."""
+def layout(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Of segments (N, T): positions (N, T), and the mask (N, 1, T, T), True = may attend."""
     place = torch.arange(segments.shape[1], device=segments.device)
-    before = F.pad(segments[:, :-1], (1, 0), value=PADDING)
-    after = F.pad(segments[:, 1:], (0, 1), value=PADDING)
-    start = torch.where(segments != before, place, 0).cummax(1).values
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    start = torch.where(begins, place, 0).cummax(1).values
     shared = (segments == 0).sum(1, keepdim=True)
     positions = (place - start + shared * (segments > 0)) * (segments != PADDING)
     same = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
-    last = (segments > 0) & (segments != after)
-    return positions, (same & (place[:, None] >= place))[:, None], last.flatten().nonzero()[:, 0]
-
-
-def last_places(segments: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The last `count` tokens of each row, newest first, through its shared beginning: which exist, (R, count), and their
-    group * T + place, (R, count). segments, last: as of `layout`."""
-    width = segments.shape[1]
-    group, back = last // width, torch.arange(count, device=last.device)
-    own = (segments[group] == segments.flatten()[last, None]).sum(1, keepdim=True)
-    shared = (segments[group] == 0).sum(1, keepdim=True)
-    place = torch.where(back < own, (last % width)[:, None] - back, shared - 1 - (back - own))
-    return place >= 0, group[:, None] * width + place.clamp(min=0)
+    return positions, (same & (place[:, None] >= place))[:, None]

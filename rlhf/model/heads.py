@@ -12,7 +12,6 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from rlhf.errors import UserError
-from rlhf.model.branches import last_places, layout
 from rlhf.model.gpt import GPTModel
 from rlhf.model.linear import Float32Linear
 from rlhf.model.loading import load_whole
@@ -145,57 +144,34 @@ class RewardModel(PreTrainedModel):
         raw = self.head(hidden).squeeze(-1).float()
         return self.config.gain * (raw - self.config.shift) if calibrated else raw
 
-    @property
-    def reads_branches(self) -> bool:
-        """Whether it scores joined rows (`rlhf.model.branches`): it needs a mask, and distances that are those of positions."""
-        return isinstance(self.trunk, GPTModel) and self.trunk.config.window is None
-
     def forward(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        calibrated: bool = True,
-        with_lm: bool = False,
-        segments: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor, calibrated: bool = True, with_lm: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores (R,) float32 of right-padded tokens (R, T), read at token lengths - 1 (R,) and, with read_tokens, at those
-        before it; with_lm: and `mean_nats` (R,). With segments (N, T) in place of lengths: of all rows that `join_groups` joined."""
-        if with_lm:
-            assert lengths is not None
-            real, kept = self._last_places(tokens, lengths)
-            hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state
-            weight = self.trunk.get_input_embeddings().weight if self.unembedding is None else self.unembedding
-            nats = mean_nats(linear(hidden, weight.to(hidden.device)), tokens, lengths)
-            return self._mean(self._score(hidden.flatten(0, 1)[kept], calibrated), real), nats
-        hidden, real = self._read(tokens, lengths, segments)
-        return self._mean(self._score(hidden, calibrated), real)
+        """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,) and, with read_tokens, at those
+        before it; with_lm: and `mean_nats` (B,)."""
+        real, kept = self._read_places(tokens, lengths)
+        if not with_lm:
+            return self._mean(self.values_at(tokens, kept, calibrated), real)
+        hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state
+        weight = self.trunk.get_input_embeddings().weight if self.unembedding is None else self.unembedding
+        nats = mean_nats(linear(hidden, weight.to(hidden.device)), tokens, lengths)
+        return self._mean(self._score(hidden.flatten(0, 1)[kept], calibrated), real), nats
 
-    def features(self, tokens: Tensor, lengths: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """What the head sees of each response, (R, D) float32: its raw score is w . features + b. Arguments as of `forward`."""
-        hidden, real = self._read(tokens, lengths, segments)
-        kept = torch.where(real[..., None], hidden.float().view(*real.shape, -1), 0.0)
-        return kept.sum(1) / real.sum(1, keepdim=True)
+    def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """What the head sees of each response, (B, D) float32: its raw score is w . features + b. Arguments as of `forward`."""
+        real, kept = self._read_places(tokens, lengths)
+        hidden = hidden_at(self.trunk, tokens, kept).float().view(*real.shape, -1)
+        return torch.where(real[..., None], hidden, 0.0).sum(1) / real.sum(1, keepdim=True)
 
-    def _read(self, tokens: Tensor, lengths: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Hidden states (R * read_tokens, D) of the tokens that the score is read at, and which of them exist, (R, read_tokens)."""
-        if segments is None:
-            assert lengths is not None
-            real, kept = self._last_places(tokens, lengths)
-            return hidden_at(self.trunk, tokens, kept), real
-        positions, mask, last = layout(segments)
-        real, kept = last_places(segments, last, self.config.read_tokens)
-        given = {"attention_mask": mask, "position_ids": positions, "use_cache": False, "kept": kept.flatten()}
-        return self.trunk(input_ids=tokens, **given).last_hidden_state, real
-
-    def _last_places(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the read_tokens places before each length exist, (R, N), and their row * T + position, (R * N,)."""
+    def _read_places(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the read_tokens places before each length exist, (B, N), and their row * T + position, (B * N,)."""
         rows = torch.arange(len(tokens), device=tokens.device)[:, None] * tokens.shape[1]
         read = lengths[:, None] - 1 - torch.arange(self.config.read_tokens, device=tokens.device)
         return read >= 0, (rows + read.clamp(min=0)).flatten()
 
     @staticmethod
     def _mean(values: Tensor, real: Tensor) -> Tensor:
-        """Of each row of real (R, N), with a value (R * N,) per entry."""
+        """Of each row of real (B, N), with a value (B * N,) per entry."""
         return masked_sum(values.view_as(real), real, dim=1) / real.sum(1)
 
     def token_values(self, tokens: Tensor, calibrated: bool = True) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlhf.config import PpoConfig
 from rlhf.model.batching import by_length
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.ppo import policy_loss, value_loss
@@ -39,8 +40,7 @@ def optimize(
     local = {place: i for i, place in enumerate(places)}
     size = config.episodes_per_update // config.minibatches
     for epoch in range(config.epochs):
-        order = list(range(config.episodes_per_update))
-        random.Random(f"minibatch-{run.config.seed}-{update}-{epoch}").shuffle(order)
+        order = shuffled_prompts(config, random.Random(f"minibatch-{run.config.seed}-{update}-{epoch}"))
         for number in range(config.minibatches):
             chosen = [local[place] for place in order[number * size : (number + 1) * size] if place in local]
             first = update == begins and epoch == 0 and number == 0
@@ -51,6 +51,14 @@ def optimize(
     sums.add("optim/lr", config.lr * warmth["policy"] if with_policy else 0.0)
     if run.actor_critic.critic is not None:
         sums.add("optim/critic_lr", config.critic_lr * warmth["critic"])
+
+
+def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
+    """The places of one update's episodes, prompts in random order. Responses to one prompt stay together: they share its cost."""
+    k = config.responses_per_prompt
+    prompts = list(range(config.episodes_per_update // k))
+    rng.shuffle(prompts)
+    return [prompt * k + i for prompt in prompts for i in range(k)]
 
 
 def warm_up(done: int, updates: int) -> float:

@@ -43,6 +43,7 @@ from rlhf.model.heads import RewardModel
 from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.ranking import ranking_loss
 from rlhf.precision import inference
+from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.runs.stage import Stage, open_stage
@@ -244,7 +245,7 @@ def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], 
     engine.module.train()
     sums, device, lm_coef = Sums(), engine.device, config.reward.lm_coef
     zero = torch.zeros((), device=device)
-    for part, counts in own_parts(config, engine, batch):
+    for part, counts in own_parts(config, batch, engine.ranks):
         rows = [row for item in part for row in item.rows]
         scores, nats = score_and_read(engine, part, pad) if lm_coef else (score_items(engine, part, pad, device), zero)
         weights = pad_weights(part, device) * counts
@@ -271,13 +272,12 @@ def score_and_read(engine: Engine, items: list[Item], pad: int) -> tuple[Tensor,
     return by_item(items, scores), by_item(items, nats).sum(1) / counts
 
 
-def own_parts(config: Config, engine: Engine, batch: list[Item]) -> list[tuple[list[Item], bool]]:
+def own_parts(config: Config, batch: list[Item], ranks: Ranks) -> list[tuple[list[Item], bool]]:
     """This rank's micro-batches of a batch, and whether each counts. Every rank has the same number.
 
     Prompts are assigned to the ranks in turn. A rank with fewer micro-batches repeats a prompt that does not count.
     """
-    ranks = engine.ranks
-    parts = list(micro_batches(engine.module, batch[ranks.rank :: ranks.count], config.reward.micro_batch_responses))
+    parts = list(micro_batches(batch[ranks.rank :: ranks.count], config.reward.micro_batch_responses))
     counted = [(part, True) for part in parts if part]
     missing = int(ranks.max(len(counted))) - len(counted)
     return counted + [(batch[:1], False)] * missing
@@ -288,7 +288,7 @@ def evaluate_items(model: Any, items: list[Item], pad: int, device: torch.device
     """Held-out {"loss", "accuracy", "margin", "mean", "std"} of raw scores."""
     model.eval()
     sums = Sums()
-    for part in micro_batches(model, items, EVALUATED_TOGETHER):
+    for part in micro_batches(items, EVALUATED_TOGETHER):
         scores = score_items(model, part, pad, device)
         _, figures = ranking_loss(scores, pad_weights(part, device), denominator=1)
         add_figures(sums, part, scores, figures)

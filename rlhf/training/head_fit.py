@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf.data.items import Item
-from rlhf.evaluation.scoring import by_item, item_inputs, micro_batches, pad_weights
+from rlhf.evaluation.scoring import by_item, micro_batches, pad_weights
+from rlhf.model.batching import right_pad
 from rlhf.model.heads import RewardModel, ScalarHead
 from rlhf.ops.ranking import ranking_loss
 
@@ -25,8 +26,9 @@ def read_features(model: RewardModel, items: list[Item], pad: int, device: torch
     """What the head sees of every response of all items in turn, (R, D) float64 on the CPU. Every process reads all of them."""
     model.eval()
     found: dict[int, Tensor] = {}
-    for part in micro_batches(model, items, READ_TOGETHER):
-        read = model.features(**item_inputs(model, part, pad, device)).double().cpu()
+    for part in micro_batches(items, READ_TOGETHER):
+        tokens, lengths = right_pad([row for item in part for row in item.rows], pad)
+        read = model.features(tokens.to(device), lengths.to(device)).double().cpu()
         found |= zip(map(id, part), read.split([len(item.rows) for item in part]), strict=True)
     return torch.cat([found[id(item)] for item in items])
 

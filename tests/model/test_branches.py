@@ -1,4 +1,4 @@
-"""Joined rows: the answers to a prompt in one row, which reads the prompt once."""
+"""Joined rows: rows that begin alike, in one row that reads the beginning once."""
 
 import pytest
 import torch
@@ -6,68 +6,116 @@ from torch.nn.utils import parameters_to_vector
 
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.batching import right_pad
-from rlhf.model.branches import join_groups, joined_length, joining_pays, last_places, layout, shared_length
+from rlhf.model.branches import choose_groups, join, joined_length, shared_length
+from rlhf.ppo.rollout import response_logprobs
 from tests.presets import preset
 
+ROWS = [[5, 6, 7, 8], [4, 4, 4], [5, 6, 7, 9, 1], [3], [4, 4, 4, 4], [5, 6, 2]]
 GROUPS = [
-    [[5, 6, 7, 8], [5, 6, 7, 9, 1], [5, 6, 2]],  # 5, 6 once, then 7 8, 7 9 1 and 2
-    [[4, 4, 4], [4, 4, 4, 4]],  # of a row that begins another one, the last token is its own
-    [[3]],
-]
+    [0, 2, 5],
+    [1, 4],
+    [3],
+]  # 5, 6 once, then 7 8, 7 9 1 and 2; of a row that begins another one, the last token is its own
+
+
+def make_policy(**overrides) -> GPTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 53, "context_length": 64, "n_layer": 2, "n_head": 2, "width": 32}
+    return GPTForCausalLM(preset("tiny", **{**sizes, **overrides}))
+
+
+def siblings(draw: torch.Generator) -> tuple[list[list[int]], list[int]]:
+    """Three prompts of 20, 21 and 30 tokens with 3 answers each, in no order; and the prompts' lengths."""
+    rows, starts = [], []
+    for length in (20, 21, 30):
+        prompt = torch.randint(0, 53, (length,), generator=draw).tolist()
+        for answer in (3, 5, 4):
+            rows.append(prompt + torch.randint(0, 53, (answer,), generator=draw).tolist())
+            starts.append(length)
+    order = torch.randperm(len(rows), generator=draw).tolist()
+    return [rows[i] for i in order], [starts[i] for i in order]
+
+
+def trunk_rows(model) -> list[tuple[int, ...]]:
+    """The shapes of the token tensors that reach the model's trunk from now on."""
+    shapes: list[tuple[int, ...]] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, given, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
 
 
 def test_the_shared_beginning_leaves_each_row_a_token():
-    assert [shared_length(rows) for rows in GROUPS] == [2, 2, 0]
-    assert [joined_length(rows) for rows in GROUPS] == [8, 5, 1]
+    groups = [[ROWS[i] for i in group] for group in GROUPS]
+    assert [shared_length(rows) for rows in groups] == [2, 2, 0]
+    assert [joined_length(rows) for rows in groups] == [8, 5, 1]
 
 
-def test_layout_by_hand():
-    tokens, segments = join_groups(GROUPS, pad=0)
-    assert tokens.tolist() == [[5, 6, 7, 8, 7, 9, 1, 2], [4, 4, 4, 4, 4, 0, 0, 0], [3, 0, 0, 0, 0, 0, 0, 0]]
-    positions, mask, last = layout(segments)
-    assert positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 2], [0, 1, 2, 2, 3, 0, 0, 0], [0] * 8]
-    assert last.tolist() == [3, 6, 7, 8 + 2, 8 + 4, 16]
-    assert mask[0, 0, 5].tolist() == [True, True, False, False, True, True, False, False]
-    assert mask.any(-1).all()  # a row of the mask without any token has no softmax
+def test_a_joined_row_by_hand():
+    joined = join(ROWS, GROUPS)
+    assert joined.tokens.tolist() == [[5, 6, 7, 8, 7, 9, 1, 2], [4, 4, 4, 4, 4, 0, 0, 0], [3, 0, 0, 0, 0, 0, 0, 0]]
+    assert joined.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 2], [0, 1, 2, 2, 3, 0, 0, 0], [0] * 8]
+    assert joined.mask[0, 0, 5].tolist() == [True, True, False, False, True, True, False, False]
+    assert joined.mask.any(-1).all()  # a row of the mask without any token has no softmax
+    at = joined.places(torch.tensor([2, 2, 5, 4, 3]), torch.tensor([1, 4, 2, 3, 0]))
+    assert at.tolist() == [1, 6, 7, 8 + 4, 16]
 
 
-def test_the_last_tokens_of_a_row_reach_into_the_shared_beginning():
-    _, segments = join_groups(GROUPS, pad=0)
-    real, places = last_places(segments, layout(segments)[2], 4)
-    newest_first = [[3, 2, 1, 0], [6, 5, 4, 1], [7, 1, 0], [10, 9, 8], [12, 11, 9, 8], [16]]
-    assert [row[exist].tolist() for row, exist in zip(places, real, strict=True)] == newest_first
+def test_rows_are_joined_where_that_costs_less():
+    """Width 8. Prompt 40, answers 2: one row of 44, 44 (48 + 44) = 4,048, in place of 2 * 42 (48 + 42) = 7,560. A prompt of 1 with
+    answers of 100: 201 (48 + 201) = 50,049 in place of 2 * 101 (48 + 101) = 30,098."""
+    short = [[*range(40), k, 0] for k in (2, 3)]
+    assert choose_groups(short, 8) == [[0, 1]]
+    assert choose_groups([[1, *[k] * 100] for k in (2, 3)], 8) is None
+    others = [[k] * 42 for k in range(40, 45)]
+    assert (
+        choose_groups([*short, *others], 8) is None
+    )  # six rows of 44 in place of seven of 42: less than a fifth is saved
+    assert choose_groups([[1, 2, 3]], 8) is None
 
 
-@pytest.mark.parametrize("read_tokens", [1, 3])
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"positions": "learned"}, {"positions": "sinusoidal", "block": "post"}, {"qk_norm": True, "n_kv_head": 1}],
 )
-def test_joined_rows_have_the_scores_and_the_gradients_of_rows_of_their_own(overrides, read_tokens):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 53, "context_length": 16, "n_layer": 2, "n_head": 2, "width": 32}
-    model = RewardModel.from_causal_lm(GPTForCausalLM(preset("tiny", **{**sizes, **overrides})))
-    model.config.read_tokens = read_tokens
-    assert model.reads_branches
-    found = []
-    rows, lengths = right_pad([row for group in GROUPS for row in group], 0)
-    tokens, segments = join_groups(GROUPS, 0)
-    for scores in (model(rows, lengths), model(tokens, segments=segments)):
-        model.zero_grad()
-        (scores * torch.arange(1.0, 7.0)).sum().backward()
-        found.append((scores.detach(), parameters_to_vector([p.grad for p in model.parameters()])))
-    assert torch.allclose(found[0][0], found[1][0], atol=1e-6)
+def test_scores_and_gradients_are_those_of_rows_of_their_own(overrides):
+    model = RewardModel.from_causal_lm(make_policy(**overrides))
+    rows, _ = siblings(torch.Generator().manual_seed(1))
+    shapes, weights, found = trunk_rows(model), torch.arange(1.0, 1.0 + len(rows)), []
+    for read_tokens in (1, 4):  # more than the shortest answer has
+        model.config.read_tokens = read_tokens
+        for parts in ([rows], [[row] for row in rows]):  # all at once, and one by one
+            model.zero_grad()
+            scores = torch.cat([model(*right_pad(part, 0)) for part in parts])
+            (scores * weights).sum().backward()
+            found.append((scores.detach(), parameters_to_vector([p.grad for p in model.parameters()])))
+        assert torch.allclose(found[-2][0], found[-1][0], atol=1e-6)
+        assert torch.allclose(found[-2][1], found[-1][1], atol=1e-4)
+    assert shapes.count((3, 42)) == 2  # 30 + 3 + 5 + 4
+
+
+def test_log_probs_and_their_gradients_are_those_of_rows_of_their_own():
+    policy = make_policy()
+    rows, starts = siblings(torch.Generator().manual_seed(2))
+    shapes, found = trunk_rows(policy), []
+    for parts in ([list(range(9))], [[i] for i in range(9)]):
+        policy.zero_grad()
+        total = []
+        for part in parts:
+            tokens, lengths = right_pad([rows[i] for i in part], 0)
+            prompts = torch.tensor([starts[i] for i in part])
+            mask = torch.arange(5) < (lengths - prompts)[:, None]
+            total += list(response_logprobs(policy, tokens, prompts, mask)[0].unbind())
+        (torch.stack(total).sum(1) * torch.arange(1.0, 10.0)).sum().backward()
+        found.append((torch.stack(total).detach(), parameters_to_vector([p.grad for p in policy.parameters()])))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-5)
     assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
-
-
-def test_answers_are_joined_where_that_costs_less():
-    """Width 8. Prompt 4, answers 2: 8 tokens, 8 (48 + 8) = 448, against 2 * 6 (48 + 6) = 648. Answers of 100 after a prompt of
-    1: 201 (48 + 201) = 50,049 against 2 * 101 (48 + 101) = 30,098."""
-    short = [[[1, 1, 1, 1, k, 0] for k in (2, 3)]]
-    long = [[[1, *[k] * 100] for k in (2, 3)]]
-    assert joining_pays(short, 8) and not joining_pays(long, 8)
+    assert shapes[0] == (3, 39)  # the last token of an answer predicts nothing: 30 + 2 + 4 + 3
 
 
 def test_a_banded_model_keeps_rows_of_their_own():
-    sizes = {"vocab_size": 53, "context_length": 16, "n_layer": 2, "n_head": 2, "width": 32}
-    assert not RewardModel.from_causal_lm(GPTForCausalLM(preset("tiny", **sizes, window=4))).reads_branches
+    model = RewardModel.from_causal_lm(make_policy(window=4))
+    rows, _ = siblings(torch.Generator().manual_seed(1))
+    shapes = trunk_rows(model)
+    model(*right_pad(rows, 0))
+    assert shapes == [(9, 35)]

@@ -111,10 +111,10 @@ def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
 
 def test_micro_batches_keep_prompts_whole():
     items = blank_items([4, 9, 2, 7, 4, 3])
-    parts = list(reward.micro_batches(None, items, 10))
+    parts = list(reward.micro_batches(items, 10))
     assert sorted(item.key for part in parts for item in part) == [str(i) for i in range(6)]
     assert all(sum(len(item.rows) for item in part) <= 10 or len(part) == 1 for part in parts)
-    assert [len(part) for part in reward.micro_batches(None, items, 1)] == [1] * 6
+    assert [len(part) for part in reward.micro_batches(items, 1)] == [1] * 6
 
 
 def recording_engine(model):
