@@ -23,6 +23,7 @@ from rlhf.data.records import Demonstration, PromptRecord, Ranking
 from rlhf.data.splits import record_half, record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.audit import Audited, audit_reward_model
+from rlhf.evaluation.head_fit import fit_head, read_features
 from rlhf.evaluation.scoring import (
     by_item,
     held_out_labelers,
@@ -53,7 +54,6 @@ from rlhf.training.adapters import add_adapters, save_model
 from rlhf.training.batches import take_step, train_batches
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.gather import gathered_state
-from rlhf.training.head_fit import fit_head, read_features
 from rlhf.training.loop import StageLoop, newest_checkpoint, open_loop, refuse_nonfinite
 from rlhf.training.optim import cosine_schedule, decay_groups
 from rlhf.training.setup import load_frozen, load_policy, set_up

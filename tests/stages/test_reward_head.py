@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from rlhf.data.items import Item, Judgement
+from rlhf.evaluation.head_fit import fit_head, read_features
 from rlhf.model.heads import RewardModel, ScalarHead
-from rlhf.training.head_fit import fit_head, read_features
 
 CPU = torch.device("cpu")
 
