@@ -11,7 +11,9 @@ from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.decoder import Decoder
 from rlhf.model.generate import sample
+from rlhf.model.heads import ScalarHead
 from rlhf.ppo import rollout as rollout_module
+from rlhf.ppo.actor_critic import ActorCritic
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, check_first_rollout, check_sampler
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import (
@@ -166,6 +168,17 @@ def test_rows_cut_to_the_longest_and_keep_every_field(rollout):
 
 def test_recomputed_logprobs_are_those_of_the_sampler(rollout, models):
     assert torch.allclose(collect(models, recompute=True).logp_old, rollout.logp_old, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_shared_trunk_gives_logprobs_and_values_in_one_forward(rollout, models):
+    head = ScalarHead(models["policy"].config.width).initialise()
+    model = ActorCritic(models["policy"], head)
+    where = rollout.tokens, rollout.prompt_lengths, rollout.response_mask
+    logp, values, last = model.logprobs_and_values(*where)
+    assert torch.allclose(logp, model.policy_logprobs(*where), atol=1e-5)
+    for found, wanted in zip((values, last), response_values(model.values_at, *where), strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)
 
 
 @torch.no_grad()

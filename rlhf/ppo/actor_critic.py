@@ -2,13 +2,22 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.trunk import hidden_at, multiplies_plainly
 from rlhf.ppo.ptx import pretraining_loss
-from rlhf.ppo.rollout import Rollout, before_responses, logprobs_of_hidden, response_logprobs, unpacked
+from rlhf.ppo.rollout import (
+    Rollout,
+    after_tokens,
+    before_responses,
+    logprobs_of_hidden,
+    parted,
+    response_logprobs,
+    unpacked,
+)
 from rlhf.runs.stage import Stage
 from rlhf.training.adapters import share_weights
 
@@ -63,6 +72,15 @@ class ActorCritic(nn.Module):
     def policy_logprobs(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
         """Log-probs (B, A) of the response tokens."""
         return response_logprobs(self.policy, tokens, starts, mask)[0]
+
+    def logprobs_and_values(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`policy_logprobs` and `response_values` of a shared trunk, from one forward."""
+        after = before_responses(starts, tokens.shape[1], after_tokens(mask))
+        hidden = hidden_at(self.policy.base_model, tokens, after)
+        goes_on = torch.cat((mask, mask.new_zeros(len(mask), 1)), 1)[after_tokens(mask)]  # not after the last token
+        chosen = tokens.flatten()[after[goes_on] + 1]
+        logp, _ = logprobs_of_hidden(self.policy, hidden[goes_on], chosen, mask, with_entropy=False)
+        return logp, *parted(self._values(hidden), mask)
 
     def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
         return pretraining_loss(self.policy, batch, denominator)

@@ -100,6 +100,11 @@ def unpacked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
 
 
+def after_tokens(mask: Tensor) -> Tensor:
+    """(B, A + 1): the prompt's last token, then those of a response mask (B, A); after each of them there is a value."""
+    return torch.cat((mask.new_ones(len(mask), 1), mask), 1)
+
+
 def response_values(
     values: Callable[..., Tensor], tokens: Tensor, prompt_lengths: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -107,8 +112,13 @@ def response_values(
 
     values(tokens, kept): values (N,) after the tokens that `kept` names.
     """
-    after = torch.cat((mask.new_ones(len(mask), 1), mask), 1)  # the prompt's last token, then the response's
-    found = unpacked(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), after)  # (B, A + 1)
+    after = after_tokens(mask)
+    return parted(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), mask)
+
+
+def parted(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """As `response_values`, of values after the tokens of `after_tokens`, one after the other."""
+    found = unpacked(values, after_tokens(mask))  # (B, A + 1)
     return torch.where(mask, found[:, :-1], 0.0), found.gather(1, mask.sum(1, keepdim=True))[:, 0]
 
 
@@ -121,9 +131,8 @@ class RolloutSetup:
     # forward's (None in float32: they do not). reference: of the SFT model.
     recompute: Callable[..., Tensor] | None
     reference: Callable[..., Tensor]
-    values: (
-        Callable[..., Tensor] | None
-    )  # (tokens, kept) -> values (N,) after the tokens that `kept` names; None: no critic
+    # (tokens, kept) -> values (N,) after the tokens that `kept` names; None: no critic
+    values: Callable[..., Tensor] | None
     reward: Reward  # see `rlhf.ppo.rewards`
     texts: Callable[[list[list[int]]], list[str]]  # responses as text
     seed: int
@@ -132,6 +141,8 @@ class RolloutSetup:
     pad: int
     decode_batch: int  # responses decoded at once
     forward_batch: int  # episodes per forward
+    # (tokens, prompt_lengths, mask) -> what `recompute` and `response_values` give, where one forward gives both
+    both: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 Prompts = list[tuple[PromptRecord, list[int]]]  # each prompt as a record and as tokens
@@ -170,6 +181,10 @@ def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> 
         answer = int(samples.mask[group].sum(1).max())
         part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
         logp_ref[group, :answer] = setup.reference(part, starts, mask)
+        if setup.both is not None:
+            logp, old_values[group, :answer], last_values[group] = setup.both(part, starts, mask)
+            logp_old[group, :answer] = logp
+            continue
         if setup.recompute is not None:
             logp_old[group, :answer] = setup.recompute(part, starts, mask)
         if setup.values is not None:

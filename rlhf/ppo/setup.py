@@ -23,6 +23,7 @@ from rlhf.model.generate import Samples
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import hold_frozen
 from rlhf.model.heads import RewardConfig, RewardModel
+from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, without_dropout
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
@@ -91,15 +92,16 @@ class PpoRun:
 
     @property
     def rollout_setup(self) -> RolloutSetup:
-        config, engine, tokenizer = self.config, self.engine, self.tokenizer
+        config, engine, tokenizer, model = self.config, self.engine, self.tokenizer, self.actor_critic
+        recomputes = engine.bfloat16 or not isinstance(model.policy, GPTForCausalLM)
+        together = recomputes and model.shared and multiplies_plainly(model.policy)
         return RolloutSetup(
-            policy=lambda: engine.whole(self.actor_critic.policy),
-            recompute=functools.partial(engine, method="policy_logprobs")
-            if engine.bfloat16 or not isinstance(self.actor_critic.policy, GPTForCausalLM)
-            else None,
+            policy=lambda: engine.whole(model.policy),
+            recompute=functools.partial(engine, method="policy_logprobs") if recomputes else None,
+            both=functools.partial(engine, method="logprobs_and_values") if together else None,
             reference=self.reference,
             reward=self.reward,
-            values=None if self.actor_critic.critic is None else functools.partial(engine, method="values_at"),
+            values=None if model.critic is None else functools.partial(engine, method="values_at"),
             texts=lambda responses: [response_text(tokenizer, ids) for ids in responses],
             seed=config.seed,
             max_new_tokens=config.rollout.max_new_tokens,
