@@ -22,7 +22,7 @@ SMALL = [
     "experiment=sentiment", "tracking=jsonl", "device=cpu", "threads=1", "gold.train_prompts=12", "gold.dev_prompts=3",
     "gold.test_prompts=4", "gold.comparison_prompts=8", "gold.comparison_dev_prompts=2", "gold.comparison_test_prompts=3",
     "gold.passage_min_tokens=6", "gold.passage_max_tokens=10", "gold.continuation_tokens=6", "rollout.max_new_tokens=6",
-    "reward.calibration_samples=4", "reward.read_tokens=6",
+    "reward.calibration_samples=4", "reward.read_tokens=6", "reward.layers=1",
     "reward.batch_prompts=4", "ppo.episodes=8", "ppo.episodes_per_update=4", "ppo.eval_prompts=2", "ppo.micro_batch_episodes=4",
     "rejection.prompts=3", "rejection.samples=2", "dpo.batch_prompts=4", "evaluate.prompts=4", "evaluate.samples=2",
     "evaluate.best_of=2", "lora.rank=2",
