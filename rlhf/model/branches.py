@@ -34,14 +34,14 @@ class Joined:
         return self.group[rows] * self.tokens.shape[1] + place
 
 
-def shared_length(rows: Sequence[Sequence[int]]) -> int:
+def shared_length(rows: Sequence[list[int]]) -> int:
     """Tokens of the longest beginning that all rows share, less than the shortest row."""
     shortest = min(map(len, rows)) - 1
     first, last = min(rows), max(rows)  # in alphabetical order: what these two share, all share
     return next((i for i in range(shortest) if first[i] != last[i]), shortest)
 
 
-def joined_length(rows: Sequence[Sequence[int]]) -> int:
+def joined_length(rows: Sequence[list[int]]) -> int:
     """Tokens of the rows with their shared beginning once."""
     return sum(map(len, rows)) - (len(rows) - 1) * shared_length(rows)
 

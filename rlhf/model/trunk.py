@@ -34,8 +34,8 @@ def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
 def join_rows(tokens: Tensor, rows: Tensor, positions: Tensor, width: int) -> Joined | None:
     """The rows of tokens (B, T) joined, each up to the last of its `positions`; None if that does not pay."""
     ends = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
-    ends = ends.scatter_reduce(0, rows, positions, "amax").tolist()
-    texts = [row[: end + 1] for row, end in zip(tokens.tolist(), ends, strict=True)]
+    ends = ends.scatter_reduce(0, rows, positions, "amax")
+    texts = [row[: end + 1] for row, end in zip(tokens.tolist(), ends.tolist(), strict=True)]
     groups = choose_groups(texts, width)
     return None if groups is None else join(texts, groups, tokens.device)
 

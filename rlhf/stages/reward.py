@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
@@ -180,8 +180,9 @@ def fit_before_training(
     if not stage.config.reward.fit_head or newest_checkpoint(stage):
         return
     assert isinstance(model, RewardModel)  # rlhf.checks
+    nn.Module.to(model, device)
     with inference(stage.config, device):
-        features = read_features(model.to(device), items, pad, device)
+        features = read_features(model, items, pad, device)
     found = fit_head(model.head, features, items)
     stage.say(
         f"head fitted on the frozen trunk: cross-validated accuracy {found['accuracy']:.3f}, loss {found['loss']:.3f}, "
