@@ -57,6 +57,7 @@ def export_reward(model: RewardModel | TextRewardModel, tokenizer: Any, out: str
         result = _with_score_head(model)
         tokenizer = copy.deepcopy(tokenizer)
         _give_pad(result, tokenizer)
+        end_at_end_token(tokenizer)
         head = _head(result)
         with torch.no_grad():
             head.weight.copy_(model.head.weight)
@@ -138,6 +139,20 @@ def _give_pad(model: Any, tokenizer: Any) -> None:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for name, value in special_ids(tokenizer).items():
         setattr(model.config, name, value)
+
+
+def end_at_end_token(tokenizer: Any) -> None:
+    """Let a rendered dialogue end with the last turn's end token, where the score is read.
+
+    Many templates write a newline after it (SmolLM2, Qwen), at which the logit would mean nothing.
+    """
+    template, ends = tokenizer.chat_template, [tokenizer.decode([i]) for i in end_ids(tokenizer)]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    if not isinstance(template, str) or not ends:
+        return
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False)
+    if not rendered.endswith(tuple(ends)) and rendered.rstrip().endswith(tuple(ends)):
+        tokenizer.chat_template = "{% filter trim %}" + template + "{% endfilter %}"
 
 
 @torch.no_grad()

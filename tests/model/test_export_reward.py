@@ -15,6 +15,7 @@ from rlhf.model.export_reward import export_reward
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.tokenizer import train_tokenizer
 
+from .chats import make_tokenizer
 from .classifiers import save_classifier
 
 LLAMA_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
@@ -64,6 +65,15 @@ def their_scores(folder: str) -> torch.Tensor:
     assert batch["attention_mask"].sum() < batch["attention_mask"].numel(), "rows of unequal length"
     with torch.no_grad():
         return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["chatml", "inst", "thoughts"])
+def test_a_dialogue_rendered_with_the_exported_template_ends_where_the_score_is_read(kind, tmp_path):
+    """Templates write a newline after the last turn's end token (SmolLM2, Qwen), where no reward model of ours reads."""
+    tokenizer = make_tokenizer(kind)
+    model = reward_model("llama", tokenizer)
+    told = export_reward(model, tokenizer, tmp_path)
+    assert torch.allclose(their_scores(str(tmp_path)) + told.offset, our_scores(model, tokenizer), atol=1e-4)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "transformers"])
