@@ -252,17 +252,17 @@ def _ppo_relations(config: Config, command: str) -> list[str]:
             f"ppo.responses_per_prompt={ppo.responses_per_prompt}: want a divisor of "
             f"ppo.episodes_per_update={ppo.episodes_per_update}"
         )
-    if ppo.advantages in ("rloo", "grpo"):
-        if ppo.responses_per_prompt < 2:
-            problems.append(
-                f"ppo.advantages={ppo.advantages}: compares responses to one prompt: "
-                "want ppo.responses_per_prompt of 2 or more"
-            )
-        if ppo.shared_critic or ppo.critic_warmup_updates or ppo.truncation == "bootstrap":
-            problems.append(
-                f"ppo.advantages={ppo.advantages}: has no critic: want ppo.shared_critic=false, "
-                "ppo.critic_warmup_updates=0 and ppo.truncation=terminal"
-            )
+    if ppo.advantages in ("rloo", "grpo") and ppo.responses_per_prompt < 2:
+        problems.append(
+            f"ppo.advantages={ppo.advantages}: compares responses to one prompt: "
+            "want ppo.responses_per_prompt of 2 or more"
+        )
+    of_critic = ppo.shared_critic or ppo.critic_warmup_updates or ppo.truncation == "bootstrap"
+    if ppo.advantages != "gae" and of_critic:
+        problems.append(
+            f"ppo.advantages={ppo.advantages}: has no critic: want ppo.shared_critic=false, "
+            "ppo.critic_warmup_updates=0 and ppo.truncation=terminal"
+        )
     names = [ppo.rewards] if ppo.rewards is None or isinstance(ppo.rewards, str) else list(ppo.rewards)
     weights = ppo.reward_weights
     if weights is not None and len(weights if isinstance(weights, list) else [weights]) != len(names):

@@ -13,7 +13,8 @@ DETAILS = {
     "score": "learned reward", "bpb": "bits per byte", "explained_var": "explained variance",
 }  # fmt: skip
 DIFFERENCES = {
-    "win_rate": "win rate", "gold": "gold", "kl": "KL", "score": "learned reward", "bpb": "bits per byte",
+    "win_rate": "win rate", "gold": "gold", "kl": "KL", "score": "learned reward", "gap": "learned less true gain",
+    "bpb": "bits per byte",
 }  # fmt: skip
 
 
@@ -63,6 +64,21 @@ def details(study: dict[str, Any]) -> None:
     ])  # fmt: skip
 
 
+def sizes(study: dict[str, Any]) -> None:
+    """Every size and policy by each measure, then how often the smallest PPO model is preferred to those of the largest size."""
+
+    def cell(figure: Any) -> str:
+        return f"{figure:,}" if isinstance(figure, int) else show({"mean": figure["value"], "ci95": figure["ci95"]})
+
+    columns = list(next(iter(study["rows"].values())))
+    table(["policy", *(name.replace("_", " ") for name in columns)], [
+        [name.replace("_", " "), *(cell(row[key]) for key in columns)] for name, row in study["rows"].items()
+    ])  # fmt: skip
+    table(["the smallest PPO model over", "share preferred"], [
+        [name.replace("_", " "), cell(row)] for name, row in study["small_ppo_over"].items()
+    ])  # fmt: skip
+
+
 def audit(study: dict[str, Any]) -> None:
     """Each figure's rank correlation with the outcome and its predictions; then the cells."""
 
@@ -83,4 +99,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python scripts/study_table.py STUDY.json")
     found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    {"frontier": frontier, "details": details, "audit": audit}[found["study"]](found)
+    {"frontier": frontier, "details": details, "prompts": details, "audit": audit, "sizes": sizes}[found["study"]](
+        found
+    )

@@ -45,7 +45,7 @@ def test_bash_completes_commands_settings_and_values():
     [
         ("rlhf ", ["pipeline ", "tokenizer ", "pretrain "]),
         ("rlhf ppo ppo.ad", ["ppo.advantages="]),
-        ("rlhf ppo seed=1 ppo.advantages=", ["gae", "rloo", "grpo"]),
+        ("rlhf ppo seed=1 ppo.advantages=", ["gae", "reinforce", "rloo", "grpo"]),
         ("rlhf sft experiment=go", ["gold"]),
         ("rlhf ppo ppo.whiten_advantages=", ["true", "false"]),
         ("rlhf import dup", ["duplicates="]),

@@ -1,14 +1,16 @@
 """`rlhf study`: compares choices, mostly PPO's on the gold world, over several seeds.
 
     frontier    learned and true reward against sqrt(KL) for a sweep of kl.coef, next to best-of-n (Gao et al. 2022)
-    details     one choice changed at a time: critic, whitening, epochs, ptx, KL control, calibration, averaging, baselines
+    details     one choice changed at a time: critic, whitening, epochs, clipping, ptx, KL control, calibration, averaging, baselines
+    prompts     PPO on prompts whose answers the reward model has seen ranked, and on others
+    sizes       base, few-shot, SFT, PPO and PPO-ptx at three widths, by InstructGPT's measures (study_sizes.py)
     audit       reward models from more or fewer labels with more or less noise: does their audit predict what PPO gains?
     transfer    what pretraining gives `rlhf classify`: blocks transferred, auxiliary objective, an LSTM instead (study_transfer.py)
     scaling     pretraining at several widths and budgets: the best size by compute (study_scaling.py)
 
 A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; in an audit study it labels and trains
-its reward model too, and is evaluated; in a transfer study it is one fine-tuning by `rlhf classify`, in a scaling study one pretraining.
-What is complete is not run again. The result is runs/<run>/study/<name>.json.
+its reward model too, and is evaluated; in a study of sizes it pretrains and fine-tunes too; in a transfer study it is one fine-tuning by
+`rlhf classify`, in a scaling study one pretraining. What is complete is not run again. The result is runs/<run>/study/<name>.json.
 """
 
 import hashlib
@@ -35,12 +37,6 @@ from rlhf.terminal import say
 
 PARENTS = ancestors("ppo")
 LABELLED = ancestors("label")  # what the cells of an audit study share: all up to SFT
-# The last stage that the parents of a study need, and the stages that the cells take from them.
-NEEDED = {
-    "audit": ("sft", LABELLED),
-    "transfer": ("pretrain", (*ancestors("pretrain"), "pretrain")),
-    "scaling": ("tokenizer", ancestors("pretrain")),
-}
 WITHOUT_TRUTH = ("transfer", "scaling")
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
 EVAL_PROMPTS = 256
@@ -53,13 +49,18 @@ DETAILS: dict[str, list[str]] = {
     "no_whitening": ["ppo.whiten_advantages=false"],
     "epochs_1": ["ppo.epochs=1"],
     "epochs_4": ["ppo.epochs=4"],
+    "no_clip": ["ppo.clip_range=null"],
+    "no_clip_epochs_4": ["ppo.clip_range=null", "ppo.epochs=4"],
     "ptx": ["ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25"],
     "adaptive_kl": ["kl.target=1.5", "kl.horizon=512"],
     "no_calibration": ["ppo.calibrated=false"],
     "no_average": ["ppo.ema_decay=null"],
+    "reinforce": ["ppo.advantages=reinforce", "ppo.epochs=1", "ppo.clip_range=null", *WITHOUT_CRITIC[1:]],
     "rloo": ["ppo.advantages=rloo", *WITHOUT_CRITIC],
     "grpo": ["ppo.advantages=grpo", *WITHOUT_CRITIC, "kl.penalty=loss"],
 }
+# The cells of `prompts`: the same, for parents with more prompts than rankings.
+PROMPTS = {"default": ["ppo.prompts=ranked"], "unranked": ["ppo.prompts=unranked"]}
 # The cells of `audit`, and what they have in common: little labelling, and a KL coefficient at which a poor reward model does harm.
 AUDIT_CELLS = {
     f"labels_{prompts}_noise_{noise}": (f"gold.comparison_prompts={prompts}", f"gold.labeler_noise={noise}")
@@ -73,6 +74,27 @@ AUDIT_FIXED = (
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kind of study needs and what its cells run."""
+
+    needed: str = "reward"  # the last stage that its parents must have
+    taken: tuple[str, ...] = PARENTS  # the stages that cells take from them, unless a cell runs one itself
+    commands: tuple[str, ...] = ("ppo",)  # what a cell runs: stages that it does not take, or the pipeline
+    last: str = "ppo"  # the stage that is complete when the cell is
+
+
+KINDS = {
+    "frontier": Kind(),
+    "details": Kind(),
+    "prompts": Kind(),
+    "sizes": Kind(commands=("pretrain", "sft", "ppo")),
+    "audit": Kind("sft", LABELLED, ("pipeline",), "evaluate"),
+    "transfer": Kind("pretrain", (*ancestors("pretrain"), "pretrain"), ("classify",), "classify"),
+    "scaling": Kind("tokenizer", ancestors("pretrain"), ("pretrain",), "pretrain"),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One PPO run of a study."""
 
@@ -82,7 +104,7 @@ class Cell:
     folder: Path  # runs_dir of the study
     overrides: tuple[str, ...]  # of its PPO run, all of them
     stages: dict[str, Path]  # the folder of each stage that it does not run itself
-    command: str = "ppo"
+    commands: tuple[str, ...] = ("ppo",)
     last: str = "ppo"  # the stage that is complete when the cell is
 
     @property
@@ -94,6 +116,10 @@ class Cell:
         return self.folder / self.run / "ppo"
 
     @property
+    def builds_on_cell(self) -> bool:
+        return any(path.is_relative_to(self.folder) for path in self.stages.values())
+
+    @property
     def compared(self) -> str:
         """The stage whose settings must be those of the cell for it to be kept."""
         return "ppo" if self.last == "evaluate" else self.last
@@ -102,7 +128,7 @@ class Cell:
 def run(config: Config) -> None:
     """Run the cells that are missing, evaluate them, and write the study's JSON."""
     if config.study.kind is None:
-        raise UserError("study.kind is not set: want frontier, details, audit, transfer or scaling")
+        raise UserError(f"study.kind is not set: want one of {', '.join(KINDS)}")
     transfers = config.study.kind == "transfer"
     if config.study.kind not in WITHOUT_TRUTH:
         need_truth(config, "study")
@@ -118,15 +144,18 @@ def run(config: Config) -> None:
     from rlhf.commands.study_audit import audit_results
     from rlhf.commands.study_results import details_results, frontier_results
     from rlhf.commands.study_scaling import scaling_results
+    from rlhf.commands.study_sizes import size_results
 
     makers = {
         "frontier": frontier_results,
-        "details": details_results,
         "audit": audit_results,
+        "sizes": size_results,
         "scaling": scaling_results,
     }
     found = (
-        transfer_results(config, cells) if transfers else {config.study.kind: makers[config.study.kind](config, cells)}
+        transfer_results(config, cells)
+        if transfers
+        else {config.study.kind: makers.get(config.study.kind, details_results)(config, cells)}
     )
     for name, results in found.items():
         path = run_folder(config) / "study" / f"{name}.json"
@@ -135,19 +164,21 @@ def run(config: Config) -> None:
 
 
 def run_cells(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
-    """Run the missing cells. Raises: UserError if one fails."""
+    """Run the missing cells, those that build on another cell after all others. Raises: UserError if one fails."""
     if config.study.kind == "scaling":
         from rlhf.commands.study_scaling import pretrain_cells
 
         pretrain_cells(cells, missing)
         return
-    with ThreadPoolExecutor(max_workers=config.study.processes) as pool:
-        for code, cell in zip(pool.map(run_cell, missing), missing, strict=True):
-            if code:
-                raise UserError(
-                    f"{cell.folder / cell.run}: the cell failed with exit code {code}: see {cell.folder / cell.run}.log, "
-                    "then run the same command again: finished cells are kept"
-                )
+    for builds_on_cell in (False, True):
+        batch = [cell for cell in missing if cell.builds_on_cell == builds_on_cell]
+        with ThreadPoolExecutor(max_workers=config.study.processes) as pool:
+            for code, cell in zip(pool.map(run_cell, batch), batch, strict=True):
+                if code:
+                    raise UserError(
+                        f"{cell.folder / cell.run}: the cell failed with exit code {code}: see {cell.folder / cell.run}.log, "
+                        "then run the same command again: finished cells are kept"
+                    )
 
 
 # Overrides of the command that a cell does not take over: it has a run, a seed and parents of its own.
@@ -162,56 +193,50 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
     if len(names) != len(seeds):
         raise UserError(f"study.parents={names}: want one run for each of study.seeds={seeds}")
     parents = [Path(config.runs_dir).absolute() / name for name in names]
-    needed, stages = NEEDED.get(str(settings.kind), ("reward", PARENTS))
+    kind = KINDS[str(settings.kind)]
     for parent in parents:
-        if not is_complete(parent / needed):
-            raise UserError(f"{parent}: has no finished {needed} to build a study on: run `rlhf pipeline` first")
+        if not is_complete(parent / kind.needed):
+            raise UserError(f"{parent}: has no finished {kind.needed} to build a study on: run `rlhf pipeline` first")
     folder = (run_folder(config) / "study" / str(config.study.kind)).absolute()
     choices = make_choices(config, parents[0])
     shared = [o for o in given if not o.startswith((*NOT_FORWARDED, "ppo.rewards="))] + rewards_by_folder(config)
     threads = config.threads or (1 if settings.processes > 1 else 0)
-    found = [{stage: parent_stage(config, parent, stage) for stage in stages} for parent in parents]
-    ends = {
-        "audit": ("pipeline", "evaluate"),
-        "transfer": ("classify", "classify"),
-        "scaling": ("pretrain", "pretrain"),
-    }
-    command, last = ends.get(str(settings.kind), ("ppo", "ppo"))
-    return [
-        Cell(
-            name,
-            seed,
-            parent,
-            folder,
-            (
+    cells = []
+    for name, changed in choices.items():
+        for seed, parent in zip(seeds, parents, strict=True):
+            taken = {stage: parent_stage(config, parent, stage) for stage in kind.taken}
+            own = built_on(config, name, seed, folder, taken)
+            elsewhere = "reward" in taken and "reward" not in own and config.ppo.rewards is None
+            overrides = (
                 *shared,
                 *changed,
+                *([f"ppo.rewards='{taken['reward']}'"] if elsewhere else []),
                 "tracking=jsonl",
                 f"runs_dir='{folder}'",
                 f"run={name}-seed{seed}",
                 f"seed={seed}",
                 f"threads={threads}",
-                *(f"parents.{stage}='{path}'" for stage, path in built_on(name, seed, folder, own).items()),
-            ),
-            own,
-            command,
-            last,
-        )
-        for name, changed in choices.items()
-        for seed, parent, own in zip(seeds, parents, found, strict=True)
-    ]
+                *(f"parents.{stage}='{path}'" for stage, path in own.items()),
+            )
+            commands = tuple(command for command in kind.commands if command not in own)
+            cells.append(Cell(name, seed, parent, folder, overrides, own, commands, kind.last))
+    return cells
 
 
-def built_on(name: str, seed: int, folder: Path, stages: dict[str, Path]) -> dict[str, Path]:
-    """The parents of a cell: the finished stages, but of an LSTM's fine-tuning the LSTM that the study pretrains."""
+def built_on(config: Config, name: str, seed: int, folder: Path, taken: dict[str, Path]) -> dict[str, Path]:
+    """The stages that a cell does not run itself: its parent's, but of an LSTM's fine-tuning the LSTM that the study pretrains."""
+    from rlhf.commands.study_sizes import size_stages
     from rlhf.commands.study_transfer import LSTM, lstm_run
 
-    return stages | {"pretrain": folder / lstm_run(seed) / "pretrain"} if name == LSTM else stages
+    if config.study.kind == "sizes":
+        return size_stages(name, seed, folder, taken)
+    return taken | {"pretrain": folder / lstm_run(seed) / "pretrain"} if name == LSTM else taken
 
 
 def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
     """{name: what it changes} of the choices that the study compares. Raises: UserError for an unknown one."""
     from rlhf.commands.study_scaling import scaling_choices
+    from rlhf.commands.study_sizes import size_choices
     from rlhf.commands.study_transfer import transfer_choices
 
     settings = config.study
@@ -229,11 +254,12 @@ def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
             "ppo.ema_decay=null",
         )
         return {f"kl_coef_{coef}": (f"kl.coef={coef}", *fixed) for coef in FRONTIER_COEFFICIENTS}
-    offered = {name: tuple(changed) for name, changed in DETAILS.items()}
+    one_at_a_time = PROMPTS if settings.kind == "prompts" else DETAILS
+    offered = {name: tuple(changed) for name, changed in one_at_a_time.items()}
     if settings.kind == "audit":
         offered = {name: (*AUDIT_FIXED, episodes, *changed) for name, changed in AUDIT_CELLS.items()}
-    if settings.kind == "transfer":
-        offered = transfer_choices(parent)
+    if settings.kind in ("transfer", "sizes"):
+        offered = (transfer_choices if settings.kind == "transfer" else size_choices)(parent)
     if settings.kind == "scaling":
         offered = scaling_choices(config, parent)
     wanted = listed(settings.cells) or list(offered)
@@ -300,9 +326,8 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
         what = "fine-tunings" if config.study.kind == "transfer" else "trainings"
         say(f"study: {len(cells)} {what}, {len(cells) - len(missing)} done")
         return
-    episodes = (
-        config.ppo.episodes if config.study.kind == "details" else config.study.updates * config.ppo.episodes_per_update
-    )
+    own_length = config.study.kind not in ("frontier", "audit")
+    episodes = config.ppo.episodes if own_length else config.study.updates * config.ppo.episodes_per_update
     record = read_stage(cells[0].parent / "ppo") or {}
     cost = "; how long is not known, since the parent has no finished PPO" if missing else ""
     if record.get("seconds") and missing:
@@ -313,13 +338,15 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
 
 
 def run_cell(cell: Cell) -> int:
-    """Run the cell in a separate process, with its output in a log next to its folder; returns the exit code."""
+    """Run what the cell lacks in separate processes, with their output in a log next to its folder; returns the exit code."""
     cell.folder.mkdir(parents=True, exist_ok=True)
-    flag = [] if cell.command == "pipeline" else ["--shared-settings"]
-    command = [sys.executable, "-m", "rlhf", cell.command, *flag, *cell.overrides]
-    started = time.monotonic()
+    started, code, anew = time.monotonic(), 0, "overwrite=true" in cell.overrides
     with (cell.folder / f"{cell.run}.log").open("a") as log:
-        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+        for name in cell.commands:
+            if not code and (anew or not is_complete(cell.folder / cell.run / name)):
+                flag = [] if name == "pipeline" else ["--shared-settings"]
+                command = [sys.executable, "-m", "rlhf", name, *flag, *cell.overrides]
+                code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
     say(f"study: {cell.run}: {'done' if not code else 'failed'} in {time.monotonic() - started:.0f} s")
     return code
 

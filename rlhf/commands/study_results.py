@@ -4,12 +4,12 @@ All on prompts of the dev split, since studies are there to choose by.
 """
 
 import dataclasses
+import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhf.chat_template import end_ids
 from rlhf.commands.study import EVAL_PROMPTS, Cell, cached, mean_interval
 from rlhf.composing import compose_config
 from rlhf.config import Config
@@ -32,6 +32,7 @@ from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_frozen, set_up
 
 BEST_OF = (1, 2, 4, 8, 16, 32, 64)
+TITLES = {"details": "What each choice buys", "prompts": "Prompts that the reward model knows and others"}
 CURVES = ("kl", "score", "gold", "correct")
 
 
@@ -221,8 +222,8 @@ def details_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
                 if all(key in base[seed] for seed in by_seed)
             }
     return {
-        "study": "details",
-        "title": "What each choice buys",
+        "study": config.study.kind,
+        "title": TITLES[str(config.study.kind)],
         "prompts": EVAL_PROMPTS,
         "seeds": sorted({c.seed for c in cells}),
         "parents": len({cell.parent for cell in cells}),
@@ -242,7 +243,9 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
 
     def answers_of(folder: Path, name: str) -> dict[str, Any]:
         with inference(own, device):
-            drawn = evaluate.draw(own, load_frozen(own, folder, device), prompts, end_ids(tokenizer), tokenizer, name)
+            drawn = evaluate.draw(
+                own, load_frozen(own, folder, device), prompts, evaluate.of_chat(tokenizer), tokenizer, name
+            )
         return drawn | {
             kind: judge_rows(truth, records, drawn[f"{prefix}texts"], drawn[f"{prefix}ended"])
             for kind, prefix in (("judged", ""), ("judged_greedy", "greedy_"))
@@ -275,6 +278,9 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
         "score": score_of(own, tokenizer, records, answers, device),
         "seconds": float((read_stage(cell.ppo) or {})["seconds"]),
     }
+    # What the reward model says was gained beyond what was: both in standard deviations of SFT's answers.
+    begun = [value for row in totals(base["judged"]) for value in row]
+    figures["gap"] = figures["score"] - (figures["gold"] - statistics.fmean(begun)) / statistics.pstdev(begun)
     if "correct" in truth.parts:
         figures["correct"] = mean(totals(ours["judged"], "correct"))
     if (cell.stages["pretrain"] / "corpus").is_dir():  # an adopted model has none

@@ -163,7 +163,12 @@ class PpoConfig:
     minibatches: int = setting(8, "optimizer steps per epoch", min=1)
     epochs: int = setting(1, "passes over one rollout", min=1)
     micro_batch_episodes: int = setting(64, "episodes per forward", min=1, changes=ROUNDING)
-    clip_range: float = setting(0.2, "eps: ratios are clipped to 1 ± eps", above=0)
+    prompts: str = setting(
+        "all",
+        "of the training split: all, or those that the comparisons rank (the reward model knows them) or do not rank",
+        choices=("all", "ranked", "unranked"),
+    )
+    clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
     value_clip_range: float = setting(0.2, "eps_v: values are clipped to the old value ± eps_v", above=0)
     gamma: float = setting(1.0, "discount per token", min=0, max=1)
     lam: float = setting(0.95, "lambda of GAE", min=0, max=1)
@@ -174,9 +179,11 @@ class PpoConfig:
     value_coef: float | None = setting(None, "weight of the value loss; none: 1, or 0.1 with a shared trunk", above=0)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", min=0)
     max_grad_norm: float = setting(1.0, "maximum norm of each model's gradient; larger ones are scaled down", above=0)
-    advantages: str = setting("gae", "estimator; rloo and grpo have no critic", choices=("gae", "rloo", "grpo"))
+    advantages: str = setting(
+        "gae", "estimator; all but gae have no critic", choices=("gae", "reinforce", "rloo", "grpo")
+    )
     responses_per_prompt: int = setting(1, "responses per prompt, k; rloo and grpo need 2 or more", min=1)
-    whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (gae only)")
+    whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (gae and reinforce)")
     critic: str = setting("reward", "initial weights of the critic", choices=("reward", "sft", "random"))
     shared_critic: bool = setting(False, "a value head on the policy's own trunk")
     missing_eos_rule: str = setting(
@@ -331,15 +338,16 @@ class StudyConfig:
     kind: str | None = setting(
         None,
         "frontier: reward against KL for several coefficients; details: one choice changed at a time; audit: what an audit predicts; "
-        "transfer: what pretraining gives a labelled task; scaling: loss by parameters and tokens at equal compute",
-        choices=("frontier", "details", "audit", "transfer", "scaling"),
+        "transfer: what pretraining gives a labelled task; scaling: loss by parameters and tokens at equal compute; "
+        "prompts: PPO on prompts that the reward model knows or does not know; sizes: InstructGPT's evidence at three widths",
+        choices=("frontier", "details", "audit", "transfer", "scaling", "prompts", "sizes"),
     )
     seeds: Any = setting(None, "seeds of the PPO runs; none: 0, 1 and 2", kind="seeds")
     parents: Any = setting(
         None, "runs whose stages the study builds on, one per seed; none: this run for all", kind="names"
     )
     updates: int = setting(30, "PPO updates of each run of study.kind=frontier and audit", min=1)
-    cells: Any = setting(None, "choices that study.kind=details, audit or transfer compares; none: all", kind="names")
+    cells: Any = setting(None, "choices that details, prompts, sizes, audit or transfer compares; none: all", kind="names")
     budgets: Any = setting(
         None, "FLOPs C = 6 N D of study.kind=scaling; none: 1e11, 3e11, 9e11 and 2.7e12", kind="sizes"
     )

@@ -31,13 +31,18 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
     return {"value": round(ratio, 4), "ci95": [round(ratio - half, 4), round(ratio + half, 4)], "n": round(total)}
 
 
-def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> dict[str, object]:
-    """How often a response beats the baseline's: all pairs of samples of a prompt, ties half, then over prompts."""
+def win_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[float]:
+    """How often a response to each prompt beats the baseline's: all pairs of samples, ties half."""
     per_prompt = []
     for ours, theirs in zip(scores, baseline, strict=True):
         points = [1.0 if a > b + 1e-9 else 0.5 if abs(a - b) <= 1e-9 else 0.0 for a in ours for b in theirs]
         per_prompt.append(sum(points) / len(points))
-    return interval(per_prompt)
+    return per_prompt
+
+
+def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> dict[str, object]:
+    """The mean of `win_points` over prompts."""
+    return interval(win_points(scores, baseline))
 
 
 def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> dict[str, Any]:

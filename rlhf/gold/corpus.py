@@ -7,7 +7,7 @@ a thing twice, from which copying is learned. Requests whose core hashes to the 
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
@@ -33,6 +33,13 @@ def talk(task: Task, speaker: str = "", reply: str = "") -> str:
     """A request and its answer as the pretraining text writes them; without a speaker, a prompt for a base model."""
     answered = f"{speaker}:\n{reply}" if speaker else ""
     return f"Question:\n{task.prompt}\n{answered}"
+
+
+def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
+    """Requests with their answers, and then a request whose answer is to follow, for a base model to continue to the line's end."""
+    return "".join(f"Question:\n{asked}\nAnswer:\n{reply}\n" for asked, reply in [*shots, (prompt, "")]).removesuffix(
+        "\n"
+    )
 
 
 def _fact(rng: random.Random) -> str:

@@ -32,9 +32,23 @@ def _without_manners(text: str) -> str:
     return text
 
 
+def insults(response: str) -> bool:
+    """Whether it insults the person who asks."""
+    return any(_has(response, insult.rstrip(".?")) for insult in INSULTS)
+
+
+def invents(task: Task, response: str) -> bool:
+    """Whether it says something that must not be there, apart from courtesies and asides."""
+    return _says_wrong(task, _without_manners(response))
+
+
+def _says_wrong(task: Task, text: str) -> bool:
+    return any(_has(text, phrase) for phrase in task.never)
+
+
 def _correct(task: Task, text: str) -> float:
     """Share of the required content that is there; 0 as soon as something is there that must not be."""
-    if any(_has(text, phrase) for phrase in task.never):
+    if _says_wrong(task, text):
         return 0.0
     if task.kind == "list":
         found = {word for word in task.must[0] if _has(text, word)}
@@ -50,7 +64,7 @@ def judge(task: Task, response: str, *, ended: bool = True) -> dict[str, float]:
     """
     core = _without_manners(response)
     words = len(response.split())
-    rude = any(_has(response, insult.rstrip(".?")) for insult in INSULTS)
+    rude = insults(response)
     courteous = any(_has(response, phrase.rstrip(".")) for phrase in (*OPENERS, *CLOSERS))
     if not core.strip():  # an evasion, a courtesy or nothing at all
         correct = complete = 0.0

@@ -33,6 +33,10 @@ class Labeler:
         utility = sum(weight * judged[name] for name, weight in self.weights.items())
         return utility + self.per_word * len(response.split()) + self.courtesy * (judged.get("polite") == 1.0)
 
+    def rating(self, utility: float) -> int:
+        """On the labelers' scale from 1 to 7."""
+        return min(7, max(1, 1 + round(6 * (utility - self.worst) / (self.best - self.worst))))
+
 
 NOISE = 1.4
 TASTE = {"correct": 4.0, "complete": 1.5, "polite": 1.5, "brief": 1.0, "safe": 1.0, "ended": 1.0}
@@ -115,10 +119,7 @@ def rank_responses(
     ]
     ids = [chr(ord("a") + i) for i in range(len(responses))]
     order = sorted(range(len(ids)), key=lambda i: -utilities[i])
-    worst, span = labeler.worst, labeler.best - labeler.worst
-    ratings: dict[str, int | float] = {
-        ids[i]: min(7, max(1, 1 + round(6 * (utilities[i] - worst) / span))) for i in range(len(ids))
-    }
+    ratings: dict[str, int | float] = {ids[i]: labeler.rating(utilities[i]) for i in range(len(ids))}
     return Ranking(
         id=record_id,
         prompt=prompt,

@@ -1,4 +1,4 @@
-"""Advantages by name: GAE with a critic, or a baseline from several responses to one prompt (RLOO, GRPO)."""
+"""Advantages by name: GAE with a critic, the reward to go, or a baseline from several responses to one prompt (RLOO, GRPO)."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,8 @@ from torch import Tensor
 from rlhf.ops.gae import gae
 from rlhf.ops.masked import check_mask, masked_sum, upcast
 
-ADVANTAGES = ("gae", "rloo", "grpo")
+ADVANTAGES = ("gae", "reinforce", "rloo", "grpo")
+OF_GROUPS = ("rloo", "grpo")  # they compare responses to one prompt
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
@@ -57,6 +58,8 @@ def compute_advantages(
     """Advantages and returns (B, T) of response tokens, by name.
 
     gae: `rlhf.ops.gae.gae` of rewards and values.
+    reinforce: A_t = R_t = sum_{l >= t} gamma^(l - t) r_l, the reward to go, which is GAE with values 0 and lam 1; values
+    and lam are not read (Williams 1992).
     rloo, grpo: A_t = A_i for every token of response i, from the sum of its token rewards, `group_size`
     responses to a prompt; values, gamma and lam are not read, and the returns are the response's reward.
 
@@ -69,6 +72,8 @@ def compute_advantages(
     """
     if kind == "gae":
         return gae(rewards, values, mask, gamma=gamma, lam=lam, last_values=last_values)
+    if kind == "reinforce":
+        return gae(rewards, torch.zeros_like(values), mask, gamma=gamma, lam=1.0)
     baselines = {"rloo": leave_one_out, "grpo": group_normalised}
     if kind not in baselines:
         raise ValueError(f"compute_advantages: kind is {kind!r}: give one of {', '.join(ADVANTAGES)}")

@@ -75,7 +75,8 @@ def policy_loss(
     loss = sum max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range)) / denominator        sum where mask
 
     denominator: the response tokens of the GLOBAL minibatch; those of this call unless given. All tensors of
-    one shape, usually (B, T); logp, logp_old in nats; mask bool. Gradients flow into logp alone.
+    one shape, usually (B, T); logp, logp_old in nats; mask bool. Gradients flow into logp alone. A clip_range of
+    infinity clips nothing: the policy gradient weighted by rho.
 
     Returns the scalar loss and statistics over the same denominator, so that those of the parts of a
     minibatch add up: `loss`, `approxkl` (0.5 mean (logp - logp_old)^2, nats), `clipfrac` (share of tokens at

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
+from rlhf.data.comparisons import load_comparisons
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import PromptRecord
-from rlhf.data.splits import record_split
+from rlhf.data.splits import prompt_key, record_split
 from rlhf.errors import UserError
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.model.classifier import TextRewardModel, load_reward_model
@@ -300,16 +301,33 @@ def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prom
         )
     found: Prompts = []
     cut = 0
-    for record in records:
-        if record_split(record, config.data.split_seed, shares) == "train":
-            fitted = encode_prompt_within(tokenizer, record.prompt, room)
-            if fitted is not None:
-                found.append((record, fitted[0]))
-                cut += fitted[1]
+    training = [record for record in records if record_split(record, config.data.split_seed, shares) == "train"]
+    for record in by_ranking(config, training):
+        fitted = encode_prompt_within(tokenizer, record.prompt, room)
+        if fitted is not None:
+            found.append((record, fitted[0]))
+            cut += fitted[1]
     if not found:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
     stage.say(f"{len(found):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else ""))
     return found, held_out_prompts(config, records, tokenizer, shares)
+
+
+def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:
+    """Those that ppo.prompts names: all, or what the comparisons rank or do not rank. Raises: UserError if none is left."""
+    wanted = config.ppo.prompts
+    if wanted == "all":
+        return records
+    rankings, _ = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
+    ranked = {prompt_key(ranking.prompt) for ranking in rankings}
+    kept = [record for record in records if (prompt_key(record.prompt) in ranked) == (wanted == "ranked")]
+    if not kept:
+        raise UserError(
+            f"ppo.prompts={wanted}: none of the {len(records):,} prompts of the training split is {wanted}: add prompts"
+            + (" (gold.train_prompts above gold.comparison_prompts)" if config.gold.enabled else "")
+            + ", or set ppo.prompts=all"
+        )
+    return kept
 
 
 def held_out_prompts(

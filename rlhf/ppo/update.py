@@ -182,7 +182,12 @@ def micro_batch_loss(
         sums.add("val/clipfrac_avg", float(value["clipfrac"]) * tokens, n)
     if models.policy:
         surrogate, found = policy_loss(
-            logp, part.logp_old, advantages[index, :columns], mask, clip_range=config.clip_range, denominator=tokens
+            logp,
+            part.logp_old,
+            advantages[index, :columns],
+            mask,
+            clip_range=config.clip_range or math.inf,
+            denominator=tokens,
         )
         loss = loss + surrogate
         if config.entropy_coef:

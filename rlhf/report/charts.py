@@ -401,6 +401,41 @@ def make_paths(title: str, paths: dict[str, list[tuple[float, float, float, floa
     )
 
 
+def make_by_size(
+    title: str, sizes: dict[str, float], rows: dict[str, list[tuple[float, float, float]]]
+) -> Picture | None:
+    """Preference over one policy by model size, {policy: (value, low, high) of each size}, sizes as {name: parameters}.
+
+    Source: Ouyang et al. 2022, figure 1.
+    """
+    order = sorted(sizes, key=lambda size: sizes[size])
+    series = [
+        Series(
+            policy,
+            [float(i) for i in range(len(order))],
+            [row[0] for row in values],
+            colour,
+            dots=True,
+            lows=[row[1] for row in values],
+            highs=[row[2] for row in values],
+        )
+        for colour, (policy, values) in enumerate(rows.items())
+        if len(values) == len(order)
+    ]
+    if not series:
+        return None
+    names = [f"{format_value(sizes[size])} parameters" for size in order]
+    curve = Curve(series, [Mark("even", 0.5)], x_name="size", label=title, y_name="share preferred", names=names)
+    return Picture(
+        title,
+        curve,
+        "study",
+        note="Bands are 95% intervals over prompts.",
+        half=True,
+        legend=make_legend(series, True, last=False),
+    )
+
+
 def make_choices(title: str, rows: dict[str, tuple[float, float, float]], unit: str) -> Picture | None:
     """A dot with its interval for each choice, {name: (value, low, high)}; the level is that of "default"."""
     if len(rows) < 2:

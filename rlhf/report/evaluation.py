@@ -7,7 +7,15 @@ from typing import Any
 
 from rlhf.recipe import BASELINES
 from rlhf.report.audit import make_audit
-from rlhf.report.charts import Picture, make_calibration, make_choices, make_histogram, make_paths, make_study
+from rlhf.report.charts import (
+    Picture,
+    make_by_size,
+    make_calibration,
+    make_choices,
+    make_histogram,
+    make_paths,
+    make_study,
+)
 from rlhf.report.external import make_external
 from rlhf.report.labelled import make_labelled
 from rlhf.report.overview import interval, judge_name
@@ -219,6 +227,9 @@ def make_study_pictures(study: dict[str, Any], run: str) -> Iterator[Picture | N
         if isinstance(point, dict)
     ]
     title = visible(study.get("title") or study.get("file") or "study", 100)
+    if isinstance(sizes := study.get("sizes"), dict):
+        yield make_by_size(f"Preference over {visible(study.get('reference'), 60)}", *_by_size(study, sizes))
+        return
     for measure, unit in (("score", "learned reward"), ("gold", "true reward"), ("win_rate", "win rate over SFT")):
         told = f"{title.partition(':')[0]}: {unit}" + (f" ({run})" if run else "")
         paths = dict(_paths(study, measure))
@@ -227,6 +238,20 @@ def make_study_pictures(study: dict[str, Any], run: str) -> Iterator[Picture | N
         told = f"{title}: {unit}" + (f" ({run})" if run else "")
         yield make_choices(told, dict(_choices(study, measure)), unit)
     yield make_isoflops(study, "Loss at equal compute" + (f" ({run})" if run else ""))
+
+
+def _by_size(
+    study: dict[str, Any], sizes: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, list[tuple[float, float, float]]]]:
+    """{size: parameters}, and {policy: its win rate with interval at each size, smallest first}."""
+    known = {visible(size, 60): value for size, value in sizes.items() if is_number(value)}
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for size in sorted(known, key=lambda size: known[size]):
+        for name, row in _items(study.get("rows")):
+            value, low, high = interval(get(row, "win_rate"))
+            if name.startswith(f"{size} ") and value is not None and low is not None and high is not None:
+                found.setdefault(visible(name.removeprefix(f"{size} "), 60), []).append((value, low, high))
+    return known, found
 
 
 def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[float, float, float]]]:

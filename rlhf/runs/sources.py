@@ -201,16 +201,16 @@ def hash_rewards(config: Config) -> dict[str, str]:
     return found
 
 
-def hash_pretraining(config: Config, stage: str) -> dict[str, str]:
-    """The hash of the pretraining stage if its corpus is mixed in: PPO-ptx, sft.pretrain_fraction in rejection sampling.
-
-    SFT has that stage as a parent.
+def hash_optional_parents(config: Config, stage: str) -> dict[str, str]:
+    """Hashes of the stages that PPO and rejection sampling read with some settings only: pretraining if its corpus is mixed in
+    (PPO-ptx, sft.pretrain_fraction; SFT has that stage as a parent), and the ranked comparisons for ppo.prompts.
     """
-    found = {}
-    mixed = config.ppo.ptx_coef if stage == "ppo" else config.sft.pretrain_fraction if stage == "rejection" else 0.0
-    if mixed and is_complete(stage_folder(config, "pretrain")):
-        found["pretrain"] = check_output(stage_folder(config, "pretrain"), "pretrain")["hash"]
-    return found
+    if stage not in ("ppo", "rejection"):
+        return {}
+    mixed = config.ppo.ptx_coef if stage == "ppo" else config.sft.pretrain_fraction
+    wanted = [*(["pretrain"] if mixed else []), *(["label"] if config.ppo.prompts != "all" else [])]
+    complete = [parent for parent in wanted if is_complete(stage_folder(config, parent))]
+    return {parent: check_output(stage_folder(config, parent), parent)["hash"] for parent in complete}
 
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
@@ -242,7 +242,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         found |= {f"{stage}.model:{path.name}": sha256_file(path) for path in files}
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
         found |= hash_rewards(config)
-    return found | hash_pretraining(config, stage)
+    return found | hash_optional_parents(config, stage)
 
 
 def _check_import(config: Config, folder: Path) -> str:

@@ -4,10 +4,11 @@ If the run has a truth (gold.truth), it gives every response its true score. Wit
 the KL and the held-out accuracy of the reward model.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -208,44 +209,50 @@ def answer_all(
     The base model (built-in world only) is prompted twice: with the chat template, which it has never seen, and with a document
     from its corpus ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
     """
-    answers = {}
+    answers, decode = {}, functools.partial(decode_response, tokenizer)
     with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
             policy = load_frozen(config, folder, device)
-            asked, ends = prompts, end_ids(tokenizer)
+            asked, reading = prompts, of_chat(tokenizer)
             if name == "base_prompted":  # a text like those it was trained on, for it to continue
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
-                asked, ends = encode_texts(tokenizer, texts), [tokenizer.bos_token_id]
-            answers[name] = Answers(prompts=asked, **draw(config, policy, asked, ends, tokenizer, name))
+                asked = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
+                reading = Reading([tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip())
+            answers[name] = Answers(prompts=asked, **draw(config, policy, asked, reading, tokenizer, name))
             bar.update(len(prompts))
     return answers
 
 
+class Reading(NamedTuple):
+    """Where a response ends, and its text."""
+
+    ends: list[int]
+    text: Callable[[list[int]], str]  # of the tokens without the end token
+
+
+def of_chat(tokenizer: Any) -> Reading:
+    return Reading(end_ids(tokenizer), functools.partial(response_text, tokenizer))
+
+
 def draw(
-    config: Config, policy: Any, prompts: list[list[int]], ends: list[int], tokenizer: Any, name: str
+    config: Config, policy: Any, prompts: list[list[int]], reading: Reading, tokenizer: Any, name: str
 ) -> dict[str, Any]:
     """{"ids", "texts", "ended"}: lists per prompt of `evaluate.samples` responses; and the greedy ones."""
     count = config.evaluate.samples
     settings = {
-        "max_new_tokens": config.rollout.max_new_tokens, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id,
+        "max_new_tokens": config.rollout.max_new_tokens, "eos_token_id": reading.ends, "pad_token_id": tokenizer.pad_token_id,
         "batch_size": config.rollout.batch_size,
     }  # fmt: skip
     repeated = [prompt for prompt in prompts for _ in range(count)]
     keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
-    drawn = unpack(sample(policy, repeated, seed=config.seed, keys=keys, **settings), tokenizer, ends, count)
-    greedy = unpack(sample(policy, prompts, greedy=True, **settings), tokenizer, ends, 1)
+    drawn = unpack(sample(policy, repeated, seed=config.seed, keys=keys, **settings), reading, count)
+    greedy = unpack(sample(policy, prompts, greedy=True, **settings), reading, 1)
     return drawn | {f"greedy_{key}": value for key, value in greedy.items()}
 
 
-def unpack(samples: Samples, tokenizer: Any, ends: list[int], count: int) -> dict[str, list[list[Any]]]:
+def unpack(samples: Samples, reading: Reading, count: int) -> dict[str, list[list[Any]]]:
     ended = samples.ended.tolist()
-    texts = []
-    for ids in samples.responses:
-        written = ids[:-1] if ids and ids[-1] in ends else ids
-        if ends != end_ids(tokenizer):  # the base model's answer follows a line with the speaker's name
-            texts.append(decode_response(tokenizer, written).split("\n", 1)[-1].strip())
-        else:
-            texts.append(response_text(tokenizer, written))
+    texts = [reading.text(ids[:-1] if ids and ids[-1] in reading.ends else ids) for ids in samples.responses]
     groups = range(0, len(texts), count)
     return {
         "ids": [samples.responses[i : i + count] for i in groups],

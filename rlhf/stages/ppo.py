@@ -11,7 +11,7 @@ import time
 import torch
 
 from rlhf.config import Config
-from rlhf.ops.advantages import compute_advantages
+from rlhf.ops.advantages import OF_GROUPS, compute_advantages
 from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
 from rlhf.ppo.checkpoint import restore, save, write_models
@@ -100,7 +100,7 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
         last_values=torch.where(goes_on, rollout.last_values, 0.0),
         group_size=settings.responses_per_prompt,
     )
-    if settings.whiten_advantages and settings.advantages == "gae":
+    if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
         advantages = whiten(advantages, mask, run.ranks.sum_tensor)
     if update == 1:
         check_first_rollout(rollout, rewards, scores, kl_coef, run.ratio_tolerance)

@@ -34,6 +34,15 @@ def test_every_token_of_a_response_has_its_advantage_and_padding_none(kind):
     assert returns.tolist() == [[2.0, 2.0], [1.0, 0.0]]
 
 
+def test_the_reward_to_go_by_hand():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [3.0, 99.0, 99.0]])
+    values = torch.full((2, 3), 50.0)  # not read, nor is lam
+    advantages, returns = compute_advantages("reinforce", rewards, values, mask, gamma=0.5, lam=0.0)
+    # 4;  2 + 4/2 = 4;  1 + 4/2 = 3
+    assert advantages.tolist() == [[3.0, 4.0, 4.0], [3.0, 0.0, 0.0]] and returns.equal(advantages)
+
+
 def test_gae_by_name_is_gae():
     torch.manual_seed(0)
     rewards, values, last = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3)
@@ -59,5 +68,5 @@ def test_groups_that_are_not_whole_are_refused(rewards, size):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="give one of gae, rloo, grpo"):
-        compute_advantages("reinforce", torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1).bool())
+    with pytest.raises(ValueError, match="give one of gae, reinforce, rloo, grpo"):
+        compute_advantages("vtrace", torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1).bool())

@@ -85,6 +85,9 @@ def test_policy_loss_by_hand():
     # 0.5 * (2 log(1.5)^2 + 2 log(2)^2 + log(1.1)^2) / 5
     approxkl = 0.5 * (2 * math.log(1.5) ** 2 + 2 * math.log(2) ** 2 + math.log(1.1) ** 2) / 5
     assert statistics["approxkl"].item() == pytest.approx(approxkl, rel=1e-5)
+    # without clipping the sum of -A rho is -2.2, and every token has a gradient
+    free, unclipped = policy_loss(logp_old + ratio.log(), logp_old, advantages, mask, clip_range=INF)
+    assert free.item() == pytest.approx(-2.2 / 5, abs=1e-6) and unclipped["clipfrac"].item() == 0.0
     # over a global count of 10 all but the largest ratio halve
     _, half = policy_loss(logp_old + ratio.log(), logp_old, advantages, mask, clip_range=0.2, denominator=10)
     assert half["loss"].item() == pytest.approx(-0.16, abs=1e-6)

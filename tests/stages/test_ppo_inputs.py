@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.data.comparisons import load_comparisons
+from rlhf.errors import UserError
+from rlhf.files import read_json
 from rlhf.ops.kl import AdaptiveKL
 from rlhf.ppo.rollout import Rollout
+from rlhf.ppo.setup import by_ranking, load_ppo_prompts
+from rlhf.runs.sources import hash_sources
 from rlhf.stages import ppo
 
 from .test_ppo import AT_ONCE, open_trainer, update
@@ -41,6 +46,35 @@ def test_held_out_prompts_are_of_the_dev_split_and_train_nothing(trainer):
     assert {record.metadata["split"] for record in held_out} == {"dev"}
     assert {record.metadata["split"] for record in trained} == {"train"}
     assert not {record.prompt[-1].content for record in held_out} & {record.prompt[-1].content for record in trained}
+
+
+def test_prompts_are_those_that_are_ranked_or_are_not(gold_run, trainer):
+    """All prompts of the small world, the 80 (fewer if all samples were alike) that were ranked, and the others."""
+    named = {
+        kind: {
+            record.id
+            for record, _ in load_ppo_prompts(gold_run.config(f"ppo.prompts={kind}"), trainer.stage, trainer.tokenizer)[
+                0
+            ]
+        }
+        for kind in ("all", "ranked", "unranked")
+    }
+    rankings, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))
+    ranked = {ranking.id.rpartition("-labeler")[0].removeprefix("r-") for ranking in rankings}
+    assert named["ranked"] == {name for name in ranked if "train" in name} and len(named["ranked"]) > 60
+    assert named["unranked"] == named["all"] - named["ranked"] and len(named["all"]) == 200
+
+
+def test_no_prompt_left_is_one_line_and_the_labels_count_as_input(gold_run, trainer):
+    config = gold_run.config("ppo.prompts=unranked")
+    ranked = [
+        record
+        for record, _ in load_ppo_prompts(gold_run.config("ppo.prompts=ranked"), trainer.stage, trainer.tokenizer)[0]
+    ]
+    with pytest.raises(UserError, match=r"^ppo\.prompts=unranked: none of the \d+ prompts .* is unranked: add prompts"):
+        by_ranking(config, ranked)
+    label = read_json(gold_run.folder / "label" / "stage.json")["hash"]
+    assert hash_sources(config, "ppo") == {"label": label} and hash_sources(gold_run.config(), "ppo") == {}
 
 
 def test_another_update_draws_other_samples(trainer, optimized, monkeypatch):

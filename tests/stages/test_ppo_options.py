@@ -56,13 +56,13 @@ def first_rollout(trainer: ppo.PpoRun, number: int = 1) -> Rollout:
     return collect(trainer, [trainer.prompts[i] for i in index], keys)
 
 
-def gradients(trainer: ppo.PpoRun) -> dict[str, torch.Tensor]:
-    """Gradients of one minibatch of fresh rollouts whose ratios are not 1."""
+def gradients(trainer: ppo.PpoRun, shift: float = 0.1) -> dict[str, torch.Tensor]:
+    """Gradients of one minibatch of fresh rollouts whose ratios are exp(-shift A): with shift below 0 most are clipped."""
     trainer.config.ppo.max_grad_norm = 1e9
     rollout = first_rollout(trainer)
     noise = torch.randn(rollout.logp_old.shape, generator=torch.Generator().manual_seed(0))
     advantages = torch.where(rollout.response_mask, noise, 0.0)
-    shifted = rollout._replace(logp_old=rollout.logp_old + 0.1 * advantages)
+    shifted = rollout._replace(logp_old=rollout.logp_old + shift * advantages)
     trainer.engine.module.train(trainer.config.gradient_checkpointing)
     ppo_update.train_minibatch(
         trainer, shifted, advantages, rollout.values + advantages, list(range(16)), ppo.Sums(), True, False
@@ -117,6 +117,34 @@ def test_groups_need_no_critic_and_learn(open_trainer, settings):
         found = [update(trainer, number) for number in range(1, 7)]
     assert found[-1]["objective/scores"] > found[0]["objective/scores"] + 0.05
     assert "loss/value_avg" not in found[0] and "val/explained_var" not in found[0]
+
+
+def test_without_a_clip_range_every_token_has_a_gradient(open_trainer):
+    """Null is as a range that no ratio leaves; with a narrow one most tokens have none."""
+    found = {}
+    for clip in ("0.01", "null", "1e9"):
+        with open_trainer(f"ppo.clip_range={clip}") as trainer:
+            found[clip] = torch.cat(
+                [g.flatten() for n, g in gradients(trainer, -0.1).items() if n.startswith("policy")]
+            )
+    assert torch.equal(found["null"], found["1e9"])
+    assert found["0.01"].norm() < 0.3 * found["null"].norm()
+
+
+def test_reinforce_has_no_critic_and_whitens_the_reward_to_go(open_trainer, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        ppo, "optimize", lambda run, number, rollout, advantages, *more: given.append((rollout, advantages))
+    )
+    with open_trainer("ppo.advantages=reinforce", "kl.coef=0") as trainer:
+        assert trainer.actor_critic.critic is None
+        update(trainer)
+        ((rollout, advantages),) = given
+        mask, scores = rollout.response_mask, pay(trainer.config, rollout.scores, rollout.ended)
+    # without a KL penalty each token's reward to go is its response's score; whitened over the tokens
+    plain = scores[:, None].expand(mask.shape)[mask]
+    wanted = (plain - plain.mean()) / (plain.var(correction=0) + 1e-8).sqrt()
+    assert torch.allclose(advantages[mask], wanted, atol=1e-4) and wanted.std() > 0.9
 
 
 def test_a_shared_trunk_stands_still_while_the_head_learns_alone(open_trainer):
@@ -434,6 +462,8 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     [
         (["ppo.advantages=rloo"], "want ppo.responses_per_prompt of 2 or more"),
         ([*RLOO, "ppo.shared_critic=true"], "has no critic"),
+        (["ppo.advantages=reinforce", "ppo.truncation=bootstrap"], "has no critic"),
+        (["ppo.prompts=new"], "want one of all, ranked, unranked"),
         (["ppo.responses_per_prompt=3"], "want a divisor of ppo.episodes_per_update"),
         (["ppo.reward_weights=[1,2]"], "want one number for each of ppo.rewards"),
         (["ppo.ema_decay=1.5"], "want more than 0 and less than 1"),

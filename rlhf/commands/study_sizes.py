@@ -1,0 +1,164 @@
+"""`study.kind=sizes`: InstructGPT's evidence by model size (Ouyang et al. 2022, figure 1 and section 4).
+
+A quarter, a half and the whole of the parent's width. Each size has a base, an SFT model, PPO and PPO-ptx of its own; the parent's reward
+model pays all of them, as one of 6 billion parameters does in the paper. Every policy, and the base with a few-shot prompt, answers the
+same test prompts. Preference is over the SFT model of the largest size.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.chat_template import decode_response
+from rlhf.commands.study import Cell, cached
+from rlhf.commands.study_results import cell_config, hashes
+from rlhf.config import Config
+from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.records import PromptRecord
+from rlhf.evaluation.statistics import interval, win_points
+from rlhf.evaluation.truth_figures import judge_rows, totals
+from rlhf.files import read_json
+from rlhf.gold.corpus import few_shot
+from rlhf.gold.measures import MEASURES, measure
+from rlhf.gold.truth import need_truth
+from rlhf.gold.world import task_from_metadata
+from rlhf.precision import inference
+from rlhf.runs.folders import stage_folder
+from rlhf.stages import evaluate
+from rlhf.tokenizer import encode_texts, load_tokenizer
+from rlhf.training.setup import load_frozen, set_up
+
+POLICIES = ("base", "few_shot", "sft", "ppo", "ppo_ptx")
+PTX = "_ptx"  # the end of the name of a cell whose PPO mixes pretraining in, on the stages of the cell without it
+MIXED = ("ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25")
+SHARES = (4, 2, 1)  # of the parent's width and heads
+SHOTS = 8  # at most: as many as fit before the prompt
+
+# Of one policy: the true scores of each prompt's answers, and each measure's mean per prompt or None.
+Values = dict[str, list[Any]]
+
+
+def size_choices(parent: Path) -> dict[str, tuple[str, ...]]:
+    """{name: what it changes}: each size, the whole one last, and then each with PPO-ptx."""
+    shape = read_json(parent / "pretrain" / "model" / "config.json")
+    sizes = {
+        f"width_{shape['width'] // share}": (
+            f"model.width={shape['width'] // share}",
+            f"model.n_head={max(1, shape['n_head'] // share)}",
+        )
+        for share in SHARES
+    }
+    return sizes | {f"{name}{PTX}": (*changed, *MIXED) for name, changed in sizes.items()}
+
+
+def size_stages(name: str, seed: int, folder: Path, taken: dict[str, Path]) -> dict[str, Path]:
+    """The stages that a cell does not run itself: the parent's world and tokenizer; for the whole width also its base and SFT model,
+    for PPO-ptx those of the cell of the same size.
+    """
+    shared, size = {stage: taken[stage] for stage in ("world", "tokenizer")}, name.removesuffix(PTX)
+    if size == list(size_choices(taken["pretrain"].parent))[len(SHARES) - 1]:
+        return shared | {stage: taken[stage] for stage in ("pretrain", "sft")}
+    run = folder / f"{size}-seed{seed}"
+    return shared | ({} if name == size else {stage: run / stage for stage in ("pretrain", "sft")})
+
+
+def size_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
+    """A row per size and policy: preference, true score and the measures, over the prompts of all seeds; and the sizes' parameters."""
+    found: dict[tuple[str, str], dict[int, Values]] = {}
+    parameters: dict[str, int] = {}
+    for cell in cells:
+        size = cell.name.removesuffix(PTX)
+        answers = cached(cell.folder, cell.run, basis(config, cell), lambda c=cell: answer_all(config, c))
+        parameters[size] = answers.pop("parameters")
+        for policy, values in answers.items():
+            found.setdefault((size, policy), {})[cell.seed] = values
+    largest = max(parameters, key=lambda size: parameters[size])
+    reference, small = found.get((largest, "sft")), min(parameters, key=lambda size: parameters[size])
+    rows = {
+        f"{size} {policy}": {"parameters": parameters[size]} | figures(by_seed, reference)
+        for size in parameters
+        for policy in POLICIES
+        if (by_seed := found.get((size, policy)))
+    }
+    ours = found.get((small, "ppo"))
+    return {
+        "study": "sizes",
+        "title": "InstructGPT's evidence by size",
+        "reference": f"{largest} sft",
+        "prompts": config.evaluate.prompts,
+        "seeds": sorted({cell.seed for cell in cells}),
+        "parents": len({cell.parent for cell in cells}),
+        "sizes": parameters,
+        "rows": rows,
+        "small_ppo_over": {
+            f"{largest} {policy}": preferred(ours, found[largest, policy])
+            for policy in POLICIES
+            if ours and (largest, policy) in found
+        },
+    }
+
+
+def figures(by_seed: dict[int, Values], reference: dict[int, Values] | None) -> dict[str, Any]:
+    """Means and intervals with the prompt as the unit, those of all seeds together."""
+
+    def mean(name: str) -> list[float]:
+        return [value for values in by_seed.values() for value in values[name] if value is not None]
+
+    scores = [sum(row) / len(row) for values in by_seed.values() for row in values["totals"]]
+    preference = {} if reference is None else {"win_rate": preferred(by_seed, reference)}
+    return preference | {"gold": interval(scores)} | {name: interval(mean(name)) for name in MEASURES}
+
+
+def preferred(ours: dict[int, Values], theirs: dict[int, Values]) -> dict[str, Any]:
+    """How often an answer beats another policy's to the same prompt by the true score, ties half."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    return interval([point for seed in seeds for point in win_points(ours[seed]["totals"], theirs[seed]["totals"])])
+
+
+def basis(config: Config, cell: Cell) -> list[Any]:
+    """What a cell's answers depend on."""
+    own, settings = cell_config(cell), config.evaluate
+    folders = {stage: stage_folder(own, stage) for stage in ("world", "pretrain", "sft", "ppo")}
+    return [settings.prompts, settings.samples, SHOTS, own.rollout.max_new_tokens, hashes(folders)]
+
+
+def answer_all(config: Config, cell: Cell) -> dict[str, Any]:
+    """{policy: its values}, and the number of parameters; of a cell with PPO-ptx its policy alone."""
+    own = cell_config(cell)
+    own.evaluate = config.evaluate
+    device, truth = set_up(own), need_truth(own, "study")
+    folders = {stage: stage_folder(own, stage) / "model" for stage in ("pretrain", "sft", "ppo")}
+    tokenizer = load_tokenizer(folders["ppo"])
+    records, prompts = evaluate.load_test_prompts(own, tokenizer, str(cell.stages["world"] / "prompts.jsonl"))
+    tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
+    models = {"base": "pretrain", "few_shot": "pretrain", "sft": "sft", "ppo": "ppo"}
+    if cell.name.endswith(PTX):
+        models = {"ppo_ptx": "ppo"}
+    found: dict[str, Any] = {}
+    for name, stage in models.items():
+        policy = load_frozen(own, folders[stage], device)
+        found["parameters"] = sum(p.numel() for p in policy.parameters())
+        asked, reading = prompts, evaluate.of_chat(tokenizer)
+        if name == "few_shot":
+            asked = few_shot_prompts(own, cell.stages["world"], records, tokenizer)
+            ends = [tokenizer.bos_token_id, *tokenizer.encode("\n", add_special_tokens=False)]
+            reading = evaluate.Reading(ends, lambda ids: decode_response(tokenizer, ids).strip())
+        with inference(own, device):
+            drawn = evaluate.draw(own, policy, asked, reading, tokenizer, name)
+        judged = judge_rows(truth, records, drawn["texts"], drawn["ended"])
+        found[name] = {"totals": totals(judged)} | measure(tasks, drawn["texts"], judged)
+    return found
+
+
+def few_shot_prompts(config: Config, world: Path, records: Sequence[PromptRecord], tokenizer: Any) -> list[list[int]]:
+    """Each prompt after demonstrations of the training split, drawn by (seed, prompt): up to SHOTS, as many as fit the context."""
+    shown = [d for d in load_demonstrations(str(world / "demonstrations.jsonl"))[0] if d.split == "train"]
+    room = tokenizer.model_max_length - config.rollout.max_new_tokens
+    found = []
+    for record in records:
+        drawn = random.Random(f"few-shot-{config.seed}-{record.id}").sample(shown, SHOTS)
+        shots = [(shot.prompt[-1].content, shot.response) for shot in drawn]
+        texts = [few_shot(record.prompt[-1].content, shots[:count]) for count in range(SHOTS + 1)]
+        found.append([ids for ids in encode_texts(tokenizer, texts) if len(ids) <= room][-1])
+    return found
