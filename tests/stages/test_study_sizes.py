@@ -2,10 +2,12 @@
 
 import pytest
 
+from rlhf.checks import check_config
 from rlhf.commands import study_sizes
 from rlhf.commands.study import make_cells
 from rlhf.commands.study_results import cell_config
 from rlhf.data.prompts import load_prompts
+from rlhf.errors import UserError
 from rlhf.gold.measures import MEASURES
 from rlhf.report.evaluation import make_study_pictures
 from rlhf.runs.folders import stage_folder
@@ -32,6 +34,12 @@ def test_cells_are_three_widths_and_ppo_ptx_on_each(gold_run, tmp_path):
     assert cells["width_32_ptx"].builds_on_cell and not cells["width_32"].builds_on_cell
     # one reward model pays all sizes: the parent's
     assert {cell_config(cell).ppo.rewards for cell in cells.values()} == {str(gold_run.folder / "reward")}
+
+
+@pytest.mark.parametrize("other", ["gold.truth=vader", "model.pretrained=folder"])
+def test_sizes_need_the_built_in_world(gold_run, other):
+    with pytest.raises(UserError, match=r"^study\.kind=sizes: pretrains on the built-in world"):
+        check_config(gold_run.config(*GIVEN, other), "study")
 
 
 def test_preference_and_means_by_hand():
