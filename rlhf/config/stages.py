@@ -347,7 +347,9 @@ class StudyConfig:
         None, "runs whose stages the study builds on, one per seed; none: this run for all", kind="names"
     )
     updates: int = setting(30, "PPO updates of each run of study.kind=frontier and audit", min=1)
-    cells: Any = setting(None, "choices that details, prompts, sizes, audit or transfer compares; none: all", kind="names")
+    cells: Any = setting(
+        None, "choices that details, prompts, sizes, audit or transfer compares; none: all", kind="names"
+    )
     budgets: Any = setting(
         None, "FLOPs C = 6 N D of study.kind=scaling; none: 1e11, 3e11, 9e11 and 2.7e12", kind="sizes"
     )
