@@ -98,7 +98,7 @@ def check_accessible(visit: Visit) -> None:
 def test_chat_streams_edits_and_shades(browser, place, width, scheme):
     visit = Visit(browser, place[0], width=width, scheme=scheme)
     page = visit.page
-    page.get_by_label("Model").select_option("gold/ppo")
+    page.get_by_role("tabpanel", name="Chat").get_by_label("Model").select_option("gold/ppo")
     page.get_by_label("Seed").fill("3")
     page.get_by_label("Message").fill("what is <b>red</b> ?")
     page.keyboard.press("Control+Enter")
@@ -137,6 +137,15 @@ def test_a_comparison_is_blind_until_it_is_judged(browser, place, width, scheme)
     visit.close()
 
 
+def wait_for_another(page: Any, before: str) -> None:
+    """Until the page shows another task than `before`, or says that none is left."""
+    page.wait_for_function(
+        "before => { const at = document.querySelector('#rank [data-task]');"
+        " return !at.querySelector('.card') || at.dataset.task !== before }",
+        arg=before,
+    )
+
+
 def rank_with_keys(visit: Visit, count: int) -> None:
     for i in range(count):
         visit.page.wait_for_selector("#rank [data-task]:has(.card)")
@@ -144,9 +153,7 @@ def rank_with_keys(visit: Visit, count: int) -> None:
         for key in ("2", "Backspace", "1", "3", "Shift+Digit2") if i % 2 else ("3", "1", "2"):
             visit.page.keyboard.press(key)
         visit.page.keyboard.press("Enter")
-        visit.page.wait_for_function(
-            "before => { const at = document.querySelector('#rank [data-task]');"
-            " return !at.querySelector('.card') || at.dataset.task !== before }", arg=before)  # fmt: skip
+        wait_for_another(visit.page, before)
 
 
 def rank_with_mouse(visit: Visit, count: int) -> None:
@@ -170,9 +177,7 @@ def rank_with_mouse(visit: Visit, count: int) -> None:
         page.locator("#rank details summary", has_text="Flags").first.click()
         page.locator("#rank .flags label").first.click()
         page.get_by_role("button", name="Save", exact=True).click()
-        page.wait_for_function(
-            "before => { const at = document.querySelector('#rank [data-task]');"
-            " return !at.querySelector('.card') || at.dataset.task !== before }", arg=before)  # fmt: skip
+        wait_for_another(page, before)
 
 
 def test_twenty_prompts_ranked_by_two_labelers_retrain_the_reward_model(browser, place, gold_run, tmp_path):
@@ -185,8 +190,9 @@ def test_twenty_prompts_ranked_by_two_labelers_retrain_the_reward_model(browser,
     anna.page.keyboard.press("u")
     anna.page.get_by_text("Your last answer").wait_for()
     assert anna.page.locator("#rank .card.placed").count() == 3
+    undone = anna.page.get_attribute("#rank [data-task]", "data-task")
     anna.page.get_by_role("button", name="Cannot judge").click()
-    anna.page.get_by_text("Saved.").wait_for()
+    wait_for_another(anna.page, undone)
     rank_with_keys(anna, count - 2)
     anna.page.get_by_text("Nothing is left").wait_for()
     anna.close()
@@ -236,7 +242,7 @@ def test_the_next_tokens_of_a_text_are_listed_as_text(browser, place, width, sch
     visit = Visit(browser, place[0], width=width, scheme=scheme)
     page = visit.page
     page.get_by_role("tab", name="Next token").click()
-    page.get_by_label("Tokens").fill("100")
+    page.get_by_label("Tokens", exact=True).fill("100")
     page.get_by_label("Text, without a chat template").fill("the <b>red</b> <|end|> apple is")
     page.get_by_role("button", name="Show the next tokens").click()
     page.locator("#next tbody tr").first.wait_for()
