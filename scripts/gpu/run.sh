@@ -11,8 +11,8 @@
 # DEVICE=cpu SIZE=tiny rehearses a part on any machine. PYTHON chooses the interpreter, WHEELS and HOME_GPU the folders of
 # the wheels and of the environment, REPEATS the rounds that count, SECONDS_PART the limit of a part, ONLY the contestants
 # (all unless set; "ours;generate"). Contestants work one after the other, since their memory would add up on the card. TRL
-# 1.12.0 takes part if its environment is there. `sentiment` is not part of `all`: it needs CHECKPOINT and CORPUS, takes SEED and,
-# as further settings, MORE, and goes on where the limit stopped it.
+# 1.12.0 takes part if its environment is there. `sentiment` and `dialogue` are not part of `all`: they need CHECKPOINT and data, take SEED and,
+# as further settings, MORE, and go on where the limit stopped them.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 home="${HOME_GPU:-$root/.venv-gpu}"
@@ -36,6 +36,7 @@ ppo13     the same for the 1.3B shape
 chat13    DeepSpeed-Chat's step 3: 1.3B actor, 350M reward model and critic, 256 + 256 tokens, 1024 episodes, one epoch
 fit       the largest shape of GPT-3 whose PPO update fits, with all weights trained and with LoRA, and its peak memory
 sentiment experiment=sentiment from CHECKPOINT (a folder or GGUF file) and CORPUS (text), SEED; run again, it goes on
+dialogue  experiment=dialogue from CHECKPOINT, COMPARISONS, DEMONSTRATIONS and JUDGE (a folder), SEED; the same
 EOF
 }
 
@@ -60,8 +61,8 @@ bench() {  # bench NAME SCRIPT CASE: a benchmark on the device; the rehearsal ha
   timeout -k 10 "$limit" "$python" "$root/scripts/bench/$2.py" "${options[@]}"
 }
 
-sentiment() {  # sentiment CHECKPOINT CORPUS SEED: every stage, with its report in FOLDER; SIGTERM at the limit writes a checkpoint
-  local run="sentiment-$3" settings=(experiment=sentiment "model.pretrained=$1" "data.corpus=$2" "seed=$3" "device=$device")
+preset() {  # preset NAME SETTING…: every stage, with its report in FOLDER; SIGTERM at the limit writes a checkpoint
+  local run="$1-${SEED:-0}" settings=("experiment=$1" "model.pretrained=$CHECKPOINT" "seed=${SEED:-0}" "device=$device" "${@:2}")
   timeout -k 60 "$limit" "$python" -m rlhf pipeline "${settings[@]}" "run=$run" "runs_dir=$out/runs" tracking=jsonl ${MORE:-}
   cp "$out/runs/$run/report.html" "$out/$run.html"
   cp "$out/runs/$run/evaluate/results.json" "$out/$run.json"
@@ -85,7 +86,12 @@ part() {
       if [ -z "${CHECKPOINT:-}" ] || [ -z "${CORPUS:-}" ]; then
         echo "sentiment: CHECKPOINT or CORPUS is not set: want a folder or GGUF file of a model, and a file of text" >&2; exit 2
       fi
-      sentiment "$CHECKPOINT" "$CORPUS" "${SEED:-0}" ;;
+      preset sentiment "data.corpus=$CORPUS" ;;
+    dialogue)
+      if [ -z "${CHECKPOINT:-}" ] || [ -z "${COMPARISONS:-}" ] || [ -z "${DEMONSTRATIONS:-}" ] || [ -z "${JUDGE:-}" ]; then
+        echo "dialogue: CHECKPOINT, COMPARISONS, DEMONSTRATIONS or JUDGE is not set: want two models and two files" >&2; exit 2
+      fi
+      preset dialogue "data.comparisons=$COMPARISONS" "data.prompts=$COMPARISONS" "data.demonstrations=$DEMONSTRATIONS" "judge.model=$JUDGE" ;;
   esac
 }
 
@@ -106,6 +112,6 @@ case "$what" in
       part "$name" || { echo "== $name: failed or ran past $limit s" >&2; failed=1; }
     done
     exit $failed ;;
-  wheels|install|tests|pretrain|decode|ppo|ppo13|chat13|fit|sentiment) part "$what" ;;
+  wheels|install|tests|pretrain|decode|ppo|ppo13|chat13|fit|sentiment|dialogue) part "$what" ;;
   *) echo "$what: no such part: want one of these, or all" >&2; list >&2; exit 2 ;;
 esac

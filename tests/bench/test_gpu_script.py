@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu" / "run.sh"
-PARTS = ["wheels", "install", "tests", "pretrain", "decode", "ppo", "ppo13", "chat13", "fit", "sentiment"]
+PARTS = ["wheels", "install", "tests", "pretrain", "decode", "ppo", "ppo13", "chat13", "fit", "sentiment", "dialogue"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -46,6 +46,7 @@ def test_the_parts_are_listed(word):
         ((), "usage: "),
         (("decod",), "decod: no such part"),
         (("sentiment",), "sentiment: CHECKPOINT or CORPUS is not set"),
+        (("dialogue",), "dialogue: CHECKPOINT, COMPARISONS, DEMONSTRATIONS or JUDGE is not set"),
         (("list", "--outt", "x"), "--outt: not an option"),
         (("list", "--out"), "--out: want a folder"),
     ],
