@@ -118,7 +118,7 @@ def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards"
         return stage_folder(config, "reward")
     for candidate in (Path(config.runs_dir) / name / "reward", Path(name) / "reward", Path(name)):
         if (candidate / "stage.json").exists():
-            check_output(candidate, "reward")
+            check_output(candidate, "judge" if candidate.name == "judge" else "reward")
             return candidate
     return classifier_folder(config, name, setting)
 

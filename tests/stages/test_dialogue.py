@@ -14,7 +14,7 @@ from rlhf.data.splits import record_half, record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.trained_judge import compare, describe_comparisons, pairs_of
 from rlhf.runs.folders import read_stage
-from rlhf.runs.sources import fractions
+from rlhf.runs.sources import fractions, reward_folder
 from rlhf.stages import reward
 from tests.model.classifiers import save_classifier
 from tests.stages.conftest import Run
@@ -89,6 +89,7 @@ def test_the_judge_has_its_own_backbone_and_belongs_to_the_lineage(run: Run):
     assert not (run.folder / "judge" / "adapters").exists() and (run.folder / "reward" / "adapters").is_dir()
     evaluated = read_stage(run.folder / "evaluate")
     assert evaluated is not None and evaluated["parents"]["judge"] == record["hash"]
+    assert reward_folder(run.config(), str(run.folder / "judge")) == run.folder / "judge"  # for evaluate.pairs_model
     ppo = read_stage(run.folder / "ppo")
     assert ppo is not None and "judge" not in ppo["parents"]
 
