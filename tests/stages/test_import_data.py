@@ -1,75 +1,22 @@
-"""`rlhf import` as a user meets it: the folder, the report, the rejects, and what a kill or a full disk leaves."""
+"""`rlhf import` as a user meets it: the folder, the report and the rejects."""
 
 import gzip
 import hashlib
 import json
 import os
-import resource
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from rlhf.cli import main
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.importers import load_all
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
-from rlhf.files import held
 from rlhf.runs.sources import hash_sources
 
-DEMONSTRATION = {"kind": "demonstration", "id": "d", "prompt": "Name a town.", "response": "Bern"}
-RANKING = {
-    "kind": "ranking",
-    "prompt": "Who?",
-    "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}, {"id": "c", "text": "C"}],
-    "ranking": [["b"], ["a", "c"]],
-    "labeler": "ann",
-}
-PROMPT = {"kind": "prompt", "prompt": "Why is the sky blue?", "user": "u"}
-
-
-def write(path: Path, rows: list) -> Path:
-    lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
-
-
-def run(capsys, *arguments: object) -> str:
-    """What an import that succeeds prints."""
-    capsys.readouterr()
-    main(["import", *map(str, arguments)])
-    return capsys.readouterr().out
-
-
-def refused(capsys, *arguments: object) -> tuple[str, str]:
-    """The one line with which an import ends that does not succeed, and what it printed."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        main(["import", *map(str, arguments)])
-    assert caught.value.code == 2
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if not line.startswith("import: ")]  # progress
-    assert len(lines) == 1 and lines[0].startswith("rlhf: error: "), err
-    return lines[0], out
-
-
-def report_of(folder: Path) -> dict:
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
-
-
-def rejects_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rejects.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+from .imports import DEMONSTRATION, PROMPT, RANKING, bytes_of, refused, rejects_of, report_of, run, write
 
 
 def test_what_an_import_writes(tmp_path, capsys):
@@ -357,91 +304,6 @@ def test_cleaning_is_counted(tmp_path, capsys):
     assert report["cleaning"]["pii"] == 1
     run(capsys, f"path={path}", f"out={tmp_path / 'keep'}", "pii=keep")
     assert not any("pii" in record.metadata for record in load_all(str(tmp_path / "keep"))[0])
-
-
-# --- kills, locks and disks ---
-
-
-def start(*arguments: str, **more) -> subprocess.Popen:
-    command = [sys.executable, "-m", "rlhf", "import", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
-
-
-def processes_below(folder: Path) -> list[str]:
-    """Commands of processes that have something of a folder among their arguments or open files."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (process / "cmdline").read_bytes().decode(errors="replace")
-            opened = [os.readlink(link) for link in (process / "fd").iterdir()]
-        except OSError:
-            continue
-        if process.name != str(os.getpid()) and (str(folder) in line or any(str(folder) in one for one in opened)):
-            found.append(line)
-    return found
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_import_leaves_nothing_that_training_accepts(tmp_path, capsys, processes):
-    rows = [RANKING | {"prompt": f"q {i} " + "word " * 200} for i in range(10_000)]
-    path, out = write(tmp_path / "labels.jsonl", rows), tmp_path / "out"
-    small = write(tmp_path / "small.jsonl", [DEMONSTRATION])
-    run(capsys, f"path={small}", f"out={out}")
-    before = bytes_of(out)
-    child = start(f"path={path}", f"out={out}", "overwrite=true", f"processes={processes}")
-    working = tmp_path / ".out.new"
-    deadline = time.monotonic() + 60
-    while not list(working.glob("unsplit/*.arrow")):  # in the middle of its writing
-        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    assert bytes_of(out) == before, "the old import stands"
-    with pytest.raises(UserError):
-        load_all(str(working))
-    deadline = time.monotonic() + 20
-    while processes_below(tmp_path):  # the workers end with their parent
-        assert time.monotonic() < deadline, processes_below(tmp_path)
-        time.sleep(0.1)
-    said = run(capsys, f"path={small}", f"out={out}", "overwrite=true")
-    assert "which a killed command left behind" in said
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.jsonl", "out", "small.jsonl"]
-
-
-def test_an_import_killed_between_its_two_renames_is_restored(tmp_path, capsys):
-    path, out = write(tmp_path / "labels.jsonl", [DEMONSTRATION]), tmp_path / "out"
-    run(capsys, f"path={path}", f"out={out}")
-    before = bytes_of(out)
-    out.rename(tmp_path / ".out.old")
-    line, said = refused(capsys, f"path={path}", f"out={out}")
-    assert "restored" in said and "is there already" in line and bytes_of(out) == before
-    shutil.copytree(out, tmp_path / ".out.old")  # killed just after the second rename
-    run(capsys, f"path={path}", f"out={out}", "overwrite=true")
-    assert not (tmp_path / ".out.old").exists()
-
-
-def test_two_imports_to_one_place_are_refused(tmp_path, capsys):
-    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION])
-    with held(tmp_path / "out"):
-        line, _ = refused(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-        assert "another process is writing it" in line and not (tmp_path / "out").exists()
-
-
-def test_a_full_disk_is_one_line(tmp_path):
-    """A limit on the size of files stands for the disk: the system refuses the write half-way in the same manner."""
-    rows = [RANKING | {"prompt": f"q {i} " + "word " * 200} for i in range(2000)]
-    path = write(tmp_path / "labels.jsonl", rows)
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    child = start(
-        f"path={path}", f"out={tmp_path / 'out'}", preexec_fn=limit, env=os.environ | {"RLHF_PROGRESS": "off"}
-    )
-    _, err = child.communicate(timeout=120)
-    assert child.returncode == 2 and err.startswith("rlhf: error: ") and err.count("\n") == 1, err
-    assert "cannot write: File too large: raise the limit on the size of files" in err
-    assert [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]
 
 
 def test_the_real_comparisons(tmp_path, capsys, shared_data):

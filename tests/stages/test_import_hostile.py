@@ -1,12 +1,9 @@
-"""`rlhf import` against its promises: kills at any moment, hostile rows, names and folders, and partial imports."""
+"""`rlhf import` against its promises: hostile rows, names and folders, and partial imports."""
 
 import gzip
 import json
 import os
-import random
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +12,6 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from rlhf.cli import main
 from rlhf.commands import pipeline, sample
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
@@ -28,123 +24,9 @@ from rlhf.ppo import setup as ppo_setup
 from rlhf.runs.sources import hash_sources
 from rlhf.stages import evaluate, label, reward
 
-PROMPT = {"kind": "prompt", "prompt": "Why is the sky blue?"}
-DEMONSTRATION = {"kind": "demonstration", "prompt": "Name a town.", "response": "Bern"}
-RANKING = {
-    "kind": "ranking", "prompt": "Who?", "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}],
-    "ranking": [["b"], ["a"]], "labeler": "ann",
-}  # fmt: skip
+from .imports import PROMPT, RANKING, bytes_of, imported, rejects_of, write
 
-
-def write(path: Path, rows: list) -> Path:
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
-    )
-    return path
-
-
-def imported(capsys, *arguments: object) -> tuple[int, str, str]:
-    """Exit code, and what was printed to the screen and as an error."""
-    capsys.readouterr()
-    try:
-        main(["import", *map(str, arguments)])
-        code = 0
-    except SystemExit as stopped:
-        code = int(stopped.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def rejects_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rejects.jsonl").read_bytes().split(b"\n")[:-1]]
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-# --- kills ---------------------------------------------------------------------------------------------------------
-
-
-def processes_below(folder: Path) -> list[str]:
-    """Commands of processes that have something of a folder among their arguments or open files, or work there."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (process / "cmdline").read_bytes().decode(errors="replace")
-            links = [process / "cwd", *(process / "fd").iterdir()]
-            opened = [os.readlink(link) for link in links]
-        except OSError:
-            continue
-        if process.name != str(os.getpid()) and (str(folder) in line or any(str(folder) in one for one in opened)):
-            found.append(line)
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("replacing", [False, True])
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_kill_at_any_moment_leaves_the_old_import_or_the_new_one(tmp_path, capsys, processes, replacing):
-    """Five kills each, at moments spread over the import and the renames at its end."""
-    path = write(tmp_path / "new.jsonl", [RANKING | {"prompt": f"q {i} " + "word " * 150} for i in range(9000)])
-    small, out = write(tmp_path / "old.jsonl", [DEMONSTRATION]), tmp_path / "out"
-    command = [sys.executable, "-m", "rlhf", "import", f"path={path}", f"out={out}", f"processes={processes}",
-               "overwrite=true"]  # fmt: skip
-    # The whole project is on the path; working in tmp_path, workers can be told from other processes.
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RLHF_PROGRESS": "off"}
-    assert imported(capsys, f"path={small}", f"out={out}")[0] == 0
-    old = bytes_of(out)
-    started = time.monotonic()
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
-    whole = time.monotonic() - started
-    new = bytes_of(out)
-    moments = random.Random(processes)
-    seen = set()
-    for kill in range(5):
-        shutil.rmtree(out)
-        if replacing:
-            assert imported(capsys, f"path={small}", f"out={out}")[0] == 0
-        child = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(whole * (kill + moments.random()) / 5)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        deadline = time.monotonic() + 20
-        while processes_below(tmp_path):  # the workers end with their parent
-            assert time.monotonic() < deadline, processes_below(tmp_path)
-            time.sleep(0.05)
-        for left in tmp_path.glob(".out.*"):
-            if not (left / "dataset.json").exists():
-                with pytest.raises(UserError):
-                    load_all(str(left))
-        if out.exists():
-            load_all(str(out))  # whole: every file has the hash that the manifest names
-            now = {name: content for name, content in bytes_of(out).items() if name == "demonstration/train.arrow"}
-            seen.add("old" if now else "new")
-            assert not now or bytes_of(out) == old
-        else:
-            seen.add("nothing")
-            assert not replacing or (tmp_path / ".out.old").exists(), "the old one is there under its other name"
-        # The next import cleans up, says so, and is not disturbed.
-        left = (tmp_path / ".out.new").exists()
-        code, said, _ = imported(capsys, f"path={path}", f"out={out}", "overwrite=true")
-        assert code == 0 and ("which a killed command left behind" in said or not left)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["new.jsonl", "old.jsonl", "out"]
-        if not replacing:
-            assert bytes_of(out)["ranking/train.arrow"] == new["ranking/train.arrow"]
-    assert seen & {"old" if replacing else "nothing"}, "no kill came in time"
-
-
-def test_a_replaced_partial_import_that_was_killed_is_restored(tmp_path, capsys):
-    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, "{"])
-    assert imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")[0] == 2
-    (tmp_path / "out.partial").rename(tmp_path / ".out.partial.old")  # killed between two renames
-    write(path, [DEMONSTRATION])
-    code, said, _ = imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-    assert code == 0 and "out.partial: restored" in said
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.jsonl", "out", "out.partial"]
-
+DEMONSTRATION = {"kind": "demonstration", "prompt": "Name a town.", "response": "Bern"}  # its id is its place
 
 # --- byte-identical --------------------------------------------------------------------------------------------------
 

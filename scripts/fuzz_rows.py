@@ -1,0 +1,247 @@
+"""Rows of every format that `rlhf import` reads, and ways to damage them, for fuzz_import.py."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+# --- good rows -------------------------------------------------------------------------------------------------------
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def says(who: str, text: str) -> dict[str, str]:
+    return {"from": who, "value": text}
+
+
+def _oasst(m: str) -> dict[str, Any]:
+    replies = [
+        {"message_id": f"{m}-{i}", "text": f"Reply {i}.", "role": "assistant", "rank": i, "replies": []} for i in (0, 1)
+    ]
+    root = {"message_id": m, "text": f"Name {m}.", "role": "prompter", "lang": "en", "replies": replies}
+    return {"message_tree_id": m, "tree_state": "ready_for_export", "prompt": root}
+
+
+def _summaries(m: str) -> dict[str, Any]:
+    info = {"id": m, "post": f"Post {m}.", "title": "T", "subreddit": "s", "site": None, "article": None}
+    both = [{"text": f" Short {i}.", "policy": f"p{i}", "note": None} for i in (0, 1)]
+    return {"info": info, "split": "train", "summaries": both, "choice": 1, "worker": "w", "batch": "b", "extra": {}}
+
+
+def _webgpt(m: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"question": {"dataset": "d", "id": m, "full_text": f"Why {m}?"}}
+    for i in (0, 1):
+        row |= {f"quotes_{i}": {"title": [], "extract": []}, f"answer_{i}": f"Since {i}.", f"score_{i}": i - 0.5}
+        row[f"tokens_{i}"] = {"prefix": [1], "completion": [i]}
+    return row
+
+
+def _ultrafeedback(m: str) -> dict[str, Any]:
+    made = [{"model": f"m{i}", "response": f"R{i}.", "overall_score": i, "fine-grained_score": i, "annotations": {}}
+            for i in (1, 2)]  # fmt: skip
+    return {"source": "s", "instruction": f"Say {m}.", "models": ["m1", "m2"], "completions": made}
+
+
+def _label_studio(m: str) -> dict[str, Any]:
+    result = {"value": {"selected": "left"}, "from_name": "better", "to_name": "left", "type": "pairwise"}
+    data = {"item": m, "prompt": f"Say {m}.", "left": "L.", "right": "R.", "left_id": "a", "right_id": "b"}
+    data |= {"dialogue": [user(f"Say {m}.")], "about": {"a": {"policy": "p"}, "b": {"policy": "p"}}, "metadata": {}}
+    return {"id": 1, "data": data, "annotations": [{"id": 1, "completed_by": 1, "result": [result], "lead_time": 2.5}]}
+
+
+def _argilla(m: str) -> dict[str, Any]:
+    return {
+        "id": m, "fields": {"instruction": f"Say {m}.", "response": "Yes."}, "metadata": {}, "suggestions": {},
+        "responses": {"quality": [{"value": 5, "user_id": "u"}]}, "vectors": {}, "_server_id": m,
+    }  # fmt: skip
+
+
+def _nectar(m: str) -> dict[str, Any]:
+    answers = [{"answer": f"A{i}.", "model": f"m{i}", "rank": float(i)} for i in (1, 2)]
+    return {"prompt": f"\n\nHuman: Say {m}.\n\nAssistant: ", "answers": answers, "turns": 1, "source": ["s"]}
+
+
+def _qa_feedback(m: str) -> dict[str, Any]:
+    row = {"question": f"Who is {m}?", "passages": [["T", "First."]], "gold": "g", "feedback": {"errors": []}}
+    return row | {f"prediction {i}": f"w{i}" for i in range(1, 5)} | {"preference": [1, 1, 0, 0, 2, 2]}
+
+
+def _native(m: str) -> dict[str, Any]:
+    responses = [{"id": name, "text": f"Text {name}.", "policy": "p"} for name in "abc"]
+    return {
+        "kind": "ranking", "id": m, "prompt": [user(f"Say {m}.")], "responses": responses, "ranking": [["b"], ["a", "c"]],
+        "ratings": {"a": 3}, "flags": {"c": ["harmful"]}, "labeler": "ann", "seconds": 3.5,
+        "created": "2026-05-01T10:00:00Z", "metadata": {"user": m, "group": m},
+    }  # fmt: skip
+
+
+ABOUT = '{"responses": {"a": {"policy": "p"}, "b": {"policy": "p"}}}'
+TASKS = {"winner": "left", "labeler": "kim", "ids": "a b", "about": ABOUT}
+GOOD: dict[str, Callable[[str], dict[str, Any]]] = {
+    "native": _native,
+    "native demonstration": lambda m: {"kind": "demonstration", "prompt": f"Say {m}.", "response": "Yes."},
+    "native prompt": lambda m: {"kind": "prompt", "prompt": f"Say {m}.", "user": "u"},
+    "hh": lambda m: {"chosen": f"\n\nHuman: {m}\n\nAssistant: Yes", "rejected": f"\n\nHuman: {m}\n\nAssistant: No"},
+    "hh scores": lambda m: {"text": [f"\n\nHuman: {m}\n\nAssistant: {a}" for a in ("Yes", "No")], "score": [1.0, 0.0]},
+    "trl": lambda m: {"prompt": f"Say {m}.", "chosen": "Yes.", "rejected": "No."},
+    "trl turns": lambda m: {"chosen": [user(m), answer("Yes.")], "rejected": [user(m), answer("No.")]},
+    "pairs": lambda m: {"question": f"Say {m}.", "response_j": "Yes.", "response_k": "No."},
+    "alpaca": lambda m: {"instruction": f"Say {m}.", "input": "", "output": "Yes."},
+    "sharegpt": lambda m: {"conversations": [says("human", m), says("gpt", "Yes.")]},
+    "messages": lambda m: {"messages": [user(m), answer("Yes.")]},
+    "openai_comparisons": _summaries,
+    "webgpt": _webgpt,
+    "oasst": _oasst,
+    "ultrafeedback": _ultrafeedback,
+    "nectar": _nectar,
+    "choices": lambda m: {"prompt": f"Say {m}.", "chosen": ["Yes."], "rejected": ["No.", "Nay."], "id": m},
+    "kto": lambda m: {"prompt": f"Say {m}.", "completion": "Yes.", "label": True},
+    "self_instruct": lambda m: {"id": m, "name": "n", "instruction": f"Add {m}.",
+                                "instances": [{"input": "1", "output": "3"}]},
+    "qa_feedback": _qa_feedback,
+    "question_answer": lambda m: {"question": f"{m}?", "answer": "2"},
+    "decoded": lambda m: {"id": 0, "instruction": m, "text": "Hello", "decoded": "Hum"},
+    "mt_bench": lambda m: {"question_id": 81, "category": "c", "turns": [f"Say {m}.", "Say b."]},
+    "argilla": _argilla,
+    "label_studio": _label_studio,
+    "tasks_csv": lambda m: {"item": m, "prompt": f"Say {m}.", "left": "Yes.", "right": "No."} | TASKS,
+}  # fmt: skip
+FLAT = ("trl", "pairs", "alpaca", "kto", "question_answer", "tasks_csv")  # their rows are as good in CSV
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def _somewhere(value: Any, random_: random.Random) -> tuple[Any, Any]:
+    """A container within a row and a key of it, chosen at random; at every level it may stop."""
+    key = random_.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    inner = value[key]
+    if isinstance(inner, dict | list) and inner and random_.random() < 0.7:
+        return _somewhere(inner, random_)
+    return value, key
+
+
+def swapped(row: dict[str, Any], random_: random.Random) -> Any:
+    """The row with one value of another type."""
+    row = json.loads(json.dumps(row))
+    where, key = _somewhere(row, random_)
+    odd = ["", " ", "a", "left", 0, -1, 7, 1.5, 1e308, True, False, None, [], {}, [[]], [None], {"": ""}, "\0", "\x1b[31m",
+           "\u2028", "\ufeff", "NaN", [where[key]], {"a": where[key]}, str(where[key]), 10**400, "0" * 50, ["x"] * 60,
+           "2026-13-45", "\U0001f600" * 3, "a\u0300\u0315" * 20, json.loads(json.dumps(row))]  # fmt: skip
+    where[key] = random_.choice(odd)
+    if isinstance(where, dict) and random_.random() < 0.2:
+        del where[key]
+    return row
+
+
+def _with_token(row: dict[str, Any], random_: random.Random, token: str) -> bytes:
+    """The row as JSON with one value replaced by text that json.dumps would not write."""
+    row = json.loads(json.dumps(row))
+    where, key = _somewhere(row, random_)
+    where[key] = "@@@"
+    return json.dumps(row).replace('"@@@"', token, 1).encode("utf-8", "surrogatepass")
+
+
+def byte_flip(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    data = bytearray(raw)
+    for _ in range(random_.choice((1, 1, 2, 8))):
+        data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
+    return bytes(data)
+
+
+def cut(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    begin, end = sorted(random_.choices(range(len(raw) + 1), k=2))
+    return random_.choice((raw[:end], raw[begin:], raw[:begin] + raw[end:], raw + raw[begin:end]))
+
+
+def _insert(raw: bytes, random_: random.Random, what: bytes) -> bytes:
+    at = random_.randrange(len(raw) + 1)
+    return raw[:at] + what + raw[at:]
+
+
+def control(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    return _insert(raw, random_, bytes([random_.choice([*range(1, 10), *range(11, 32), 127])]))
+
+
+def _nested(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    depth = random_.choice((90, 150, 190, 200, 210, 300, 450, 600, 900, 940, 980, 1000, 3000, 10_000))
+    opening, closing = random_.choice((("[", "]"), ('{"a":', "}"), ('[{"b":', "}]")))
+    inner = "1" if random_.random() < 0.7 else ""
+    return _with_token(
+        row, random_, opening * depth + inner + closing * (depth if random_.random() < 0.9 else depth // 2)
+    )
+
+
+def _number(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    numbers = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 300, "9" * 5000, "-0", "1e-999", "0x10", "01")
+    return _with_token(row, random_, random_.choice(numbers))
+
+
+def _surrogate(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    kinds = ('"\\ud800"', '"a\\udfffb"', '"\\udc00\\ud800"', '"\ud800"', '{"\\ud800": 1}', '"\\ud83d\\ude00"')
+    return _with_token(row, random_, random_.choice(kinds))
+
+
+def _twice(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    key = json.dumps(random_.choice(list(row))).encode()
+    return raw[:-1] + b", " + key + b": 1}"
+
+
+def _long(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    if random_.random() > 0.1:  # some are enough
+        return _number(raw, row, random_)
+    unit = random_.choice(("a", "a@", "1 ", "\\u0315\\u0300", "\\n", '\\"', "é", "a.", "a@a.", "(", " ", "mk"))
+    text = unit * (random_.choice((200_000, 1_100_000)) // len(unit)) + random_.choice(("", "@", "1", "x"))
+    if random_.random() < 0.5:
+        return _with_token(row, random_, f'"{text}"')
+    return re.sub(rb"mk\w+z", lambda _: text.encode(), raw, count=1)  # in the prompt, or beside it
+
+
+def _crowd(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    """Tens of thousands of keys, responses or judgements."""
+    if random_.random() > 0.05:
+        return _twice(raw, row, random_)
+    many = range(random_.choice((1000, 40_000)))
+    responses = json.dumps([{"id": str(i), "text": "t"} for i in many])
+    chain = json.dumps([[str(i), str(i + 1)] for i in many[:-1]])
+    token = random_.choice((
+        "{" + ",".join(f'"k{i}": 1' for i in (*many, many[-1])) + "}", responses, chain, "[" + "1," * len(many) + "1]",
+        json.dumps({str(i): 5 for i in many}),
+    ))  # fmt: skip
+    if random_.random() < 0.5:
+        return _with_token(row, random_, token)
+    made = f'"responses": {responses}, ' + random_.choice(
+        (f'"pairs": {chain}', f'"ranking": [{json.dumps(list(map(str, many)))}]')
+    )
+    return b'{"kind": "ranking", "prompt": "p", ' + made.encode() + b"}"
+
+
+def _encoded(raw: bytes, row: Any, random_: random.Random) -> bytes:
+    text = json.dumps(row | {"note": "café"}, ensure_ascii=False)
+    return text.encode(random_.choice(("latin-1", "utf-16", "utf-16-le", "utf-32", "cp1252", "utf-8-sig", "utf-7")))
+
+
+DAMAGES: dict[str, Callable[[bytes, dict[str, Any], random.Random], bytes]] = {
+    "byte flips": byte_flip,
+    "cuts": cut,
+    "NUL": lambda raw, row, random_: _insert(raw, random_, b"\0" * random_.choice((1, 5))),
+    "control characters": control,
+    "lone surrogates": _surrogate,
+    "numbers": _number,
+    "duplicate keys": _twice,
+    "deep nesting": _nested,
+    "swapped types": lambda raw, row, random_: json.dumps(swapped(row, random_), default=str).encode(),
+    "encodings": _encoded,
+    "BOM": lambda raw, row, random_: random_.choice((b"\xef\xbb\xbf" + raw, _insert(raw, random_, b"\xef\xbb\xbf"))),
+    "line ends": lambda raw, row, random_: random_.choice((raw + b"\r", raw.replace(b" ", b"\r\n", 1), raw + b"\n\n\r\n")),
+    "text around": lambda raw, row, random_: random_.choice((raw + raw, raw + b",", b"[" + raw, b"// x", b"null", b"{}")),
+    "megabytes": _long,
+    "crowds": _crowd,
+}  # fmt: skip

@@ -1,0 +1,281 @@
+"""Formats of pairs: what each good row becomes, and what is said of each kind of bad one."""
+
+import pytest
+
+from tests.data.importers.samples import (
+    HH,
+    USER,
+    answer,
+    says,
+)
+
+TRL = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
+SCORED = {"text": [HH["rejected"], HH["chosen"]], "score": [0.0, 1.0]}
+PAIR = {"prompt": "Hi", "chosen_response": "Hello", "rejected_response": "No"}
+STACK = {"qid": 4, "question": " Why?\n", "response_j": "So.&nbsp;", "response_k": "No.", "date": "2020"}
+SHAREGPT = {
+    "conversations": [says("system", "S"), says("human", "Hi")],
+    "chosen": says("gpt", "a"),
+    "rejected": says("gpt", "b"),
+}
+KTO = {"prompt": "Hi", "completion": "Hello", "label": True}
+DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\nSay.\n\nHuman: Who\n\nare you?"
+
+
+def turns(record):
+    return [(message.role, message.content) for message in record.prompt]
+
+
+def texts(record):
+    return [response.text for response in record.responses]
+
+
+def hh(before, chosen, rejected):
+    return {"chosen": f"{before}\n\nAssistant:{chosen}", "rejected": f"{before}\n\nAssistant:{rejected}", "n": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        (
+            hh(DIALOGUE, " I am Ann", " I am Bob"),
+            [("user", "Hi"), ("assistant", "Yes?\nSay."), ("user", "Who\n\nare you?")],
+            ["I am Ann", "I am Bob"],
+        ),
+        (hh("\n\nHuman: Hi", "", " No"), [("user", "Hi")], ["", "No"]),
+        (hh("\n\nHuman: Hi", " Yes", " Yes, sure"), [("user", "Hi")], ["Yes", "Yes, sure"]),
+        # an answer that goes on after a marker of its own
+        (
+            hh("\n\nHuman: Hi", " No.\n\nAssistant: Well, yes", " No."),
+            [("user", "Hi")],
+            ["No.\n\nAssistant: Well, yes", "No."],
+        ),
+        (
+            hh("\n\nHuman: Hi\n\nAssistant: A\n\nAssistant: B\n\nHuman: C", " D", " E"),
+            [("user", "Hi"), ("assistant", "A\n\nB"), ("user", "C")],
+            ["D", "E"],
+        ),
+        (hh("Human: Hi", " A", " B"), [("user", "Hi")], ["A", "B"]),
+    ],
+)
+def test_hh(load, row, prompt, answers):
+    [record] = load("hh", row)
+    assert turns(record) == prompt and texts(record) == answers
+    assert record.pair_list() == [(0, 1)] and record.metadata == {"n": 1}
+
+
+def test_hh_with_headings_as_markers(load):
+    row = {
+        "text": ["## Human: Hi\n\n## Assistant: Hello ## Human: no", "## Human: Hi\n\n## Assistant: Go\n\n## away"],
+        "score": [1, 0],
+    }
+    [record] = load("hh", row)
+    assert [(m.role, m.content) for m in record.prompt] == [("user", "Hi")]
+    assert [r.text for r in record.responses] == ["Hello ## Human: no", "Go\n\n## away"]
+    assert record.ranking == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("scores", "ranking"), [([1.0, 0.0], [["a"], ["b"]]), ([-2, 3], [["b"], ["a"]]), ([0.5, 0.5], [["a", "b"]])]
+)
+def test_hh_with_scores(load, scores, ranking):
+    [record] = load("hh", SCORED | {"score": scores, "n": 1})
+    assert record.ranking == ranking and texts(record) == ["Go away", "Hello"] and turns(record) == [("user", "Hi")]
+    assert record.metadata == {"score": scores, "n": 1} and record.ratings == {}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            {
+                "chosen": DIALOGUE + "\n\nAssistant: x",
+                "rejected": "\n\nHuman: Hi\n\nAssistant: z\n\nHuman: b\n\nAssistant: c",
+            },
+            "chosen: chosen and rejected part before the last answer: want the same dialogue up to it",
+        ),
+        (
+            {"chosen": "\n\nHuman: Hi", "rejected": "\n\nHuman: Hi"},
+            'chosen: chosen and rejected share no "Assistant:" turn: want dialogues that differ at the end',
+        ),
+        (
+            {"chosen": "Hello", "rejected": HH["rejected"]},
+            "chosen: got 'Hello', want a dialogue that begins with \"Human:\"",
+        ),
+        ({"chosen": HH["chosen"], "rejected": None}, "rejected: got None, want a string"),
+        ({"chosen": HH["chosen"]}, "rejected: missing"),
+        (SCORED | {"score": [1]}, "score: got [1], want two numbers"),
+        (SCORED | {"score": [1, None]}, "score.1: got None, want a number"),
+        (SCORED | {"score": [True, 0]}, "score.0: got True, want a number"),
+        (SCORED | {"text": [HH["chosen"]]}, f"text: got {[HH['chosen']]!r}, want two dialogues"),
+        (
+            SCORED | {"text": ["Hi", HH["chosen"]]},
+            "text.0: got 'Hi', want a dialogue that begins with \"Human:\"",
+        ),
+        (
+            SCORED | {"text": [HH["chosen"], "\n\nHuman: Ho\n\nAssistant: x"]},
+            'text.0: text.0 and text.1 share no "Assistant:" turn: want dialogues that differ at the end',
+        ),
+    ],
+)
+def test_a_bad_hh_row(rejects, bad, message):
+    assert rejects("hh", HH, bad) == [(message.split(":")[0], message)]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        (TRL, [("user", "Hi")], ["Hello", "Go away"]),
+        (
+            {"chosen": "The sky is green.", "rejected": "The sky is grey."},
+            [("user", "The sky is")],
+            ["green.", "grey."],
+        ),
+        (
+            {"chosen": "Q: hi A: yes", "rejected": "Q: hi A: yes indeed"},
+            [("user", "Q: hi A:")],
+            ["yes", "yes indeed"],
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "S"}, USER], "chosen": [answer("a")], "rejected": [answer("b")]},
+            [("system", "S"), ("user", "Name a colour.")],
+            ["a", "b"],
+        ),
+        (
+            {"chosen": [USER, answer("q"), USER, answer("a")], "rejected": [USER, answer("q"), USER, answer("b")]},
+            [("user", "Name a colour."), ("assistant", "q"), ("user", "Name a colour.")],
+            ["a", "b"],
+        ),
+        (
+            {"prompt": "Hi", "chosen": [USER, answer("a")], "rejected": [USER, answer("b")]},
+            [("user", "Name a colour.")],
+            ["a", "b"],
+        ),
+        (
+            {"chosen": [USER, answer("same")], "rejected": [USER, answer("same")]},
+            [("user", "Name a colour.")],
+            ["same", "same"],
+        ),
+        # a prompt in the form of HH is a dialogue; one that does not end with the marker is text
+        (
+            TRL | {"prompt": "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"},
+            [("user", "Hi"), ("assistant", "Yes?"), ("user", "Go")],
+            ["Hello", "Go away"],
+        ),
+        (TRL | {"prompt": "\n\nHuman: Hi"}, [("user", "\n\nHuman: Hi")], ["Hello", "Go away"]),
+        (TRL | {"prompt": " Hi &amp; 你好\n"}, [("user", " Hi &amp; 你好\n")], ["Hello", "Go away"]),
+    ],
+)
+def test_trl(load, row, prompt, answers):
+    [record] = load("trl", row | {"score_chosen": 3})
+    assert turns(record) == prompt and texts(record) == answers
+    assert record.pair_list() == [(0, 1)] and record.metadata == {"score_chosen": 3}
+
+
+def test_what_a_turn_has_beside_its_text_is_kept(load):
+    row = {"chosen": [USER | {"name": "Ann"}, answer("a") | {"model": "m"}], "rejected": [USER, answer("b")]}
+    [record] = load("trl", row)
+    assert record.prompt[0].model_extra == {"name": "Ann"}
+    assert [response.metadata for response in record.responses] == [{"model": "m"}, {}]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            {"chosen": "x", "rejected": "y"},
+            "chosen: chosen and rejected share no beginning that could be the prompt: give the key prompt",
+        ),
+        (
+            {"prompt": "x", "chosen": "x", "rejected": None},
+            "rejected: got None, want a string or a list of messages, as its counterpart",
+        ),
+        (
+            {"chosen": [USER, answer("a"), USER], "rejected": [USER, answer("b")]},
+            "chosen: got turns assistant, user after what both share, want one assistant turn",
+        ),
+        (
+            {"chosen": [USER, answer("a")], "rejected": [USER, USER]},
+            "rejected: got turns user after what both share, want one assistant turn",
+        ),
+        (
+            {"chosen": [answer("a")], "rejected": [answer("b")]},
+            'prompt: it has no turns: want turns that end with role "user"',
+        ),
+        (
+            {"prompt": "x", "chosen": [{"role": "tool", "content": "y"}], "rejected": [answer("b")]},
+            "chosen.0.role: got 'tool', want system, user (human) or assistant (gpt): remove the row",
+        ),
+        ({"prompt": "x", "completion": [USER]}, "completion: got turns user, want one assistant turn"),
+        ({"prompt": 3, "completion": "x"}, "prompt: got 3, want a valid list"),
+    ],
+)
+def test_a_bad_trl_row(rejects, bad, message):
+    assert rejects("trl", TRL, bad) == [(message.split(":")[0], message)]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers", "metadata"),
+    [
+        (PAIR | {"n": 1}, [("user", "Hi")], ["Hello", "No"], {"n": 1}),
+        (STACK, [("user", " Why?\n")], ["So.&nbsp;", "No."], {"qid": 4, "date": "2020"}),
+        (
+            {"system": "S", "question": "Hi", "chosen": "a", "rejected": "b", "id": 3},
+            [("system", "S"), ("user", "Hi")],
+            ["a", "b"],
+            {"id": 3},
+        ),
+        (
+            {"instruction": "Sum up.", "input": "Text.", "chosen": "a", "rejected": "b", "system": ""},
+            [("user", "Sum up.\n\nText.")],
+            ["a", "b"],
+            {},
+        ),
+    ],
+)
+def test_pairs(load, row, prompt, answers, metadata):
+    [record] = load("pairs", row)
+    assert turns(record) == prompt and texts(record) == answers and record.metadata == metadata
+    assert record.ranking == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (PAIR | {"rejected_response": None}, "rejected_response: got None, want a string"),
+        (PAIR | {"prompt": " "}, "prompt: got no text, want at least one turn that says something"),
+        (
+            PAIR | {"prompt": None},
+            "prompt: missing: want one of prompt, question, instruction, and two answers as in the rows before",
+        ),
+        (PAIR | {"system": 3}, "system: got 3, want text or a list of text parts"),
+        (
+            {"instruction": "x", "input": 3, "chosen": "a", "rejected": "b"},
+            "input: got 3, want a string",
+        ),
+    ],
+)
+def test_a_bad_pairs_row(rejects, bad, message):
+    assert rejects("pairs", PAIR, bad) == [(message.split(":")[0], message)]
+
+
+def test_sharegpt_with_chosen_and_rejected(load):
+    [record] = load("sharegpt", SHAREGPT | {"id": "x-1", "n": 1})
+    assert turns(record) == [("system", "S"), ("user", "Hi")] and texts(record) == ["a", "b"]
+    assert record.ranking == [["a"], ["b"]] and record.id == "x-1" and record.metadata == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rejected": "b"}, "rejected: got 'b', want a turn with {role, content} or {from, value}"),
+        ({"rejected": says("human", "b")}, 'rejected: got a turn of "user", want one of the assistant'),
+        ({"chosen": says("gpt", None)}, "chosen.value: got None, want text or a list of text parts"),
+        (
+            {"conversations": [says("human", "Hi"), says("gpt", "a")]},
+            'prompt: its last turn is "assistant": want turns that end with role "user"',
+        ),
+    ],
+)
+def test_a_bad_sharegpt_comparison(rejects, change, message):
+    assert rejects("sharegpt", SHAREGPT, SHAREGPT | change) == [(message.split(":")[0], message)]

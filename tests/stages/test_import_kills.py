@@ -1,0 +1,167 @@
+"""`rlhf import` that is killed, locked out or stopped by a full disk: what it leaves, and what the next one does."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf.data.importers import load_all
+from rlhf.errors import UserError
+from rlhf.files import held
+
+from .imports import DEMONSTRATION, RANKING, bytes_of, imported, refused, run, write
+
+
+def start(*arguments: str, **more) -> subprocess.Popen:
+    command = [sys.executable, "-m", "rlhf", "import", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def processes_below(folder: Path) -> list[str]:
+    """Commands of processes that have something of a folder among their arguments or open files, or work there."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes().decode(errors="replace")
+            links = [process / "cwd", *(process / "fd").iterdir()]
+            opened = [os.readlink(link) for link in links]
+        except OSError:
+            continue
+        if process.name != str(os.getpid()) and (str(folder) in line or any(str(folder) in one for one in opened)):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_import_leaves_nothing_that_training_accepts(tmp_path, capsys, processes):
+    rows = [RANKING | {"prompt": f"q {i} " + "word " * 200} for i in range(10_000)]
+    path, out = write(tmp_path / "labels.jsonl", rows), tmp_path / "out"
+    small = write(tmp_path / "small.jsonl", [DEMONSTRATION])
+    run(capsys, f"path={small}", f"out={out}")
+    before = bytes_of(out)
+    child = start(f"path={path}", f"out={out}", "overwrite=true", f"processes={processes}")
+    working = tmp_path / ".out.new"
+    deadline = time.monotonic() + 60
+    while not list(working.glob("unsplit/*.arrow")):  # in the middle of its writing
+        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert bytes_of(out) == before, "the old import stands"
+    with pytest.raises(UserError):
+        load_all(str(working))
+    deadline = time.monotonic() + 20
+    while processes_below(tmp_path):  # the workers end with their parent
+        assert time.monotonic() < deadline, processes_below(tmp_path)
+        time.sleep(0.1)
+    said = run(capsys, f"path={small}", f"out={out}", "overwrite=true")
+    assert "which a killed command left behind" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.jsonl", "out", "small.jsonl"]
+
+
+def test_an_import_killed_between_its_two_renames_is_restored(tmp_path, capsys):
+    path, out = write(tmp_path / "labels.jsonl", [DEMONSTRATION]), tmp_path / "out"
+    run(capsys, f"path={path}", f"out={out}")
+    before = bytes_of(out)
+    out.rename(tmp_path / ".out.old")
+    line, said = refused(capsys, f"path={path}", f"out={out}")
+    assert "restored" in said and "is there already" in line and bytes_of(out) == before
+    shutil.copytree(out, tmp_path / ".out.old")  # killed just after the second rename
+    run(capsys, f"path={path}", f"out={out}", "overwrite=true")
+    assert not (tmp_path / ".out.old").exists()
+
+
+def test_two_imports_to_one_place_are_refused(tmp_path, capsys):
+    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION])
+    with held(tmp_path / "out"):
+        line, _ = refused(capsys, f"path={path}", f"out={tmp_path / 'out'}")
+        assert "another process is writing it" in line and not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    """A limit on the size of files stands for the disk: the system refuses the write half-way in the same manner."""
+    rows = [RANKING | {"prompt": f"q {i} " + "word " * 200} for i in range(2000)]
+    path = write(tmp_path / "labels.jsonl", rows)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    child = start(
+        f"path={path}", f"out={tmp_path / 'out'}", preexec_fn=limit, env=os.environ | {"RLHF_PROGRESS": "off"}
+    )
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 2 and err.startswith("rlhf: error: ") and err.count("\n") == 1, err
+    assert "cannot write: File too large: raise the limit on the size of files" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("replacing", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_kill_at_any_moment_leaves_the_old_import_or_the_new_one(tmp_path, capsys, processes, replacing):
+    """Five kills each, at moments spread over the import and the renames at its end."""
+    path = write(tmp_path / "new.jsonl", [RANKING | {"prompt": f"q {i} " + "word " * 150} for i in range(9000)])
+    small, out = write(tmp_path / "old.jsonl", [DEMONSTRATION]), tmp_path / "out"
+    command = [sys.executable, "-m", "rlhf", "import", f"path={path}", f"out={out}", f"processes={processes}",
+               "overwrite=true"]  # fmt: skip
+    # The whole project is on the path; working in tmp_path, workers can be told from other processes.
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RLHF_PROGRESS": "off"}
+    assert imported(capsys, f"path={small}", f"out={out}")[0] == 0
+    old = bytes_of(out)
+    started = time.monotonic()
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
+    whole = time.monotonic() - started
+    new = bytes_of(out)
+    moments = random.Random(processes)
+    seen = set()
+    for kill in range(5):
+        shutil.rmtree(out)
+        if replacing:
+            assert imported(capsys, f"path={small}", f"out={out}")[0] == 0
+        child = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(whole * (kill + moments.random()) / 5)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        deadline = time.monotonic() + 20
+        while processes_below(tmp_path):  # the workers end with their parent
+            assert time.monotonic() < deadline, processes_below(tmp_path)
+            time.sleep(0.05)
+        for left in tmp_path.glob(".out.*"):
+            if not (left / "dataset.json").exists():
+                with pytest.raises(UserError):
+                    load_all(str(left))
+        if out.exists():
+            load_all(str(out))  # whole: every file has the hash that the manifest names
+            now = {name: content for name, content in bytes_of(out).items() if name == "demonstration/train.arrow"}
+            seen.add("old" if now else "new")
+            assert not now or bytes_of(out) == old
+        else:
+            seen.add("nothing")
+            assert not replacing or (tmp_path / ".out.old").exists(), "the old one is there under its other name"
+        # The next import cleans up, says so, and is not disturbed.
+        left = (tmp_path / ".out.new").exists()
+        code, said, _ = imported(capsys, f"path={path}", f"out={out}", "overwrite=true")
+        assert code == 0 and ("which a killed command left behind" in said or not left)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["new.jsonl", "old.jsonl", "out"]
+        if not replacing:
+            assert bytes_of(out)["ranking/train.arrow"] == new["ranking/train.arrow"]
+    assert seen & {"old" if replacing else "nothing"}, "no kill came in time"
+
+
+def test_a_replaced_partial_import_that_was_killed_is_restored(tmp_path, capsys):
+    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, "{"])
+    assert imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")[0] == 2
+    (tmp_path / "out.partial").rename(tmp_path / ".out.partial.old")  # killed between two renames
+    write(path, [DEMONSTRATION])
+    code, said, _ = imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")
+    assert code == 0 and "out.partial: restored" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.jsonl", "out", "out.partial"]
