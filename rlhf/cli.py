@@ -86,6 +86,7 @@ _ALSO_READ = {
 }
 # Commands that read the settings of several, or have a schema of their own.
 OF_SEVERAL = ("pipeline", "study", "plan", "import")
+FORWARDING = ("pipeline", "study")  # they ask Hydra for their overrides, which their stages get
 SHARED_FLAG = "--shared-settings"  # the overrides are those of several commands: what this one does not use is ignored
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
@@ -263,14 +264,26 @@ def _check_choice(group: str, value: Any, folder: str | None) -> None:
 
 
 def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -> None:
-    """Check the configuration (of a sweep: every job's), then have Hydra run the command with it. texts: what TEXTS say."""
+    """Check the configuration (of a sweep: every job's), then run the command with it. texts: what TEXTS say.
+
+    Hydra runs what has flags or settings of Hydra's own, and commands that ask it for their overrides.
+    """
     flags, plain = split_flags(arguments)
     sweep = any(flag in ("-m", "--multirun") for flag in flags)
     name, folder = read_flags(flags, command)
     ours = [o for o in plain if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
     searched = [f"hydra.searchpath=['file://{folder}']"] if folder is not None else []
+    checked = []
     if name == config_name(command):  # a user's own primary configuration is checked once Hydra has found it
-        check_jobs([[*job, *searched] for job in jobs_of(ours, sweep)], command)
+        checked = check_jobs([[*job, *searched] for job in jobs_of(ours, sweep)], command)
+
+    def start(config: Any) -> None:
+        for name_of_text, text in texts.items():
+            setattr(getattr(config, command), name_of_text, text)
+        module_of(command).run(config)
+
+    if not flags and ours == plain and command not in FORWARDING:
+        return start(checked[0])
 
     import hydra
     from hydra.errors import HydraException
@@ -283,11 +296,9 @@ def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -
             config = to_settings(composed)
             if name != config_name(command):
                 check_config(config, command)
-            for name_of_text, text in texts.items():
-                setattr(getattr(config, command), name_of_text, text)
-            module_of(command).run(config)
+            start(config)
 
-    register_schema()
+    register_schema(config_name(command))
     asked = os.environ.get("HYDRA_FULL_ERROR")  # set by the user, it asks for tracebacks
     # what Hydra refuses is told here; the folder is for Hydra's own record of a sweep, a run's record is in the run's folder
     with variable("HYDRA_FULL_ERROR", "1"), tempfile.TemporaryDirectory() as nowhere:
@@ -346,14 +357,16 @@ def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:
     return name, folder
 
 
-def check_jobs(jobs: list[list[str]], command: str) -> None:
-    """Check each job's configuration, and that no two jobs would write one run. Raises: UserError."""
+def check_jobs(jobs: list[list[str]], command: str) -> list[Any]:
+    """Check each job's configuration, and that no two jobs would write one run; returns them. Raises: UserError."""
     from rlhf.checks import check_config
 
     runs: dict[str, list[str]] = {}
+    configs = []
     for job in jobs:
         config = compose_config(job, command)
         check_config(config, command)
+        configs.append(config)
         if command != "import" and (command in STAGES or command == "pipeline"):
             if config.run in runs:
                 other = sorted(set(job) ^ set(runs[config.run]))
@@ -363,6 +376,7 @@ def check_jobs(jobs: list[list[str]], command: str) -> None:
                     f"'run={config.run}-${{{key}}}'"
                 )
             runs[config.run] = job
+    return configs
 
 
 def _help() -> str:

@@ -4,6 +4,7 @@ Hydra is imported only when something is composed.
 """
 
 import difflib
+import functools
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    register_schema()
+    register_schema(config_name(command))
     ours = GlobalHydra.instance()
     running, ours.hydra = ours.hydra, None  # a study composes its cells' settings while Hydra runs its command
     try:
@@ -125,14 +126,12 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
         ours.hydra = running
 
 
-def register_schema() -> None:
-    """Tell Hydra the schemas."""
+@functools.cache
+def register_schema(name: str) -> None:
+    """Tell Hydra the schema of a primary configuration: "config", or a command that has its own."""
     from hydra.core.config_store import ConfigStore
 
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    for command in SCHEMAS:
-        store.store(name=f"{command}_schema", node=schema_of(command))
+    ConfigStore.instance().store(name=f"{name}_schema" if name in SCHEMAS else "schema", node=schema_of(name))
 
 
 def nearest(word: str, known: list[str]) -> str:

@@ -291,8 +291,8 @@ def test_a_command_composes_other_settings_while_it_runs(call, monkeypatch):
         other = cli.compose_config(["experiment=gold", "kl.coef=0.5"])
         seen.append((config.kl.coef, other.kl.coef, before, pipeline.forwarded_overrides()))
 
-    monkeypatch.setattr(report, "run", run)
-    assert call("report", "--shared-settings", "experiment=gold", "kl.coef=0.25") == (0, "", "")
+    monkeypatch.setattr(pipeline, "run", run)
+    assert call("pipeline", "experiment=gold", "kl.coef=0.25") == (0, "", "")
     given = ["experiment=gold", "kl.coef=0.25"]
     assert seen == [(0.25, 0.5, given, given)]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib.metadata
 import platform
 import resource
@@ -32,6 +33,7 @@ def peak_rss_mb() -> float:
     return round(peak * (1 if platform.system() == "Darwin" else 1024) / 1e6, 1)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     names = ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy")
     found = {"rlhf": __version__, "python": platform.python_version()}
