@@ -21,7 +21,7 @@ def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
         return done.stdout.strip()
 
     # An installed package may be inside another project's checkout, which does not contain this file.
-    if not git("ls-files", "--error-unmatch", "metrics.py"):
+    if not git("ls-files", "--error-unmatch", Path(__file__).name):
         return {}
     commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", "--", ".")
     branch = git("rev-parse", "--abbrev-ref", "HEAD")
