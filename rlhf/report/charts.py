@@ -1,4 +1,4 @@
-"""Which pictures the report shows of each stage, and what each contains. `figures.py` draws them.
+"""The report's pictures of the charts in `tracking/panels.py`, of results and of studies. `figures.py` draws them.
 
 For one run, colours distinguish the curves; for several, colours distinguish the runs and dashes the curves.
 """
@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf.report.figures import (
     BOTTOM,
@@ -24,90 +24,12 @@ from rlhf.report.figures import (
 )
 from rlhf.report.inline_svg import draw, interval_text
 from rlhf.tracking.metrics import find
+from rlhf.tracking.panels import CHARTS, Chart
 from rlhf.tracking.run_files import Points
 
 Runs = Sequence[tuple[str, Points]]  # (run's name, what it measured)
 
 
-class Chart(NamedTuple):
-    """What one picture shows. A name may hold `*`, end in `=label`, or begin with `-`: not that one."""
-
-    title: str
-    names: tuple[str, ...]
-    half: bool = False  # half the width of the page instead of a third
-
-
-_COST = (
-    Chart("Throughput", ("time/tokens_per_s",)),
-    Chart("Share of the device's peak (MFU)", ("time/mfu",)),
-    Chart("Peak memory, MB", ("memory/peak_rss_mb=process", "memory/peak_gpu_mb=GPU")),
-)
-CHARTS: dict[str, tuple[Chart, ...]] = {
-    "pretrain": (
-        Chart("Loss", ("pretrain/loss=training", "eval/*/loss")),
-        Chart("Bits per byte", ("pretrain/bpb=training", "eval/*/bpb")),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *_COST,
-    ),
-    "sft": (
-        Chart("Loss", ("sft/loss=training", "eval/*/loss")),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *_COST,
-    ),
-    "reward": (
-        Chart("Loss", ("reward/loss=training", "eval/*/loss")),
-        Chart("Pair accuracy", ("reward/accuracy=training", "eval/*/accuracy")),
-        Chart("Margin between winner and loser", ("reward/margin=training", "eval/*/margin")),
-        Chart("Scores", ("reward/mean=mean", "reward/std=standard deviation")),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *_COST,
-    ),
-    "ppo": (
-        Chart("Reward", ("objective/scores=score", "objective/rlhf_reward=score less KL", "eval/*/scores", "objective/scores/*"),
-              half=True),
-        Chart("KL to the SFT model", ("objective/kl=KL", "objective/kl_k3=k3 estimate", "eval/*/kl"),
-              half=True),
-        Chart("Gold score", ("gold/total=rollouts", "eval/*/gold/total")),
-        Chart("Gold score by part", ("gold/*", "-gold/total")),
-        Chart("KL coefficient", ("objective/kl_coef",)),
-        Chart("Entropy of responses", ("objective/entropy",)),
-        Chart("Entropy per token", ("policy/entropy_avg",)),
-        Chart("Clipped tokens", ("policy/clipfrac_avg=policy", "val/clipfrac_avg=value")),
-        Chart("Approximate KL of the update", ("policy/approxkl_avg",)),
-        Chart("Largest policy ratio", ("policy/ratio_max",)),
-        Chart("Explained variance of the critic", ("val/explained_var",)),
-        Chart("Response length", ("rollout/response_len=rollouts", "eval/*/response_len")),
-        Chart("Responses that ended", ("rollout/eos_fraction=rollouts", "eval/*/eos_fraction")),
-        Chart("Policy loss", ("loss/policy_avg",)),
-        Chart("Value loss", ("loss/value_avg",)),
-        Chart("Learning rates", ("optim/lr=policy", "optim/critic_lr=critic")),
-        Chart("Gradient norms", ("optim/grad_norm=both", "optim/policy_grad_norm=policy",
-                                 "optim/critic_grad_norm=critic", "optim/rl_grad_norm=policy without pretraining",
-                                 "optim/ptx_grad_norm=pretraining term")),
-        Chart("Seconds per update", ("time/rollout_s=sampling", "time/score_s=scoring",
-                                    "time/update_s=update")),
-        *_COST,
-    ),
-    "classify": (
-        Chart("Loss", ("classify/loss=training", "eval/*/loss")),
-        Chart("Loss of the language model", ("classify/lm_loss",)),
-        Chart("Accuracy", ("classify/accuracy=training", "eval/*/accuracy")),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *_COST,
-    ),
-    "dpo": (
-        Chart("Loss", ("dpo/loss=training", "eval/*/loss")),
-        Chart("Pair accuracy", ("dpo/accuracy=training", "eval/*/accuracy")),
-        Chart("Margin between winner and loser", ("dpo/margin=training", "eval/*/margin")),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *_COST,
-    ),
-}  # fmt: skip
 # Told elsewhere on the page.
 NOT_DRAWN = ("time/elapsed_s",)
 # A curve of at most this many points, such as an evaluation now and then, gets a dot per point.
@@ -242,12 +164,13 @@ def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> 
     shown: set[str] = set()
     for chart in CHARTS.get(stage, ()):
         shown |= {metric for pattern in chart.names for _, points in runs for metric, _ in expand(pattern, points)}
+        if chart.x:
+            yield from make_frontier(runs)
+            continue
         for part in split_chart(chart, runs):
             figure = make_figure(part, runs, marks.get(chart.title, []), stage)
             if figure is not None and max(len(one.xs) for one in figure.curve.series) > 1:  # one point is no curve
                 yield figure
-        if chart.title.startswith("KL to"):
-            yield from make_frontier(runs)
     for metric in dict.fromkeys(name for _, points in runs for name in points):
         if metric not in shown and metric not in NOT_DRAWN:
             figure = make_figure(Chart(metric, (metric,)), runs, [], stage)

@@ -4,18 +4,37 @@ The specification is plain JSON that needs neither network nor account. Sending 
 is the command.
 """
 
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf.files import read_json
-from rlhf.tracking.metrics import find
-from rlhf.tracking.panels import SECTIONS, TABLES, Panel
+from rlhf.tracking.metrics import X_AXES, find
+from rlhf.tracking.panels import CHARTS, COST, TABLE_PANELS, TABLES, Chart, TablePanel
 
 NAME = "RLHF: reward and KL"
 # Grid units of W&B's page: 24 across.
 HEIGHT, TABLE_HEIGHT = 8, 14
 SMOOTHING = 0.0  # curves are shown as they are; each panel can be smoothed there
+STEP = "progress/step"
+NAMES = {
+    "ppo": "PPO", "reward": "Reward model", "dpo": "DPO", "classify": "Labelled tasks", "sft": "SFT", "pretrain": "Pretraining",
+}  # fmt: skip
+
+
+def sections() -> Iterator[tuple[str, str, tuple[Chart | TablePanel, ...]]]:
+    """(name, x axis, panels) of each section: one per stage, and one of the cost of all."""
+    for stage, name in NAMES.items():
+        charts = [chart for chart in CHARTS[stage] if chart not in COST]
+        yield name, X_AXES.get(stage, STEP), (*charts, *TABLE_PANELS.get(stage, ()))
+    yield "Cost", STEP, COST
+
+
+def width(panel: Chart | TablePanel) -> int:
+    """Columns of W&B's grid."""
+    if isinstance(panel, Chart):
+        return 12 if panel.half else 8
+    return 8 if panel.chart else 24
 
 
 def make_specification(project: str, entity: str | None = None) -> dict[str, Any]:
@@ -25,56 +44,49 @@ def make_specification(project: str, entity: str | None = None) -> dict[str, Any
         "project": project,
         "entity": entity,
         "sections": [
-            {"name": name, "panels": [_panel_specification(panel) for panel in panels]}
-            for name, panels in SECTIONS.items()
+            {"name": name, "panels": [_panel_specification(panel, x) for panel in panels]}
+            for name, x, panels in sections()
         ],
     }
 
 
-def _panel_specification(panel: Panel) -> dict[str, Any]:
-    if panel.table:
-        kind = "chart of a table" if panel.chart else "table"
-        told: dict[str, Any] = {"title": panel.title, "kind": kind, "table": panel.table, "width": panel.width}
+def _panel_specification(panel: Chart | TablePanel, x: str) -> dict[str, Any]:
+    told: dict[str, Any] = {"title": panel.title, "width": width(panel)}
+    if isinstance(panel, TablePanel):
+        told |= {"kind": "chart of a table" if panel.chart else "table", "table": panel.table}
         told["columns"] = list(TABLES[panel.table])
         return told | ({"chart": panel.chart, "fields": dict(panel.fields)} if panel.chart else {})
     metrics = []
     for name in panel.metrics:
-        metric = find(name) or find(example(name))
+        metric = find(example(name))
         metrics.append(
             {"name": name, "unit": metric.unit if metric else "", "meaning": metric.meaning if metric else ""}
         )
-    return {
-        "title": panel.title,
-        "kind": "lines",
-        "x": panel.x,
-        "log_y": panel.log_y,
-        "metrics": metrics,
-        "width": panel.width,
-    }
+    return told | {"kind": "lines", "x": panel.x or x, "log_y": panel.log_y, "metrics": metrics}
 
 
 def example(name: str) -> str:
     """A name that matches a pattern."""
-    return re.sub(r"<([a-z]+)>", r"\1", name)
+    return name.replace("*", "word")
 
 
 def metric_pattern(names: tuple[str, ...]) -> str:
-    """A regular expression for exactly these metrics; `<split>` matches one word."""
-    return "^(" + "|".join(re.sub(r"<[a-z]+>", "[^/]+", name) for name in names) + ")$"
+    """A regular expression for exactly these metrics; `*` matches one word."""
+    return "^(" + "|".join(name.replace("*", "[^/]+") for name in names) + ")$"
 
 
 def make_workspace(project: str, entity: str) -> Any:
     """The dashboard as a `wandb_workspaces.workspaces.Workspace`; nothing is sent."""
     import wandb_workspaces.workspaces as ws
 
-    sections = []
-    for number, (name, panels) in enumerate(SECTIONS.items()):
-        across = [panel.width for panel in panels]
-        sections.append(
+    made = []
+    for number, (name, x, panels) in enumerate(sections()):
+        places = flow([width(panel) for panel in panels])
+        made.append(
             ws.Section(
                 name=name,
-                panels=[make_panel(panel, place) for panel, place in zip(panels, flow(across), strict=True)],
-                is_open=number < 3,
+                panels=[make_panel(panel, place, x) for panel, place in zip(panels, places, strict=True)],
+                is_open=number < 2,
                 layout_settings=ws.SectionLayoutSettings(columns=3, rows=3),
             )
         )
@@ -82,8 +94,8 @@ def make_workspace(project: str, entity: str) -> Any:
         entity=entity,
         project=project,
         name=NAME,
-        sections=sections,
-        settings=ws.WorkspaceSettings(x_axis="progress/step", remove_legends_from_panels=False),
+        sections=made,
+        settings=ws.WorkspaceSettings(x_axis=STEP, remove_legends_from_panels=False),
     )
 
 
@@ -98,32 +110,31 @@ def flow(widths: list[int]) -> list[tuple[int, int]]:
     return places
 
 
-def make_panel(panel: Panel, place: tuple[int, int]) -> Any:
+def make_panel(panel: Chart | TablePanel, place: tuple[int, int], x: str) -> Any:
     """One panel of `wandb_workspaces`."""
     import wandb_workspaces.reports.v2 as wr
 
-    height = TABLE_HEIGHT if panel.table and not panel.chart else HEIGHT
-    layout = wr.Layout(x=place[0], y=place[1], w=panel.width, h=height)
-    if panel.chart:
-        query = {"summaryTable": {"tableKey": panel.table}}
+    tall = isinstance(panel, TablePanel) and not panel.chart
+    layout = wr.Layout(x=place[0], y=place[1], w=width(panel), h=TABLE_HEIGHT if tall else HEIGHT)
+    if isinstance(panel, TablePanel):
+        if not panel.chart:
+            return wr.WeavePanelSummaryTable(table_name=panel.table, layout=layout)
         return wr.CustomChart(
-            query=query,
+            query={"summaryTable": {"tableKey": panel.table}},
             chart_name=panel.chart,
             chart_fields=dict(panel.fields),
             chart_strings={"title": panel.title},
             layout=layout,
         )
-    if panel.table:
-        return wr.WeavePanelSummaryTable(table_name=panel.table, layout=layout)
     plot: dict[str, Any] = {
         "title": panel.title,
-        "x": panel.x,
+        "x": panel.x or x,
         "log_y": panel.log_y,
         "layout": layout,
         "smoothing_factor": SMOOTHING,
         "smoothing_show_original": True,
     }
-    if any("<" in name for name in panel.metrics):
+    if any("*" in name for name in panel.metrics):
         return wr.LinePlot(metric_regex=metric_pattern(panel.metrics), **plot)
     return wr.LinePlot(y=list(panel.metrics), **plot)
 

@@ -61,8 +61,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("progress/tokens", _ALL, "tokens", "-", "last", "global tokens seen so far"),
     # pretraining and SFT
     Metric("pretrain/loss", ("pretrain",), _NATS_TOKEN, "tokens of full blocks", "mean", "next-token loss"),
-    Metric("pretrain/bpb", ("pretrain",), "bits per byte", "text tokens, no separators", "mean",
-           "nats of text tokens over bytes of text, in bits"),
     Metric("sft/loss", ("sft",), _NATS_TOKEN, "response tokens, end of turn included", "mean",
            "loss on the demonstrated response, with sft.lm_coef times that on the prompt"),
     # reward model
@@ -153,7 +151,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<split>/loss", _ALL, "nats", "as the stage's own loss", "mean",
            "the stage's loss, held out"),
     Metric("eval/<split>/bpb", ("pretrain", "evaluate"), "bits per byte", "text tokens, no separators",
-           "mean", "as pretrain/bpb, held out"),
+           "mean", "nats of text tokens over bytes of text, in bits, held out"),
     Metric("eval/<split>/accuracy", (*_RANKED, "dpo", "classify", "evaluate"), _SHARE, "ordered pairs; examples", "mean",
            "as reward/accuracy, dpo/accuracy or classify/accuracy, held out"),
     Metric("eval/<split>/macro_f1", ("classify",), _SHARE, "examples", "mean", "mean over classes of F1"),

@@ -1,99 +1,127 @@
-"""What the W&B dashboard shows, as a table: sections of panels, each with the metrics it draws. `dashboard.py` builds it.
-
-A name is one of the table of metrics (`metrics.py`), pattern or not: `eval/<split>/kl` means every split.
-"""
+"""The charts of each stage: one table, for the report's page (`report/charts.py`) and the W&B dashboard (`dashboard.py`)."""
 
 from typing import NamedTuple
 
-STEP, EPISODES, TOKENS = "progress/step", "progress/episodes", "progress/tokens"
 
-
-class Panel(NamedTuple):
-    """One panel. `metrics` are drawn over `x`; a table has `table` instead, and a chart of it `fields` too."""
+class Chart(NamedTuple):
+    """Curves in one frame. A name may contain `*` for one word, end in `=label`, or begin with `-`: not that one."""
 
     title: str
-    metrics: tuple[str, ...] = ()
-    x: str = STEP
-    log_y: bool = False
-    table: str = ""
-    chart: str = ""  # a W&B preset, drawn from the table
-    fields: tuple[tuple[str, str], ...] = ()  # the preset's axes by the table's columns
-    width: int = 8  # of 24 columns
+    names: tuple[str, ...]
+    half: bool = False  # half the width of the page instead of a third
+    log_y: bool = False  # in W&B; the report has both axes
+    x: str = ""  # the metric that the others are drawn over, if it is not the stage's axis
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names without labels and exclusions."""
+        return tuple(name.partition("=")[0] for name in self.names if not name.startswith("-"))
 
 
-SECTIONS: dict[str, tuple[Panel, ...]] = {
-    "Reward and KL": (
-        Panel("Score of the reward model",
-              ("objective/scores", "objective/scores/<part>", "eval/<split>/scores"), EPISODES, width=12),
-        Panel("KL to the SFT model, nats per sequence",
-              ("objective/kl", "objective/kl_k3", "eval/<split>/kl"), EPISODES, width=12),
-        Panel("Score less the KL penalty", ("objective/rlhf_reward", "objective/non_score_reward"), EPISODES),
-        Panel("KL coefficient", ("objective/kl_coef",), EPISODES),
-        Panel("Reward against sqrt(KL)", ("objective/scores", "gold/total"), "objective/sqrt_kl"),
-        Panel("Gold score", ("gold/<part>", "eval/<split>/gold/<part>"), EPISODES, width=12),
-        Panel("Win rate over SFT, held out", ("eval/<split>/win_rate", "eval/<split>/win_rate_greedy"), width=12),
+COST = (
+    Chart("Throughput", ("time/tokens_per_s",)),
+    Chart("Sequences per second", ("time/samples_per_s",)),
+    Chart("Share of the device's peak (MFU)", ("time/mfu",)),
+    Chart("Peak memory, MB", ("memory/peak_rss_mb=process", "memory/peak_gpu_mb=GPU")),
+)
+CHARTS: dict[str, tuple[Chart, ...]] = {
+    "pretrain": (
+        Chart("Loss", ("pretrain/loss=training", "eval/*/loss"), log_y=True),
+        Chart("Bits per byte", ("eval/*/bpb",)),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *COST,
     ),
-    "PPO health": (
-        Panel("Largest policy ratio", ("policy/ratio_max",), EPISODES),
-        Panel("Clipped tokens", ("policy/clipfrac_avg", "val/clipfrac_avg"), EPISODES),
-        Panel("Approximate KL of the update", ("policy/approxkl_avg",), EPISODES),
-        Panel("Entropy per token", ("policy/entropy_avg",), EPISODES),
-        Panel("Entropy of responses", ("objective/entropy", "eval/<split>/entropy"), EPISODES),
-        Panel("Explained variance of the critic", ("val/explained_var",), EPISODES),
-        Panel("Gradient norms", ("optim/policy_grad_norm", "optim/critic_grad_norm", "optim/ptx_grad_norm", "optim/rl_grad_norm"),
-              EPISODES, log_y=True),
-        Panel("Losses", ("loss/policy_avg", "loss/value_avg", "loss/ptx_avg"), EPISODES),
-        Panel("Learning rate of the critic", ("optim/critic_lr",), EPISODES),
+    "sft": (
+        Chart("Loss", ("sft/loss=training", "eval/*/loss")),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *COST,
     ),
-    "Rollouts": (
-        Panel("Response length, tokens", ("rollout/response_len", "eval/<split>/response_len"), EPISODES, width=12),
-        Panel("Responses that ended", ("rollout/eos_fraction", "eval/<split>/eos_fraction"), EPISODES, width=12),
-        Panel("The same held-out prompts over time", table="samples", width=24),
+    "reward": (
+        Chart("Loss", ("reward/loss=training", "eval/*/loss")),
+        Chart("Pair accuracy", ("reward/accuracy=training", "eval/*/accuracy")),
+        Chart("Margin between winner and loser", ("reward/margin=training", "eval/*/margin")),
+        Chart("What bounds the accuracy", ("eval/*/length_baseline", "eval/*/noise_ceiling", "eval/*/labeler_agreement",
+                                           "eval/*/gold_order_accuracy")),
+        Chart("Scores", ("reward/mean=mean", "reward/std=standard deviation", "eval/*/mean", "eval/*/std")),
+        Chart("Loss of the language model", ("reward/lm_loss",)),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *COST,
     ),
-    "Reward model": (
-        Panel("Loss", ("reward/loss", "eval/<split>/loss")),
-        Panel("Pair accuracy", ("reward/accuracy", "eval/<split>/accuracy")),
-        Panel("Margin between winner and loser", ("reward/margin", "eval/<split>/margin")),
-        Panel("Scores", ("reward/mean", "reward/std", "eval/<split>/mean", "eval/<split>/std")),
-        Panel("What bounds the accuracy", ("eval/<split>/length_baseline", "eval/<split>/noise_ceiling",
-                                           "eval/<split>/labeler_agreement", "eval/<split>/gold_order_accuracy")),
-        Panel("Loss of the language model, nats per token", ("reward/lm_loss",)),
-        Panel("Calibration: wins against score gap", table="calibration", chart="wandb/lineseries/v0",
-              fields=(("step", "gap"), ("lineKey", "curve"), ("lineVal", "share"))),
-        Panel("Scores of SFT and PPO", table="score_histogram", chart="wandb/lineseries/v0",
-              fields=(("step", "score"), ("lineKey", "model"), ("lineVal", "share"))),
+    "ppo": (
+        Chart("Reward", ("objective/scores=score", "objective/rlhf_reward=score less KL", "eval/*/scores", "objective/scores/*"),
+              half=True),
+        Chart("KL to the SFT model", ("objective/kl=KL", "objective/kl_k3=k3 estimate", "eval/*/kl"),
+              half=True),
+        Chart("Reward against the root of KL", ("objective/scores", "gold/total"), x="objective/sqrt_kl"),
+        Chart("Gold score", ("gold/total=rollouts", "eval/*/gold/total")),
+        Chart("Gold score by part", ("gold/*", "-gold/total")),
+        Chart("Win rate over SFT", ("eval/*/win_rate", "eval/*/win_rate_greedy")),
+        Chart("KL coefficient", ("objective/kl_coef",)),
+        Chart("KL penalty", ("objective/non_score_reward",)),
+        Chart("Entropy of responses", ("objective/entropy=rollouts", "eval/*/entropy")),
+        Chart("Entropy per token", ("policy/entropy_avg",)),
+        Chart("Clipped tokens", ("policy/clipfrac_avg=policy", "val/clipfrac_avg=value")),
+        Chart("Approximate KL of the update", ("policy/approxkl_avg",)),
+        Chart("Largest policy ratio", ("policy/ratio_max",)),
+        Chart("Explained variance of the critic", ("val/explained_var",)),
+        Chart("Response length", ("rollout/response_len=rollouts", "eval/*/response_len")),
+        Chart("Responses that ended", ("rollout/eos_fraction=rollouts", "eval/*/eos_fraction")),
+        Chart("Policy loss", ("loss/policy_avg",)),
+        Chart("Value loss", ("loss/value_avg",)),
+        Chart("Loss of the pretraining term", ("loss/ptx_avg",)),
+        Chart("Learning rates", ("optim/lr=policy", "optim/critic_lr=critic")),
+        Chart("Gradient norms", ("optim/grad_norm=both", "optim/policy_grad_norm=policy",
+                                 "optim/critic_grad_norm=critic", "optim/rl_grad_norm=policy without pretraining",
+                                 "optim/ptx_grad_norm=pretraining term"), log_y=True),
+        Chart("Seconds per update", ("time/rollout_s=sampling", "time/score_s=scoring",
+                                    "time/update_s=update")),
+        Chart("Sampled tokens per second", ("rollout/tokens_per_s",)),
+        *COST,
     ),
-    "DPO": (
-        Panel("Loss, nats per prompt", ("dpo/loss", "eval/<split>/loss")),
-        Panel("Pairs whose winner gained more", ("dpo/accuracy", "eval/<split>/accuracy")),
-        Panel("Margin between winner and loser", ("dpo/margin", "eval/<split>/margin")),
+    "classify": (
+        Chart("Loss", ("classify/loss=training", "eval/*/loss")),
+        Chart("Loss of the language model", ("classify/lm_loss",)),
+        Chart("Accuracy", ("classify/accuracy=training", "eval/*/accuracy", "eval/*/macro_f1")),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *COST,
     ),
-    "Labelled tasks": (
-        Panel("Loss, nats per example", ("classify/loss", "eval/<split>/loss")),
-        Panel("Accuracy", ("classify/accuracy", "eval/<split>/accuracy", "eval/<split>/macro_f1")),
-        Panel("Loss of the language model, nats per token", ("classify/lm_loss",)),
-    ),
-    "SFT": (
-        Panel("Loss, nats per response token", ("sft/loss", "eval/<split>/loss"), width=12),
-        Panel("Learning rate", ("optim/lr",), width=12),
-    ),
-    "Pretraining": (
-        Panel("Loss, nats per token", ("pretrain/loss", "eval/<split>/loss"), TOKENS, log_y=True),
-        Panel("Bits per byte", ("eval/<split>/bpb",), TOKENS),
-        Panel("Gradient norm", ("optim/grad_norm",), TOKENS, log_y=True),
-    ),
-    "Speed": (
-        Panel("Tokens per second", ("time/tokens_per_s", "rollout/tokens_per_s")),
-        Panel("Sequences per second", ("time/samples_per_s",)),
-        Panel("Share of the device's peak (MFU)", ("time/mfu",)),
-        Panel("Peak memory, MB", ("memory/peak_rss_mb", "memory/peak_gpu_mb")),
-        Panel("Seconds per update", ("time/rollout_s", "time/score_s", "time/update_s"), EPISODES),
-        Panel("Elapsed seconds", ("time/elapsed_s",)),
+    "dpo": (
+        Chart("Loss", ("dpo/loss=training", "eval/*/loss")),
+        Chart("Pair accuracy", ("dpo/accuracy=training", "eval/*/accuracy")),
+        Chart("Margin between winner and loser", ("dpo/margin=training", "eval/*/margin")),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        *COST,
     ),
 }  # fmt: skip
-# Tables that a stage shows, and their columns.
+
+
+class TablePanel(NamedTuple):
+    """A table that W&B shows, or a chart of it."""
+
+    title: str
+    table: str
+    chart: str = ""  # a W&B preset
+    fields: tuple[tuple[str, str], ...] = ()  # the preset's axes by the table's columns
+
+
+# Tables that stages log, and their columns.
 TABLES = {
     "samples": ("step", "id", "prompt", "response", "score", "kl", "length"),
     "calibration": ("gap", "curve", "share", "n"),
     "score_histogram": ("score", "model", "share"),
 }
+LINES = "wandb/lineseries/v0"
+TABLE_PANELS = {
+    "ppo": (TablePanel("The same held-out prompts over time", "samples"),),
+    "reward": (
+        TablePanel("Calibration: wins against score gap", "calibration", LINES,
+                   (("step", "gap"), ("lineKey", "curve"), ("lineVal", "share"))),
+        TablePanel("Scores of SFT and PPO", "score_histogram", LINES,
+                   (("step", "score"), ("lineKey", "model"), ("lineVal", "share"))),
+    ),
+}  # fmt: skip

@@ -8,7 +8,7 @@ from rlhf.tracking.metrics import METRICS, REDUCTIONS, Sums, check_names, find, 
 
 # The names that the recipe and the pipeline's contract list, spelled out once more on purpose.
 WANTED = [
-    "progress/step", "progress/episodes", "progress/tokens", "pretrain/loss", "pretrain/bpb",
+    "progress/step", "progress/episodes", "progress/tokens", "pretrain/loss",
     "sft/loss", "reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/std",
     "calibration/gain", "calibration/shift", "objective/kl", "objective/kl_k3", "objective/scores",
     "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy", "objective/kl_coef",
