@@ -15,7 +15,7 @@ from typing import Any
 from rlhf.data.agreement.judgements import AgreementCounter
 from rlhf.data.records import Demonstration, Message, RankedResponse, Ranking
 from rlhf.data.revisions import without_replaced
-from rlhf.serving.drawing import RefusedError
+from rlhf.serving.errors import RefusedError
 from rlhf.serving.store import LabelStore
 
 HELD_SECONDS = 1800.0  # for which a task that was shown stays with a labeler who does not answer

@@ -13,6 +13,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.model.choosing import Choice, Key
 from rlhf.serving.engine import Engine, Generation, QueueFullError
+from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel
 from rlhf.serving.streaming import merged
 from rlhf.serving.text import TextStream
@@ -21,21 +22,6 @@ from rlhf.tokenizer import encode_text
 STOP_SECONDS = 0.1  # between two looks for a stop string in a response that is not streamed
 T = TypeVar("T")
 SHORT = 4000  # characters of a prompt that is encoded at once: a longer one would hold up the others
-
-
-class RefusedError(Exception):
-    """A request that is answered by an error, in the form of the OpenAI API."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
 
 @dataclass(frozen=True, slots=True)

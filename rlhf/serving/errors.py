@@ -8,6 +8,21 @@ from rlhf.terminal import printable
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+class RefusedError(Exception):
+    """A request that is answered by an error, in the form of the OpenAI API."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
     """The body of an answer with this status."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -28,7 +43,6 @@ def handlers() -> dict[Any, Any]:
     from starlette.exceptions import HTTPException
 
     from rlhf.errors import UserError
-    from rlhf.serving.drawing import RefusedError
     from rlhf.serving.engine import ModelFailedError
 
     def answered(status: int, *about: Any, headers: Any = None) -> Response:

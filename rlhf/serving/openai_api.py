@@ -14,8 +14,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from rlhf.errors import UserError
-from rlhf.serving.drawing import Drawn, Piece, RefusedError, Wish, busy, chat_prompt, encoded, text_prompt
+from rlhf.serving.drawing import Drawn, Piece, Wish, busy, chat_prompt, encoded, text_prompt
 from rlhf.serving.engine import Engine, ModelFailedError, QueueFullError
+from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel, audit
 from rlhf.serving.schemas import ChatRequest, CompletionRequest, Sampling, ScoreRequest
 from rlhf.serving.streaming import Stream, client_gone, event

@@ -13,8 +13,9 @@ from pydantic import Field, ValidationError
 from rlhf.data.records import Message, RankedResponse, Ranking, Text, first_problem
 from rlhf.model.next_tokens import document_tokens, show
 from rlhf.serving.desk import FLAGS, Desk, Judged
-from rlhf.serving.drawing import Drawn, RefusedError, Wish, busy, chat_prompt, encoded
+from rlhf.serving.drawing import Drawn, Wish, busy, chat_prompt, encoded
 from rlhf.serving.engine import Engine, ModelFailedError, QueueFullError
+from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel
 from rlhf.serving.schemas import ChatMessage, Strict
 from rlhf.serving.security import COOKIE, Access

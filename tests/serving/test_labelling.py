@@ -227,7 +227,7 @@ def test_a_pipe_is_no_file_of_labels(tmp_path):
 
 def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_have(tmp_path):
     from rlhf.serving.desk import Judged
-    from rlhf.serving.drawing import RefusedError
+    from rlhf.serving.errors import RefusedError
 
     desk = make_desk(tmp_path / "labels.jsonl", labelers=("anna", "ben"), per_prompt=1)
     task = desk.next_task("anna")
