@@ -224,8 +224,10 @@ def main(out: Path, kills: int, saves: int, seed: int) -> int:
         mine = [hit for hit in hits if hit["stage"] == stage]
         print(f"{stage:<11}{len(mine):>7}{sum(hit['in_save'] for hit in mine):>11}")
     equal = sum(not found for found in runs.values())
-    print(f"{'all':<11}{len(hits):>7}{result['in_save']:>11}\n{equal} of {len(runs)} killed runs equal the undisturbed one, "
-          f"bit for bit; {seconds:.0f} s -> {out / 'faults.json'}")  # fmt: skip
+    print(
+        f"{'all':<11}{len(hits):>7}{result['in_save']:>11}\n{equal} of {len(runs)} killed runs equal the undisturbed one, "
+        f"bit for bit; {seconds:.0f} s -> {out / 'faults.json'}"
+    )
     return 0 if equal == len(runs) else 1
 
 

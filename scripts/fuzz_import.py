@@ -64,8 +64,9 @@ class Tally:
     seconds: float = 0.0
 
 
-def damaged(good: Callable[[str], dict[str, Any]], count: int, name: str, random_: random.Random, tally: Tally
-            ) -> Iterator[tuple[bytes, dict[str, Any], str | None]]:  # fmt: skip
+def damaged(
+    good: Callable[[str], dict[str, Any]], count: int, name: str, random_: random.Random, tally: Tally
+) -> Iterator[tuple[bytes, dict[str, Any], str | None]]:
     """Rows as JSON, most of them damaged; beside each the good row, and its marker where it is whole."""
     for i in range(count):
         marker = f"mk{name}x{i:05d}z"
@@ -258,8 +259,10 @@ def main() -> None:
     print("| rows counted | " + ", ".join(f"{count:,} {name}" for name, count in tally.counts.items()) + " |")
     print(f"| rows found again by their marker | {found:,} |")
     print(f"| imports | {len(memory)} of up to {FILES_A_CHUNK} files, {tally.seconds:.0f} s |")
-    print(f"| peak memory of an import | first {memory[0]:.0f} MB, last {memory[-1]:.0f} MB, "
-          f"least {min(memory):.0f} MB, most {max(memory):.0f} MB |")  # fmt: skip
+    print(
+        f"| peak memory of an import | first {memory[0]:.0f} MB, last {memory[-1]:.0f} MB, "
+        f"least {min(memory):.0f} MB, most {max(memory):.0f} MB |"
+    )
     print(f"| promises broken | {len(tally.problems)} |")
     sys.exit(1 if tally.problems else 0)
 

@@ -44,8 +44,10 @@ def _webgpt(m: str) -> dict[str, Any]:
 
 
 def _ultrafeedback(m: str) -> dict[str, Any]:
-    made = [{"model": f"m{i}", "response": f"R{i}.", "overall_score": i, "fine-grained_score": i, "annotations": {}}
-            for i in (1, 2)]  # fmt: skip
+    made = [
+        {"model": f"m{i}", "response": f"R{i}.", "overall_score": i, "fine-grained_score": i, "annotations": {}}
+        for i in (1, 2)
+    ]
     return {"source": "s", "instruction": f"Say {m}.", "models": ["m1", "m2"], "completions": made}
 
 

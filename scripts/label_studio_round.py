@@ -199,9 +199,11 @@ def judge(data: dict[str, Any], labeler: Labeler, seed: int) -> tuple[list[dict[
 def make_project(owner: Client, folder: Path, annotators: int) -> tuple[int, list[dict[str, Any]]]:
     """A project with the tasks and the configuration that `rlhf sample` wrote: its id and its tasks on the server."""
     config = {
-        "title": folder.name, "label_config": (folder / "config.xml").read_text(encoding="utf-8"),
-        "maximum_annotations": annotators, "show_skip_button": True,
-    }  # fmt: skip
+        "title": folder.name,
+        "label_config": (folder / "config.xml").read_text(encoding="utf-8"),
+        "maximum_annotations": annotators,
+        "show_skip_button": True,
+    }
     project = owner.json("POST", "/api/projects/", config)["id"]
     sent = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))
     owner.json("POST", f"/api/projects/{project}/import", sent)

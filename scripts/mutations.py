@@ -182,9 +182,11 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the table and stop")
     arguments = parser.parse_args()
     rows = [
-        (number, mutation) for number, mutation in enumerate(read_table(), 1)
-        if not arguments.only or any(word in f"{mutation.where} {mutation.wrong} {mutation.new}" for word in arguments.only)
-    ]  # fmt: skip
+        (number, mutation)
+        for number, mutation in enumerate(read_table(), 1)
+        if not arguments.only
+        or any(word in f"{mutation.where} {mutation.wrong} {mutation.new}" for word in arguments.only)
+    ]
     part, parts = map(int, arguments.part.split("/"))
     rows = rows[part - 1 :: parts]
     if arguments.list:

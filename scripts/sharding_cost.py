@@ -136,8 +136,10 @@ def main() -> None:
         f"{arguments.size}, {process_count()} processes on {device}, {arguments.rounds} steps each, {ROWS} rows a step"
     )
     for way, row in found.items():
-        print(f"{way:<12} {1000 * row['median_s']:8.1f} ms  {row['ratio']:.2f} x one process  "
-              f"({1000 * row['least_s']:.1f} to {1000 * row['most_s']:.1f})")  # fmt: skip
+        print(
+            f"{way:<12} {1000 * row['median_s']:8.1f} ms  {row['ratio']:.2f} x one process  "
+            f"({1000 * row['least_s']:.1f} to {1000 * row['most_s']:.1f})"
+        )
     paper = on_paper()
     print("on paper, 1.3 B parameters in bfloat16, 32,768 tokens a GPU and step, an H100 at 40 % MFU, nothing hidden:")
     for row in paper:

@@ -69,10 +69,13 @@ def test_a_reader_that_leaves_ends_it_quietly():
 def test_a_deleted_working_directory_is_one_line(tmp_path, arguments):
     gone = tmp_path / "gone"
     gone.mkdir()
-    code = ("import os, sys; os.rmdir(os.getcwd()); sys.path[:0] = [sys.argv.pop(1)]; from rlhf.cli import main; "
-            "main(sys.argv[1:])")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT), *arguments], cwd=gone, env=ENVIRONMENT, capture_output=True,
-                          text=True)  # fmt: skip
+    code = (
+        "import os, sys; os.rmdir(os.getcwd()); sys.path[:0] = [sys.argv.pop(1)]; from rlhf.cli import main; "
+        "main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT), *arguments], cwd=gone, env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert_one_line(done, "the working directory was deleted: change to one that exists")
 
 
@@ -96,8 +99,9 @@ def test_a_record_that_may_not_be_read_is_one_line(tmp_path, arguments):
     (tmp_path / "labels.jsonl").write_text("{}\n")
     (folder / "stage.json").write_text("{}")
     (folder / "stage.json").chmod(0)
-    done = subprocess.run([sys.executable, "-c", UNPRIVILEGED, *arguments], cwd=tmp_path, env=ENVIRONMENT,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", UNPRIVILEGED, *arguments], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert_one_line(done, "stage.json: Permission denied: give this user the right")
 
 

@@ -99,8 +99,9 @@ with finish_step("ppo"):
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    process = subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               cwd=ROOT)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGTERM)
     time.sleep(1.3)  # longer than within which two signals are one

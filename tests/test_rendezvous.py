@@ -53,10 +53,12 @@ def test_on_one_node_nothing_listens_beyond_the_loopback_interface(tmp_path, mon
 
 def alone(**variables: str) -> subprocess.Popen[str]:
     """One process of a launch of two, with short waits; `connect` is what every stage begins with."""
-    code = ("import torch; from rlhf import rendezvous as r; from rlhf.exits import ending; from rlhf.processes import connect\n"
-            "from rlhf.interrupts import interrupt_on_signals\n"
-            "r.WAIT_SECONDS, r.SILENT_SECONDS = 2.0, 0.5; interrupt_on_signals()\n"
-            "with ending(): print('begun', flush=True); connect(torch.device('cpu'))")  # fmt: skip
+    code = (
+        "import torch; from rlhf import rendezvous as r; from rlhf.exits import ending; from rlhf.processes import connect\n"
+        "from rlhf.interrupts import interrupt_on_signals\n"
+        "r.WAIT_SECONDS, r.SILENT_SECONDS = 2.0, 0.5; interrupt_on_signals()\n"
+        "with ending(): print('begun', flush=True); connect(torch.device('cpu'))"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"} | variables
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip

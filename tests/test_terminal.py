@@ -25,8 +25,10 @@ from rlhf.tracking.progress import progress
 
 # A title and the clipboard by OSC, a cursor by CSI, the same with C1's single characters, a right-to-left override, an
 # isolate, a zero-width space, a byte order mark, a tag, a soft hyphen, DEL, a bell, a line separator, a carriage return.
-HOSTILE = ("\x1b]0;owned\x07\x1b]52;c;eA==\x1b\\\x1b[2J\x9b1A\x9d0;x\x9c\u202egnp.exe\u2066\u200b\ufeff\U000e0041\u00ad\x7f"
-           "\u2028\roverwritten\x08")  # fmt: skip
+HOSTILE = (
+    "\x1b]0;owned\x07\x1b]52;c;eA==\x1b\\\x1b[2J\x9b1A\x9d0;x\x9c\u202egnp.exe\u2066\u200b\ufeff\U000e0041\u00ad\x7f"
+    "\u2028\roverwritten\x08"
+)
 SPOKEN = "naïve 東京\u3000\u00a0 ελ العربية é"
 LETTERS = re.compile(
     r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"

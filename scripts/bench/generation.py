@@ -150,8 +150,10 @@ def main() -> None:
             found[name]["roofline"] = roofline(spec, options.threads)
             rates = found[name]["contestants"]["ours"]["units_per_second"]
             bound = found[name]["roofline"]
-            print(f"{name}: {rates / bound['tokens_per_second']:.2f} of the roofline; products {bound['flops_per_second'] / 1e9:.0f} "
-                  f"GFLOP/s, memory {bound['bytes_per_second'] / 1e9:.1f} GB/s")  # fmt: skip
+            print(
+                f"{name}: {rates / bound['tokens_per_second']:.2f} of the roofline; products {bound['flops_per_second'] / 1e9:.0f} "
+                f"GFLOP/s, memory {bound['bytes_per_second'] / 1e9:.1f} GB/s"
+            )
     harness.report("generation", "tokens", found, options)
     for name, figures in found.items():
         for contestant, share in figures["bandwidth"].get("shares", {}).items():

@@ -310,12 +310,16 @@ def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: a
         print(f"\n{case}, median of {options.repeats} rounds [range]; {unit}/s by the clock and by processor time")
         for name, f in found["contestants"].items():
             low, high = f["units_per_second_range"]
-            print(f"  {name:28} {f['units_per_second']:10.1f} [{low:.1f}, {high:.1f}] {f['units_per_processor_second']:10.1f}"
-                  f"   peak {f['peak_mb']:.0f} MB, {f['working_mb']:.0f} beyond imports")  # fmt: skip
+            print(
+                f"  {name:28} {f['units_per_second']:10.1f} [{low:.1f}, {high:.1f}] {f['units_per_processor_second']:10.1f}"
+                f"   peak {f['peak_mb']:.0f} MB, {f['working_mb']:.0f} beyond imports"
+            )
         for name, r in found["ratios"].items():
             s, p = r["speed"], r["speed_by_processor_time"]
-            print(f"  over {name:23} {s['median']:10.2f} [{s['range'][0]:.2f}, {s['range'][1]:.2f}] {p['median']:10.2f}"
-                  f"   memory {r['memory']:.2f}, {r['memory_beyond_imports']:.2f} beyond imports")  # fmt: skip
+            print(
+                f"  over {name:23} {s['median']:10.2f} [{s['range'][0]:.2f}, {s['range'][1]:.2f}] {p['median']:10.2f}"
+                f"   memory {r['memory']:.2f}, {r['memory_beyond_imports']:.2f} beyond imports"
+            )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         what = {"subject": subject, "unit": unit, "machine": machine(options), "device": options.device,

@@ -181,8 +181,9 @@ def peer(spec: Spec, turns: Turns) -> None:
             next(self.turns)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-            turns.done(units=float(spec["episodes"] * spec["new"]), kl=logs["objective/kl"],
-                       entropy=logs["policy/entropy_avg"])  # fmt: skip
+            turns.done(
+                units=float(spec["episodes"] * spec["new"]), kl=logs["objective/kl"], entropy=logs["policy/entropy_avg"]
+            )
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if next(self.turns, self) is self:
@@ -248,8 +249,10 @@ def main() -> None:
     for name, figures in found.items():
         f = figures["contestants"].get("ours")
         if f:
-            print(f"{name}, ours: {f['processed'] / f['seconds']:.1f} tokens/s with the prompts'; rollout {f['generation']:.3f} s, "
-                  f"scoring {f['scoring']:.3f}, training {f['training']:.3f}")  # fmt: skip
+            print(
+                f"{name}, ours: {f['processed'] / f['seconds']:.1f} tokens/s with the prompts'; rollout {f['generation']:.3f} s, "
+                f"scoring {f['scoring']:.3f}, training {f['training']:.3f}"
+            )
 
 
 if __name__ == "__main__":

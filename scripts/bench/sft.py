@@ -135,9 +135,10 @@ def bare_loop(model: Any, spec: Spec, turns: Turns, loss_of: Any) -> None:
             at += size
             tokens = pad_sequence([torch.tensor(r["prompt"] + r["response"]) for r in batch], batch_first=True)
             labels = pad_sequence(
-                [torch.tensor([IGNORED] * len(r["prompt"]) + r["response"]) for r in batch], batch_first=True,
+                [torch.tensor([IGNORED] * len(r["prompt"]) + r["response"]) for r in batch],
+                batch_first=True,
                 padding_value=IGNORED,
-            )  # fmt: skip
+            )
             lengths = torch.tensor([len(r["prompt"]) + len(r["response"]) for r in batch])
             with autocast:
                 loss = loss_of(model, tokens.to(device), labels.to(device), lengths.to(device))

@@ -22,9 +22,11 @@ def table(found: dict[str, Any]) -> str:
         for number, (name, f) in enumerate(figures["contestants"].items()):
             low, high = f["units_per_second_range"]
             row = [
-                case if not number else "", name, f"{f['units_per_second']:,.0f} [{low:,.0f}, {high:,.0f}]",
+                case if not number else "",
+                name,
+                f"{f['units_per_second']:,.0f} [{low:,.0f}, {high:,.0f}]",
                 f"{f['units_per_processor_second']:,.0f}",
-            ]  # fmt: skip
+            ]
             ratio = figures["ratios"].get(name)
             if ratio:
                 s, p = ratio["speed"], ratio["speed_by_processor_time"]
@@ -37,8 +39,10 @@ def table(found: dict[str, Any]) -> str:
         if "roofline" in figures:
             r = figures["roofline"]
             share = figures["contestants"]["ours"]["units_per_second"] / r["tokens_per_second"]
-            lines.append(f"| | roofline ({r['flops_per_second'] / 1e9:.0f} GFLOP/s, {r['flops_per_token'] / 1e6:.2f} MFLOP a "
-                         f"token) | {r['tokens_per_second']:,.0f} | | ours reaches {share:.2f} | | | |")  # fmt: skip
+            lines.append(
+                f"| | roofline ({r['flops_per_second'] / 1e9:.0f} GFLOP/s, {r['flops_per_token'] / 1e6:.2f} MFLOP a "
+                f"token) | {r['tokens_per_second']:,.0f} | | ours reaches {share:.2f} | | | |"
+            )
     return "\n".join(lines)
 
 

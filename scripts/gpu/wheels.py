@@ -135,9 +135,11 @@ def make(home: Path, wheels: list[Path]) -> None:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     site = subprocess.run(
-        [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True, text=True,
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        check=True,
+        text=True,
         capture_output=True,
-    ).stdout.strip()  # fmt: skip
+    ).stdout.strip()
     # the machine's Python may itself be an environment, which --system-site-packages would pass over
     paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and os.path.isdir(path)]
     Path(site, "machine.pth").write_text("".join(f"{path}\n" for path in paths))

@@ -34,8 +34,10 @@ def test_judgements_of_one_labeler_become_one_ranking():
     record = joined(judged(0, "b", "a", seconds=2), judged(1, "b", "c", seconds=3), judged(2, "c", "a", tie=True))
     assert record.ranking == [["b"], ["a", "c"]] and record.pairs is None
     assert [(r.id, r.text, r.policy) for r in record.responses] == [
-        ("b", "B", "sft-2"), ("a", "A", "sft-2"), ("c", "C", "sft-2")
-    ]  # fmt: skip
+        ("b", "B", "sft-2"),
+        ("a", "A", "sft-2"),
+        ("c", "C", "sft-2"),
+    ]
     assert (record.id, record.labeler, record.seconds) == ("t0", "ann", 5.0)
     assert record.metadata["item"] == "i-1"
     assert record.metadata["judgements"] == [
@@ -61,8 +63,10 @@ def test_a_circle_is_a_reject_of_each_of_its_rows_and_is_spelled_out():
     held = [judged(0, "a", "b"), judged(1, "b", "c"), judged(2, "c", "a")]
     [(_, rejects)] = join_held(held, "f")
     assert [(r.line, r.offset, r.field, r.raw) for r in rejects] == [
-        (1, 0, "ranking", b"{}"), (2, 10, "ranking", b"{}"), (3, 20, "ranking", b"{}")
-    ]  # fmt: skip
+        (1, 0, "ranking", b"{}"),
+        (2, 10, "ranking", b"{}"),
+        (3, 20, "ranking", b"{}"),
+    ]
     assert isinstance(rejects[0], Reject)
     assert str(rejects[0]) == (
         "f:1: ranking: the judgements of item i-1 by ann go in a circle, a over b over c over a: drop one of them"

@@ -75,9 +75,7 @@ def test_an_array_goes_on_behind_a_broken_object(monkeypatch, broken, message, c
 
 def test_a_string_that_never_ends_takes_only_its_line_along():
     found = array(b'[\n  {"ok": 1},\n  {"a": "unfinished},\n  {"ok": 2},\n  {"b": [{},\n  {"ok": 3}\n]')
-    assert [one.value if isinstance(one, Row) else one.line for one in found] == [
-        {"ok": 1}, 3, {"ok": 2}, 7, {"ok": 3}
-    ]  # fmt: skip
+    assert [one.value if isinstance(one, Row) else one.line for one in found] == [{"ok": 1}, 3, {"ok": 2}, 7, {"ok": 3}]
 
 
 def test_objects_one_after_another_go_on_in_the_next_line():

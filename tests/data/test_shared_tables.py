@@ -21,9 +21,10 @@ OPEN_INSTRUCT = [
     "columns.labeler=evaluator", "columns.created=timestamp", "columns.id=id",
 ]  # fmt: skip
 PANDALM = [
-    "columns.prompt=[instruction,input]", "columns.responses=[response1,response2]",
+    "columns.prompt=[instruction,input]",
+    "columns.responses=[response1,response2]",
     "columns.winner=[annotator1,annotator2,annotator3]",
-]  # fmt: skip
+]
 
 
 def read_json(path):
@@ -76,8 +77,10 @@ def shared_rows(path):
     """The rows of a workbook's only sheet, from its XML: lists of the text of the cells that have a value."""
     space = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
     with zipfile.ZipFile(path) as packed:
-        strings = ["".join(t.text or "" for t in one.iter(f"{space}t")) for one in
-                   ElementTree.fromstring(packed.read("xl/sharedStrings.xml"))]  # fmt: skip
+        strings = [
+            "".join(t.text or "" for t in one.iter(f"{space}t"))
+            for one in ElementTree.fromstring(packed.read("xl/sharedStrings.xml"))
+        ]
         rows = list(ElementTree.fromstring(packed.read("xl/worksheets/sheet1.xml")).iter(f"{space}row"))
     found = []
     for one in rows:
@@ -121,8 +124,9 @@ def test_the_spreadsheet_of_annotations(shared, imported):
 
 def test_pairs_without_judgement(shared, imported):
     name = "labels/open-instruct-instances-996.jsonl.gz"
-    records, rejects, _ = imported(name, "columns.prompt=prompt", "columns.responses='completions.*.completion'",
-                                   "columns.id=id")  # fmt: skip
+    records, rejects, _ = imported(
+        name, "columns.prompt=prompt", "columns.responses='completions.*.completion'", "columns.id=id"
+    )
     items = [json.loads(line) for line in gzip.decompress((shared / name).read_bytes()).splitlines()]
     assert len(records) == len(items) == 996 and not rejects
     assert all(one.ranking is None and one.pairs is None and len(one.responses) == 2 for one in records)

@@ -202,8 +202,9 @@ def test_a_merged_cell_stands_in_every_row(tmp_path):
 
 
 def test_sheets_by_name(tmp_path):
-    path = write_xlsx(tmp_path / "t.xlsx", {"One": row(1, text("A1", "q")), "Two": row(1, text("A1", "z")) + row(
-        2, text("A2", "x"))})  # fmt: skip
+    path = write_xlsx(
+        tmp_path / "t.xlsx", {"One": row(1, text("A1", "q")), "Two": row(1, text("A1", "z")) + row(2, text("A2", "x"))}
+    )
     assert read(path) == [] and values(read(path, sheet="Two")) == [{"z": "x"}]
     assert describe_table(path, "t", sheet="Two") == 'sheet "Two" of 2'
     with pytest.raises(UserError, match=r"sheet=Three: t\.xlsx has no such sheet: it has One, Two"):

@@ -93,10 +93,11 @@ def test_every_kind_of_mask_is_narrowed():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"window": 0}, "window=0"), ({"expert_every": 0}, "expert_every=0"),
+        ({"window": 0}, "window=0"),
+        ({"expert_every": 0}, "expert_every=0"),
         ({"width": 31, "head_dim": 8, "positions": "sinusoidal"}, "even width"),
     ],
-)  # fmt: skip
+)
 def test_impossible_shapes_are_refused(fields, said):
     with pytest.raises(ValueError, match=said):
         GPTConfig(**{**SIZES, **fields})

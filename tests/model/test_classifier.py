@@ -260,10 +260,12 @@ def test_mistakes_are_told_in_one_line(tmp_path):
     kept.tokenizer.add_tokens(["one", "two", "three"])
     kept.tokenizer.save_pretrained(tmp_path / "foreign")
     for path, reason in (
-        (empty, "not a readable reward model"), (tmp_path / "nowhere", "not a readable reward model"),
-        (tmp_path / "record", "not readable"), (tmp_path / "weights", "not a readable text classifier"),
+        (empty, "not a readable reward model"),
+        (tmp_path / "nowhere", "not a readable reward model"),
+        (tmp_path / "record", "not readable"),
+        (tmp_path / "weights", "not a readable text classifier"),
         (tmp_path / "foreign", "belong together"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=reason) as told:
             load_reward_model(path, CPU)
         assert "\n" not in str(told.value)

@@ -128,10 +128,12 @@ def test_what_has_no_form_is_refused():
             to_transformers(make_ours(**kind), form)
     assert find_form(make_ours(**LLAMA_KIND, block="post").config) == "rlhf"
     for kind, why in {
-        "window": ({"window": 4}, "window is 4"), "experts": ({"experts": 2}, "experts is 2"),
+        "window": ({"window": 4}, "window is 4"),
+        "experts": ({"experts": 2}, "experts is 2"),
         "positions": ({"positions": "sinusoidal", "block": "post"}, "positions is 'sinusoidal'"),
-        "relu": ({"mlp": "relu"}, "mlp is 'relu'"), "wide": ({"head_dim": 12}, "head_dim is 12"),
-    }.values():  # fmt: skip
+        "relu": ({"mlp": "relu"}, "mlp is 'relu'"),
+        "wide": ({"head_dim": 12}, "head_dim is 12"),
+    }.values():
         config = GPTConfig(**{**OUR_SIZES, **kind})
         assert find_form(config) == "rlhf" and why in why_own(config)
     assert misfits(make_ours().config, "rlhf") == []

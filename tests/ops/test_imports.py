@@ -41,9 +41,11 @@ def test_every_public_function_is_used_by_the_package():
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))}
     public = {
         node.name: node
-        for path, tree in trees.items() if path.parent.name == "ops"
-        for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-    }  # fmt: skip
+        for path, tree in trees.items()
+        if path.parent.name == "ops"
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
     inside = {name: {id(child) for child in ast.walk(node)} for name, node in public.items()}
     used = {
         node.id

@@ -25,7 +25,7 @@ from rlhf.planning.plan import (
     room,
     setup_of,
     stage_bytes,
-)  # fmt: skip
+)
 from rlhf.planning.shapes import make_shape
 
 
@@ -87,9 +87,11 @@ def test_micro_batches_are_at_most_a_gpus_share():
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.sampled_from(["gpt3-xl", "gpt3-13b", "llama-2-70b"]), st.sampled_from(list(memory.DEEPSPEED)), st.integers(2, 3000),
+    st.sampled_from(["gpt3-xl", "gpt3-13b", "llama-2-70b"]),
+    st.sampled_from(list(memory.DEEPSPEED)),
+    st.integers(2, 3000),
     st.booleans(),
-)  # fmt: skip
+)
 def test_more_gpus_never_need_more_a_gpu_and_the_fewest_is_the_fewest(model, deepspeed, gpus, checkpointing):
     config = planned(f"model={model}")
     config.gradient_checkpointing, config.deepspeed, config.gpus = checkpointing, deepspeed, gpus

@@ -277,7 +277,7 @@ ROWS = [{"t": "one", "u": "two", "y": "a"}, {"t": "three", "u": "four", "y": "b"
         (ROWS, Columns("t", "y", choices=("u",)), "classify.choices gives one choice"),
         (ROWS, Columns("t", "y", choices=("u", "t")), r"x.csv:2: y is 'a': want the right choice's text"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_the_data_are_one_line(tmp_path, rows, columns, told):
     path = write_csv(tmp_path / "x.csv", rows)
     with pytest.raises(UserError, match=told) as raised:

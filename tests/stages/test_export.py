@@ -70,8 +70,9 @@ def test_the_policy_answers_alike_in_a_process_without_this_package(gold_run, ex
         "print(json.dumps(m.generate(**x, max_new_tokens=16, do_sample=False)[0, x['input_ids'].shape[1]:].tolist()))\n"
         "assert 'rlhf' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(exported["ppo"])], capture_output=True, text=True, check=True,
-                          env=os.environ)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(exported["ppo"])], capture_output=True, text=True, check=True, env=os.environ
+    )
     import rlhf.model  # noqa: F401 (registers our GPT)
 
     folder = gold_run.folder / "ppo" / "model"

@@ -49,8 +49,10 @@ class Hub(BaseHTTPRequestHandler):
             status, body = 200, (self.folder / path.rpartition("/")[2]).read_bytes()
         self.send_response(status)
         for name, value in {
-            "Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(body).hexdigest()}"',
-        }.items():  # fmt: skip
+            "Content-Length": str(len(body)),
+            "X-Repo-Commit": COMMIT,
+            "ETag": f'"{hashlib.sha256(body).hexdigest()}"',
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         return body

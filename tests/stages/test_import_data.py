@@ -29,8 +29,10 @@ def test_what_an_import_writes(tmp_path, capsys):
     report = report_of(tmp_path / "out")
     assert report["counts"] == {"input": 7, "accepted": 5, "duplicates": 2, "filtered": 0, "rejected": 0}
     assert {kind: sum(by.values()) for kind, by in report["records"].items()} == {
-        "demonstration": 1, "ranking": 3, "prompt": 1
-    }  # fmt: skip
+        "demonstration": 1,
+        "ranking": 3,
+        "prompt": 1,
+    }
     # ann and bob: b over a and c, a = c; eve: all equal, three ties and no pair
     assert (report["pairs"], report["ties"], report["unpaired"]) == (4, 5, 1)
     assert report["responses_a_ranking"] == {"3": 3} and report["labelers"] == {"ann": 1, "bob": 1, "eve": 1}
@@ -226,15 +228,18 @@ def test_one_bad_file_does_not_lose_the_others(tmp_path, capsys):
     write(folder / "a.jsonl", [DEMONSTRATION])
     (folder / "b.jsonl").write_bytes(b"")
     write(folder / "c.jsonl", [{"what": "ever"}])
-    packed = gzip.compress(b"".join(json.dumps(PROMPT | {"prompt": f"{i} {os.urandom(30).hex()}"}).encode() + b"\n"
-                                    for i in range(2000)))  # fmt: skip
+    packed = gzip.compress(
+        b"".join(json.dumps(PROMPT | {"prompt": f"{i} {os.urandom(30).hex()}"}).encode() + b"\n" for i in range(2000))
+    )
     (folder / "d.jsonl.gz").write_bytes(packed[:-100])
     write(folder / "e.jsonl", [PROMPT])
     _, said = refused(capsys, f"path={folder}", f"out={tmp_path / 'out'}", "max_prompts_per_user=9999")
     entries = rejects_of(tmp_path / "out.partial")
     assert [(Path(e["file"]).name, e["field"]) for e in entries] == [
-        ("b.jsonl", "file"), ("c.jsonl", "file"), ("d.jsonl.gz", "file")
-    ]  # fmt: skip
+        ("b.jsonl", "file"),
+        ("c.jsonl", "file"),
+        ("d.jsonl.gz", "file"),
+    ]
     assert "the file is empty" in said and "no format recognised" in said and "damaged .gz file" in said
     counts = report_of(tmp_path / "out.partial")["counts"]
     assert counts["rejected"] == 3 and counts["input"] == sum(list(counts.values())[1:])
@@ -244,8 +249,10 @@ def test_one_bad_file_does_not_lose_the_others(tmp_path, capsys):
 
 def test_what_came_before_a_damage_is_kept(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("rlhf.data.reading.json_rows.BLOCK_BYTES", 10_000)
-    lines = b"".join(json.dumps(PROMPT | {"prompt": f"{i} {os.urandom(30).hex()}", "user": None}).encode() + b"\n"
-                     for i in range(2000))  # fmt: skip
+    lines = b"".join(
+        json.dumps(PROMPT | {"prompt": f"{i} {os.urandom(30).hex()}", "user": None}).encode() + b"\n"
+        for i in range(2000)
+    )
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
     refused(capsys, f"path={tmp_path / 'd.jsonl.gz'}", f"out={tmp_path / 'out'}")
     counts = report_of(tmp_path / "out.partial")["counts"]

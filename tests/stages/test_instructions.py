@@ -37,7 +37,7 @@ OURS = Path(__file__).parents[2] / "data" / "instructions.jsonl"
         ({"rule": "question"}, ["Which one?"], ["Which one", "?!"]),
         ({"rule": "json"}, ['{"a": 1}', "```json\n[1]\n```"], ["3", "{a: 1}", "here: {}", "[" * 100_000]),
     ],
-)  # fmt: skip
+)
 def test_a_rule_by_hand(check, right, wrong):
     assert [follows(answer, check) for answer in right] == [True] * len(right)
     assert [follows(answer, check) for answer in wrong] == [False] * len(wrong)

@@ -83,8 +83,10 @@ def test_a_mistake_is_told_once(capfd):
 
 
 def test_a_forked_stage_ends_like_one_of_its_own_interpreter():
-    code = ("from rlhf.commands.launch import run_stage_processes as run\n"
-            "print(run(['--version']), run(['pretrain', 'pretrain.lr=-1']))")  # fmt: skip
+    code = (
+        "from rlhf.commands.launch import run_stage_processes as run\n"
+        "print(run(['--version']), run(['pretrain', 'pretrain.lr=-1']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("rlhf ") and done.stdout.endswith("\n0 2\n")
     assert done.stderr.strip() == "rlhf: error: pretrain.lr=-1.0: want more than 0 and at most 10"
@@ -95,8 +97,10 @@ def test_a_signal_reaches_all(tmp_path):
     ready = (
         f"trap 'touch {tmp_path}/done-$RANK; exit 130' TERM; touch {tmp_path}/ready-$RANK; while :; do sleep 0.1; done"
     )
-    code = ("from rlhf.interrupts import interrupt_on_signals; interrupt_on_signals()\n"
-            f"from rlhf.commands.launch import run_processes; run_processes(['sh', '-c', {ready!r}], 2)")  # fmt: skip
+    code = (
+        "from rlhf.interrupts import interrupt_on_signals; interrupt_on_signals()\n"
+        f"from rlhf.commands.launch import run_processes; run_processes(['sh', '-c', {ready!r}], 2)"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
     deadline = time.monotonic() + 30
     while not all((tmp_path / f"ready-{i}").exists() for i in range(2)):
@@ -182,10 +186,12 @@ def test_a_gradient_that_is_not_finite_stops_all_processes(copy_until, capfd, wa
 @pytest.mark.long
 def test_a_process_killed_in_training_ends_the_others_with_one_line(copy_until, capfd):
     run = copy_until("pretrain")
-    code = ("import os, signal, sys; from rlhf.training.loop import StageLoop\n"
-            "if os.environ['RANK'] == '1':\n"
-            "    StageLoop.saved = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
-            "from rlhf.cli import main; main(sys.argv[1:])")  # fmt: skip
+    code = (
+        "import os, signal, sys; from rlhf.training.loop import StageLoop\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    StageLoop.saved = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from rlhf.cli import main; main(sys.argv[1:])"
+    )
     command = [sys.executable, "-c", code, *stage_command(run, "deepspeed=zero2")[3:]]
     assert run_processes(command, 2) == 137
     told = capfd.readouterr().err

@@ -226,7 +226,7 @@ def test_a_reward_model_without_adapters_shares_no_trunk(copy_until):
         (["ppo.critic=random"], "want ppo.critic=reward or sft"),
         (["deepspeed=zero2"], "use deepspeed=none"),
     ],
-)  # fmt: skip
+)
 def test_what_shares_no_trunk_is_refused(gold_run, settings, message):
     with pytest.raises(UserError, match=rf"^lora.share_trunk=true: .*{message}"):
         check_config(gold_run.config("lora.rank=2", "lora.share_trunk=true", *settings), "ppo")

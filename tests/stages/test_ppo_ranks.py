@@ -36,10 +36,11 @@ def recorded(gold_run, tmp_path_factory) -> tuple[Path, Path]:
         return torch.where(mask, torch.randn(mask.shape, generator=generator) * scale, 0.0)
 
     rollout = rollout._replace(
-        lengths=rollout.prompt_lengths + answers, response_mask=mask,
+        lengths=rollout.prompt_lengths + answers,
+        response_mask=mask,
         logp_old=torch.where(mask, rollout.logp_old, 0.0) + noise(0.2),
         values=torch.where(mask, rollout.values, 0.0) + noise(0.2),
-    )  # fmt: skip
+    )
     tensors = rollout._asdict() | {"advantages": whiten(noise(1.0), mask), "returns": noise(1.0)}
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "recorded.safetensors")
     return folder, folder / "recorded.safetensors"

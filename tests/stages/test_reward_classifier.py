@@ -65,8 +65,10 @@ def test_every_architecture_learns_from_comparisons_and_pays_in_ppo(copy_until, 
     with open_stage(config, "ppo") as stage:
         trainer = ppo.make_ppo_run(config, stage, set_up(config))
         rollout = collect(trainer, trainer.prompts[:12], [("test", i) for i in range(12)])
-        ids = [row[start:end].tolist() for row, start, end in
-               zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)]  # fmt: skip
+        ids = [
+            row[start:end].tolist()
+            for row, start, end in zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)
+        ]
         texts = [decode_response(trainer.tokenizer, answer) for answer in ids]
         wanted = model.score_texts([record.prompt for record, _ in trainer.prompts[:12]], texts, rollout.ended.tolist())
         assert torch.allclose(rollout.scores, wanted, atol=1e-5) and wanted.std() > 0

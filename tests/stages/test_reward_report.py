@@ -51,8 +51,9 @@ def test_accuracy_by_hand():
 def test_accuracy_by_labeler():
     found = report.by_labeler(ITEMS, SCORES, {"y"})
     assert {name: (f["value"], f["n"], f["held_out"]) for name, f in found.items()} == {
-        "x": (0.625, 4, False), "y": (0.0, 2, True)
-    }  # fmt: skip
+        "x": (0.625, 4, False),
+        "y": (0.0, 2, True),
+    }
 
 
 def test_accuracy_by_gap_in_rank():
@@ -105,8 +106,10 @@ def test_a_model_that_is_right_about_its_doubt_is_calibrated():
 def test_agreement_within_and_between():
     """a and b agree on all 3 pairs; c, held out, contradicts both on one of three; d judged something else alone."""
     texts = ["Red.", "Blue.", "Green."]
-    records = [make_ranking(n, "Say.", texts, o, n) for n, o in
-               (("a", [[0], [1], [2]]), ("b", [[0], [1], [2]]), ("c", [[0], [2], [1]]))]  # fmt: skip
+    records = [
+        make_ranking(n, "Say.", texts, o, n)
+        for n, o in (("a", [[0], [1], [2]]), ("b", [[0], [1], [2]]), ("c", [[0], [2], [1]]))
+    ]
     records.append(make_ranking("d", "Else.", texts, [[0], [1], [2]], "d"))
     found = report.agreements(records, {"c", "d"})
     assert (found["training"]["value"], found["training"]["pairs"]) == (1.0, 3)
@@ -305,7 +308,9 @@ def test_the_figures_are_the_models_own(gold_run, results):
             right[held_out] += scores[i] > scores[j]
             count[held_out] += 1
     assert (right[False] / count[False], count[False]) == (
-        pytest.approx(results["accuracy"]["value"], abs=2e-3), results["accuracy"]["n"])  # fmt: skip
+        pytest.approx(results["accuracy"]["value"], abs=2e-3),
+        results["accuracy"]["n"],
+    )
     held = results["held_out_labelers"]["accuracy"]
     assert (right[True] / count[True], count[True]) == (pytest.approx(held["value"], abs=2e-3), held["n"])
 

@@ -42,8 +42,9 @@ def test_a_whole_stage_on_two_reward_models(gold_run, copy_until, second_reward)
         assert row["objective/scores"] == pytest.approx(sum(each) / 2, abs=1e-5)
     hashes = read_stage(stage)["data"]
     assert {h for name, h in hashes.items() if name.startswith("reward:")} == {
-        read_stage(gold_run.folder / "reward")["hash"], read_stage(second_reward)["hash"],
-    }  # fmt: skip
+        read_stage(gold_run.folder / "reward")["hash"],
+        read_stage(second_reward)["hash"],
+    }
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -36,8 +36,10 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
     monkeypatch.setattr(StageCallback, "on_step_begin", on_step_begin)
 
 
-@pytest.mark.parametrize(("stage", "number", "metric", "steps"), [
-    ("pretrain", signal.SIGTERM, "pretrain/loss", 8), ("sft", signal.SIGTERM, "sft/loss", 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "number", "metric", "steps"),
+    [("pretrain", signal.SIGTERM, "pretrain/loss", 8), ("sft", signal.SIGTERM, "sft/loss", 4)],
+)
 def test_a_trainer_stops_after_its_step_and_goes_on(
     gold_run: Run, copy_until: Callable[..., Run], capfd: pytest.CaptureFixture[str], stage: str, number: int, metric: str,
     steps: int,

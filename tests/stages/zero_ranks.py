@@ -90,11 +90,13 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
         ppo_steps(again, tensors, STEPS - SAVED_AT, [])
         resumed = gathered_state(again.actor_critic)
         if weights is not None and resumed is not None and once is not None:
-            save_file({f"ppo/{n}": t for n, t in weights.items()}
-                      | {f"{kind}/{n}": t.contiguous() for kind, part in average.items() for n, t in part.items()}
+            save_file(
+                {f"ppo/{n}": t for n, t in weights.items()}
+                | {f"{kind}/{n}": t.contiguous() for kind, part in average.items() for n, t in part.items()}
                 | {f"resumed/{n}": t for n, t in resumed.items()}
-                      | {f"gradient/{n}": 10 * t for n, t in once["exp_avg"].items()},
-                      out / f"{way}-ppo.safetensors")  # fmt: skip
+                | {f"gradient/{n}": 10 * t for n, t in once["exp_avg"].items()},
+                out / f"{way}-ppo.safetensors",
+            )
         return {"ppo": metrics, "ppo_shares": shares, "greedy": greedy, "live": live.scores.tolist()}
 
 

@@ -130,8 +130,10 @@ def test_of_one_run_colours_are_curves_and_of_several_they_are_runs() -> None:
     two = make_figure(chart, [("a", POINTS), ("b", other)], [])
     assert two is not None
     assert [(s.label, s.colour, s.dash) for s in two.curve.series] == [
-        ("a score", 0, 0), ("b score", 1, 0), ("a KL", 0, 1),
-    ]  # fmt: skip
+        ("a score", 0, 0),
+        ("b score", 1, 0),
+        ("a KL", 0, 1),
+    ]
     ElementTree.fromstring(two.svg)
 
 
@@ -196,8 +198,9 @@ def test_choices_are_dots_with_intervals_and_names(tmp_path: Path) -> None:
     assert svg.count("<circle") == 2 * 3, "each dot, and once more under the pointer"
     for shown in (">no whitening</text>", "rotate(-32", "0.4 [0.3, 0.5]", ">0.5</text>"):
         assert shown in svg, shown
-    assert picture.table == [("share", [("default", "0.6 [0.5, 0.7]"), ("no whitening", "0.4 [0.3, 0.5]"),
-                                        ("one seed", "0.5")])]  # fmt: skip
+    assert picture.table == [
+        ("share", [("default", "0.6 [0.5, 0.7]"), ("no whitening", "0.4 [0.3, 0.5]"), ("one seed", "0.5")])
+    ]
     assert picture.log_svg == ""
     for form in ("svg", "png"):
         assert save(picture.curve, tmp_path / f"a.{form}", "Win rate").stat().st_size > 3000

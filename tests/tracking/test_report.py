@@ -59,10 +59,11 @@ def make_run(run: Path) -> Path:
     for stage in PARENTS:
         make_stage(run, stage)
     steps = range(1, 101)
-    write_lines(run / "pretrain/metrics.jsonl", [
-        {"progress/step": i, "pretrain/loss": 6 * math.exp(-i / 30) + 0.1 * (i % 3), "optim/lr": 1e-3}
-        for i in steps
-    ] + [{"progress/step": 100, "eval/heldout/loss": 0.9, "eval/heldout/bpb": 0.5}])  # fmt: skip
+    write_lines(
+        run / "pretrain/metrics.jsonl",
+        [{"progress/step": i, "pretrain/loss": 6 * math.exp(-i / 30) + 0.1 * (i % 3), "optim/lr": 1e-3} for i in steps]
+        + [{"progress/step": 100, "eval/heldout/loss": 0.9, "eval/heldout/bpb": 0.5}],
+    )
     write_lines(run / "sft/metrics.jsonl", [{"progress/step": i, "sft/loss": 1 / i} for i in steps])
     write_lines(run / "reward/metrics.jsonl", [{"progress/step": i, "reward/accuracy": 0.6} for i in steps])
     write_lines(run / "ppo/metrics.jsonl", [
@@ -192,10 +193,10 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     folder = make_stage(run, "ppo")
     names = ("objective/scores", "objective/kl", "objective/entropy", "policy/entropy_avg",
              "rollout/response_len", "val/explained_var", "gold/total", "gold/polite")  # fmt: skip
-    write_lines(folder / "metrics.jsonl", [
-        {"progress/step": i} | {name: math.sin(i * (k + 1)) for k, name in enumerate(names)}
-        for i in range(4000)
-    ])  # fmt: skip
+    write_lines(
+        folder / "metrics.jsonl",
+        [{"progress/step": i} | {name: math.sin(i * (k + 1)) for k, name in enumerate(names)} for i in range(4000)],
+    )
     long = "word " * 100_000
     rows = [{"step": i, "id": f"p-{i % 50}", "prompt": long, "response": long} for i in range(60)]
     write_lines(folder / "samples.jsonl", rows)

@@ -148,10 +148,12 @@ def test_a_server_that_misbehaves_stops_nothing(tmp_path: Path, offline: None, m
     with serve(mode) as server:
         inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
         environment = inherited | {
-            "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40,
-            "RLHF_WANDB_INIT_SECONDS": "1.5", "RLHF_WANDB_FINISH_SECONDS": "1",
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": "0" * 40,
+            "RLHF_WANDB_INIT_SECONDS": "1.5",
+            "RLHF_WANDB_FINISH_SECONDS": "1",
             "PYTHONPATH": str(Path(__file__).parents[2]),
-        }  # fmt: skip
+        }
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=60
         )
@@ -185,8 +187,9 @@ def test_online_the_server_gets_what_is_logged(tmp_path: Path, offline: None) ->
         inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
         environment = inherited | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40,
                                    "PYTHONPATH": str(Path(__file__).parents[2])}  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", ONLINE, str(tmp_path)], env=environment, capture_output=True, text=True,
-                              timeout=60)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", ONLINE, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0 and done.stderr == done.stdout == ""
         (made,) = [body["variables"] for body in server.bodies if "upsertBucket" in body.get("query", "")][:1]
         sent = [json.loads(line) for body in server.bodies

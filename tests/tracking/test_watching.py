@@ -142,8 +142,10 @@ def test_it_follows_a_run_to_its_end_from_another_process(tmp_path: Path) -> Non
     with locked(folder):
         watcher = subprocess.Popen(
             [sys.executable, "-c", RUN, "watch", "run=x", f"runs_dir={tmp_path}", "watch.every_seconds=0.05"],
-            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
         assert watcher.stdout is not None
         assert watcher.stdout.readline().startswith("ppo: running  update 1/10")
         write_stage(run, "ppo", "complete", steps=10, seconds=30.0)

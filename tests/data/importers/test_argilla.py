@@ -162,6 +162,6 @@ def test_the_time_of_an_answer(load):
             "got 'tool', want system, user (human) or assistant (gpt): remove the row",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_argilla_row(rejects, bad, field, message):
     assert rejects("argilla", ARGILLA_1, bad) == [(field, f"{field}: {message}")]

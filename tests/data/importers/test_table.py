@@ -116,7 +116,8 @@ def test_an_unknown_word_and_a_word_that_is_a_response_too():
     row = {"q": "?", "a": "2", "b": "4", "w": "2"}
     assert "which is also the text of a response" in problem(row, [row | {"w": "1"}], **PAIR, winner="w")
     assert problem(row | {"w": "so so"}, **PAIR, winner="w") == (
-        "w: got 'so so', want a, b or tie, in words or as a column's name: say what it means with words.*")  # fmt: skip
+        "w: got 'so so', want a, b or tie, in words or as a column's name: say what it means with words.*"
+    )
 
 
 def test_names_of_columns_win():
@@ -133,13 +134,16 @@ def test_the_best_of_more_than_two_is_pairs():
 def test_no_judgement(value):
     row = {"q": "?", "a": "1st", "b": "2nd", "w": value}
     assert problem(row, **PAIR, winner="w") == (
-        "w: got nothing, want a verdict: nobody judged this row, remove it or fill it in")  # fmt: skip
+        "w: got nothing, want a verdict: nobody judged this row, remove it or fill it in"
+    )
     assert "(the whole row is empty)" in problem(dict.fromkeys(row), **PAIR, winner="w")
 
 
 def test_labelers_side_by_side():
-    rows = [{"q": "?", "a": "1st", "b": "2nd", "x": 1, "y": 2, "z": 0, "id": "i"}, {"q": "?", "a": "3", "b": "4", "x": 2,
-            "y": None, "z": 1, "id": None}]  # fmt: skip
+    rows = [
+        {"q": "?", "a": "1st", "b": "2nd", "x": 1, "y": 2, "z": 0, "id": "i"},
+        {"q": "?", "a": "3", "b": "4", "x": 2, "y": None, "z": 1, "id": None},
+    ]
     made = convert(rows, **PAIR, winner=["x", "y", "z"], id="id")
     assert [(one.id, one.labeler, one.ranking) for one in made] == [
         ("i:x", "x", A), ("i:y", "y", B), ("i:z", "z", TIE), ("t.csv:2.0", "x", B), ("t.csv:2.1", "z", A)]  # fmt: skip
@@ -196,8 +200,9 @@ def test_responses_and_scores_in_lists():
     assert made.metadata == {"scores": {"a": 3, "b": 9}, "r": [{"m": "p"}, {"m": "q"}]}
     [made] = convert([{"q": "?", "r": '["x", "y"]', "s": "[1, 2]"}], prompt="q", responses="r", scores="s")
     assert made.ranking == B
-    assert "got 1 scores, want 2: one per response" in problem({"q": "?", "r": ["x", "y"], "s": [1]}, prompt="q",
-                                                             responses="r", scores="s")  # fmt: skip
+    assert "got 1 scores, want 2: one per response" in problem(
+        {"q": "?", "r": ["x", "y"], "s": [1]}, prompt="q", responses="r", scores="s"
+    )
     assert "want a list: or name a column for each" in problem({"q": "?", "r": "x"}, prompt="q", responses="r")
 
 
@@ -403,7 +408,8 @@ def test_import_looks_at_the_column_before_the_first_row(tmp_path):
     assert [(one.id, one.ranking) for one in records] == [("t.csv:1", TIE), ("t.csv:2", A), ("t.csv:4", B)]
     assert report["counts"] == {"input": 4, "accepted": 3, "duplicates": 0, "filtered": 0, "rejected": 1}
     assert report["files"][0]["why"] == (
-        "asked for; columns divided by a semicolon; columns as named; w: numbers: 1 the first, 2 the second, 0 a tie")  # fmt: skip
+        "asked for; columns divided by a semicolon; columns as named; w: numbers: 1 the first, 2 the second, 0 a tie"
+    )
 
 
 def test_import_refuses_zero_and_one_and_takes_words(tmp_path):
