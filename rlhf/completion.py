@@ -5,6 +5,7 @@ The shell calls `rlhf -sc query=bash` at each Tab, which reads the line from COM
 
 import os
 
+from rlhf.command_table import COMMANDS, CONFIG_GROUPS, OF_SEVERAL, WITHOUT_GROUPS, uses
 from rlhf.composing import conf_dir, schema_keys, schema_of
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
@@ -35,8 +36,6 @@ def reply(arguments: list[str]) -> str | None:
 
 def candidates(line: str) -> list[str]:
     """What may complete the last word of a line; of `key=value` the value alone, since bash divides words at "="."""
-    from rlhf.cli import COMMANDS, CONFIG_GROUPS, OF_SEVERAL, WITHOUT_GROUPS, uses
-
     words = line.split()
     current = words.pop() if words and not line.endswith(" ") else ""
     if len(words) < 2:

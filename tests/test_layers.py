@@ -20,7 +20,7 @@ LAYERS = tuple(
         "stages api",
         "serving",
         "commands",
-        "cli completion __main__",
+        "command_table cli completion __main__",
     )
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
