@@ -1,0 +1,88 @@
+"""What PPO is paid with: several sources, scores that are cut or not finite, and rules for a missing end token."""
+
+# ruff: noqa: F811
+
+import pytest
+import torch
+
+from rlhf.errors import UserError
+from rlhf.ppo.rewards import CombinedReward, pay
+from rlhf.stages import ppo
+
+from .test_ppo_options import first_rollout, open_trainer, update, weights  # noqa: F401 (a fixture)
+
+
+def pays_two(prompts, responses, metadata):
+    return [2.0] * len(responses)
+
+
+def pays_infinity(prompts, responses, metadata):
+    return [float("inf")] * len(responses)
+
+
+def test_several_sources_with_weights(open_trainer, gold_run):
+    own = str(gold_run.folder)
+    settings = [
+        f"ppo.rewards=['{own}','{__name__}:pays_two']",
+        "ppo.reward_weights=[0.5,3]",
+        "ppo.missing_eos_rule=none",
+    ]
+    with open_trainer(*settings) as trainer:
+        assert isinstance(trainer.reward, CombinedReward)
+        metrics = update(trainer)
+    assert metrics["objective/scores/function_1"] == 2.0
+    wanted = 0.5 * metrics["objective/scores/model_0"] + 6.0
+    assert metrics["objective/scores"] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_reward_that_is_not_finite_stops_the_run_before_any_step(open_trainer):
+    with open_trainer(f"ppo.rewards='{__name__}:pays_infinity'") as trainer:
+        before = weights(trainer.engine.module)
+        with pytest.raises(UserError, match="scores not finite: stopped before the step"):
+            update(trainer)
+        assert all(value.equal(before[name]) for name, value in trainer.engine.module.named_parameters())
+        assert (trainer.stage.folder / "offending_batch.safetensors").exists()
+
+
+def test_a_reward_that_is_not_there_is_told(open_trainer):
+    with pytest.raises(UserError, match=r"ppo.rewards: nowhere: neither a run"), open_trainer("ppo.rewards=[nowhere]"):
+        pass
+
+
+def test_scores_are_cut_before_they_pay(open_trainer):
+    with open_trainer("ppo.score_clip=0.1", "ppo.missing_eos_rule=none") as trainer:
+        assert abs(update(trainer)["objective/scores"]) <= 0.1 + 1e-6
+
+
+@pytest.mark.parametrize("rule", ["replace", "none"])
+def test_rules_for_a_response_without_end_token(open_trainer, rule):
+    with open_trainer(f"ppo.missing_eos_rule={rule}", "ppo.missing_eos_score=-4.0") as trainer:
+        trainer.reward = lambda episodes: torch.ones(len(episodes.texts))
+        metrics = update(trainer)
+    ended = metrics["rollout/eos_fraction"]
+    worth = {"replace": -4.0, "none": 1.0}[rule]
+    assert 0 < ended < 1
+    assert metrics["objective/scores"] == pytest.approx(ended + worth * (1 - ended), abs=1e-5)
+
+
+def test_truncation_as_bootstrap_values_what_would_come(open_trainer, monkeypatch):
+    """The return of a truncated response then ends in the critic's value after its last token instead of a score."""
+    seen: dict[str, tuple] = {}
+    compute = ppo.compute_advantages
+
+    def spy(*args, **settings):
+        seen[rule] = (args, settings, compute(*args, **settings))
+        return seen[rule][2]
+
+    monkeypatch.setattr(ppo, "compute_advantages", spy)
+    for rule in ("terminal", "bootstrap"):
+        with open_trainer(f"ppo.truncation={rule}") as trainer:
+            rollout = first_rollout(trainer)
+            paid = pay(trainer.config, rollout.scores, rollout.ended)
+            update(trainer)
+    last = [seen[rule][1]["last_values"] for rule in ("terminal", "bootstrap")]
+    assert not last[0].any()
+    assert torch.equal(last[1], torch.where(rollout.ended, 0.0, rollout.last_values)) and last[1].any()
+    mask, gap = rollout.response_mask, seen["bootstrap"][2][1] - seen["terminal"][2][1]
+    at_end = gap.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
+    assert torch.allclose(at_end, torch.where(rollout.ended, 0.0, rollout.last_values - paid), atol=1e-5)
