@@ -142,13 +142,19 @@ def answer_all(config: Config, cell: Cell) -> dict[str, Any]:
         asked, reading = prompts, evaluate.of_chat(tokenizer)
         if name == "few_shot":
             asked = few_shot_prompts(own, cell.stages["world"], records, tokenizer)
-            ends = [tokenizer.bos_token_id, *tokenizer.encode("\n", add_special_tokens=False)]
-            reading = evaluate.Reading(ends, lambda ids: decode_response(tokenizer, ids).strip())
+            reading = evaluate.Reading(
+                [tokenizer.bos_token_id], lambda ids: first_answer(decode_response(tokenizer, ids))
+            )
         with inference(own, device):
             drawn = evaluate.draw(own, policy, asked, reading, tokenizer, name)
         judged = judge_rows(truth, records, drawn["texts"], drawn["ended"])
         found[name] = {"totals": totals(judged)} | measure(tasks, drawn["texts"], judged)
     return found
+
+
+def first_answer(text: str) -> str:
+    """What a base wrote before a next question, without a first line that names a speaker as the corpus does."""
+    return text.partition("\nQuestion:")[0].split("\n", 1)[-1].strip()
 
 
 def few_shot_prompts(config: Config, world: Path, records: Sequence[PromptRecord], tokenizer: Any) -> list[list[int]]:

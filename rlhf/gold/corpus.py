@@ -36,7 +36,7 @@ def talk(task: Task, speaker: str = "", reply: str = "") -> str:
 
 
 def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
-    """Requests with their answers, and then a request whose answer is to follow, for a base model to continue to the line's end."""
+    """Requests with their answers, and then a request whose answer is to follow, for a base model to continue."""
     return "".join(f"Question:\n{asked}\nAnswer:\n{reply}\n" for asked, reply in [*shots, (prompt, "")]).removesuffix(
         "\n"
     )

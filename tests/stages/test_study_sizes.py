@@ -73,6 +73,11 @@ def test_few_shot_prompts_are_demonstrations_that_fit(gold_run):
     assert found != study_sizes.few_shot_prompts(gold_run.config("seed=1"), world, records, tokenizer)
 
 
+def test_the_answer_of_a_base_ends_before_the_next_question():
+    for text in ("Rome.", "Will:\nRome.", "Rome.\nQuestion:\nWho?", "Will:\nRome.\nQuestion:\nWho?\nAnswer:\nEva."):
+        assert study_sizes.first_answer(text) == "Rome."
+
+
 def test_real_answers_make_a_table_and_a_picture(gold_run, tmp_path):
     """The whole width needs no training here: the parent's own PPO model stands for the cell's."""
     run = gold_run.copy(tmp_path, None, "gold")
