@@ -102,7 +102,7 @@ def wilson(right: int, n: int) -> dict[str, object]:
     share, z2 = right / n, 1.96**2
     centre, half = share + z2 / (2 * n), 1.96 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     ends = [(centre - half) / (1 + z2 / n), (centre + half) / (1 + z2 / n)]
-    return {"value": round(share, 4), "ci95": [round(end, 4) for end in ends], "n": n}
+    return {"value": round(share, 4), "ci95": [abs(round(end, 4)) for end in ends], "n": n}  # no -0.0
 
 
 def classification(labels: Sequence[int], predicted: Sequence[int], classes: Sequence[str]) -> dict[str, Any]:
