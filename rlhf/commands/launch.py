@@ -41,16 +41,16 @@ def run_processes(command: Sequence[str], processes: int = 1, threads: int = 0) 
     )
 
 
-def run_stage_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0) -> int:
-    """`run_processes` of `rlhf <arguments>`, without the seconds that each new interpreter takes to import torch.
+def run_stage_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0, module: str = "rlhf") -> int:
+    """`run_processes` of `python -m rlhf <arguments>`, without the seconds that each new interpreter takes to import torch.
 
     On Linux a server process imports once what `import_once` names, and forks the processes. It has no threads, has touched no
     device, and ends with this process. Elsewhere forking after such imports is not safe, and each process imports for itself.
     """
     if sys.platform != "linux":
-        return run_processes([sys.executable, "-m", "rlhf", *arguments], processes, threads)
+        return run_processes([sys.executable, "-m", module, *arguments], processes, threads)
     sys.stdout.flush()
-    return _follow([Forked(list(arguments), environment) for environment in environments(processes, threads)])
+    return _follow([Forked([module, *arguments], environment) for environment in environments(processes, threads)])
 
 
 def import_once(modules: Sequence[str]) -> None:
@@ -62,9 +62,9 @@ def import_once(modules: Sequence[str]) -> None:
 class Forked:
     """A process of the server, with the methods of `Popen` that are used here."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.process: BaseProcess = multiprocessing.get_context("forkserver").Process(
-            target=_run_command, args=(arguments, environment)
+            target=_run_module, args=(command, environment)
         )
         self.process.start()
 
@@ -83,8 +83,8 @@ class Forked:
         self.process.kill()
 
 
-def _run_command(arguments: list[str], environment: dict[str, str]) -> None:
-    """What a forked process does: the command, in its own environment; its exit code is the process's."""
+def _run_module(command: list[str], environment: dict[str, str]) -> None:
+    """What a forked process does: `python -m <command>`, in its own environment; its exit code is the process's."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
@@ -92,8 +92,8 @@ def _run_command(arguments: list[str], environment: dict[str, str]) -> None:
         import torch
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    sys.argv = ["rlhf", *arguments]
-    runpy.run_module("rlhf", run_name="__main__")  # as `python -m rlhf` does
+    sys.argv = command
+    runpy.run_module(command[0], run_name="__main__")
 
 
 def _end_with_parent() -> None:

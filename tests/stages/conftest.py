@@ -3,7 +3,6 @@
 import fcntl
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.commands.launch import run_processes
+from rlhf.commands.launch import import_once, run_stage_processes
 
 os.environ["RLHF_PROGRESS"] = "off"
 
@@ -36,12 +35,11 @@ def run_stage(name: str, config: Any) -> None:
 
 
 def run_ranks(script: str, processes: int, *arguments: str) -> None:
-    """tests/stages/<script>.py as so many processes of one thread each."""
+    """tests/stages/<script>.py as so many processes of one thread each, forked from one that has imported what they need."""
+    import_once(["rlhf.stages.pretrain", "rlhf.stages.sft", "rlhf.stages.reward", "rlhf.stages.ppo"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", str(Path.cwd()))
-        command = [sys.executable, "-m", f"tests.stages.{script}", *arguments]
-        assert run_processes(command, processes, threads=1) == 0
+        assert run_stage_processes(arguments, processes, threads=1, module=f"tests.stages.{script}") == 0
 
 
 def collect(run: Any, prompts: Any, keys: list[tuple]) -> Any:

@@ -17,7 +17,9 @@ from rlhf.training.trainer import ThenSpares, WithSpares, split_batch
 
 from .conftest import Run, run_ranks
 
-WAYS = ("none", "zero1", "zero2", "zero3")
+# Both stages run on the same engine: each way by one of them, and by the other in a long test.
+QUICK = (("pretrain", "none"), ("pretrain", "zero3"), ("sft", "zero1"), ("sft", "zero2"))
+REST = (("pretrain", "zero1"), ("pretrain", "zero2"), ("sft", "none"), ("sft", "zero3"))
 # Six steps each. SFT's last batch is smaller (400 rows: 4 x 90 + 40), and 40 rows leave 8 over micro-batches of 2 x 16.
 SETTINGS = {
     "pretrain": ["pretrain.tokens=12288", "pretrain.eval_sequences=8", "pretrain.micro_batch_sequences=4",
@@ -80,7 +82,7 @@ def single(gold_run, tmp_path_factory) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], dict[tuple[str, str], Any]]:
-    """Each stage in each way by two processes, some cut off after step 3 and resumed; and what a process then held.
+    """What QUICK names by two processes, some cut off after step 3 and resumed; and what a process then held.
 
     ("held", case) is what `state_bytes` measured.
     ("pretrain", "left") is cut off under ZeRO-3 and left so.
@@ -89,24 +91,36 @@ def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], di
     left = gold_run.copy(folder, "pretrain", "left")
     runs, keys = {("pretrain", "left"): left}, [*(("held", case) for case in HELD), ("", "")]
     jobs = [*(f"held:{case}" for case in HELD), job(left, "pretrain", CUT_AT, "deepspeed=zero3")]
-    for stage in SETTINGS:
-        for way in WAYS:
-            run = runs[stage, way] = gold_run.copy(folder, stage, f"{stage}-{way}")
-            for saves in (CUT_AT, 0) if (stage, way) in RESUMED else (0,):
-                jobs.append(job(run, stage, saves, f"deepspeed={way}"))
-                keys.append((stage, way))
+    for stage, way in QUICK:
+        run = runs[stage, way] = gold_run.copy(folder, stage, f"{stage}-{way}")
+        for saves in (CUT_AT, 0) if (stage, way) in RESUMED else (0,):
+            jobs.append(job(run, stage, saves, f"deepspeed={way}"))
+            keys.append((stage, way))
     return runs, dict(zip(keys, launch(folder / "held.json", 2, jobs), strict=True))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", SETTINGS)
+def assert_equal_and_sharded(one: Run, two: Run, stage: str, way: str, held: Any, tolerance: float) -> None:
+    assert_same(one, two, stage, tolerance)
+    # Adam's moments are half on each process under every ZeRO stage, the weights under ZeRO-3 only.
+    expected = None if way == "none" else {"weights": 0.5 if way == "zero3" else 1.0, "moments": 0.5}
+    assert held == (pytest.approx(expected, rel=0.01) if expected else None)
+
+
+@pytest.mark.parametrize(("stage", "way"), QUICK)
 def test_two_processes_equal_one(single, launched, stage, way):
     """Losses, gradient norms, weights and held-out loss; some through a cut-off after step 3."""
     runs, held = launched
-    assert_same(single[stage], runs[stage, way], stage, 1e-5 if (stage, way) in RESUMED else 1e-4)
-    # Adam's moments are half on each process under every ZeRO stage, the weights under ZeRO-3 only.
-    expected = None if way == "none" else {"weights": 0.5 if way == "zero3" else 1.0, "moments": 0.5}
-    assert held[stage, way] == (pytest.approx(expected, rel=0.01) if expected else None)
+    tolerance = 1e-5 if (stage, way) in RESUMED else 1e-4
+    assert_equal_and_sharded(single[stage], runs[stage, way], stage, way, held[stage, way], tolerance)
+
+
+@pytest.mark.long
+def test_two_processes_equal_one_in_the_other_ways(single, gold_run, tmp_path):
+    runs = [gold_run.copy(tmp_path, stage, f"{stage}-{way}") for stage, way in REST]
+    jobs = [job(run, stage, 0, f"deepspeed={way}") for run, (stage, way) in zip(runs, REST, strict=True)]
+    held = launch(tmp_path / "held.json", 2, jobs)
+    for run, (stage, way), found in zip(runs, REST, held, strict=True):
+        assert_equal_and_sharded(single[stage], run, stage, way, found, 1e-4)
 
 
 @pytest.mark.long
@@ -145,12 +159,12 @@ def test_bytes_held_in_all_ways(tmp_path):
         assert_fits_the_formula(case, measured)
 
 
-@pytest.mark.parametrize("stage", SETTINGS)
-def test_greedy_answers_are_the_same(single, launched, stage):
+@pytest.mark.parametrize(("stage", "way"), RESUMED)
+def test_greedy_answers_are_the_same(single, launched, stage, way):
     """The saved folder loads with plain transformers, the embedding tied, and speaks alike."""
     runs, _ = launched
     prompt = torch.arange(5, 21)[None]
-    models = [load_policy(run.folder / stage / "model") for run in (single[stage], runs[stage, "zero3"])]
+    models = [load_policy(run.folder / stage / "model") for run in (single[stage], runs[stage, way])]
     assert models[1].lm_head.weight is models[1].model.embed_tokens.weight
     told = [model.generate(prompt, max_new_tokens=20, do_sample=False) for model in models]
     assert torch.equal(told[0], told[1])
