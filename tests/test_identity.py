@@ -43,6 +43,7 @@ def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):
         "device", "threads", "gradient_checkpointing", "deepspeed", "launcher.processes", "sharding.bucket_elements",
         "sharding.persistence_threshold", "pretrain.micro_batch_sequences", "sft.micro_batch_size",
         "reward.micro_batch_responses", "ppo.micro_batch_episodes", "dpo.micro_batch_prompts", "classify.micro_batch_size",
+        "judge.micro_batch_responses",
     }  # fmt: skip
     assert {stated[key] for key in ("tracking.kind", "checkpoints.keep", "run", "ppo.eval_every")} == {NOTHING}
     for stage, row in STAGES.items():

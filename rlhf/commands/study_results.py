@@ -280,7 +280,8 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     }
     # What the reward model says was gained beyond what was: both in standard deviations of SFT's answers.
     begun = [value for row in totals(base["judged"]) for value in row]
-    figures["gap"] = figures["score"] - (figures["gold"] - statistics.fmean(begun)) / statistics.pstdev(begun)
+    if spread := statistics.pstdev(begun):
+        figures["gap"] = figures["score"] - (figures["gold"] - statistics.fmean(begun)) / spread
     if "correct" in truth.parts:
         figures["correct"] = mean(totals(ours["judged"], "correct"))
     if (cell.stages["pretrain"] / "corpus").is_dir():  # an adopted model has none
