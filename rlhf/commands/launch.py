@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 
 from rlhf.interrupts import EXIT_CODE
@@ -63,6 +65,7 @@ class Forked:
     """A process of the server, with the methods of `Popen` that are used here."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        _start_server()
         self.process: BaseProcess = multiprocessing.get_context("forkserver").Process(
             target=_run_module, args=(command, environment)
         )
@@ -81,6 +84,22 @@ class Forked:
 
     def kill(self) -> None:
         self.process.kill()
+
+
+@cache
+def _start_server() -> None:
+    """Start the process that forks, with this process's path of modules.
+
+    Python would put the working directory first, where any file that is called like a module would be imported.
+    """
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in sys.path)}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _run_module(command: list[str], environment: dict[str, str]) -> None:

@@ -196,3 +196,23 @@ def test_a_process_killed_in_training_ends_the_others_with_one_line(copy_until, 
     assert run_processes(command, 2) == 137
     told = capfd.readouterr().err
     assert "process 1 of 2 was ended by signal 9" in told and "Traceback" not in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+def test_no_file_of_the_working_directory_is_taken_for_a_module(tmp_path):
+    """The server that forks imports what this process would, not a user's hydra.py."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "hydra.py").write_text("raise RuntimeError('taken for the library')\n")
+    command = tmp_path / "command.py"  # like bin/rlhf, whose own folder comes first
+    command.write_text(
+        "from rlhf.commands.launch import *\n"
+        "if __name__ == '__main__':\n"
+        "    import_once(['hydra'])\n"
+        "    raise SystemExit(run_stage_processes(['--version']))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, command], cwd=here, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and "taken for the library" not in done.stderr, done.stderr
