@@ -13,17 +13,12 @@ from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, get, settings_in
 from rlhf.errors import UserError
 
+from .tiny_stages import changed
+
 
 def with_settings(**settings: object) -> Config:
     """The schema's defaults with other values; `kl__coef` stands for kl.coef."""
-    config = Config()
-    for name, value in settings.items():
-        *groups, last = name.split("__")
-        place = config
-        for group in groups:
-            place = getattr(place, group)
-        setattr(place, last, value)
-    return config
+    return changed(Config(), **settings)
 
 
 def isinstance_number(schema: type, key: str) -> bool:

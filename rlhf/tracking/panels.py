@@ -24,19 +24,16 @@ COST = (
     Chart("Share of the device's peak (MFU)", ("time/mfu",)),
     Chart("Peak memory, MB", ("memory/peak_rss_mb=process", "memory/peak_gpu_mb=GPU")),
 )
+TRAINING = (Chart("Learning rate", ("optim/lr",)), Chart("Gradient norm", ("optim/grad_norm",)), *COST)
 CHARTS: dict[str, tuple[Chart, ...]] = {
     "pretrain": (
         Chart("Loss", ("pretrain/loss=training", "eval/*/loss"), log_y=True),
         Chart("Bits per byte", ("eval/*/bpb",)),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *COST,
+        *TRAINING,
     ),
     "sft": (
         Chart("Loss", ("sft/loss=training", "eval/*/loss")),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *COST,
+        *TRAINING,
     ),
     "reward": (
         Chart("Loss", ("reward/loss=training", "eval/*/loss")),
@@ -46,9 +43,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
                                            "eval/*/gold_order_accuracy")),
         Chart("Scores", ("reward/mean=mean", "reward/std=standard deviation", "eval/*/mean", "eval/*/std")),
         Chart("Loss of the language model", ("reward/lm_loss",)),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *COST,
+        *TRAINING,
     ),
     "ppo": (
         Chart("Reward", ("objective/scores=score", "objective/rlhf_reward=score less KL", "eval/*/scores", "objective/scores/*"),
@@ -85,17 +80,13 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Loss", ("classify/loss=training", "eval/*/loss")),
         Chart("Loss of the language model", ("classify/lm_loss",)),
         Chart("Accuracy", ("classify/accuracy=training", "eval/*/accuracy", "eval/*/macro_f1")),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *COST,
+        *TRAINING,
     ),
     "dpo": (
         Chart("Loss", ("dpo/loss=training", "eval/*/loss")),
         Chart("Pair accuracy", ("dpo/accuracy=training", "eval/*/accuracy")),
         Chart("Margin between winner and loser", ("dpo/margin=training", "eval/*/margin")),
-        Chart("Learning rate", ("optim/lr",)),
-        Chart("Gradient norm", ("optim/grad_norm",)),
-        *COST,
+        *TRAINING,
     ),
 }  # fmt: skip
 

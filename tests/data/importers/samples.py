@@ -13,6 +13,16 @@ def says(who: str, text: str) -> dict[str, str]:
     return {"from": who, "value": text}
 
 
+def turns(record: Any) -> list[tuple[str, str]]:
+    """The prompt of a record that was imported."""
+    return [(message.role, message.content) for message in record.prompt]
+
+
+def texts(record: Any) -> list[str]:
+    """The responses of a record that was imported."""
+    return [response.text for response in record.responses]
+
+
 HH = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go away"}
 QA_FEEDBACK = {
     "question": "Who?",

@@ -5,7 +5,6 @@ import pytest
 from tests.data.importers.samples import (
     AXES,
     COMPARISON,
-    HH,
     NECTAR,
     QA_FEEDBACK,
     ULTRAFEEDBACK,
@@ -13,31 +12,11 @@ from tests.data.importers.samples import (
     WEBGPT,
     answer,
     says,
+    texts,
+    turns,
 )
 
-TRL = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
-SCORED = {"text": [HH["rejected"], HH["chosen"]], "score": [0.0, 1.0]}
-PAIR = {"prompt": "Hi", "chosen_response": "Hello", "rejected_response": "No"}
-STACK = {"qid": 4, "question": " Why?\n", "response_j": "So.&nbsp;", "response_k": "No.", "date": "2020"}
-SHAREGPT = {
-    "conversations": [says("system", "S"), says("human", "Hi")],
-    "chosen": says("gpt", "a"),
-    "rejected": says("gpt", "b"),
-}
 KTO = {"prompt": "Hi", "completion": "Hello", "label": True}
-DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\nSay.\n\nHuman: Who\n\nare you?"
-
-
-def turns(record):
-    return [(message.role, message.content) for message in record.prompt]
-
-
-def texts(record):
-    return [response.text for response in record.responses]
-
-
-def hh(before, chosen, rejected):
-    return {"chosen": f"{before}\n\nAssistant:{chosen}", "rejected": f"{before}\n\nAssistant:{rejected}", "n": 1}
 
 
 def test_qa_feedback_joins_six_judgements_into_one_ranking(load):

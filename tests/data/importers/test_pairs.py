@@ -7,6 +7,8 @@ from tests.data.importers.samples import (
     USER,
     answer,
     says,
+    texts,
+    turns,
 )
 
 TRL = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
@@ -18,16 +20,7 @@ SHAREGPT = {
     "chosen": says("gpt", "a"),
     "rejected": says("gpt", "b"),
 }
-KTO = {"prompt": "Hi", "completion": "Hello", "label": True}
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\nSay.\n\nHuman: Who\n\nare you?"
-
-
-def turns(record):
-    return [(message.role, message.content) for message in record.prompt]
-
-
-def texts(record):
-    return [response.text for response in record.responses]
 
 
 def hh(before, chosen, rejected):
