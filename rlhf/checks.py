@@ -1,5 +1,7 @@
 """Relations between settings, checked before anything runs; all problems are reported at once."""
 
+import json
+
 from rlhf.config import Config, PlanConfig
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import get, listed, settings_in, wrong_values
@@ -96,14 +98,7 @@ def _relations(config: Config, command: str) -> list[str]:
         )
     problems += _sharding_problems(config)
     problems += _launch_problems(config, command)
-    if config.reward.fit_head and config.reward.model is not None:
-        problems.append(f"reward.fit_head=true: reward.model={config.reward.model} brings its own head: want false")
-    if not config.reward.epochs and not config.reward.fit_head:
-        problems.append("reward.epochs=0: nothing would be trained: want 1 or more, or reward.fit_head=true")
-    if config.reward.lm_coef and config.reward.model is not None:
-        problems.append(
-            f"reward.lm_coef={config.reward.lm_coef}: reward.model={config.reward.model} is no language model: want 0"
-        )
+    problems += _reward_relations(config)
     return problems
 
 
@@ -115,6 +110,24 @@ def _model_relations(config: Config) -> list[str]:
         )
     if model.n_kv_head is not None and model.n_head % model.n_kv_head:
         problems.append(f"model.n_kv_head={model.n_kv_head}: want a divisor of model.n_head={model.n_head}")
+    return problems
+
+
+def _reward_relations(config: Config) -> list[str]:
+    """Of `reward` and `judge`. A base that the user names has no language model, and its classifier reads one place."""
+    problems = []
+    for name, given in (("reward", config.reward), ("judge", config.judge)):
+        if not given.epochs and not given.fit_head:
+            problems.append(f"{name}.epochs=0: nothing would be trained: want 1 or more, or {name}.fit_head=true")
+        if given.model is None:
+            continue
+        for key, default in (("fit_head", False), ("read_tokens", 1), ("layers", None), ("lm_coef", 0.0)):
+            value = getattr(given, key)
+            if value != default:
+                problems.append(
+                    f"{name}.{key}={json.dumps(value)}: {name}.model={given.model} is a classifier with its own head: "
+                    f"want {json.dumps(default)}"
+                )
     return problems
 
 

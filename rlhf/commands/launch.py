@@ -99,7 +99,10 @@ def _start_server() -> None:
         forkserver.ensure_running()
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _run_module(command: list[str], environment: dict[str, str]) -> None:

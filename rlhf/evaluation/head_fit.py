@@ -1,7 +1,7 @@
 """Fit a reward model's head to the rankings while its trunk is frozen, before any other training.
 
-A fresh head points nowhere, and gradients through it disturb the trunk before it points somewhere. On the frozen trunk the best head is
-the solution of a small convex problem, in seconds once each response was read once.
+Gradients through a random head change the trunk's features before the head can use them. With the trunk frozen the best head
+is the minimum of a convex function, which takes seconds after one forward of each response.
 Source: Kumar et al. 2022, "Fine-Tuning can Distort Pretrained Features" (linear probing, then fine-tuning).
 """
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.data.items import Item
+from rlhf.errors import UserError
 from rlhf.evaluation.scoring import by_item, micro_batches, pad_weights
 from rlhf.model.batching import right_pad
 from rlhf.model.heads import RewardModel, ScalarHead
@@ -37,8 +38,12 @@ def fit_head(head: ScalarHead, features: Tensor, items: list[Item]) -> dict[str,
     """Set the head to the minimum of `ranking_loss` + lambda |w|^2 over standardised features, lambda chosen by cross-validation.
 
     features: (R, D) float64, of every response of all items in turn. Returns the decay, and the cross-validated loss and
-    accuracy.
+    accuracy. Raises: UserError with fewer than two items.
     """
+    if len(items) < 2:
+        raise UserError(
+            f"reward.fit_head=true: the training split has {len(items)} prompt with a ranking: cross-validation needs 2 or more"
+        )
     weights = pad_weights(items, features.device).double()
     scale = features.std(0).clamp(min=1e-8)
     x = (features - features.mean(0)) / scale

@@ -33,11 +33,15 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
 
 def win_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[float]:
     """How often a response to each prompt beats the baseline's: all pairs of samples, ties half."""
-    per_prompt = []
-    for ours, theirs in zip(scores, baseline, strict=True):
-        points = [1.0 if a > b + 1e-9 else 0.5 if abs(a - b) <= 1e-9 else 0.0 for a in ours for b in theirs]
-        per_prompt.append(sum(points) / len(points))
-    return per_prompt
+    return [sum(points) / len(points) for points in pair_points(scores, baseline)]
+
+
+def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[list[float]]:
+    """1 for a response that beats the baseline's, 1/2 for a tie, else 0: all pairs of samples, a list per prompt."""
+    return [
+        [1.0 if a > b + 1e-9 else 0.5 if abs(a - b) <= 1e-9 else 0.0 for a in ours for b in theirs]
+        for ours, theirs in zip(scores, baseline, strict=True)
+    ]
 
 
 def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import Scores, score_answers_by
-from rlhf.evaluation.statistics import interval, length_controlled, prompts_needed, told
+from rlhf.evaluation.statistics import interval, length_controlled, pair_points, prompts_needed, told
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import stage_folder
 
@@ -51,10 +51,11 @@ def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[lis
 
     words: ours less theirs. needed: the prompts that would show an effect of the size found, if the interval reaches 1/2.
     """
-    points, words = [], []
-    for a_scores, a_texts, b_scores, b_texts in zip(*ours, *theirs, strict=True):
-        points.append([1.0 if a > b else 0.5 if a == b else 0.0 for a in a_scores for b in b_scores])
-        words.append([float(len(a.split()) - len(b.split())) for a in a_texts for b in b_texts])
+    points = pair_points(ours[0], theirs[0])
+    words = [
+        [float(len(a.split()) - len(b.split())) for a in a_texts for b in b_texts]
+        for a_texts, b_texts in zip(ours[1], theirs[1], strict=True)
+    ]
     found = {
         "win_rate": interval([sum(row) / len(row) for row in points]),
         "length_controlled": length_controlled(points, words),

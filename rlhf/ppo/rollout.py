@@ -182,12 +182,11 @@ def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> 
         part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
         logp_ref[group, :answer] = setup.reference(part, starts, mask)
         if setup.both is not None:
-            logp, old_values[group, :answer], last_values[group] = setup.both(part, starts, mask)
-            logp_old[group, :answer] = logp
-            continue
-        if setup.recompute is not None:
+            found = setup.both(part, starts, mask)
+            logp_old[group, :answer], old_values[group, :answer], last_values[group] = found
+        elif setup.recompute is not None:
             logp_old[group, :answer] = setup.recompute(part, starts, mask)
-        if setup.values is not None:
+        if setup.both is None and setup.values is not None:
             old_values[group, :answer], last_values[group] = response_values(setup.values, part, starts, mask)
     records, texts = [record for record, _ in prompts], setup.texts(samples.responses)
     scores = setup.reward(Episodes(records, asked, samples.responses, texts, samples.ended))

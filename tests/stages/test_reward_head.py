@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from rlhf.data.items import Item, Judgement
+from rlhf.errors import UserError
 from rlhf.evaluation.head_fit import fit_head, read_features
 from rlhf.model.heads import RewardModel, ScalarHead
 
@@ -45,6 +46,11 @@ def test_labels_that_say_nothing_give_a_strong_decay_and_a_coin():
     found = fit_head(ScalarHead(40), features.flatten(0, 1), ranked_items(noise, noise=0.0))
     assert found["decay"] >= 0.3 and 0.4 < found["accuracy"] < 0.6
     assert found["loss"] == pytest.approx(0.6931, abs=0.03)
+
+
+def test_a_single_prompt_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"^reward.fit_head=true: the training split has 1 prompt with a ranking"):
+        fit_head(ScalarHead(3), torch.zeros(4, 3, dtype=torch.float64), ranked_items(torch.zeros(1, 4), noise=1.0))
 
 
 @pytest.mark.parametrize("read_tokens", [1, 3])
