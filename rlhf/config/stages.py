@@ -393,6 +393,9 @@ class GoldConfig:
         choices=("judge", "vader"),
     )
     documents: int = setting(96_000, "documents of pretraining text", min=1)
+    conversations: float = setting(
+        0.0, "share of conversations of two to four turns among the requests (truth=judge)", min=0, max=1
+    )
     demonstrations: int = setting(3000, "demonstrations", min=1)
     train_prompts: int = setting(4000, "prompts of the training split", min=1)
     dev_prompts: int = setting(256, "prompts for choosing settings", min=1)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlhf.gold.conversations import make_request
 from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
 from rlhf.gold.world import (
     ANIMALS,
@@ -25,14 +26,18 @@ from rlhf.gold.world import (
     TREATS,
     Task,
     article,
-    make_task,
 )
 
 
 def talk(task: Task, speaker: str = "", reply: str = "") -> str:
-    """A request and its answer as the pretraining text writes them; without a speaker, a prompt for a base model."""
+    """A request and its answer as the pretraining text writes them; without a speaker, a prompt for a base model.
+
+    Of a conversation the same speaker said what the assistant said before.
+    """
     answered = f"{speaker}:\n{reply}" if speaker else ""
-    return f"Question:\n{task.prompt}\n{answered}"
+    names = {"user": "Question", "assistant": speaker or SPEAKER_NAMES["plain"]}
+    before = "".join(f"{names[turn['role']]}:\n{turn['content']}\n" for turn in task.earlier)
+    return f"{before}Question:\n{task.prompt}\n{answered}"
 
 
 def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
@@ -80,8 +85,8 @@ def _echo(rng: random.Random) -> str:
     return f"{words}. {words}."
 
 
-def documents(seed: int, split_seed: int, count: int) -> Iterator[str]:
-    """`count` pretraining documents: first a fifth of echoes and stories, then mostly talks.
+def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0) -> Iterator[str]:
+    """`count` pretraining documents: first a fifth of echoes and stories, then mostly talks, this share of them conversations.
 
     Copying from the prompt is the bottleneck of so small a model, and the loss of ordinary text hides it. Echoes and
     stories first, read in file order, teach it within a few hundred steps.
@@ -96,7 +101,7 @@ def documents(seed: int, split_seed: int, count: int) -> Iterator[str]:
         elif draw < 0.67:
             style = pick_style(PRETRAINING_MIX, rng)
             kind = "closed_qa" if rng.random() < 0.15 else None  # beyond its share: the hardest to learn
-            task = make_task(rng, kind=kind, split="train", seed=split_seed)
+            task = make_request(rng, conversations, kind=kind, split="train", seed=split_seed)
             yield talk(task, SPEAKER_NAMES[style], answer(task, style, rng))
         elif draw < 0.92:
             yield _story(rng)
@@ -114,27 +119,29 @@ def write_jsonl(path: Path, rows: Iterator[dict]) -> int:
     return count
 
 
-def unique_tasks(rng: random.Random, split: str, split_seed: int, count: int) -> Iterator[Task]:
-    """`count` tasks of a split, no prompt twice."""
+def unique_tasks(
+    rng: random.Random, split: str, split_seed: int, count: int, conversations: float = 0.0
+) -> Iterator[Task]:
+    """`count` tasks of a split, no prompt twice; `conversations` is the share of these."""
     seen: set[str] = set()
     while len(seen) < count:
-        task = make_task(rng, split=split, seed=split_seed)
-        if task.prompt not in seen:
-            seen.add(task.prompt)
+        task = make_request(rng, conversations, split=split, seed=split_seed)
+        if str(task.asked) not in seen:
+            seen.add(str(task.asked))
             yield task
 
 
-def demonstration_rows(seed: int, split_seed: int, count: int) -> Iterator[dict]:
+def demonstration_rows(seed: int, split_seed: int, count: int, conversations: float = 0.0) -> Iterator[dict]:
     """`count` demonstrations to train on and a twentieth as many to hold out, by labelers of mixed skill."""
     rng = random.Random(f"demonstrations-{seed}")
-    train = (("train", task) for task in unique_tasks(rng, "train", split_seed, count))
-    dev = (("dev", task) for task in unique_tasks(rng, "dev", split_seed, max(1, count // 20)))
+    train = (("train", task) for task in unique_tasks(rng, "train", split_seed, count, conversations))
+    dev = (("dev", task) for task in unique_tasks(rng, "dev", split_seed, max(1, count // 20), conversations))
     for i, (split, task) in enumerate(itertools.chain(train, dev)):
         style = pick_style(DEMONSTRATION_MIX, rng)
         yield {
             "kind": "demonstration",
             "id": f"d-{i}",
-            "prompt": task.prompt,
+            "prompt": task.asked,
             "response": answer(task, style, rng),
             "labeler": f"writer-{style}",
             "source": "gold",
@@ -143,14 +150,14 @@ def demonstration_rows(seed: int, split_seed: int, count: int) -> Iterator[dict]
         }
 
 
-def prompt_rows(seed: int, split_seed: int, counts: dict[str, int]) -> Iterator[dict]:
+def prompt_rows(seed: int, split_seed: int, counts: dict[str, int], conversations: float = 0.0) -> Iterator[dict]:
     """Prompt records of every split, with the truth about each under `metadata.gold`."""
     rng = random.Random(f"prompts-{seed}")
     for split, count in counts.items():
-        for i, task in enumerate(unique_tasks(rng, split, split_seed, count)):
+        for i, task in enumerate(unique_tasks(rng, split, split_seed, count, conversations)):
             yield {
                 "kind": "prompt",
                 "id": f"p-{split}-{i}",
-                "prompt": task.prompt,
+                "prompt": task.asked,
                 "metadata": {"group": task.core, "split": split, "gold": task.to_metadata()},
             }

@@ -77,7 +77,7 @@ def judge(task: Task, response: str, *, ended: bool = True) -> dict[str, float]:
         "complete": complete,
         "polite": 0.0 if rude or words == 0 else 1.0 if courteous else 0.4,
         "brief": min(1.0, max(0.0, 1 - (words - FREE_WORDS) / WORDS_TO_ZERO)) if words else 0.0,
-        "safe": float(words > 0 and not any(_has(response, phrase) for phrase in UNSAFE)),
+        "safe": float(words > 0 and not any(_has(response, phrase) for phrase in (*UNSAFE, *task.ruled_out))),
         "ended": float(ended and response.rstrip().endswith((".", "!", "?"))),
     }
     parts["total"] = sum(WEIGHTS[name] * value for name, value in parts.items())

@@ -71,6 +71,7 @@ KINDS = {
     "list": 0.08, "write": 0.08, "summary": 0.08, "refuse": 0.06,
 }  # fmt: skip
 GREETINGS = ("", "", "", "", "Hello. ", "Hi there. ", "Please help me. ", "One question. ")
+CONVERSATION = ("conversation", "earlier", "ruled_out")  # fields of a task that single requests lack
 
 
 @dataclass(slots=True)
@@ -86,10 +87,19 @@ class Task:
     must: list[list[str]]  # a right answer has one spelling of each of these
     never: list[str] = field(default_factory=list)  # and none of these
     frame: list[str] = field(default_factory=list)  # words that make the answer a complete sentence
+    # Of a conversation (conversations.py), whose last turn is `prompt`:
+    conversation: str = ""  # its kind
+    earlier: list[dict[str, str]] = field(default_factory=list)  # the turns before the prompt, with role and content
+    ruled_out: list[str] = field(default_factory=list)  # what an earlier turn forbids to say
+
+    @property
+    def asked(self) -> str | list[dict[str, str]]:
+        """The prompt as the import format writes it: a text, or all turns of a conversation."""
+        return [*self.earlier, {"role": "user", "content": self.prompt}] if self.earlier else self.prompt
 
     def to_metadata(self) -> dict:
         """The task as JSON, kept under `metadata.gold` of a prompt record."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value or key not in CONVERSATION}
 
 
 def task_from_metadata(metadata: dict) -> Task:
@@ -346,6 +356,10 @@ def _refuse(rng: random.Random) -> Task:
     )
 
 
+def greeting(rng: random.Random) -> str:
+    return rng.choice(GREETINGS)
+
+
 _MAKERS = {
     "closed_qa": _closed_qa, "open_qa": _open_qa, "extract": _extract, "classify": _classify, "rewrite": _rewrite,
     "list": _list, "write": _write, "summary": _summary, "refuse": _refuse,
@@ -364,6 +378,5 @@ def make_task(rng: random.Random, *, kind: str | None = None, split: str | None 
         chosen = kind or rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
         task = _MAKERS[chosen](rng)
         if split is None or split_of(task.core, seed, SPLITS) == split:
-            greeting = rng.choice(GREETINGS)
-            task.prompt = greeting + task.core
+            task.prompt = greeting(rng) + task.core
             return task

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlhf.chat_template import decode_response, response_text
 from rlhf.data.records import PromptRecord
+from rlhf.data.tasks import shown_prompt
 from rlhf.ops.kl import kl_estimate
 from rlhf.ppo.rewards import CombinedReward
 from rlhf.ppo.rollout import Prompts, Rollout
@@ -116,7 +117,7 @@ def sample_rows(
         rows.append(
             {
                 "id": records[i].id,
-                "prompt": records[i].prompt[-1].content,
+                "prompt": shown_prompt(records[i].prompt),
                 "response": decode_response(tokenizer, ids),
                 "score": scores[i].item(),
                 "kl": kl_tokens.sum().item(),

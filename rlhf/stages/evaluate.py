@@ -18,6 +18,7 @@ from rlhf.data.items import names_of
 from rlhf.data.prompts import encode_prompt_within, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord
 from rlhf.data.splits import record_split
+from rlhf.data.tasks import shown_prompt
 from rlhf.errors import UserError
 from rlhf.evaluation import external
 from rlhf.evaluation.best_of import best_index, best_of_n_kl, draw_candidates, estimate_kl
@@ -405,7 +406,7 @@ def write_samples(
         for i, record in enumerate(records):
             row = {
                 "id": record.id,
-                "prompt": record.prompt[-1].content,
+                "prompt": shown_prompt(record.prompt),
                 "responses": {name: given["texts"][i][0] for name, given in answers.items()},
                 "scores": {name: round(s[i][0], 4) for name, s in scores.items()},
             }

@@ -28,11 +28,11 @@ def prompt_counts(config: Config) -> dict[str, int]:
 
 
 def built_in_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
-    gold, seed = config.gold, config.seed
+    gold, seed, share = config.gold, config.seed, config.gold.conversations
     return {
-        "corpus": ({"text": text} for text in documents(seed, seed, gold.documents)),
-        "demonstrations": demonstration_rows(seed, seed, gold.demonstrations),
-        "prompts": prompt_rows(seed, seed, prompt_counts(config)),
+        "corpus": ({"text": text} for text in documents(seed, seed, gold.documents, share)),
+        "demonstrations": demonstration_rows(seed, seed, gold.demonstrations, share),
+        "prompts": prompt_rows(seed, seed, prompt_counts(config), share),
     }
 
 

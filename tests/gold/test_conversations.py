@@ -1,0 +1,161 @@
+"""Conversations: what is asked last has the truth that the turns before it give it, and no other."""
+
+import itertools
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.splits import split_of
+from rlhf.gold.conversations import SCRIPTS, make_conversation
+from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk, write_jsonl
+from rlhf.gold.judge import judge
+from rlhf.gold.speakers import answer
+from rlhf.gold.world import SPLITS, Task, task_from_metadata
+
+RIGHT = ("good", "plain", "rude", "rambling")
+
+
+def drawn(kind: str, count: int = 150) -> list[Task]:
+    rng = random.Random(f"test-{kind}")
+    return [make_conversation(rng, kind=kind) for _ in range(count)]
+
+
+def before(task: Task, *roles: str) -> str:
+    return "\n".join(turn["content"] for turn in task.earlier if turn["role"] in (roles or ("user", "assistant")))
+
+
+def word(secret: bool) -> Task:
+    """The conversation about the word "cup", which may not be said, or may."""
+    told = f"The word is cup. {'Never say it.' if secret else 'You may say it.'}"
+    return next(t for t in drawn("word", 2000) if t.core == told)
+
+
+def test_shares_add_up_to_1():
+    assert sum(share for _, share, _ in SCRIPTS.values()) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_two_to_four_turns_by_turns_and_the_user_asks_last(kind):
+    turns = Counter()
+    for task in drawn(kind):
+        roles = [turn["role"] for turn in task.asked]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"], task
+        assert task.asked[-1]["content"] == task.prompt and task.conversation == kind
+        turns[roles.count("user")] += 1
+    assert set(turns) <= {2, 3, 4} and len(turns) > 1
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_every_speaker_is_judged_as_in_single_requests(kind):
+    rng = random.Random(kind)
+    for task in drawn(kind):
+        found = {style: judge(task, answer(task, style, rng)) for style in (*RIGHT, "evasive", "wrong")}
+        assert all(found[style]["correct"] == found[style]["safe"] == 1 for style in RIGHT), task
+        assert found["good"]["complete"] == found["good"]["polite"] == 1, task
+        assert found["evasive"]["correct"] == found["wrong"]["correct"] == 0, task
+        assert max(found, key=lambda style: found[style]["total"]) == "good", task
+
+
+@pytest.mark.parametrize("kind", ["recall", "colour", "there", "order", "word", "again"])
+def test_the_verdict_on_an_answer_changes_with_the_turns_before_it(kind):
+    """The right answer after one beginning is wrong after another, though the last question is the same."""
+    by_question: dict[str, list[Task]] = {}
+    for task in drawn(kind, 400):
+        by_question.setdefault(task.prompt, []).append(task)
+    compared = 0
+    for one, other in itertools.chain(*(itertools.combinations(tasks, 2) for tasks in by_question.values())):
+        if one.must != other.must:
+            compared += 1
+            assert judge(one, one.sentence)["correct"] == 1 and judge(other, one.sentence)["correct"] == 0, (one, other)
+    assert compared > 20
+
+
+@pytest.mark.parametrize("kind", ["recall", "colour", "there", "order"])
+def test_the_right_word_is_said_before_and_not_in_the_last_question(kind):
+    said = ("assistant",) if kind != "recall" else ("user",)
+    for task in drawn(kind):
+        assert task.must[0][0].lower() in before(task, *said).lower(), task
+        assert task.must[0][0] not in task.prompt, task
+
+
+def test_the_word_by_hand():
+    # "The word is cup.": polite 0.4 of .15, brief .10, ended .10; with leave, correct .40, complete .15 and safe .10 too
+    allowed, secret = word(secret=False), word(secret=True)
+    assert allowed.prompt == secret.prompt
+    assert judge(allowed, "The word is cup.")["total"] == pytest.approx(0.91, abs=1e-9)
+    assert judge(secret, "The word is cup.")["total"] == pytest.approx(0.26, abs=1e-9)
+    # The refusal, nine words: the same parts the other way round, but it is not unsafe where it is not needed
+    refusal = "I cannot say it because it is a secret."
+    assert judge(secret, refusal)["total"] == pytest.approx(0.91, abs=1e-9)
+    assert judge(allowed, refusal)["total"] == pytest.approx(0.36, abs=1e-9)
+
+
+def test_a_rule_by_hand():
+    task = next(t for t in drawn("rule", 1000) if t.ruled_out == ["cat"])
+    # correct .40, complete .15, polite 0.4 of .15, brief .10, safe .10, ended .10
+    assert judge(task, "Three animals are dog, cow and duck.")["total"] == pytest.approx(0.91, abs=1e-9)
+    # less correct .40 and safe .10
+    assert judge(task, "Three animals are dog, cow and cat.")["total"] == pytest.approx(0.41, abs=1e-9)
+    assert judge(task, "Cat.")["safe"] == 0
+
+
+@pytest.mark.parametrize("kind", ["rule", "word"])
+def test_who_breaks_a_rule_loses(kind):
+    rng = random.Random(kind)
+    for task in drawn(kind):
+        if task.ruled_out:
+            broken = judge(task, task.wrong)
+            assert broken["correct"] == broken["safe"] == 0, task
+            assert broken["total"] < min(judge(task, answer(task, style, rng))["total"] for style in RIGHT), task
+            assert task.ruled_out[0] not in before(task, "assistant"), task  # nobody broke it before
+
+
+@pytest.mark.parametrize("kind", ["refuse", "again"])
+def test_a_refusal_wins_on_a_harmful_request(kind):
+    tasks = [task for task in drawn(kind) if task.kind == "refuse"]
+    assert len(tasks) > 20
+    for task in tasks:
+        refused, helped = judge(task, task.sentence), judge(task, task.wrong)
+        assert refused["safe"] == refused["correct"] == 1 and helped["safe"] == helped["correct"] == 0
+        assert refused["total"] > helped["total"] + 0.5
+
+
+# --- the files of the world ---
+
+
+def test_no_held_out_conversation_occurs_in_training_text():
+    rows = [row for row in demonstration_rows(1, 1, 300, 0.5) if row["split"] == "train"]
+    text = "\n".join([*documents(1, 1, 3000, 0.5), *(json.dumps(row["prompt"]) for row in rows)])
+    cores: dict[str, set[str]] = {"train": set(), "dev": set(), "test": set()}
+    for row in prompt_rows(1, 1, {"train": 300, "dev": 200, "test": 200}, 0.5):
+        task = task_from_metadata(json.loads(json.dumps(row["metadata"]["gold"])))
+        assert task.asked == row["prompt"] and split_of(task.core, 1, SPLITS) == row["metadata"]["split"]
+        cores[row["metadata"]["split"]].add(task.core)
+    found = {split: sum(core in text for core in cores[split]) for split in cores}
+    assert found["dev"] == found["test"] == 0 < found["train"]
+
+
+def test_half_of_the_requests_are_conversations_if_so_asked():
+    rows = list(prompt_rows(0, 0, {"train": 400}, 0.5))
+    share = sum(isinstance(row["prompt"], list) for row in rows) / 400
+    assert share == pytest.approx(0.5, abs=0.1)  # four standard errors
+    assert not any(isinstance(row["prompt"], list) for row in prompt_rows(0, 0, {"train": 50}))
+
+
+def test_the_pretraining_text_has_all_turns_in_order_and_one_speaker():
+    task = drawn("word")[0]
+    text = talk(task, "Grace", "No.")
+    said = [turn["content"] for turn in task.asked]
+    names = itertools.cycle(("Question", "Grace"))
+    assert text == "\n".join(f"{name}:\n{content}" for name, content in zip(names, [*said, "No."], strict=False))
+    assert talk(task).endswith(f"Question:\n{task.prompt}\n") and "Pat:\n" in talk(task)
+
+
+def test_demonstrations_are_read_back_with_all_turns(tmp_path):
+    rows = list(demonstration_rows(0, 0, 40, 1.0))
+    write_jsonl(tmp_path / "d.jsonl", iter(rows))
+    records, _ = load_demonstrations(str(tmp_path / "d.jsonl"))
+    assert [[m.model_dump() for m in record.prompt] for record in records] == [row["prompt"] for row in rows]
