@@ -91,10 +91,11 @@ def _relations(config: Config, command: str) -> list[str]:
             f"gold.responses_min={config.gold.responses_min}: want at most gold.responses_max="
             f"{config.gold.responses_max}"
         )
-    of_world = config.gold.truth == "judge" and config.model.pretrained is None
+    of_world = config.gold.truth == "judge" and config.model.pretrained is None and not config.gold.conversations
     if command == "study" and config.study.kind == "sizes" and not of_world:
         problems.append(
-            "study.kind=sizes: pretrains on the built-in world: want gold.truth=judge and model.pretrained=null"
+            "study.kind=sizes: pretrains on the built-in world's single requests: want gold.truth=judge, "
+            "gold.conversations=0 and model.pretrained=null"
         )
     problems += _sharding_problems(config)
     problems += _launch_problems(config, command)
