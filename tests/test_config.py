@@ -47,7 +47,7 @@ def test_every_yaml_composes_and_its_values_arrive(group, name):
 def test_an_override_wins_over_an_experiment_and_an_experiment_over_its_model(name):
     config = cli.compose_config([f"experiment={name}", "kl.coef=0.77", "model.n_layer=3"])
     assert (config.kl.coef, config.model.n_layer) == (0.77, 3)
-    assert (config.model.positions == "rotary") == (name in ("gold", "real"))  # of model: tiny
+    assert (config.model.positions == "rotary") == (name in ("gold", "gold-dialogue", "real"))  # of model: tiny
     assert cli.compose_config([f"experiment={name}", "model=gpt2"]).model.n_layer == 12
 
 
