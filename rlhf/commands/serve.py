@@ -42,9 +42,11 @@ def join_runs(arguments: list[str]) -> list[str]:
 
 def run(config: Config) -> None:
     """Serve until the process is told to stop. Raises: UserError for a run without models, or an address that is taken."""
-    if not (find_spec("fastapi") and find_spec("uvicorn")):
-        raise UserError("serve: needs FastAPI and uvicorn: pip install 'rlhf-recipe[serve]'")
+    if not (find_spec("fastapi") and find_spec("uvicorn") and find_spec("httptools")):
+        raise UserError("serve: needs FastAPI, uvicorn and httptools: pip install 'rlhf-recipe[serve]'")
     import uvicorn
+
+    from rlhf.serving.protocol import BoundedProtocol
 
     folders = run_folders(config)
     loopback = check_address(config)
@@ -63,7 +65,7 @@ def run(config: Config) -> None:
                 timeout_keep_alive=15,
                 timeout_graceful_shutdown=5,
                 limit_concurrency=4 * (config.serve.batch + config.serve.queue),
-                h11_max_incomplete_event_size=64 * 1024,
+                http=BoundedProtocol,
             )
         )
         server.run(sockets=[listening])

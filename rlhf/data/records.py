@@ -61,7 +61,7 @@ class _Part(BaseModel):
     def _keep_unknown_keys(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        fields = cls.model_fields
+        fields = cls.__pydantic_fields__  # `model_fields` without a check of the access
         if data.keys() <= fields.keys():
             return data
         unknown = {key: value for key, value in data.items() if key not in fields}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PREFIX_CHARACTERS = 200
 SPLITS = ("train", "dev", "test")
 _NO_LETTER = re.compile(r"[\W_]+")
+_NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
 _MARKS = re.compile(r"[^\w\s\x00-\x7f]{32,}")  # may be accents on accents
 _FEW = 8  # letters at the end of a cut that may look otherwise when more text follows
 
@@ -67,7 +68,7 @@ def conversation(prompt: "str | Sequence[Message]") -> str:
 def _letters(text: str) -> str:
     """Letters and digits alone, in one case and one Unicode form, without accents."""
     if text.isascii():
-        return _NO_LETTER.sub("", text.lower())
+        return text.lower().encode().translate(None, _NO_ASCII_LETTER).decode()
     text = unicodedata.normalize("NFKD", _sorted_marks(text)).upper().casefold()
     return unicodedata.normalize("NFKC", _NO_LETTER.sub("", unicodedata.normalize("NFKD", text)))
 

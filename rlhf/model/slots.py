@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,10 +40,10 @@ class Response:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # per token, the alternatives and their log-probs
-    noise_seeds: Tensor = field(init=False)
+    noise_seeds: np.ndarray = field(init=False)  # (steps, 2) int32
 
     def __post_init__(self) -> None:
-        self.noise_seeds = make_noise_seeds(self.seed, [self.key], self.max_new_tokens)[0]
+        self.noise_seeds = make_noise_seeds(self.seed, [self.key], self.max_new_tokens)[0].numpy()
 
     @property
     def ended(self) -> bool:
@@ -68,7 +69,7 @@ class Slots(Decoder):
         self.packed = any(is_packed(module) for module in model.modules())
         self.device = self.tokens.device
         self.all_lengths = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.whole: list[tuple[Tensor, Tensor]] = []
+        self.whole = torch.zeros(0)  # keys and values of every layer, (layers, 2, rows, heads, columns, D/H)
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for so many sequences of so many tokens; an unused cache shrinks to that, a used one only grows."""
@@ -80,15 +81,9 @@ class Slots(Decoder):
         config = self.model.config
         self.shape = (rows, config.n_kv_head, columns, config.head_dim)
         weight = self.trunk.embed_tokens.weight
-        before = self.whole
-        self.whole = [
-            (weight.new_zeros(self.shape, dtype=self.kind), weight.new_zeros(self.shape, dtype=self.kind))
-            for _ in self.trunk.layers
-        ]
+        before, self.whole = self.whole, weight.new_zeros((len(self.trunk.layers), 2, *self.shape), dtype=self.kind)
         if self.live:
-            for old, new in zip(before, self.whole, strict=True):
-                for a, b in zip(old, new, strict=True):
-                    b[: self.live, :, : self.columns] = a[: self.live]
+            self.whole[:, :, : self.live, :, : self.columns] = before[:, :, : self.live]
         self.all_lengths = torch.nn.functional.pad(self.all_lengths[: self.live], (0, rows - self.live))
         self.rows, self.columns = rows, columns
         self.rope = self._make_rope(columns)
@@ -109,8 +104,7 @@ class Slots(Decoder):
         """The last row in use takes the place of one that ends."""
         self.live -= 1
         if row != self.live:
-            for side in (side for pair in self.whole for side in pair):
-                side[row] = side[self.live]
+            self.whole[:, :, row] = self.whole[:, :, self.live]
             self.all_lengths[row] = self.all_lengths[self.live]
         self.all_lengths[self.live] = 0
 
@@ -124,7 +118,7 @@ class Slots(Decoder):
 
     def _view(self, rows: int) -> None:
         """The decoder's own fields, of the first rows."""
-        self.cache = [(keys[:rows], values[:rows]) for keys, values in self.whole]
+        self.cache = [tuple(pair) for pair in self.whole[:, :, :rows].unbind()]
         self.lengths = self.all_lengths[:rows]
 
     def _new_columns(self) -> tuple[Any, int, Tensor | None]:
@@ -199,7 +193,8 @@ class RunningBatch:
         alike: dict[tuple, list[int]] = {}
         for row, one in enumerate(responses):
             alike.setdefault((one.choice.temperature, one.choice.top_p, one.choice.greedy), []).append(row)
-        seeds = torch.stack([one.noise_seeds[len(one.tokens)] for one in responses]).to(self.device)
+        next_seeds = np.stack([one.noise_seeds[len(one.tokens)] for one in responses])
+        seeds = torch.from_numpy(next_seeds).to(self.device)
         for rows in alike.values():
             part = [responses[row] for row in rows]
             of_all = len(rows) == len(responses)

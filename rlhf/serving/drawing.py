@@ -108,6 +108,10 @@ class Drawn:
 
     async def all_pieces(self) -> AsyncIterator[Piece]:
         """The pieces of all responses in the order in which they come."""
+        if len(self.generations) == 1:
+            async for piece in self.pieces(0):
+                yield piece
+            return
         async for _, piece in merged([self.pieces(i) for i in range(len(self.generations))]):
             yield piece
 

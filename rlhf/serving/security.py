@@ -165,7 +165,8 @@ class _Bounded:
         if not self.more:
             return await self.receive()  # waits for the client to leave
         try:
-            message = await asyncio.wait_for(self.receive(), BODY_SECONDS)
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await self.receive()
         except TimeoutError:
             return {"type": "http.disconnect"}
         self.left -= len(message.get("body", b""))

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from rlhf.serving.security import Receive, Scope, Send
 
 T = TypeVar("T")
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Stream(Response):
@@ -24,8 +25,11 @@ class Stream(Response):
         leaving = asyncio.create_task(client_gone(receive))
         leaving.add_done_callback(lambda _: self.leave())
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            start: dict[str, Any] | None = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             async for text, more in self.events:
+                if start is not None:  # with the first event, in one write
+                    await send(start)
+                    start = None
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
         finally:
             leaving.cancel()
@@ -39,7 +43,7 @@ async def client_gone(receive: Callable[[], Any]) -> None:
 
 def event(body: dict[str, Any]) -> str:
     """One event as it is sent."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_to_json(body)}\n\n"
 
 
 async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:

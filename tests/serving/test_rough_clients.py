@@ -98,3 +98,17 @@ def test_what_is_no_request_is_refused_and_nothing_else_happens(server, connect,
         pass
     assert b"HTTP/1.1 5" not in answer and b"Traceback" not in answer
     assert httpx.get(f"{server}/v1/models").status_code == 200
+
+
+def test_a_head_or_a_trailer_without_end_is_refused_while_it_comes_and_small_chunks_are_not(server, connect):
+    filler = b"x-more: " + b"y" * 1000 + b"\r\n"
+    unended = connect(HEAD + b"transfer-encoding: chunked\r\n")
+    trailing = connect(HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n")
+    for one in (unended, trailing):
+        with pytest.raises(OSError):  # the server closes the connection, long before this ends
+            for _ in range(100_000):
+                one.sendall(filler)
+    body = json.dumps(ASKED | {"max_tokens": 1, "user": "u" * 20_000}).encode()
+    chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in body)
+    small = connect(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+    assert small.recv(15) == b"HTTP/1.1 200 OK"

@@ -5,6 +5,7 @@ keeps nothing of them but hashes. Which split a record gets is in `assignments.p
 """
 
 import hashlib
+import marshal
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -84,8 +85,8 @@ def pii_of(prompt: Sequence[Message]) -> set[str]:
 
 def _digest(value: Any) -> int:
     """64 bits of a hash of lists, strings and numbers; compared within one import only."""
-    text = repr(value)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    plain = marshal.dumps(value, 2)  # later versions write what is one object in memory once
+    return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
 
 
 def _judgement(record: Ranking) -> list[Any]:
