@@ -1,4 +1,4 @@
-"""The benchmarks' JSON files as the Markdown tables of docs/PERFORMANCE.md.
+"""The benchmarks' JSON files as the Markdown tables of docs/benchmarks.md.
 
 python scripts/bench/table.py pretraining.json generation.json
 """

@@ -1,0 +1,229 @@
+"""How cost grows with work: model size, context, answers per prompt, episodes, corpus and labels, a decade of each.
+
+    python scripts/bench/growth.py --out growth.json --picture docs/img/growth.png   # one thread; --only corpus labels
+
+Each point is a process of its own that does the work twice; the second time counts, in processor time, and memory is the peak
+of resident memory beyond what it held before. `cost` is processor time per unit of work over that of the axis's first point:
+1 everywhere means that time grows as the work does. A unit is the operations of the products for model size and context (6 per
+weight and token, and 6 L D t of attention), a response for answers and episodes, a byte for corpus and labels.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import harness
+
+sys.path.insert(0, str(harness.HERE.parents[1]))
+VOCABULARY, LAYERS, WIDTH, CONTEXT = 2048, 4, 128, 128  # as "tiny"
+STEP_TOKENS = 2560
+POINTS = {
+    "model size": ("width", [64, 96, 144, 224]),
+    "context": ("tokens", [64, 160, 320, 640]),
+    "answers per prompt": ("K", [2, 5, 10, 20]),
+    "episodes": ("per update", [8, 16, 40, 80]),
+    "corpus": ("MB", [0.5, 1, 2, 5]),
+    "labels": ("MB of rankings", [1, 2, 5, 10]),
+}
+
+
+class Clock:
+    """Stands in for `harness.Turns`: two turns, of which the last one's units, processor time and memory are kept."""
+
+    device = "cpu"
+    units = seconds = peak = 0.0
+
+    def __iter__(self) -> Iterator[None]:
+        base = harness.memory("VmRSS")
+        for _ in range(2):
+            self.open = True
+            harness.reset_peak("cpu")
+            self.restart()
+            yield
+            if self.open:
+                self.done()
+        self.peak = harness.memory("VmHWM") - base
+
+    def restart(self) -> None:
+        self.begun = time.process_time()
+
+    def done(self, units: float = 0.0, **_: Any) -> None:
+        self.open, self.units, self.seconds = False, units, time.process_time() - self.begun
+
+
+def shape(width: int = WIDTH, context: int = CONTEXT) -> str:
+    """The name of a size for the benchmarks."""
+    harness.SIZES["growing"] = {
+        "n_layer": LAYERS, "n_head": 4, "n_embd": width, "n_positions": context, "vocab_size": VOCABULARY,
+    }  # fmt: skip
+    return "growing"
+
+
+def train(clock: Clock, width: int, context: int) -> float:
+    import pretraining
+
+    spec = {"size": shape(width, context), "device": "cpu", "batch": STEP_TOKENS // context, "steps": 1}
+    pretraining.ours(spec, clock)  # type: ignore[arg-type]
+    weights = 12 * LAYERS * width**2 + VOCABULARY * width
+    return clock.units * 6 * (weights + LAYERS * width * context)
+
+
+def model_size(clock: Clock, width: float, home: Path) -> float:
+    return train(clock, int(width), CONTEXT)
+
+
+def context(clock: Clock, tokens: float, home: Path) -> float:
+    return train(clock, WIDTH, int(tokens))
+
+
+def answers(clock: Clock, count: float, home: Path) -> float:
+    import reward
+
+    k = int(count)
+    reward.ours({"size": shape(), "device": "cpu", "prompts": 4, "answers": k, "micro": 4 * k}, clock)  # type: ignore[arg-type]
+    return clock.units / (k * (k - 1) / 2) * k
+
+
+def episodes(clock: Clock, count: float, home: Path) -> float:
+    import ppo
+
+    size = shape()
+    ppo.make_tokenizer(home / "tokenizer", size)
+    spec = {
+        "size": size, "reward": size, "shape": harness.SIZES[size], "episodes": int(count), "prompt": 32, "new": 24, "epochs": 1,
+        "micro": 8, "tokenizer": str(home / "tokenizer"), "vocabulary": VOCABULARY, "device": "cpu", "threads": 1,
+    }  # fmt: skip
+    ppo.ours(spec, clock)  # type: ignore[arg-type]
+    return count
+
+
+def corpus(clock: Clock, megabytes: float, home: Path) -> float:
+    import random
+
+    import ppo
+
+    from rlhf.data.corpus import pack_corpus
+    from rlhf.tokenizer import load_tokenizer
+    from scripts.import_speed import text
+
+    ppo.make_tokenizer(home / "tokenizer", shape())
+    random_ = random.Random(0)
+    documents, size = [], 0
+    while size < megabytes * 1e6:
+        documents.append(text(random_, 50, 400))
+        size += len(documents[-1])
+    for _ in clock:
+        pack_corpus(documents, load_tokenizer(str(home / "tokenizer")), home / "corpus", held_out_fraction=0.01, seed=0)
+    return size
+
+
+def labels(clock: Clock, megabytes: float, home: Path) -> float:
+    from rlhf.commands.import_data import run
+    from rlhf.config.commands import ImportConfig
+    from scripts.import_speed import make_comparisons
+
+    path = home / "labels.jsonl"
+    make_comparisons(path, megabytes, 0)
+    for turn, _ in enumerate(clock):
+        run(ImportConfig(path=str(path), out=str(home / f"import-{turn}"), processes=1))
+    return path.stat().st_size
+
+
+AXES: dict[str, Callable[[Clock, float, Path], float]] = {
+    "model size": model_size, "context": context, "answers per prompt": answers, "episodes": episodes, "corpus": corpus,
+    "labels": labels,
+}  # fmt: skip
+
+
+def measure(axis: str, x: float) -> dict[str, float]:
+    """One point, in its own process."""
+    import torch
+
+    torch.set_num_threads(1)
+    clock = Clock()
+    with (
+        tempfile.TemporaryDirectory() as home,
+        Path(os.devnull).open("w") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        work = AXES[axis](clock, x, Path(home))
+    return {"x": x, "work": work, "seconds": clock.seconds, "peak_mb": clock.peak / 1e6}
+
+
+def with_cost(points: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Each point with its work and its processor time per unit of work over those of the first."""
+    first = points[0]
+    return [
+        one | {"growth": one["work"] / first["work"],
+               "cost": one["seconds"] / one["work"] / (first["seconds"] / first["work"])}
+        for one in points
+    ]  # fmt: skip
+
+
+def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, plots = pyplot.subplots(2, 3, figsize=(9, 5), layout="constrained")
+    for axes, (axis, points) in zip(plots.flat, found.items(), strict=False):
+        xs = [one["x"] for one in points]
+        axes.plot(xs, [one["cost"] for one in points], "o-", color="#2a5f99", label="processor time per unit of work")
+        memory = [one["peak_mb"] / points[0]["peak_mb"] for one in points]
+        axes.plot(xs, memory, "s--", color="#c8641f", label="peak memory")
+        axes.plot(xs, [one["growth"] for one in points], ":", color="#6f7782", label="work")
+        axes.set(
+            title=axis,
+            xlabel=POINTS[axis][0],
+            xscale="log",
+            yscale="log",
+            xticks=xs,
+            xticklabels=[f"{x:g}" for x in xs],
+        )
+        axes.set(ylim=(0.4, 20), yticks=[0.5, 1, 2, 5, 10, 20], yticklabels=["0.5", "1", "2", "5", "10", "20"])
+        axes.minorticks_off()
+        axes.grid(color="#ecece7")
+    plots[0, 0].legend(fontsize=7)
+    figure.supylabel("over the first point")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON; points that it has are not measured again")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--only", nargs="+", choices=list(AXES), default=list(AXES))
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import rlhf.stages.ppo  # noqa: F401 (imported before the processes are forked)
+
+    found = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    for axis in given.only:
+        points = found.get(axis, [])
+        for x in POINTS[axis][1][len(points) :]:
+            with get_context("fork").Pool(1) as pool:
+                points.append(pool.apply(measure, (axis, x)))
+            found[axis] = points
+            if given.out:
+                given.out.write_text(json.dumps(found, indent=1))
+        print(f"\n| {axis} ({POINTS[axis][0]}) | work | processor s | cost | MB |\n|---|---|---|---|---|")
+        for one in with_cost(points):
+            print(
+                f"| {one['x']:g} | {one['growth']:.1f} | {one['seconds']:.2f} | {one['cost']:.2f} | {one['peak_mb']:.0f} |"
+            )
+    if given.picture:
+        draw({axis: with_cost(points) for axis, points in found.items()}, given.picture)
+
+
+if __name__ == "__main__":
+    main()
