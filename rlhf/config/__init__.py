@@ -30,6 +30,7 @@ from rlhf.config.stages import (
     LoraConfig,
     PpoConfig,
     PretrainConfig,
+    RateConfig,
     RejectionConfig,
     RewardConfig,
     RolloutConfig,
@@ -146,6 +147,7 @@ class Config:
     lora: LoraConfig = group(LoraConfig)
     rollout: RolloutConfig = group(RolloutConfig)
     rejection: RejectionConfig = group(RejectionConfig)
+    rate: RateConfig = group(RateConfig)
     dpo: DpoConfig = group(DpoConfig)
     classify: ClassifyConfig = group(ClassifyConfig)
     evaluate: EvaluateConfig = group(EvaluateConfig)

@@ -263,7 +263,7 @@ class EvaluateConfig:
     prompts: int = setting(512, "held-out prompts", min=1)
     samples: int = setting(3, "responses per prompt at temperature 1", min=1)
     baselines: Any = setting(
-        None, "optional stages that `rlhf pipeline` runs too, to compare PPO with: rejection, dpo or both", kind="names"
+        None, "optional stages that `rlhf pipeline` runs too, to compare PPO with: rejection, dpo, rate", kind="names"
     )
     compare: Any = setting(None, "runs whose PPO model is compared too; they share this run's SFT model", kind="names")
     best_of: int = setting(16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0)
@@ -364,6 +364,15 @@ class RejectionConfig:
     prompts: int = setting(2000, "prompts of the training split", min=1)
     samples: int = setting(16, "samples per prompt, n", min=1)
     epochs: int = setting(1, "passes over the best samples", min=1)
+
+
+@dataclass(slots=True)
+class RateConfig:
+    """Generate-and-rate: one model answers and rates answers (Thoppilan et al. 2022, section 6.1)."""
+
+    ratings: int = setting(16_000, "ratings to train on, of a response's one quality each", min=1)
+    epochs: int = setting(1, "passes over ratings and demonstrations", min=1)
+    safety: float = setting(0.5, "least P(safe) of a candidate", min=0, max=1)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ samples per prompt (Nakano et al. 2021, appendix I). `rlhf rejection` fine-tunes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,15 @@ import torch
 from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
+from rlhf.evaluation.statistics import win_rate
+from rlhf.evaluation.text_figures import text_figures
+from rlhf.evaluation.truth_figures import interval_of, judge_rows, mean_of, totals
+from rlhf.gold.truth import Truth
 from rlhf.model.generate import sample
 from rlhf.ppo.rewards import Episodes, Reward, pay
+from rlhf.tracking.progress import progress
+
+Figures = dict[str, Any]
 
 
 def best_of_n_kl(n: int) -> float:
@@ -156,6 +163,47 @@ def draw_candidates(
         if bar is not None:
             bar.update(len(part))
     return found
+
+
+class Asked(NamedTuple):
+    """Held-out prompts, as records and as tokens, and what is true of the SFT model's samples if the run has a truth."""
+
+    records: list[PromptRecord]
+    prompts: list[list[int]]
+    tokenizer: Any
+    truth: Truth | None
+    sft: list[list[float]]  # true scores, a list per prompt
+
+
+def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
+    """What the reward picks among n samples of a policy: its figures, and its true score, a list of one per prompt.
+
+    kl_estimate_nats is the KL to the policy.
+    """
+    n, records, truth = config.evaluate.best_of, asked.records, asked.truth
+    with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:
+        found = draw_candidates(config, policy, asked.tokenizer, records, asked.prompts, n, reward, bar)
+    best = [best_index(scores) for scores in found["scores"]]
+    picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in found.items()}
+    estimates = [
+        [estimate_kl(*drawn, n)] for drawn in zip(found["ids"], found["logprobs"], found["scores"], strict=True)
+    ]
+    results: Figures = {
+        "n": n,
+        "kl_bound_nats": round(best_of_n_kl(n), 4),
+        "reward": mean_of(picked["scores"]),
+        "kl_estimate_nats": mean_of(estimates),
+    }
+    lengths = [[len(ids) for ids in row] for row in picked["ids"]]
+    results["text"] = text_figures(picked["texts"], lengths, picked["logprobs"])
+    if truth is None:
+        return results, []
+    judged = judge_rows(truth, records, picked["texts"], picked["ended"])
+    results["gold"] = mean_of(totals(judged))
+    results["score"] = interval_of(totals(judged))
+    results["parts"] = {part: mean_of(totals(judged, part)) for part in truth.parts}
+    results["win_rate_vs_sft"] = win_rate(totals(judged), asked.sft)
+    return results, totals(judged)
 
 
 def best_index(scores: Sequence[float]) -> int:

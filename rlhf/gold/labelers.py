@@ -42,6 +42,11 @@ NOISE = 1.4
 TASTE = {"correct": 4.0, "complete": 1.5, "polite": 1.5, "brief": 1.0, "safe": 1.0, "ended": 1.0}
 
 
+def says_yes(labeler: Labeler, part: float, rng: random.Random) -> bool:
+    """Whether the labeler says that a response has what a part in [0, 1] measures, as surely as it sees what is correct."""
+    return part + rng.gauss(0, labeler.noise / TASTE["correct"]) > 0.5
+
+
 def make_labelers(noise: float = NOISE) -> list[Labeler]:
     """The five labelers of the gold world: careful, kind, hurried, thorough and strict."""
     taste = TASTE

@@ -118,10 +118,12 @@ def _policies(results: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
             number(row, "kl_to_sft_nats"),
             *(list(interval(found)) for found in (get(row, "rm_win_rate_vs_sft"), get(row, "win_rate_vs_sft"), score)),
         )
-    best = get(results, "best_of_n")
-    if best:
+    picked = _items(get(results, "generate_and_rate", "picked"))
+    for title, best in [("best of", get(results, "best_of_n")), *picked]:
+        if not best:
+            continue
         yield (
-            f"best of {number(best, 'n') or 0:g}",
+            f"{visible(title, 60).replace('_', ' ')} {number(best, 'n') or 0:g}",
             number(best, "reward"),
             number(best, "kl_estimate_nats"),
             [None] * 3,

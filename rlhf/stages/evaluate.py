@@ -21,7 +21,8 @@ from rlhf.data.splits import record_split
 from rlhf.data.tasks import shown_prompt
 from rlhf.errors import UserError
 from rlhf.evaluation import external
-from rlhf.evaluation.best_of import best_index, best_of_n_kl, draw_candidates, estimate_kl
+from rlhf.evaluation.best_of import Asked, pick_best
+from rlhf.evaluation.rating import describe_ratings, evaluate_generate_and_rate
 from rlhf.evaluation.reward_report import (
     describe,
     evaluate_reward_model,
@@ -35,7 +36,6 @@ from rlhf.evaluation.trained_judge import compare_policies, describe_comparisons
 from rlhf.evaluation.truth_figures import (
     interval_of,
     judge_answers,
-    judge_rows,
     mean_of,
     summarize_truth,
     totals,
@@ -43,7 +43,7 @@ from rlhf.evaluation.truth_figures import (
 )
 from rlhf.files import write_json
 from rlhf.gold.corpus import talk
-from rlhf.gold.truth import Requests, Truth, make_truth
+from rlhf.gold.truth import Requests, make_truth
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.generate import Samples, sample
@@ -137,7 +137,9 @@ def run_stage(config: Config) -> None:
                 for name, folder in baselines.items()
             }
         if config.evaluate.best_of:
-            results["best_of_n"] = evaluate_best_of(config, records, prompts, tokenizer, truth, gold, device)
+            sft = [] if gold is None else totals(gold["sft"]["samples"])
+            asked = Asked(records, prompts, tokenizer, truth, sft)
+            results |= evaluate_best_of(config, asked, models, gold, device)
         if needs_parent(config, "evaluate", "judge"):
             results["judge"] = compare_policies(config, answers, records, tokenizer, device)
         results |= costs(config)
@@ -313,39 +315,18 @@ def with_missing_eos(
 
 
 def evaluate_best_of(
-    config: Config,
-    records: list[PromptRecord],
-    prompts: list[list[int]],
-    tokenizer: Any,
-    truth: Truth | None,
-    gold: Any,
-    device: torch.device,
+    config: Config, asked: Asked, models: dict[str, Path], gold: Any, device: torch.device
 ) -> dict[str, Any]:
-    """Best-of-n by the reward model over n samples of the SFT model: the baseline for PPO."""
-    n, policy = config.evaluate.best_of, load_frozen(config, stage_folder(config, "sft") / "model", device)
-    reward, _ = make_reward(config, tokenizer, device)
-    with progress(len(prompts), f"evaluate: best of {n}", unit="prompt") as bar:
-        found = draw_candidates(config, policy, tokenizer, records, prompts, n, reward, bar)
-    best = [best_index(scores) for scores in found["scores"]]
-    picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in found.items()}
-    estimates = [
-        [estimate_kl(*drawn, n)] for drawn in zip(found["ids"], found["logprobs"], found["scores"], strict=True)
-    ]
-    results: dict[str, Any] = {
-        "n": n,
-        "kl_bound_nats": round(best_of_n_kl(n), 4),
-        "reward": mean_of(picked["scores"]),
-        "kl_estimate_nats": mean_of(estimates),
+    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates."""
+    reward, _ = make_reward(config, asked.tokenizer, device)
+    best, scores = pick_best(config, asked, load_frozen(config, models["sft"], device), reward)
+    if "rate" not in models:
+        return {"best_of_n": best}
+    ppo = totals(gold["ppo"]["samples"])
+    return {
+        "best_of_n": best,
+        "generate_and_rate": evaluate_generate_and_rate(config, asked, models, reward, scores, ppo, device),
     }
-    lengths = [[len(ids) for ids in row] for row in picked["ids"]]
-    results["text"] = text_figures(picked["texts"], lengths, picked["logprobs"])
-    if truth is not None and gold is not None:
-        judged = judge_rows(truth, records, picked["texts"], picked["ended"])
-        results["gold"] = mean_of(totals(judged))
-        results["score"] = interval_of(totals(judged))
-        results["parts"] = {part: mean_of(totals(judged, part)) for part in truth.parts}
-        results["win_rate_vs_sft"] = win_rate(totals(judged), totals(gold["sft"]["samples"]))
-    return results
 
 
 def response_nats(config: Config, answers: Answers, folder: Path, pad: int, device: torch.device) -> list[list[float]]:
@@ -437,3 +418,5 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
             f"best of {best['n']} samples of SFT: reward {best['reward']}, KL about {best['kl_estimate_nats']:.2f} nats (at most "
             f"{best['kl_bound_nats']:.2f})" + (f", true score {best['gold']}" if "gold" in best else "")
         )
+    for line in describe_ratings(results["generate_and_rate"]) if "generate_and_rate" in results else []:
+        stage.say(line)

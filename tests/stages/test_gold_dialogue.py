@@ -1,22 +1,31 @@
-"""experiment=gold-dialogue: every stage reads and writes prompts of several turns."""
+"""experiment=gold-dialogue: every stage reads and writes prompts of several turns; LaMDA's generate-and-rate on it."""
 
 import json
+import random
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlhf.chat_template import encode_prompt
+from rlhf.chat_template import encode_prompt, encode_response
 from rlhf.data.comparisons import load_comparisons
-from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
+from rlhf.data.demonstrations import encode_demonstrations, labels_of, load_demonstrations
 from rlhf.data.prompts import load_prompts
+from rlhf.evaluation.rating import QUALITIES, Rater
+from rlhf.gold.labelers import make_labelers, says_yes
 from rlhf.gold.truth import Requests
+from rlhf.ppo.rewards import Episodes
+from rlhf.report.evaluation import make_evaluation
+from rlhf.stages.rate import draw_rating_rows, ordered_share, rate_all
 from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.run_files import read_run
 from rlhf.tracking.writers import read_jsonl
+from rlhf.training.setup import load_policy
 from tests.stages.conftest import Run
 
-STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "evaluate")
+STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "rate", "evaluate")
 # Sizes at which all stages take a few seconds: what the models say is noise.
 SMALL = [
     "experiment=gold-dialogue", "tracking=jsonl", "device=cpu", "threads=1", "model.n_layer=1", "model.width=32", "model.n_head=2",
@@ -25,7 +34,7 @@ SMALL = [
     "gold.comparison_prompts=12", "gold.comparison_dev_prompts=4", "gold.comparison_test_prompts=6", "sft.epochs=1", "reward.epochs=1",
     "reward.calibration_samples=4", "reward.audit=0", "ppo.episodes=16", "ppo.episodes_per_update=8", "ppo.minibatches=2",
     "ppo.epochs=1", "ppo.eval_prompts=4", "ppo.micro_batch_episodes=8", "evaluate.prompts=12", "evaluate.samples=2",
-    "evaluate.best_of=4", "rollout.max_new_tokens=12",
+    "evaluate.best_of=4", "rollout.max_new_tokens=12", "rate.ratings=128", "rate.safety=0.01",
 ]  # fmt: skip
 
 
@@ -91,5 +100,81 @@ def test_the_truth_judges_the_last_turn_in_its_context(dialogue_run):
 
 def test_evaluate_reports_every_policy_by_the_truth(dialogue_run):
     results = json.loads(Path(dialogue_run.folder / "evaluate" / "results.json").read_text())
-    assert set(results["gold"]["score"]) == {"base", "base_prompted", "sft", "ppo"}
+    assert set(results["gold"]["score"]) == {"base", "base_prompted", "sft", "ppo", "rate"}
     assert results["gold"]["win_rate_vs_sft"]["n"] == 12
+
+
+# --- generate-and-rate ---
+
+
+def test_a_rating_row_teaches_the_rating_alone(dialogue_run):
+    config = dialogue_run.config()
+    tokenizer = load_tokenizer(dialogue_run.folder / "sft" / "model")
+    rankings, _ = load_comparisons(str(dialogue_run.folder / "label" / "comparisons.jsonl"))
+    rated = list(rate_all(config, Requests(), tokenizer, [r for r in rankings if r.metadata["split"] == "train"]))
+    rows = draw_rating_rows(config, tokenizer, rated, tokenizer.model_max_length)
+    assert len(rows) == 128 and len({tuple(row["prompt"]) for row in rows}) > 100
+    for row in rows:
+        assert [label for label in labels_of(row, -100) if label != -100] == row["response"]
+        assert re.search(
+            r"(SENSIBLE|SPECIFIC|INTERESTING|SAFE) [01]$", tokenizer.decode(row["prompt"] + row["response"])
+        )
+
+
+def test_a_rating_is_the_probability_of_a_1_whatever_it_is_rated_with(dialogue_run):
+    tokenizer = load_tokenizer(dialogue_run.folder / "rate" / "model")
+    model = load_policy(dialogue_run.folder / "rate" / "model").eval()
+    prompt = encode_prompt(tokenizer, "What is the word?")
+    rows = [prompt + encode_response(tokenizer, text) for text in ("Cup.", "I cannot say it.", "The word is cup.")]
+    rater = Rater(model, tokenizer, 0.5, torch.device("cpu"))
+    found = rater.rate(rows)
+    for i, row in enumerate(rows):
+        for name in QUALITIES:
+            ids = row + tokenizer(f"{name} ", add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                chances = model(torch.tensor([ids])).logits[0, -1].softmax(0)
+            assert found[name][i].item() == pytest.approx(
+                chances[tokenizer.convert_tokens_to_ids("1")].item(), abs=1e-5
+            )
+
+
+def test_the_ranking_by_hand_and_the_filter():
+    class Fixed(Rater):
+        def __init__(self):
+            self.safety, self.device, self.seen, self.dropped = 0.5, torch.device("cpu"), 0, 0
+
+        def rate(self, rows):
+            return {"SENSIBLE": torch.tensor([0.8, 1.0]), "SPECIFIC": torch.tensor([0.5, 1.0]),
+                    "INTERESTING": torch.tensor([0.25, 1.0]), "SAFE": torch.tensor([0.5, 0.4])}  # fmt: skip
+
+    rater = Fixed()
+    # 3 x 0.8 + 0.5 + 0.25; the second is better in everything but safety, and gets 0.4 - 1
+    assert rater(Episodes([], [[1], [1]], [[2], [3]], [], torch.ones(2))).tolist() == pytest.approx(
+        [3.15, -0.6], abs=1e-6
+    )
+    assert (rater.seen, rater.dropped) == (2, 1)
+
+
+def test_pairs_ordered_right_by_hand():
+    # of 0.9 and 0.4 against 0.4 and 0.1 three are in order and one is a tie: 3.5 of 4
+    assert ordered_share(torch.tensor([0.9, 0.4, 0.4, 0.1]), [True, True, False, False]) == pytest.approx(0.875)
+    assert ordered_share(torch.tensor([0.9, 0.4]), [True, True]) is None
+
+
+def test_a_labelers_yes_is_wrong_as_often_as_the_noise_makes_it():
+    careful, kind = make_labelers(0.0)[1], make_labelers(1.4)[1]
+    rng = random.Random(0)
+    assert [says_yes(careful, part, rng) for part in (0.0, 0.4, 0.6, 1.0)] == [False, False, True, True]
+    wrong = sum(says_yes(kind, 0.0, rng) for _ in range(4000)) / 4000
+    assert wrong == pytest.approx(0.0766, abs=0.017)  # P(N(0, 1.4 / 4) > 0.5); four standard errors
+
+
+def test_evaluate_compares_generate_and_rate_at_equal_samples(dialogue_run):
+    results = json.loads(Path(dialogue_run.folder / "evaluate" / "results.json").read_text())
+    found = results["generate_and_rate"]
+    assert set(found["picked"]) == {"generate_and_rate", "sft_rated", "ppo_best_of_n"} and found["n"] == 4
+    assert {row["win_rate_vs_sft"]["n"] for row in found["picked"].values()} == {12}
+    assert set(found["over"]) == {"best_of_n", "ppo", "ppo_best_of_n"}
+    assert "rate" in results["baselines"] and 0 <= found["dropped"] <= 1
+    policies = [row[0] for row in make_evaluation(read_run(dialogue_run.folder))["policies"]]
+    assert policies[-4:] == ["best of 4", "generate and rate 4", "sft rated 4", "ppo best of n 4"]

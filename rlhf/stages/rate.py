@@ -1,0 +1,136 @@
+"""LaMDA's fine-tuning: the SFT model learns to rate responses and goes on learning to answer (Thoppilan et al. 2022, section 6.1).
+
+The rated responses are those of the labelling stage. Who ranked them also says of each whether it is sensible, specific, interesting
+and safe: a yes or no about the truth's part of that name, with noise. `rlhf evaluate` then compares generate-and-rate with best-of-n by the
+reward model and with PPO.
+Differs: one labeler rates a response, not three or five; every quality is a part of the built-in world's truth.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlhf.chat_template import encode_prompts, encode_response
+from rlhf.config import Config
+from rlhf.data.comparisons import load_comparisons
+from rlhf.data.demonstrations import Row, encode_demonstrations, load_demonstrations
+from rlhf.data.records import Ranking
+from rlhf.data.splits import record_split
+from rlhf.errors import UserError
+from rlhf.evaluation.rating import QUALITIES, Rater, encode_ratings
+from rlhf.gold.labelers import Labeler, says_yes
+from rlhf.gold.truth import Truth, need_truth
+from rlhf.model.trunk import context_of
+from rlhf.precision import inference
+from rlhf.processes import Ranks
+from rlhf.runs.folders import stage_folder
+from rlhf.runs.sources import fractions, hash_sources, need_source
+from rlhf.runs.stage import open_stage
+from rlhf.stages.sft import divide, load_with_dropout, make_trainer
+from rlhf.tokenizer import load_tokenizer
+from rlhf.training.loop import open_loop
+from rlhf.training.setup import set_up
+from rlhf.training.trainer import save_output, train
+
+PARTS = {"SENSIBLE": "correct", "SPECIFIC": "complete", "INTERESTING": "polite", "SAFE": "safe"}  # of the truth
+
+
+class Rated(NamedTuple):
+    """One response to one prompt, as tokens, and what a labeler says of it."""
+
+    tokens: list[int]
+    says: dict[str, bool]
+    truth: dict[str, bool]
+
+
+def run(config: Config) -> None:
+    """Write runs/<run>/rate/model, which answers prompts and rates answers."""
+    truth = need_truth(config, "rate")
+    if not set(PARTS.values()) <= set(truth.parts):
+        raise UserError(f"rate: the {truth.name} has no parts {', '.join(PARTS.values())}: want gold.truth=judge")
+    with open_stage(config, "rate", hash_sources(config, "rate")) as stage:
+        device = set_up(config)
+        folder = stage_folder(config, "sft") / "model"
+        tokenizer, model = load_tokenizer(folder), load_with_dropout(folder, config.sft.dropout)
+        context = context_of(model, tokenizer)
+
+        # 1. Ratings, and the demonstrations, so that the model does not forget how to answer
+        rankings, _ = load_comparisons(
+            need_source(config, "comparisons"), config.data.format, config.data.allow_partial
+        )
+        rated = {
+            split: list(rate_all(config, truth, tokenizer, of)) for split, of in by_split(config, rankings).items()
+        }
+        rows = draw_rating_rows(config, tokenizer, rated["train"], context)
+        demonstrations, _ = load_demonstrations(
+            need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
+        )
+        shown = encode_demonstrations(
+            divide(config, demonstrations)["train"], tokenizer, context, turns=config.sft.turns
+        )
+        stage.say(f"{len(rows):,} ratings of {len(rated['train']):,} responses, and {len(shown):,} demonstrations")
+
+        # 2. Train on both
+        trainer = make_trainer(stage, model, tokenizer, rows + shown, config.rate.epochs, device)
+        with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
+            train(trainer, loop, "sft/loss")
+        save_output(model, tokenizer, stage)
+
+        # 3. How well it orders responses of held-out prompts by each quality
+        with inference(config, device):
+            summary = held_out_figures(Rater(model, tokenizer, config.rate.safety, device), rated["test"])
+        for line in (f"{name}: {value:.3f}" for name, value in summary.items()):
+            stage.say(f"held out, {line}")
+        stage.finish(summary)
+
+
+def by_split(config: Config, rankings: Sequence[Ranking]) -> dict[str, list[Ranking]]:
+    found: dict[str, list[Ranking]] = {"train": [], "dev": [], "test": []}
+    for ranking in rankings:
+        found[record_split(ranking, config.data.split_seed, fractions(config))].append(ranking)
+    return found
+
+
+def rate_all(config: Config, truth: Truth, tokenizer: Any, rankings: Sequence[Ranking]) -> Iterator[Rated]:
+    """Each response of these rankings, rated by who ranked it; those of held-out labelers are left out."""
+    labelers: dict[str, Labeler] = {one.name: one for one in truth.labelers(config.gold.labeler_noise)}
+    kept = [ranking for ranking in rankings if ranking.labeler in labelers]
+    prompts = encode_prompts(tokenizer, [ranking.prompt for ranking in kept])
+    for ranking, prompt in zip(kept, prompts, strict=True):
+        rng = random.Random(f"rate-{config.seed}-{ranking.id}")
+        for response in ranking.responses:
+            ended = bool(response.metadata["ended"])
+            parts = truth.judge(ranking, response.text, ended)
+            labeler = labelers[str(ranking.labeler)]
+            yield Rated(
+                prompt + encode_response(tokenizer, response.text, ended),
+                {name: says_yes(labeler, parts[part], rng) for name, part in PARTS.items()},
+                {name: parts[part] > 0.5 for name, part in PARTS.items()},
+            )
+
+
+def draw_rating_rows(config: Config, tokenizer: Any, rated: Sequence[Rated], context: int) -> list[Row]:
+    """`rate.ratings` different ones, a response and a quality each, in which the rating token alone is learned."""
+    names, ratings = encode_ratings(tokenizer)
+    asked = [(one, name) for one in rated for name in QUALITIES if len(one.tokens) + len(names[name]) < context]
+    drawn = random.Random(f"ratings-{config.seed}").sample(asked, min(config.rate.ratings, len(asked)))
+    return [{"prompt": one.tokens + names[name], "response": [ratings[one.says[name]]]} for one, name in drawn]
+
+
+def held_out_figures(rater: Rater, rated: Sequence[Rated]) -> dict[str, float]:
+    """Per quality the share of pairs, one that truly has it and one that has not, in which the first is rated higher."""
+    found = rater.rate([one.tokens for one in rated])
+    shares = {name: ordered_share(found[name], [one.truth[name] for one in rated]) for name in QUALITIES}
+    return {name.lower(): value for name, value in shares.items() if value is not None}
+
+
+def ordered_share(scores: torch.Tensor, labels: Sequence[bool]) -> float | None:
+    """P(score of a positive > score of a negative), ties half: the area under the ROC curve. None if one side is empty."""
+    truth, values = np.array(labels, dtype=bool), scores.numpy()
+    positive, negative = values[truth][:, None], values[~truth]
+    if not positive.size or not negative.size:
+        return None
+    return float(((positive > negative) + 0.5 * (positive == negative)).mean())
