@@ -166,13 +166,13 @@ def draw_candidates(
 
 
 class Asked(NamedTuple):
-    """Held-out prompts, as records and as tokens, and what is true of the SFT model's samples if the run has a truth."""
+    """Held-out prompts, as records and as tokens, and what is true of each policy's samples if the run has a truth."""
 
     records: list[PromptRecord]
     prompts: list[list[int]]
     tokenizer: Any
     truth: Truth | None
-    sft: list[list[float]]  # true scores, a list per prompt
+    gold: Any  # as `judge_answers` gives it
 
 
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
@@ -202,7 +202,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     results["gold"] = mean_of(totals(judged))
     results["score"] = interval_of(totals(judged))
     results["parts"] = {part: mean_of(totals(judged, part)) for part in truth.parts}
-    results["win_rate_vs_sft"] = win_rate(totals(judged), asked.sft)
+    results["win_rate_vs_sft"] = win_rate(totals(judged), totals(asked.gold["sft"]["samples"]))
     return results, totals(judged)
 
 

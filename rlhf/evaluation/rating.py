@@ -19,6 +19,7 @@ from rlhf.config import Config
 from rlhf.evaluation.best_of import Asked, Figures, pick_best
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, response_batches
 from rlhf.evaluation.statistics import told, win_rate
+from rlhf.evaluation.truth_figures import totals
 from rlhf.ppo.rewards import Episodes, Reward
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.tokenizer import encode_texts
@@ -74,14 +75,13 @@ def evaluate_generate_and_rate(
     folders: dict[str, Path],
     reward: Reward,
     best: list[list[float]],
-    ppo: list[list[float]],
     device: torch.device,
 ) -> dict[str, Any]:
     """Generate-and-rate among n samples, and beside it what of it comes from the ratings and what from the samples.
 
     picked: by the ratings among the rate model's own samples; by the ratings among the SFT model's, of which best-of-n picks too; and
     by the reward model among PPO's. over: win rates of the first over best-of-n, one sample of PPO, and n of them.
-    reward: of best-of-n; best, ppo: true scores of what best-of-n picked and of PPO's samples.
+    reward: of best-of-n; best: true scores of what it picked.
     """
     rater = Rater(load_frozen(config, folders["rate"], device), asked.tokenizer, config.rate.safety, device)
     figures: dict[str, Figures] = {}
@@ -93,7 +93,7 @@ def evaluate_generate_and_rate(
         figures[name], scores[name] = pick_best(config, asked, load_frozen(config, folders[policy], device), by)
         dropped = dropped or rater.dropped / rater.seen
     ours = scores["generate_and_rate"]
-    others = {"best_of_n": best, "ppo": ppo, "ppo_best_of_n": scores["ppo_best_of_n"]}
+    others = {"best_of_n": best, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": scores["ppo_best_of_n"]}
     return {
         "n": config.evaluate.best_of,
         "dropped": round(dropped, 4),

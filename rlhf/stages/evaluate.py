@@ -38,7 +38,6 @@ from rlhf.evaluation.truth_figures import (
     judge_answers,
     mean_of,
     summarize_truth,
-    totals,
     truth_win_rates,
 )
 from rlhf.files import write_json
@@ -137,9 +136,7 @@ def run_stage(config: Config) -> None:
                 for name, folder in baselines.items()
             }
         if config.evaluate.best_of:
-            sft = [] if gold is None else totals(gold["sft"]["samples"])
-            asked = Asked(records, prompts, tokenizer, truth, sft)
-            results |= evaluate_best_of(config, asked, models, gold, device)
+            results |= evaluate_best_of(config, Asked(records, prompts, tokenizer, truth, gold), models, device)
         if needs_parent(config, "evaluate", "judge"):
             results["judge"] = compare_policies(config, answers, records, tokenizer, device)
         results |= costs(config)
@@ -314,18 +311,15 @@ def with_missing_eos(
     }
 
 
-def evaluate_best_of(
-    config: Config, asked: Asked, models: dict[str, Path], gold: Any, device: torch.device
-) -> dict[str, Any]:
+def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:
     """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates."""
     reward, _ = make_reward(config, asked.tokenizer, device)
     best, scores = pick_best(config, asked, load_frozen(config, models["sft"], device), reward)
     if "rate" not in models:
         return {"best_of_n": best}
-    ppo = totals(gold["ppo"]["samples"])
     return {
         "best_of_n": best,
-        "generate_and_rate": evaluate_generate_and_rate(config, asked, models, reward, scores, ppo, device),
+        "generate_and_rate": evaluate_generate_and_rate(config, asked, models, reward, scores, device),
     }
 
 

@@ -1,0 +1,33 @@
+"""Each policy's `correct` and `safe` by kind of conversation, one sample per test prompt: python scripts/conversation_table.py runs/talk"""
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from rlhf.evaluation.statistics import interval, told
+from rlhf.gold.judge import judge
+from rlhf.gold.world import task_from_metadata
+from rlhf.tracking.jsonl import read_jsonl
+
+
+def main(run: Path) -> None:
+    tasks = {
+        row["id"]: task_from_metadata(row["metadata"]["gold"]) for row in read_jsonl(run / "world" / "prompts.jsonl")
+    }
+    found: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    for row in read_jsonl(run / "evaluate" / "samples.jsonl"):
+        task = tasks[row["id"]]
+        for policy, text in row["responses"].items():
+            found[task.conversation or "single request"][policy].append(judge(task, text))
+    policies = [name for name in next(iter(found.values())) if not name.startswith("base")]
+    print("| conversation | prompts |", *(f"`{part}`, {name} |" for part in ("correct", "safe") for name in policies))
+    print("|---|---|" + "---|" * (2 * len(policies)))
+    for kind, by_policy in sorted(found.items()):
+        cells = [
+            told(interval([p[part] for p in by_policy[name]])) for part in ("correct", "safe") for name in policies
+        ]
+        print("|", kind, "|", len(by_policy["sft"]), "|", " | ".join(cells), "|")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
