@@ -91,7 +91,7 @@ def test_help_and_mistakes_import_nothing_heavy():
         (["ppo", "clip_range=0.1"], "unknown setting 'clip_range' (did you mean 'ppo.clip_range'?)"),
         (
             ["ppo", "experiment=golt"],
-            "experiment=golt: want one of align, align-laptop, dialogue, gold, real, sentiment (did you mean 'gold'?)",
+            "experiment=golt: want one of align, align-laptop, dialogue, gold, gold-dialogue, real, sentiment (did you mean 'gold'?)",
         ),
         (["ppo", "+model=gpt3"], "model=gpt3: want one of chinchilla, gopher"),
         (
