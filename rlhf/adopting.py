@@ -1,10 +1,10 @@
-"""How a pretrained model is named on the command line: model.pretrained=…, and what is said to who names it otherwise."""
+"""How a pretrained model is named on the command line (model.pretrained=…), and the errors for every other way of naming it."""
 
 from pathlib import Path
 
 from rlhf.errors import UserError
 
-# What other programs call the model to start from.
+# The names of model.pretrained in other programs.
 NAMES_ELSEWHERE = (
     "model_name_or_path",
     "pretrained_model_name_or_path",
@@ -48,16 +48,16 @@ def refuse_as_group(key: str, value: object) -> None:
 
 
 def refuse_in_later_stage(command: str, key: str) -> None:
-    """Raises: UserError if model.pretrained is given to a command that starts from what stages before it wrote."""
+    """Raises: UserError if model.pretrained is given to a command that starts from the output of earlier stages."""
     if key == "model.pretrained":
         raise UserError(
-            f"model.pretrained: `rlhf {command}` does not use it; it starts from what earlier stages wrote: leave it out, or "
+            f"model.pretrained: `rlhf {command}` does not use it; it starts from the output of earlier stages: leave it out, or "
             "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"
         )
 
 
 def check_adopting(overrides: list[str]) -> None:
-    """Refuse settings that mean nothing beside model.pretrained.
+    """Refuse settings that have no meaning together with model.pretrained.
 
     Raises: UserError.
     """

@@ -1,4 +1,4 @@
-"""What a notebook needs of a run: its models, its tokenizer, answers and scores. Everything here only reads the run."""
+"""A run for notebooks: its models, its tokenizer, answers and scores. This module only reads the run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,17 +22,17 @@ Prompt = str | Sequence[dict[str, str]]  # a user's message, or a dialogue of {"
 
 
 def load(run: str | Path, device: str = "auto", precision: str = "auto") -> "LoadedRun":
-    """A run by its folder. Models are read when they are first asked for, and their files checked against the run's record.
+    """Open a run folder. A model is loaded on first use, after its files have been checked against the run's record.
 
     device: auto, cpu or cuda. precision: auto, float32 or bfloat16, as in training.
 
-    Raises: UserError where no stage of the recipe is finished there.
+    Raises: UserError if no stage of the recipe is finished there.
     """
     return LoadedRun(Path(run), device, precision)
 
 
 class LoadedRun:
-    """The models of one run folder, as `rlhf.load` gives them."""
+    """The models of one run folder, as `rlhf.load` returns them."""
 
     def __init__(self, folder: Path, device: str = "auto", precision: str = "auto"):
         for name, given in (("device", device), ("precision", precision)):
@@ -55,7 +55,7 @@ class LoadedRun:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The finished stages whose model answers prompts."""
+        """The finished stages that have a policy."""
         return tuple(stage for stage in POLICY_STAGES if is_complete(stage_folder(self._config, stage)))
 
     @property
@@ -105,11 +105,11 @@ class LoadedRun:
         greedy: bool = False,
         max_new_tokens: int | None = None,
     ) -> list[str]:
-        """One answer to each prompt. It depends on the model, its prompt, its place in the list and the seed alone.
+        """One answer per prompt. It depends only on the model, the prompt, its position in the list and the seed.
 
-        max_new_tokens: of the longest answer; none: as many as in the run.
+        max_new_tokens: maximum length of an answer; None: as in the run.
 
-        Raises: UserError where a prompt does not fit the context.
+        Raises: UserError if a prompt does not fit the context.
         """
         from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
 
@@ -128,9 +128,9 @@ class LoadedRun:
         return [answer.text for answer in answers]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        """The reward model's calibrated score of each response to the prompt at its place.
+        """The reward model's calibrated score of each response to the prompt at the same position.
 
-        Raises: UserError where there are more of one than of the other, or a prompt does not fit the context.
+        Raises: UserError if the lengths differ, or a prompt does not fit the context.
         """
         if len(prompts) != len(responses):
             raise UserError(
@@ -155,17 +155,17 @@ class LoadedRun:
         return folder
 
     def record(self, stage: str) -> dict[str, Any]:
-        """What the stage wrote about itself, its settings and its hash; empty if it was not run."""
+        """The stage's record (settings, hash, …); empty if it was not run."""
         return read_stage(stage_folder(self._config, stage)) or {}
 
     def max_new_tokens(self, stage: str) -> int:
-        """Of a response, as the stage's record has it."""
+        """The maximum length of a response in the stage's record."""
         recorded = ((self.record(stage).get("config") or {}).get("rollout") or {}).get("max_new_tokens")
         return recorded or self._config.rollout.max_new_tokens
 
 
 def _messages(prompt: Prompt) -> list[Any]:
-    """A prompt as the records have it."""
+    """A prompt as a list of messages."""
     from rlhf.data.records import Message
 
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -1,11 +1,11 @@
-"""Chats as tokens, by the tokenizer's own chat template, whichever it is; and which tokens the assistant wrote.
+"""Chats as tokens, rendered with the tokenizer's own chat template, and the mask of the assistant's tokens.
 
-The template renders text. What the assistant wrote is found by rendering twice, with and without the turn; the template
-itself is only called. Text of messages that spells a special token stays text: such spellings are marked before rendering,
-and a marked one is encoded as ordinary text.
+The assistant's text is found by rendering twice, with and without the turn; the template is only called, never parsed. Text
+in a message that spells a special token stays text: such spellings are marked before rendering, and a marked one is encoded
+as ordinary text.
 
-Completion (data.form=completion) is a template too: it writes the texts of prompt and response one after the other and nothing
-else, and no token ends a response. The stages do not know the difference.
+Completion (data.form=completion) is a template too: it writes prompt and response one after the other and nothing else, and no
+token ends a response. The stages therefore need no special case.
 """
 
 import re
@@ -23,7 +23,7 @@ PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rend
 CONTEXT = "context"  # key of an assistant's turn that is not to be learned
 ENDS = "end_token_ids"  # where a tokenizer keeps its end tokens: a field of tokenizer_config.json
 COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-# Limits of a rendering, in seconds and bytes, and of its text: a template may come from anywhere.
+# Limits on the time (seconds), memory (bytes) and text of a rendering, since templates are not trusted.
 SECONDS, MEMORY, LENGTH = 10.0, 2**30, 10**7
 NOT_ONCE = "the chat template does not write what the assistant says once, as it is: use another tokenizer"
 
@@ -58,7 +58,7 @@ def _make_marks(tokenizer: Any, texts: Sequence[str]) -> _Marks:
 
 
 def _encode_rendered(tokenizer: Any, texts: Sequence[str], marks: _Marks) -> list[list[int]]:
-    """Ids of rendered text, special tokens recognised but for marked ones. No BOS is added: the template has it."""
+    """Ids of rendered text; special tokens are recognised except marked ones. No BOS is added: the template writes it."""
     plain = _recognised(tokenizer, [text for text in texts if marks.mark not in text])
     rest = iter(plain)
     return [_encode_marked(tokenizer, text, marks) if marks.mark in text else next(rest) for text in texts]
@@ -66,13 +66,13 @@ def _encode_rendered(tokenizer: Any, texts: Sequence[str], marks: _Marks) -> lis
 
 def _recognised(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # an earlier padded or truncated call leaves its settings behind
+    backend.no_truncation()  # settings of an earlier padded or truncated call persist
     backend.no_padding()
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _encode_marked(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
-    """The text between real special tokens alone, as text; if pieces alone encode otherwise than in their place (some
+    """Encode the text between real special tokens as plain text; if pieces encode differently alone than in place (some
     tokenizers begin every text with a space), a space breaks the spelling instead.
     """
     unlike = text.replace(marks.mark, "x")
@@ -121,7 +121,7 @@ def _call(tokenizer: Any, turns: list[Turn], generate: bool) -> str:
         raise UserError(
             f"the chat template takes more than {MEMORY / 2**30:g} GiB of memory for a dialogue: use another tokenizer"
         ) from None
-    except Exception as error:  # whatever the template raises
+    except Exception as error:  # a template can raise anything
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"the chat template refuses a dialogue ({said}): change its turns, or use another tokenizer"
@@ -179,13 +179,13 @@ def _marked(tokenizer: Any, chats: list[list[Turn]]) -> tuple[list[list[Turn]], 
 
 
 def end_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end a response, the one that training teaches first; none of a completion."""
+    """The tokens that end a response, the one that training uses first; empty for a completion."""
     kept = tokenizer.init_kwargs.get(ENDS)
     return [i for i in [tokenizer.eos_token_id] if i is not None] if kept is None else list(kept)
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
-    """The special token that the template writes after what the assistant says; None if it writes none."""
+    """The special token that the template writes after the assistant's text, or None."""
     marks = _make_marks(tokenizer, [])
     after = _around(_call(tokenizer, [*PROBE, {"role": "assistant", "content": marks.mark}], False), marks)[1]
     found = marks.special.search(after)
@@ -193,7 +193,7 @@ def find_end_of_turn(tokenizer: Any) -> int | None:
 
 
 def _around(text: str, marks: _Marks) -> tuple[str, str]:
-    """What stands before and after the mark. Raises: UserError if the template does not write it once."""
+    """The text before and after the mark. Raises: UserError if the template does not write it exactly once."""
     before, mark, after = text.partition(marks.mark)
     if not mark or marks.mark in after:
         raise UserError(NOT_ONCE)
@@ -201,7 +201,7 @@ def _around(text: str, marks: _Marks) -> tuple[str, str]:
 
 
 def _after_end(tokenizer: Any, text: str, start: int, stop: int, marks: _Marks) -> int | None:
-    """Where the first end token of text[start:stop] is over; None without one."""
+    """The position after the first end token of text[start:stop]; None without one."""
     ends = set(end_ids(tokenizer))
     return next((f.end() for f in marks.special.finditer(text, start, stop) if marks.ids[f[0]] in ends), None)
 
@@ -210,7 +210,7 @@ def _after_end(tokenizer: Any, text: str, start: int, stop: int, marks: _Marks) 
 
 
 def use_completion(tokenizer: Any) -> None:
-    """Make prompts and responses raw text. A tokenizer that begins every text with its BOS begins prompts with it."""
+    """Make prompts and responses raw text. If the tokenizer adds a BOS to every text, prompts begin with it."""
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + COMPLETION
     tokenizer.init_kwargs[ENDS] = []
@@ -226,7 +226,7 @@ def is_completion(tokenizer: Any) -> bool:
 def encode_prompts(
     tokenizer: Any, prompts: Sequence[str | Sequence[Any]], add_generation_prompt: bool = True
 ) -> list[list[int]]:
-    """Prompts as the template renders them, up to where the assistant begins.
+    """Prompts as the template renders them, generation prompt included.
 
     A prompt is a list of messages (with keys or attributes `role` and `content`); a string means one user turn.
 
@@ -244,11 +244,11 @@ def encode_prompt(tokenizer: Any, messages: str | Sequence[Any], add_generation_
 def encode_dialogue(
     tokenizer: Any, messages: Sequence[Any], context: Collection[int] = ()
 ) -> tuple[list[int], list[bool]]:
-    """A whole dialogue, and which tokens the assistant wrote: of each of its turns what follows the generation prompt, up to
-    the end token and with it.
+    """The tokens of a dialogue, and the mask of the assistant's: in each of its turns, everything after the generation prompt
+    up to and including the end token.
 
-    context: places of turns that count as nobody's. Nothing follows the last turn's end token; if the template writes none
-    there, the tokenizer's is added.
+    context: positions of turns that are left out of the mask. The dialogue ends with the last turn's end token; if the
+    template writes none there, the tokenizer's is added.
 
     Raises: UserError as `encode_prompts`, or if a turn cannot be found in the rendered text.
     """
@@ -276,8 +276,8 @@ def encode_dialogue(
 
 
 def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[int]:
-    """A dialogue that the assistant ends, as the template renders it; if its author was cut off (`ended` is false), up to
-    the last word of the assistant.
+    """A dialogue that ends with the assistant, as the template renders it; if the response was cut off (`ended` is false), up
+    to its last word.
 
     Raises: UserError as `encode_prompts`.
     """
@@ -292,7 +292,7 @@ def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[
 
 
 def _common(whole: list[int], part: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
 
 
@@ -305,7 +305,7 @@ def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: 
         if text.startswith(through) and through.startswith(before):
             stop = _after_end(tokenizer, text, len(before), len(through), marks)
             return len(before), len(through.rstrip()) if stop is None else stop
-    # A template that writes earlier turns otherwise than the last one: what differs if the turn says something else?
+    # The template renders earlier turns differently from the last one: compare with another text in this turn.
     one, other = (
         _call(tokenizer, [*turns[:index], {**turns[index], "content": marks.mark + c}, *turns[index + 1 :]], False)
         for c in "ab"
@@ -322,11 +322,11 @@ def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: 
 
 @dataclass(slots=True)
 class _Frame:
-    """What the template writes around a response, and how."""
+    """The text that the template writes around a response."""
 
     prompt: str  # the text before
     before: str
-    after: str  # up to the end token and with it
+    after: str  # up to and including the end token
     strips: bool
     ended: bool  # whether `after` has an end token
     alone: bool  # whether a response encodes alone as it does after its prompt
@@ -347,12 +347,12 @@ def _frame(tokenizer: Any, _: str) -> _Frame:
     whole, first, second = _recognised(tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"])
     alone = (
         is_completion(tokenizer) or whole == first + second
-    )  # a completion follows other texts than the probe's word
+    )  # a completion follows texts other than the probe's word
     return _Frame(prompt, before, after, texts[0] == texts[1], end is not None, alone)
 
 
 def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -> list[list[int]]:
-    """Responses as the template writes them after a prompt; with their end token unless the authors were cut off."""
+    """Responses as the template writes them after a prompt, with the end token unless they were cut off."""
     frame = _frame(tokenizer, str(tokenizer.chat_template))
     marks = _make_marks(tokenizer, texts)
     after = frame.after if ended else ""
@@ -374,7 +374,7 @@ def encode_response(tokenizer: Any, text: str, ended: bool = True) -> list[int]:
 def decode_response(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of a sampled response up to its first end token; other special tokens are left out.
 
-    Bytes that are no valid UTF-8 (a model may stop within a character) become U+FFFD.
+    Bytes that are not valid UTF-8 (a model may stop within a character) become U+FFFD.
     """
     ends, ids = set(end_ids(tokenizer)), [int(i) for i in ids]
     until = next((place for place, i in enumerate(ids) if i in ends), len(ids))

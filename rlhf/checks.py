@@ -39,7 +39,7 @@ def _plan_relations(config: PlanConfig) -> list[str]:
     problems: list[str] = []
     context, answer = own_context(config), config.rollout.max_new_tokens
     if context is None:
-        return problems  # the plan itself reads the model's
+        return problems  # the plan reads the model's own configuration
     if config.sequence is not None and config.sequence > context:
         problems.append(f"sequence={config.sequence}: want at most model.context_length={context}")
     if answer >= (config.sequence or context):
@@ -50,7 +50,7 @@ def _plan_relations(config: PlanConfig) -> list[str]:
 
 
 def own_context(config: Config) -> int | None:
-    """The context of a model of ours, in tokens; None for an adopted one, against whose own the stages check."""
+    """The context of our GPT in tokens; None for an adopted model, whose context the stages check."""
     return config.model.context_length if config.model.pretrained is None else None
 
 
@@ -181,7 +181,7 @@ def _lora_relations(config: Config, command: str) -> list[str]:
         return []
     problems = []
     if not config.lora.rank:
-        problems.append("lora.share_trunk=true: the models differ in their adapters alone: set lora.rank")
+        problems.append("lora.share_trunk=true: the models differ only in their adapters: set lora.rank")
     if config.ppo.critic == "random":
         problems.append("lora.share_trunk=true: ppo.critic=random has another trunk: want ppo.critic=reward or sft")
     if config.deepspeed != "none":
@@ -203,12 +203,12 @@ def _launch_problems(config: Config, command: str) -> list[str]:
     processes = process_count()
     if processes > 1 and not (command in STAGES and STAGES[command].several_processes):
         remedy = "set launcher.processes instead" if command == "pipeline" else "start it without a launcher"
-        problems.append(f"{command}: started as {processes} processes, works as one: {remedy}")
+        problems.append(f"{command}: started as {processes} processes, runs as one: {remedy}")
     return problems
 
 
 def _sharding_problems(config: Config) -> list[str]:
-    """What ZeRO-3, whose ranks hold slices of each weight, cannot do."""
+    """Settings that ZeRO-3 does not support, because its ranks hold slices of each weight."""
     if not config.deepspeed.startswith("zero3"):
         return []
     problems = []

@@ -75,17 +75,17 @@ def main(argv: list[str] | None = None) -> None:
     check_launch()
     with ending(interrupted=interrupted(arguments[0] if arguments else "")):
         _dispatch(arguments)
-        write("")  # flushes: a full disk is told here, not at the interpreter's end
+        write("")  # flush here, so that a full disk is reported now and not at the interpreter's end
         if argv is None and disconnect():
             leave(0)
 
 
 def interrupted(command: str) -> str:
-    """What an interrupted command says: how to go on, if it can."""
+    """The message of an interrupted command: how to resume, if it can."""
     if command == "pipeline" or command in STAGES:
         return "interrupted: run the same command again, it resumes from the last checkpoint"
     if command in ("generate", "study"):
-        return "interrupted: run the same command again, it goes on where it stopped"
+        return "interrupted: run the same command again, it continues where it stopped"
     return "interrupted"
 
 
@@ -118,7 +118,7 @@ def _dispatch(arguments: list[str]) -> None:
     overrides, texts = split_texts(command, overrides)
     shared = SHARED_FLAG in overrides
     overrides = [o for o in overrides if o != SHARED_FLAG]
-    # `+` adds a group to Hydra's list of defaults; ours are in it already
+    # `+` adds a group to Hydra's list of defaults, which already contains ours
     overrides = [o[1:] if o.startswith("+") and o[1:].partition("=")[0] in CONFIG_GROUPS else o for o in overrides]
     flags, plain = split_flags(overrides)
     check_overrides(plain, command, read_flags(flags, command)[1])
@@ -128,7 +128,7 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their values, and the overrides."""
+    """Split the arguments into Hydra's flags (with their values) and the overrides."""
     flags: list[str] = []
     overrides: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
@@ -159,7 +159,7 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
             ) from None
         key = override.key_or_group
         if key.startswith("hydra") or (key in groups and not text.startswith("~")):
-            if not any(o.startswith("hydra.searchpath=") for o in overrides):  # Hydra reads that folder
+            if not any(o.startswith("hydra.searchpath=") for o in overrides):  # Hydra reads this folder
                 _check_choice(key, override.value(), folder)
             continue
         if key not in keys:
@@ -180,7 +180,7 @@ def check_used(overrides: list[str], command: str) -> None:
     known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
     given = [key for key in keys if key in known]
     if command == "pipeline":
-        for key in given:  # of the optional stages, the pipeline can run the baselines and what evaluate builds on
+        for key in given:  # the pipeline can run the baselines and the stages that evaluate builds on
             if not any(uses(name, key) for name in (*PIPELINE, *BASELINES, *ancestors("evaluate"), command)):
                 say(f"pipeline: {key}: no stage of the pipeline uses it")
     if command in OF_SEVERAL:
@@ -210,9 +210,9 @@ def _check_choice(group: str, value: Any, folder: str | None) -> None:
 
 
 def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -> None:
-    """Check the configuration (of a sweep: every job's), then run the command with it. texts: what TEXTS say.
+    """Check the configuration (of a sweep: every job's), then run the command with it. texts: the settings of TEXTS.
 
-    Hydra runs what has flags or settings of Hydra's own, and commands that ask it for their overrides.
+    Hydra itself runs commands with Hydra's own flags or settings, and those that ask it for their overrides.
     """
     flags, plain = split_flags(arguments)
     sweep = any(flag in ("-m", "--multirun") for flag in flags)
@@ -220,7 +220,7 @@ def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -
     ours = [o for o in plain if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
     searched = [f"hydra.searchpath=['file://{folder}']"] if folder is not None else []
     checked = []
-    if name == config_name(command):  # a user's own primary configuration is checked once Hydra has found it
+    if name == config_name(command):  # the user's own primary configuration is checked after Hydra has found it
         checked = check_jobs([[*job, *searched] for job in jobs_of(ours, sweep)], command)
 
     def start(config: Any) -> None:
@@ -245,8 +245,8 @@ def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -
             start(config)
 
     register_schema(config_name(command))
-    asked = os.environ.get("HYDRA_FULL_ERROR")  # set by the user, it asks for tracebacks
-    # what Hydra refuses is told here; the folder is for Hydra's own record of a sweep, a run's record is in the run's folder
+    asked = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted
+    # our code reports Hydra's errors; the folder is for Hydra's own record of a sweep, a run's record is in the run's folder
     with variable("HYDRA_FULL_ERROR", "1"), tempfile.TemporaryDirectory() as nowhere:
         sys.argv = [f"rlhf {command}", *flags, *plain, *([f"hydra.sweep.dir={nowhere}"] if sweep else [])]
         try:
@@ -262,7 +262,7 @@ def module_of(command: str) -> ModuleType:
 
 @contextlib.contextmanager
 def variable(name: str, value: str | None) -> Iterator[None]:
-    """An environment variable set within the block, or unset for None; afterwards as before."""
+    """Set an environment variable within the block (None: unset it), then restore it."""
     before = os.environ.get(name)
 
     def put(to: str | None) -> None:
@@ -279,7 +279,7 @@ def variable(name: str, value: str | None) -> Iterator[None]:
 
 
 def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:
-    """The primary configuration's name and the user's folder of YAML files. Raises: UserError for a flag that is not known."""
+    """The primary configuration's name and the user's folder of YAML files. Raises: UserError for an unknown flag."""
     name, folder = config_name(command), None
     for i, flag in enumerate(flags):
         key, equals, value = flag.partition("=")
@@ -367,7 +367,7 @@ def _command_help(command: str) -> str:
 
 
 def _import_help() -> list[str]:
-    """Examples, and what each format wants of a row."""
+    """Examples, and the keys that each format needs in a row."""
     from rlhf.data.importers import formats
 
     wants = sorted((f.name, f.wants) for f in formats().values())

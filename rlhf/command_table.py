@@ -50,8 +50,10 @@ _ALSO_READ = {
 }
 # Commands that read the settings of several, or have a schema of their own.
 OF_SEVERAL = ("pipeline", "study", "plan", "import")
-FORWARDING = ("pipeline", "study")  # they ask Hydra for their overrides, which their stages get
-SHARED_FLAG = "--shared-settings"  # the overrides are those of several commands: what this one does not use is ignored
+FORWARDING = ("pipeline", "study")  # they get their overrides from Hydra and pass them to their stages
+SHARED_FLAG = (
+    "--shared-settings"  # marks overrides meant for several commands: those that this one does not use are ignored
+)
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
 

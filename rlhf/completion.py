@@ -1,6 +1,6 @@
 """Completion of commands, settings and values in bash: `eval "$(rlhf -sc install=bash)"`, with Hydra's own flag.
 
-The shell calls `rlhf -sc query=bash` at each Tab, which reads the line from COMP_LINE. Imports neither torch nor hydra.
+At each Tab the shell calls `rlhf -sc query=bash`, which reads the line from COMP_LINE. Imports neither torch nor hydra.
 """
 
 import os
@@ -20,7 +20,7 @@ REPLIES = {"install=bash": SCRIPT, "uninstall=bash": "complete -r rlhf; unset -f
 
 
 def reply(arguments: list[str]) -> str | None:
-    """What to print for `-sc <word>`; None without that flag. Raises: UserError for another word than these."""
+    """What to print for `-sc <word>`; None without that flag. Raises: UserError for an unknown word."""
     flag = next((i for i, word in enumerate(arguments) if word.partition("=")[0] in FLAGS), None)
     if flag is None:
         return None
@@ -35,7 +35,7 @@ def reply(arguments: list[str]) -> str | None:
 
 
 def candidates(line: str) -> list[str]:
-    """What may complete the last word of a line; of `key=value` the value alone, since bash divides words at "="."""
+    """Completions of the last word of a line; for `key=value` only of the value, since bash splits words at "="."""
     words = line.split()
     current = words.pop() if words and not line.endswith(" ") else ""
     if len(words) < 2:

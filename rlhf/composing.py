@@ -21,12 +21,12 @@ TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free t
 
 
 def to_settings(composed: Any) -> Any:
-    """The schema's own classes, interpolations resolved; text from the environment remembers where it came from."""
+    """The schema's own classes, with interpolations resolved; text from the environment keeps the name of its variable."""
     from omegaconf import OmegaConf
 
     config: Any = OmegaConf.to_object(composed)
     raw = OmegaConf.to_container(composed, resolve=False)
-    named: set[str] = set()  # settings that come from the environment, also by way of other settings
+    named: set[str] = set()  # settings that come from the environment, directly or through other settings
 
     def is_named(text: Any) -> bool:
         return isinstance(text, str) and ("${oc.env:" in text or any(f"${{{key}}}" in text for key in named))
@@ -65,7 +65,7 @@ def jobs_of(overrides: list[str], sweep: bool) -> list[list[str]]:
 
 
 def first_line(error: BaseException) -> str:
-    """What Hydra says, less its formatting; the cause, which names the value, goes along."""
+    """Hydra's message without its formatting, together with its cause, which names the value."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if line and not line.startswith(("full_key", "object_type"))][:2]
     if error.__cause__ is not None and str(error.__cause__).splitlines():
@@ -74,7 +74,7 @@ def first_line(error: BaseException) -> str:
 
 
 def conf_dir() -> Path:
-    """The folder of YAML files: inside an installed package, beside it in a checkout."""
+    """The folder of YAML files: inside an installed package, next to it in a checkout."""
     inside = Path(__file__).parent / "conf"
     return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
 
@@ -100,12 +100,12 @@ def schema_keys(command: str = "") -> dict[str, Any]:
 
 
 def config_name(command: str) -> str:
-    """What Hydra composes for a command: conf/config.yaml, or the file of a command with a schema of its own."""
+    """The primary configuration of a command: conf/config.yaml, or its own file if it has its own schema."""
     return command if command in SCHEMAS else "config"
 
 
 def compose_config(overrides: list[str], command: str = "") -> Any:
-    """The `Config` (or the command's own schema) that these overrides give. Raises: UserError for what Hydra refuses."""
+    """The `Config` (or the command's own schema) that these overrides give. Raises: UserError if Hydra refuses them."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -113,7 +113,7 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
 
     register_schema(config_name(command))
     ours = GlobalHydra.instance()
-    running, ours.hydra = ours.hydra, None  # a study composes its cells' settings while Hydra runs its command
+    running, ours.hydra = ours.hydra, None  # a study composes its cells' settings while Hydra runs the study
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
             composed = compose(config_name(command), overrides=overrides)
@@ -135,7 +135,7 @@ def register_schema(name: str) -> None:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """A hint that names the known word nearest to this one, or nothing."""
+    """A hint that names the nearest known word, or ""."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -148,7 +148,7 @@ def nearest_key(key: str, known: list[str]) -> str:
 
 
 def unknown_key(error: BaseException, command: str) -> str | None:
-    """A key of a YAML file that the schema lacks, in the words that the command line has for it."""
+    """The message for an unknown key in a YAML file, worded as on the command line."""
     text = str(error)
     found = re.search(r"full_key: (\S+)", text)
     if found is None or "not in" not in text:
@@ -160,7 +160,7 @@ def unknown_key(error: BaseException, command: str) -> str | None:
 
 
 def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The other overrides, and what TEXTS say in plain words, which need none of Hydra's quotes. Raises: UserError."""
+    """Split off the overrides of TEXTS, whose plain text needs none of Hydra's quotes. Raises: UserError."""
     texts: dict[str, str] = {}
     keys = TEXTS.get(command, ())
     if "--" in overrides:

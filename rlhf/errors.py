@@ -1,11 +1,11 @@
-"""The one exception that a user's mistake raises, and how the errors of model libraries are worded in it."""
+"""The one exception for mistakes of the user, and its wording of errors from model libraries."""
 
 import contextlib
 from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """A mistake that the user can mend.
+    """A mistake that the user can correct.
 
     The message is one line: where it happened, what came, what was wanted, what to do. The command line prints it
     without a traceback and exits with code 2.
@@ -14,7 +14,7 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def reading(what: str, remedy: str) -> Iterator[None]:
-    """Raises: UserError "<what> (<reason>): <remedy>" for whatever a library raises within: of a damaged file, many kinds."""
+    """Raises: UserError "<what> (<reason>): <remedy>" for any error within, since a damaged file can raise many kinds."""
     try:
         yield
     except (UserError, MemoryError):
@@ -24,7 +24,7 @@ def reading(what: str, remedy: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a library could not load a model or a tokenizer, in a line."""
+    """Why a library could not load a model or a tokenizer, in one line."""
     if "trust_remote_code" in str(error):
         return "it needs code of its own (auto_map in its config.json), which is never run"
     return (str(error).splitlines() or [type(error).__name__])[0]

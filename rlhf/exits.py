@@ -18,7 +18,7 @@ from rlhf.processes import is_first, launch_problem, lost_another, process_count
 from rlhf.terminal import one_line, say
 
 MISTAKE, NO_READER = 2, 141
-SECONDS_TO_SPEAK = 5.0  # that rank 0 of a launch gets to report an error that every rank has, before the others do
+SECONDS_TO_SPEAK = 5.0  # seconds in which rank 0 alone reports an error that every rank has
 REMEDIES = {
     errno.EACCES: "give this user the right to read and write it, or name another place",
     errno.EPERM: "give this user the right to read and write it, or name another place",
@@ -32,7 +32,7 @@ REMEDIES = {
 
 @contextlib.contextmanager
 def ending(interrupted: str = "interrupted") -> Iterator[None]:
-    """Ends the process as this module says when what runs within it raises. interrupted: said after Ctrl-C or a signal."""
+    """End the process with these exit codes if the block raises. interrupted: the message after Ctrl-C or a signal."""
     try:
         yield
     except UserError as error:
@@ -47,8 +47,8 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
         end(NO_READER)
     except Exception as error:
         if lost_another(error):
-            time.sleep(SECONDS_TO_SPEAK)  # for the launcher to say which, and to end this one
-            fail("another process of this launch has ended: its own message, or the launcher's, says why")
+            time.sleep(SECONDS_TO_SPEAK)  # so that the launcher can name it and stop this process
+            fail("another process of this launch has ended: see its own message or the launcher's")
         told = None if os.environ.get("HYDRA_FULL_ERROR") else describe(error)
         if told is not None:
             fail(told)
@@ -57,7 +57,7 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
 
 
 def describe(error: Exception) -> str | None:
-    """What the system refused, as one line that says what to do; None for any other error, which is a bug."""
+    """One line for an error of the system that says what to do; None for any other error, which is a bug."""
     if isinstance(error, UnicodeDecodeError):
         byte = error.object[error.start]
         return (
@@ -96,7 +96,7 @@ def has_working_directory() -> bool:
 
 
 def check_launch() -> None:
-    """Ends the process if what a launcher sets is no number."""
+    """End the process if a launcher's variable is not a number."""
     if (problem := launch_problem()) is not None:
         report(problem)
         sys.exit(MISTAKE)
@@ -110,14 +110,14 @@ def fail(message: str) -> NoReturn:
 
 
 def report(message: str) -> None:
-    """One line on standard error, if anybody can read it."""
+    """Print one line on standard error, if it is open."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             say(f"rlhf: error: {one_line(message, 4000)}", sys.stderr)
 
 
 def end(code: int) -> NoReturn:
-    """End this process; of several, at once: an orderly end would wait for the others, or abort for their being gone."""
+    """End this process; one of several ends at once, since an orderly end would wait for the others or abort without them."""
     flush_or_drop()
     if process_count() > 1:
         leave(code)
@@ -125,7 +125,7 @@ def end(code: int) -> NoReturn:
 
 
 def flush_or_drop() -> None:
-    """Write out what is printed; drop what cannot be, about which the interpreter would complain once more at its end."""
+    """Flush the output; drop what cannot be written, because the interpreter would report it again when it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -1,4 +1,4 @@
-"""Files that are hashed, written whole or not at all, and on disks that may be full."""
+"""Hashing files, and writing them completely or not at all, also on a full disk."""
 
 import contextlib
 import errno
@@ -14,14 +14,14 @@ from typing import Any
 from rlhf.errors import UserError
 from rlhf.terminal import say
 
-# What a disk that is full, or may not be written, gives.
+# Errors of a disk that is full or not writable.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def sha256_file(path: Path) -> str:
     """Hex sha256 of a file. Raises: UserError for a pipe or a device, which may never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: is no regular file (a pipe, socket or device): write what it gives into a file")
+        raise UserError(f"{path}: not a regular file (a pipe, socket or device): write its content to a file")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -34,12 +34,12 @@ def hash_files(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As `write_text`, of a value."""
+    """As `write_text`, for a value as JSON."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n", errors="backslashreplace")
 
 
 def write_text(path: Path, text: str, errors: str = "replace") -> None:
-    """Write a file so that a reader sees the old one or the new one, never a torn one; a failed try leaves nothing.
+    """Write a file atomically: a reader sees the old one or the new one, and a failed attempt leaves nothing.
 
     Raises: UserError if the disk is full or refuses.
     """
@@ -62,12 +62,12 @@ def beside(out: Path) -> Path:
 
 
 def set_aside(out: Path) -> Path:
-    """Where the old folder lies between the two renames of `swap`."""
+    """The path of the old folder between the two renames of `swap`."""
     return out.with_name(f".{out.name}.old")
 
 
 def swap(out: Path, new: Path | None = None) -> None:
-    """Move the complete replacement to the place of the old folder. Raises: UserError if the system refuses."""
+    """Replace the old folder by the complete new one. Raises: UserError if the system refuses."""
     new, old = new or beside(out), set_aside(out)
     try:
         shutil.rmtree(old, ignore_errors=True)
@@ -83,7 +83,7 @@ def swap(out: Path, new: Path | None = None) -> None:
 
 
 def mend(out: Path) -> None:
-    """Undo, or finish, a replacement that was killed. Call it with `out` held."""
+    """Undo or finish a replacement that was killed. Call it with the lock on `out`."""
     old, new = set_aside(out), beside(out)
     if old.exists() and not out.exists():
         old.rename(out)
@@ -96,7 +96,7 @@ def mend(out: Path) -> None:
 
 @contextlib.contextmanager
 def held(out: Path) -> Iterator[None]:
-    """Keep other processes of ours from writing `out` at the same time, and `mend` it. Raises: UserError if one does."""
+    """Lock `out` against other processes of this package, and `mend` it. Raises: UserError if another one has the lock."""
     lock = out.with_name(f".{out.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -119,9 +119,9 @@ def held(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to fill, which takes its place when the block ends well; else nothing of it is left.
+    """A folder next to `out` to fill; it replaces `out` if the block succeeds, else it is removed.
 
-    Call it with `out` held. Raises: UserError if the disk is full or refuses.
+    Call it with the lock on `out`. Raises: UserError if the disk is full or not writable.
     """
     new = beside(out)
     try:
@@ -135,7 +135,7 @@ def replaced(out: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -156,7 +156,7 @@ def share(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is missing, damaged or holds something else."""
+    """The object in a JSON file; empty if the file is missing, damaged or contains something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
@@ -165,7 +165,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def disk_error(error: OSError, path: Path, setting: str = "runs_dir") -> UserError:
-    """An operating system's complaint about writing, as one line that says what to do. setting: that names the place."""
+    """One line for an error while writing that says what to do. setting: the setting that names the place."""
     full = f"free space or choose another disk with {setting}=…; a run resumes from its last checkpoint"
     refused = f"make the folder writable or choose another with {setting}=…"
     remedy = {

@@ -26,17 +26,17 @@ SIGNALS = (
 # Seconds within which two signals are one: Ctrl-C reaches a stage from the terminal and from what started the stage.
 SAME_SECONDS = 1.0
 
-_requested_at: float | None = None  # when a signal asked the loop under way to stop
+_requested_at: float | None = None  # when a signal requested that the running loop stop
 _interrupted_at: float | None = None  # when a signal began to end this process
 
 
 def stop_requested() -> bool:
-    """Whether a signal has asked the loop to end after the step under way."""
+    """Whether a signal has requested that the loop stop after the current step."""
     return _requested_at is not None
 
 
 def request_stop() -> None:
-    """What a signal does within `finish_step`: for a process of a launch in which another one has received a signal."""
+    """Request a stop as a signal within `finish_step` does; for a process of a launch in which another received the signal."""
     global _requested_at
     _requested_at = _requested_at or time.monotonic()
 
@@ -67,7 +67,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def drop_lost_terminal() -> None:
-    """Send to nowhere what would be printed on a terminal that is gone: the error would keep a stage from its checkpoint."""
+    """Discard output to a terminal that is gone: its error would keep a stage from writing its checkpoint."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)
@@ -78,7 +78,7 @@ def drop_lost_terminal() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without the interpreter's own end, once what was printed is written out."""
+    """Flush the output, then end this process at once, without the interpreter's shutdown."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(OSError):
@@ -90,8 +90,8 @@ def leave(code: int) -> NoReturn:
 def finish_step(name: str) -> Iterator[None]:
     """Within it, the first signal makes `stop_requested()` true and is reported in one line; a second ends the process.
 
-    name: of the stage, which begins the line. A signal that the process was told to ignore (nohup, a job in the
-    background) stays ignored, and threads other than the main one change nothing.
+    name: the stage's name, with which the line begins. A signal that the process ignores (nohup, a background job) stays
+    ignored, and threads other than the main one change nothing.
     Raises: KeyboardInterrupt at its end if a stop was requested and the loop has not raised it itself.
     """
     global _requested_at, _interrupted_at
@@ -106,9 +106,9 @@ def finish_step(name: str) -> Iterator[None]:
         now = time.monotonic()
         if _requested_at is None:
             _requested_at = now
-            _tell(f"\n{name}: stopping after this step, with a checkpoint; once more to end at once\n")
+            _tell(f"\n{name}: stopping after this step, with a checkpoint; repeat to stop at once\n")
         elif now - _requested_at > SAME_SECONDS:
-            _tell(f"\n{name}: ended at once; the same command resumes from the last checkpoint\n")
+            _tell(f"\n{name}: stopped; the same command resumes from the last checkpoint\n")
             os._exit(EXIT_CODE)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -126,7 +126,7 @@ def finish_step(name: str) -> Iterator[None]:
 
 
 def _tell(text: str) -> None:
-    """Past Python's buffers, which the interrupted code may be in the middle of writing; the first of several processes."""
+    """Print on rank 0, bypassing Python's buffers, which the interrupted code may be writing."""
     if not is_first():
         return
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Limits on the time and memory that a piece of Python may take: for what others wrote, such as chat templates."""
+"""Limits on the time and memory of a block of Python, for untrusted code such as chat templates."""
 
 import contextlib
 import ctypes
@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Iterator
 
-EVERY = 0.5  # seconds between two looks
+EVERY = 0.5  # seconds between two checks
 
-_deadlines: dict[int, float] = {}  # thread: when it is to be done
+_deadlines: dict[int, float] = {}  # thread: its deadline
 _lock = threading.Lock()
 _watchdog: threading.Thread | None = None
-_limited: list[tuple[int, int]] = []  # the process's own limit of memory, once per block that runs under one of ours
+_limited: list[tuple[int, int]] = []  # the process's own limit on memory, once per active block
 
 
 class _Late(BaseException):
-    """What stops a block: no `except Exception` in it, such as that of Jinja's compiler, can drop it."""
+    """Stops a block. It is no `Exception`, so that an `except Exception` in the block (Jinja's compiler) cannot drop it."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     global _watchdog
     thread = threading.get_ident()
     with _lock:
-        if _watchdog is None or not _watchdog.is_alive():  # after a fork it is not
+        if _watchdog is None or not _watchdog.is_alive():  # a fork does not copy the thread
             _watchdog = threading.Thread(target=_watch, daemon=True)
             _watchdog.start()
         _deadlines[thread] = time.monotonic() + seconds
@@ -51,9 +51,9 @@ def _watch() -> None:
 
 @contextlib.contextmanager
 def memory_limit(size: int) -> Iterator[None]:
-    """Raises: MemoryError if the process grows by more than `size` bytes within the block.
+    """Raises: MemoryError if the process's memory grows by more than `size` bytes within the block.
 
-    What other threads take meanwhile counts too. Linux only; elsewhere there is no limit.
+    Memory that other threads take meanwhile counts too. Linux only; elsewhere there is no limit.
     """
     with _lock:
         soft, hard = _limited[0] if _limited else resource.getrlimit(resource.RLIMIT_AS)
@@ -71,7 +71,7 @@ def memory_limit(size: int) -> Iterator[None]:
 
 
 def _address_space() -> int | None:
-    """Bytes of this process's address space; None if the system does not tell. `Path.read_bytes` takes twice as long."""
+    """Bytes of this process's address space; None if unknown. `Path.read_bytes` would take twice as long."""
     with contextlib.suppress(FileNotFoundError):
         file = os.open("/proc/self/statm", os.O_RDONLY)
         try:

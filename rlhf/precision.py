@@ -1,4 +1,4 @@
-"""In which precision models compute, in training and outside it. Imports torch only if there may be a GPU to ask about."""
+"""The precision in which models compute. Imports torch only if there may be a GPU."""
 
 import sys
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from rlhf.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA's GPUs, of these under Windows' Linux, of AMD's
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA's GPUs, the same under WSL, AMD's
 
 
 def precision_of(config: Config) -> str:
-    """float32 or bfloat16: `precision`, or what `auto` comes to on this machine."""
+    """float32 or bfloat16: `precision`, with `auto` resolved for this machine."""
     if config.precision != "auto":
         return config.precision
     gpu_possible = "torch" in sys.modules or any(Path(driver).exists() for driver in DRIVERS)
@@ -43,8 +43,8 @@ def wants_bfloat16(config: Config, device: "torch.device") -> bool:
 def inference(config: Config, device: "torch.device") -> Iterator["torch.device"]:
     """How models run outside training: without gradients, their products in the precision of training; yields the device.
 
-    Scalar heads and calibration stay in float32. TF32 stays off: float32 is what was asked for, and GPUs that have TF32
-    have bfloat16.
+    Scalar heads and calibration stay in float32. TF32 stays off, so that float32 means float32; GPUs with TF32 also have
+    bfloat16.
     """
     import torch
 

@@ -24,7 +24,7 @@ LONGEST_WAIT = timedelta(hours=12)
 BUCKET = 2**25  # elements of gradients that travel together: 128 MiB in float32
 # What a launcher sets for each process.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How gloo and NCCL report that the other end of a connection is gone.
+# How gloo and NCCL report a closed connection.
 LOST_PROCESS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -56,7 +56,7 @@ def is_first() -> bool:
 
 
 def launch_problem() -> str | None:
-    """What is wrong with the variables that a launcher sets, if anything."""
+    """What is wrong with the launcher's variables, or None."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         value = os.environ.get(name, "0")
         if not (value.isascii() and value.isdigit()):
@@ -71,12 +71,12 @@ def launch_environment(number: int, processes: int, address: str, port: int) -> 
 
 
 def lost_another(error: Exception) -> bool:
-    """Whether an error only says that another process of this launch is gone."""
+    """Whether an error only reports that another process of this launch is gone."""
     return process_count() > 1 and any(sign in str(error) for sign in LOST_PROCESS)
 
 
 def connect(device: "torch.device") -> None:
-    """Open the connection between the processes, if there are several and it is not open yet."""
+    """Connect the processes, if there are several and they are not connected yet."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def connect(device: "torch.device") -> None:
 
 
 def meet() -> "Store":
-    """The store of this launch, once all its processes have come. Raises: UserError if they do not, or nobody says where."""
+    """The store of this launch, after all processes have joined. Raises: UserError if some do not, or its address is unset."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UserError(
@@ -135,15 +135,15 @@ def forget_alone() -> None:
 
 
 def disconnect() -> bool:
-    """Close the connection, once every process is here; whether there was one.
+    """Close the connection after all processes have reached this point; returns whether there was one.
 
-    A process that was connected should `leave()` then: threads of the connection release their last tensors late, and if the
-    interpreter is ending by then they abort the process, in some hundredths of all launches. The launcher would report a failure
+    A process that was connected should then `leave()`: threads of the connection release their last tensors late, and abort the
+    process if the interpreter is already shutting down, in a few percent of launches. The launcher would report a failure
     and stop the other processes, which may still be writing.
     """
     import sys
 
-    if "torch" not in sys.modules:  # nothing has connected
+    if "torch" not in sys.modules:  # no connection was opened
         return False
     import torch.distributed as dist
 
@@ -155,7 +155,7 @@ def disconnect() -> bool:
 
 
 def wait_for_all() -> None:
-    """Wait until every process is here."""
+    """Wait until all processes have reached this point."""
     if process_count() > 1:
         import torch.distributed as dist
 
@@ -211,7 +211,7 @@ class Ranks:
         self.rank, self.count = rank(), process_count()
 
     def sum_tensor(self, x: "Tensor") -> "Tensor":
-        """The sum of a tensor over ranks, on every rank; `x` itself is left alone."""
+        """The sum of a tensor over ranks, on every rank; `x` is not changed."""
         if self.count == 1:
             return x
         import torch.distributed as dist

@@ -36,11 +36,11 @@ class StageRow:
     help: str  # one line for `rlhf --help`
     parents: tuple[str, ...] = ()  # the stages whose output it reads
     data: tuple[str, ...] = ()  # the kinds of data it reads: data.<kind>
-    settings: tuple[str, ...] = ()  # those that change its result: single settings or whole groups
+    settings: tuple[str, ...] = ()  # settings that change its result: single ones or whole groups
     reads: tuple[str, ...] = ()  # further settings that it reads, on which its result does not depend
     gold_data: Mapping[str, str] = field(default_factory=dict)  # kind of data: the file of it that this stage writes
-    kept_work: tuple[str, ...] = ()  # files that an interrupted stage continues from, beside its checkpoints
-    several_processes: bool = False  # whether several processes can work on it together
+    kept_work: tuple[str, ...] = ()  # files, besides checkpoints, from which an interrupted stage continues
+    several_processes: bool = False  # whether several processes can run it together
     gold_only: bool = False  # whether only the gold world has it
     optional: bool = False  # whether the pipeline runs it only if a setting asks for it
     every_round: bool = False  # whether each labelling round runs it again
@@ -53,7 +53,7 @@ class StageRow:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups of settings that contain those that change its result."""
+        """The groups of the settings that change its result."""
         return tuple(dict.fromkeys(key.partition(".")[0] for key in self.settings if key not in ("seed", "precision")))
 
 
@@ -201,8 +201,8 @@ PIPELINE = names(row for row in ROWS if not row.optional)
 GOLD_STAGES = names(row for row in ROWS if row.gold_only)
 ROUND_STAGES = names(row for row in ROWS if row.every_round)
 POLICY_STAGES = names(row for row in ROWS if row.writes_policy)
-BASELINES = names(row for row in ROWS if row.writes_policy and row.optional)  # policies to compare PPO's with
-# The stages that another one builds on: `parents.<stage>` names one of another run.
+BASELINES = names(row for row in ROWS if row.writes_policy and row.optional)  # policies to compare with PPO's
+# Stages that others build on: `parents.<stage>` takes one from another run.
 PARENTS = names(row for row in ROWS if any(row.name in child.parents for child in ROWS))
 
 

@@ -82,7 +82,7 @@ def open_store(address: str, port: int, rank: int, count: int, attempt: str = "0
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether something listens there."""
+    """Whether something listens at this address."""
     try:
         socket.create_connection((address, port), timeout=5.0).close()
     except OSError:

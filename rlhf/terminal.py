@@ -1,4 +1,4 @@
-"""What is printed. Names out of files and text out of models reach the terminal through here, without its control characters.
+"""Printing. Text from files and models is printed through this module, without the terminal's control characters.
 
 A terminal obeys escape sequences: they retitle windows, write to the clipboard, hide what was printed before. Right-to-left
 overrides and zero-width characters make a name look like another one. `printable` shows each such character as its escape;
@@ -9,13 +9,13 @@ import sys
 import unicodedata
 from typing import TextIO
 
-# Unicode categories of what a terminal acts on or does not show: controls (C0, C1, DEL), format characters (bidi, zero
+# Unicode categories that a terminal executes or does not show: controls (C0, C1, DEL), format characters (bidi, zero
 # width, tags), surrogates, and the separators of lines and paragraphs.
 HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 
 def printable(text: object, keep: str = "") -> str:
-    """A text with every control, bidi and zero-width character as its escape (\\x1b, \\u202e), save those in `keep`."""
+    """A text with every control, bidi and zero-width character as its escape (\\x1b, \\u202e), except those in `keep`."""
     text = str(text)
     if text.isprintable():
         return text
@@ -23,7 +23,7 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def one_line(text: object, limit: int = 1000) -> str:
-    """A text as one printable line: runs of white space are single spaces, and what is past `limit` is cut off."""
+    """A text as one printable line of at most `limit` characters; runs of white space become single spaces."""
     line = printable(" ".join(str(text).split()))
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
@@ -37,7 +37,7 @@ def say(text: object = "", stream: TextIO | None = None) -> None:
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """Print as it is what this program made itself, or `printable` has seen. Raises: OSError as `say` does."""
+    """Print trusted or already `printable` text unchanged. Raises: OSError as `say` does."""
     target = stream or sys.stdout
     if target is None:  # the process was started with standard output closed
         return
@@ -50,7 +50,7 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def accept_any_text() -> None:
-    """Have standard output and error show what their encoding lacks as an escape: in an ASCII locale even "…" is such."""
+    """Make standard output and error escape characters that their encoding lacks, such as "…" in an ASCII locale."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

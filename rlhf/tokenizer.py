@@ -18,7 +18,7 @@ END = "<|end|>"  # of a turn; also eos
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = [PAD, SEPARATOR, *ROLES.values(), END]  # ids 0..5 of a tokenizer trained here
 
-LONGEST_WORD = 512  # bytes of a run of letters, digits, signs or spaces that merges are learned from as one
+LONGEST_WORD = 512  # the longest run (bytes) of letters, digits, signs or spaces that training takes as one word
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -36,11 +36,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
     """Learn a byte-level BPE (GPT-2's pre-tokenisation) of `vocab_size` entries, special tokens included.
 
     The 256 bytes are always in the vocabulary, so every text can be encoded and decoded without loss. A small
-    text may hold fewer merges than asked for: `len(tokenizer)` says how many entries there are. The same
+    text may have fewer merges than requested: `len(tokenizer)` is the number of entries. The same
     documents in the same order give the same tokenizer. `context_length` (tokens) becomes `model_max_length`.
 
-    Training takes time in proportion to the text times the longest word, so a longer run without a space than
-    LONGEST_WORD is learned from in parts. A signal ends it at once.
+    The time of training is proportional to the text times the longest word, so runs longer than LONGEST_WORD are
+    split. A signal stops it at once.
 
     Raises: UserError if `vocab_size` is too small or there is no text.
     Source: Radford et al. 2019, section 2.2.
@@ -77,7 +77,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
 
 
 def _train(backend: Any, documents: Iterable[str], trainer: Any) -> int:
-    """Train on the documents in a thread, since the library does not return to Python for signals; characters seen."""
+    """Train in a thread, since the library does not return to Python for signals; returns the characters read."""
     seen = 0
     stopped = False
     problems: list[BaseException] = []
@@ -103,7 +103,7 @@ def _train(backend: Any, documents: Iterable[str], trainer: Any) -> int:
             thread.join(0.2)
     except BaseException:
         stopped = True
-        thread.join(1)  # ends there if it still reads; else the process ends without it
+        thread.join(1)  # the thread stops if it is still reading; else the process ends without it
         raise
     if problems:
         raise problems[0]
@@ -114,7 +114,7 @@ def encode_texts(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> 
     """Encode each text as ordinary text, in parallel: no special token is added, and none is recognised."""
     backend = tokenizer.backend_tokenizer
     before = backend.encode_special_tokens
-    backend.encode_special_tokens = True  # a special token's spelling is then split like any other text
+    backend.encode_special_tokens = True  # the spelling of a special token is then split like any other text
     backend.no_truncation()  # an earlier padded or truncated call leaves its settings behind
     backend.no_padding()
     try:
@@ -124,7 +124,7 @@ def encode_texts(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> 
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
-    """Encode one text as ordinary text: the result never holds a special token."""
+    """Encode one text as ordinary text: the result never contains a special token."""
     return encode_texts(tokenizer, [text])[0]
 
 
@@ -135,14 +135,14 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 
 def is_byte_level(tokenizer: "PreTrainedTokenizerFast") -> bool:
-    """Whether each token stands for a fixed number of bytes."""
+    """Whether each token represents a fixed number of bytes."""
     from tokenizers import decoders
 
     return isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel)
 
 
 def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """How many bytes of text each token id stands for, (V,): 0 for special tokens.
+    """Bytes of text that each token id represents, (V,): 0 for special tokens.
 
     Bits per byte of any stretch of tokens = nats of its text tokens / (ln 2 * sum of these lengths).
 
@@ -161,7 +161,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
 
     Pad and end token may be the same, as in many adopted ones: masks come from lengths.
 
-    Raises: UserError if the folder is missing or holds no tokenizer with a pad token.
+    Raises: UserError if the folder is missing or contains no tokenizer with a pad token.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -177,10 +177,9 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def tokenizer_hash(tokenizer_or_folder: "PreTrainedTokenizerFast | str | Path") -> str:
-    """SHA-256 (hex) of what decides ids: the tokenizer.json and the chat template.
+    """SHA-256 (hex) of everything that determines ids: the tokenizer.json and the chat template.
 
-    The same before saving and after loading. Padding and truncation are left out: they are a caller's passing
-    state.
+    The same before saving and after loading. Padding and truncation are left out, since calls change them.
     """
     tokenizer: Any = tokenizer_or_folder
     if isinstance(tokenizer, str | Path):

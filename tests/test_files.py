@@ -56,7 +56,7 @@ def test_hashes_are_sha256_by_relative_path(tmp_path):
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.gguf")
     for path in (tmp_path / "pipe.gguf", Path("/dev/zero")):
-        with pytest.raises(UserError, match="is no regular file"):
+        with pytest.raises(UserError, match="not a regular file"):
             sha256_file(path)
     assert hash_files(tmp_path) == {}
 

@@ -109,7 +109,7 @@ def test_a_second_signal_ends_at_once() -> None:
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=5)
     assert process.returncode == 130
-    assert "stopping after this step" in told and "ended at once; the same command resumes" in told
+    assert "stopping after this step" in told and "stopped; the same command resumes" in told
 
 
 COMMAND = """

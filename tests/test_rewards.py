@@ -103,7 +103,7 @@ def test_a_functions_code_is_part_of_a_stages_data(tmp_path):
         ("no_such_module_here:f", "cannot be imported"),
         ("no_such_file.py:f", "no such file"),
         ("json:no_such_function", "cannot be imported"),
-        ("json:__name__", "is no function but a str"),
+        ("json:__name__", "want a function, got a str"),
     ],
 )
 def test_a_function_that_is_not_there_is_told(name, message):

@@ -9,7 +9,7 @@ from rlhf.precision import inference
 from rlhf.runs.folders import check_output, stage_folder
 from rlhf.terminal import printable, say, write
 
-NOT_TEXT = "chat: a message that is not UTF-8: convert the input to UTF-8"
+NOT_TEXT = "chat: the message is not UTF-8: convert the input to UTF-8"
 
 
 def run(config: Config) -> None:
@@ -17,7 +17,7 @@ def run(config: Config) -> None:
     folder = stage_folder(config, config.chat.stage)
     check_output(folder)
     interactive = sys.stdin is not None and sys.stdin.isatty()
-    # What is piped in is looked at before a model is loaded.
+    # Check piped input before a model is loaded.
     first = read_line(False) if config.chat.message is None and not interactive else ""
 
     from rlhf.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ def read_line(interactive: bool) -> str | None:
 
 
 def as_text(message: str) -> str:
-    """The message. Raises: UserError if it is not text: in some locales such a byte arrives as half a character."""
+    """The message. Raises: UserError if it is not text; in some locales such a byte arrives as a lone surrogate."""
     try:
         message.encode()
     except UnicodeEncodeError:
@@ -100,7 +100,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
         key=("chat", turn),
     ):
         ids.append(token)
-        text = decode_response(tokenizer, ids).rstrip("�")  # half a character waits for its other half
+        text = decode_response(tokenizer, ids).rstrip("�")  # print an incomplete character with the next token
         write(printable(text[len(shown) :], keep="\n\t"))
         shown = text
     say()

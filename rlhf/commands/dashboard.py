@@ -1,4 +1,4 @@
-"""`rlhf dashboard`: the W&B dashboard from code. With a key it is created or updated; without one its specification is written."""
+"""`rlhf dashboard`: the W&B dashboard from code. With a key it is created or updated; without one only its specification is written."""
 
 import json
 import os
@@ -15,7 +15,7 @@ TIMEOUT = 60.0
 
 
 def run(config: Config) -> None:
-    """Write runs_dir/dashboard.json and, where WANDB_API_KEY is set, the dashboard of the project.
+    """Write runs_dir/dashboard.json and, if WANDB_API_KEY is set, the dashboard of the project.
 
     Raises: UserError if the folder cannot be written or the server refuses or does not answer.
     """
@@ -44,7 +44,7 @@ def run(config: Config) -> None:
 
 
 def send_within(seconds: float, project: str, entity: str | None, remembered: Path) -> str:
-    """The dashboard's address; in a thread, since W&B's own retries last for minutes.
+    """Send the dashboard and return its address; in a thread, since W&B's own retries last for minutes.
 
     Raises: UserError if the server refuses or does not answer in time.
     """

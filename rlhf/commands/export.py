@@ -1,4 +1,4 @@
-"""`rlhf export`: a stage's model, policy or reward model, as a folder that plain transformers loads, with a model card."""
+"""`rlhf export`: a stage's policy or reward model as a folder that plain transformers loads, with a model card."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rlhf.terminal import say
 
 
 def run(config: Config) -> None:
-    """Write the model of `export.stage` to `export.out`. Raises: UserError if the folder is taken."""
+    """Write the model of `export.stage` to `export.out`. Raises: UserError if the folder exists."""
     source = stage_folder(config, config.export.stage)
     check_output(source)
     out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / config.export.stage
@@ -27,7 +27,7 @@ def run(config: Config) -> None:
                 loading, notes = write(config, source / "model", folder)
                 write_card(folder, model_card(config, config.export.stage, loading.format(out.name), notes))
                 share(folder)
-    except Exception as error:  # libraries report a full disk by other errors than OSError
+    except Exception as error:  # libraries report a full disk with errors other than OSError
         told = checkpoint_error(error, out)
         if told is error:
             raise
@@ -38,7 +38,7 @@ def run(config: Config) -> None:
 
 
 def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """A causal language model; how it is loaded, and what there is to say of it. Raises: UserError if it has not the form."""
+    """Write a causal language model; returns how to load it, and a note. Raises: UserError if the model lacks that form."""
     from rlhf.model.convert import OWN, export, why_own
     from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_policy
@@ -56,7 +56,7 @@ def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[s
 
 
 def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """A sequence classifier with one label. Raises: UserError if no public class expresses it."""
+    """Write a sequence classifier with one label. Raises: UserError if no public class expresses it."""
     import torch
 
     from rlhf.model.classifier import TextRewardModel, load_reward_model
@@ -66,7 +66,7 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
 
     if config.export.form != "auto":
         raise UserError(
-            f"export.form={config.export.form}: a reward model is written as what its trunk came from: want auto"
+            f"export.form={config.export.form}: a reward model is written in its trunk's architecture: want auto"
         )
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
@@ -87,7 +87,7 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raises: UserError if `out` is a file, or holds anything but a model that overwrite=true may replace."""
+    """Raises: UserError if `out` is a file, or contains anything except a model that overwrite=true may replace."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -97,4 +97,4 @@ def check_free(out: Path, overwrite: bool) -> None:
     if not overwrite:
         raise UserError(f"{out}: exists and is not empty: choose another export.out=…, or add overwrite=true")
     if not (out / "config.json").is_file():
-        raise UserError(f"{out}: is not empty and holds no exported model: choose another export.out=…")
+        raise UserError(f"{out}: is not empty and contains no exported model: choose another export.out=…")

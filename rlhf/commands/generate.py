@@ -1,8 +1,8 @@
 """`rlhf generate`: a stage's model answers a file of prompts; one JSON line per prompt, for judges and labelers.
 
-A line holds `id`, `prompt` (messages), `responses` and `ended` (lists of k), `logprobs` and `token_ids` on request, and what
-the responses depend on: `model`, `model_hash`, `seed`, `temperature`, `greedy`, `max_new_tokens`. They depend on nothing
-else, so that an interrupted call goes on where it stopped: it writes to `<out>.partial`, which becomes `out` when all is done.
+A line contains `id`, `prompt` (messages), `responses` and `ended` (lists of k), `logprobs` and `token_ids` on request, and
+everything that the responses depend on: `model`, `model_hash`, `seed`, `temperature`, `greedy`, `max_new_tokens`. An
+interrupted call therefore continues where it stopped: it writes to `<out>.partial`, which becomes `out` at the end.
 """
 
 import json
@@ -28,7 +28,7 @@ CHUNK = 32  # prompts answered between two writes
 
 
 def run(config: Config) -> None:
-    """Write the responses to `generate.out`. Raises: UserError if it is taken, the model is missing or no prompt fits."""
+    """Write the responses to `generate.out`. Raises: UserError if it exists, the model is missing or no prompt fits."""
     settings = config.generate
     if settings.greedy and settings.samples > 1:
         raise UserError(
@@ -51,7 +51,7 @@ def run(config: Config) -> None:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raises: UserError if `out` is there, unless it holds responses that overwrite=true may replace; or its partial file is not ours."""
+    """Raises: UserError if `out` exists, unless it contains responses that overwrite=true may replace; or its partial file is not ours."""
     if out.is_dir():
         raise UserError(f"{out}: is a folder, want a file: choose another generate.out=…")
     if out.exists() and not overwrite:
@@ -66,7 +66,7 @@ def partial_of(out: Path) -> Path:
 
 
 def begins_as_ours(path: Path) -> bool:
-    """Whether a file's first line is one of ours, whole or torn, or there is none yet."""
+    """Whether a file is empty or its first line is one of ours, complete or torn."""
     with path.open("rb") as file:
         line = file.readline()
     row = parsed(line)
@@ -102,7 +102,7 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
     with partial.open("a+b") as file, progress(len(asked), "generate", unit="prompt") as bar, inference(config, device):
         done = keep_finished(file, heads, settings.samples, settings.logprobs)
         if done:
-            say(f"generate: {done} of {len(asked)} prompts are answered in {partial}: goes on from there")
+            say(f"generate: {done} of {len(asked)} prompts are answered in {partial}: continues from there")
             bar.update(done)
         policy: Any = load_frozen(config, folder / "model", device)
         for start in range(done, len(asked), CHUNK):
@@ -146,7 +146,7 @@ def answer_rows(
 
 
 def keep_finished(file: BinaryIO, heads: list[Row], samples: int, logprobs: bool) -> int:
-    """How many prompts, from the first on, the file answers as this call would; what comes after them is cut off."""
+    """The number of leading prompts that the file answers as this call would; the rest of the file is cut off."""
     file.seek(0)
     done = size = 0
     for head, line in zip(heads, file, strict=False):
@@ -161,7 +161,7 @@ def keep_finished(file: BinaryIO, heads: list[Row], samples: int, logprobs: bool
 
 
 def parsed(line: bytes) -> Row | None:
-    """A whole line's object; None for what is torn or no object."""
+    """The object of a complete line; None if the line is torn or not an object."""
     try:
         value = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:

@@ -1,7 +1,7 @@
-"""`rlhf import`: foreign files -> records in Arrow, in a folder that is there as a whole or not at all.
+"""`rlhf import`: foreign files -> records in Arrow, in a folder that is written completely or not at all.
 
-The rows are read by `data/importing/importer.py`. Here is what surrounds it: the temporary folder, which is renamed once its
-manifest is written, what a killed import left behind, and what the screen shows.
+The rows are read by `data/importing/importer.py`. This module has the rest: the temporary folder, which is renamed
+once its manifest is written, the cleaning up after a killed import, and the output on the screen.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def _say(text: str) -> None:
 
 
 def _earlier(config: ImportConfig, out: Path) -> Any:
-    """The splits that are kept: those of `earlier`, and of the import that is replaced."""
+    """The splits to keep: those of `earlier`, and of the import that is replaced."""
     from rlhf.data.importing.assignments import Assignments, read_assignments
     from rlhf.data.reading.sources import given_names, is_import
 
@@ -91,9 +91,9 @@ def _earlier(config: ImportConfig, out: Path) -> Any:
 
 @contextlib.contextmanager
 def _working_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """An empty folder beside `out`, which is held; removed if the import fails.
+    """An empty folder next to `out`, which is locked; removed if the import fails.
 
-    Raises: UserError if `out` is there already, another process imports to it, or the disk refuses.
+    Raises: UserError if `out` exists, another process imports to it, or the disk is full or not writable.
     """
     folder = beside(out)
     with held(out):
@@ -111,16 +111,16 @@ def _working_folder(out: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _partial(out: Path) -> Path:
-    """Where an import with too many rejects goes."""
+    """The folder of an import with too many rejects."""
     return out.with_name(out.name + ".partial")
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
-    """Raises: UserError if `out` must stay. A link is no import: what it points to belongs to someone else."""
+    """Raises: UserError if `out` must not be replaced. A link is no import: its target may be someone else's."""
     from rlhf.data.reading.sources import is_import
 
     if not overwrite:
-        raise UserError(f"{out}: is there already: choose another out=…, or add overwrite=true to replace it")
+        raise UserError(f"{out}: exists: choose another out=…, or add overwrite=true to replace it")
     if out.is_symlink():
         raise UserError(f"{out}: is a link, so it is not replaced: give the folder that it points to")
     if not is_import(out) and not (out.is_dir() and not any(out.iterdir())):

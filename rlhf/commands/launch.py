@@ -25,11 +25,11 @@ from rlhf.processes import launch_environment
 from rlhf.terminal import say
 
 LOOK_SECONDS = 0.1  # between two polls of the processes
-STOP_SECONDS = 60.0  # that the others get to stop, once one has stopped after a signal
+STOP_SECONDS = 60.0  # that the others have to stop, after one has stopped on a signal
 
 
 def run_processes(command: Sequence[str], processes: int = 1, threads: int = 0) -> int:
-    """Run a command as so many processes; returns 0, or the exit code of the first one that failed.
+    """Run a command as several processes; returns 0, or the exit code of the first one that failed.
 
     If one fails, the others are killed at once, since they would wait for it and report follow-up errors. All of them end
     with this process. threads: per process; 0 divides the cores among several processes. Raises: KeyboardInterrupt after a
@@ -46,8 +46,8 @@ def run_processes(command: Sequence[str], processes: int = 1, threads: int = 0) 
 def run_stage_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0, module: str = "rlhf") -> int:
     """`run_processes` of `python -m rlhf <arguments>`, without the seconds that each new interpreter takes to import torch.
 
-    On Linux a server process imports once what `import_once` names, and forks the processes. It has no threads, has touched no
-    device, and ends with this process. Elsewhere forking after such imports is not safe, and each process imports for itself.
+    On Linux a server process imports the modules of `import_once` once and forks the processes. It has no threads, has used no
+    device, and ends with this process. Elsewhere forking after such imports is not safe, so each process imports on its own.
     """
     if sys.platform != "linux":
         return run_processes([sys.executable, "-m", module, *arguments], processes, threads)
@@ -56,13 +56,13 @@ def run_stage_processes(arguments: Sequence[str], processes: int = 1, threads: i
 
 
 def import_once(modules: Sequence[str]) -> None:
-    """Name the modules that the processes of `run_stage_processes` share. To be called before the first of them."""
+    """Set the modules that the processes of `run_stage_processes` share; call it before the first process starts."""
     if sys.platform == "linux":
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
 
 class Forked:
-    """A process of the server, with the methods of `Popen` that are used here."""
+    """A process that the server forked, with the methods of `Popen` that are used here."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         _start_server()
@@ -88,9 +88,9 @@ class Forked:
 
 @cache
 def _start_server() -> None:
-    """Start the process that forks, with this process's path of modules.
+    """Start the process that forks, with this process's module path.
 
-    Python would put the working directory first, where any file that is called like a module would be imported.
+    By default Python would put the working directory first and import any file there with a module's name.
     """
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in sys.path)}
     before = {name: os.environ.get(name) for name in own}
@@ -106,11 +106,11 @@ def _start_server() -> None:
 
 
 def _run_module(command: list[str], environment: dict[str, str]) -> None:
-    """What a forked process does: `python -m <command>`, in its own environment; its exit code is the process's."""
+    """Run `python -m <command>` in a forked process with its own environment; exits with the command's exit code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
-    if "OMP_NUM_THREADS" in environment:  # torch has read the server's
+    if "OMP_NUM_THREADS" in environment:  # torch has already read the server's
         import torch
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
@@ -119,7 +119,7 @@ def _run_module(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that asked for it is gone; the server between the two lives as long as this one does."""
+    """End this process when the one that requested it is gone; the server in between lives as long as this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -127,7 +127,7 @@ def _end_with_parent() -> None:
 
 
 def _follow(started: Sequence["subprocess.Popen | Forked"]) -> int:
-    """Wait as `run_processes` says, and end them all with it."""
+    """Wait as described in `run_processes`, and end all processes with this one."""
     try:
         return _wait(started)
     except KeyboardInterrupt:
@@ -162,7 +162,7 @@ def free_port() -> int:
 
 
 def _wait(started: Sequence["subprocess.Popen | Forked"]) -> int:
-    """Wait until all have succeeded or one has failed; returns its exit code, as a shell gives it."""
+    """Wait until all have succeeded or one has failed; returns its exit code in the shell's form."""
     while True:
         codes = [process.poll() for process in started]
         failed = [i for i, code in enumerate(codes) if code]
@@ -174,7 +174,7 @@ def _wait(started: Sequence["subprocess.Popen | Forked"]) -> int:
                     time.sleep(LOOK_SECONDS)
             if code < 0 and len(started) > 1:
                 say(
-                    f"rlhf: process {failed[0]} of {len(started)} was ended by signal {-code}; the others are ended with it",
+                    f"rlhf: process {failed[0]} of {len(started)} was killed by signal {-code}; the others are stopped too",
                     sys.stderr,
                 )
             return code if code > 0 else 128 - code

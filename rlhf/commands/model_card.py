@@ -1,5 +1,5 @@
-"""The README.md of an exported model: what it came from, the data with hashes, every stage's settings, results, and what
-was not measured. Everything in it is read from the records of the run's stages."""
+"""The README.md of an exported model: its origin, the data with hashes, every stage's settings, the results, and what was
+not measured. Everything in it is read from the records of the run's stages."""
 
 import json
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> st
 
 
 def stage_records(config: Config, stage: str) -> dict[str, dict[str, Any]]:
-    """The records of a stage and of what it builds on, in the order of the pipeline."""
+    """The records of a stage and of the stages that it builds on, in the order of the pipeline."""
     found = {}
     for name in (*ancestors(stage), stage):
         record = read_stage(stage_folder(config, name))
@@ -52,7 +52,7 @@ def stage_records(config: Config, stage: str) -> dict[str, dict[str, Any]]:
 
 
 def adopted_record(config: Config) -> dict[str, Any]:
-    """What the pretrain stage says of the checkpoint it adopted; empty where it pretrained a model of its own."""
+    """The pretrain stage's record of the checkpoint that it adopted; empty if it pretrained a model."""
     return read_json(stage_folder(config, "pretrain") / "adopted.json")
 
 
@@ -80,7 +80,7 @@ def data_rows(records: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def settings_lines(records: dict[str, dict[str, Any]]) -> list[str]:
-    """Hash and settings of every stage, one line a setting."""
+    """Hash and settings of every stage, one line per setting."""
     lines = []
     for name, record in records.items():
         lines += [f"### {name}", "", f"Hash `{record['hash']}`, {record['seconds']:.0f} s.", ""]
@@ -90,7 +90,7 @@ def settings_lines(records: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def result_lines(config: Config, stage: str, records: dict[str, dict[str, Any]]) -> list[str]:
-    """The figures of `rlhf evaluate` with their 95% intervals, if it measured this very model."""
+    """The figures of `rlhf evaluate` with their 95% intervals, if it measured exactly this model."""
     folder = stage_folder(config, "evaluate")
     evaluated = read_stage(folder)
     if evaluated is None or evaluated.get("status") != "complete":

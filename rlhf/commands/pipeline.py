@@ -34,7 +34,7 @@ from rlhf.runs.sources import check_base, data_source, hash_sources, kinds_read
 from rlhf.runs.stage import has_begun
 from rlhf.terminal import say
 
-LEAST_FREE_BYTES = 200 * 2**20  # with less, a run would fail later
+LEAST_FREE_BYTES = 200 * 2**20  # with less free space a run would fail later
 
 
 def run(config: Config) -> None:
@@ -57,7 +57,7 @@ def run(config: Config) -> None:
 
 
 def stages_to_run(config: Config) -> list[str]:
-    """The stages that this run needs and that `parents.<stage>` does not give, in the order of the pipeline."""
+    """The stages that this run needs and that `parents.<stage>` does not provide, in the order of the pipeline."""
     wanted: set[str] = set()
 
     def want(stage: str) -> None:
@@ -84,12 +84,12 @@ def forwarded_overrides() -> list[str]:
 
 
 def check_before(config: Config) -> None:
-    """Check for errors that would otherwise appear after minutes: missing data, a full disk. Raises: UserError."""
+    """Check for errors that would otherwise appear minutes later: missing data, a full disk. Raises: UserError."""
     stages = stages_to_run(config)
     read = {kind for stage in stages for kind in kinds_read(config, stage)}
     measured = "evaluate" in stages and needs_parent(config, "evaluate", "reward")
     if not {"reward", "judge"} & set(stages) and not measured:
-        read.discard("comparisons")  # they are prompts at most
+        read.discard("comparisons")  # they are used at most for prompts
     kinds = [kind for kind in ("corpus", "demonstrations", "comparisons") if kind in read]
     missing = [kind for kind in kinds if data_source(config, kind) is None]
     if missing:
@@ -98,7 +98,7 @@ def check_before(config: Config) -> None:
             "or run the embedded world with experiment=gold"
         )
     for stage in stages:
-        hash_sources(config, stage)  # a missing file is found here
+        hash_sources(config, stage)  # raises if a file is missing
     for stage, base in (("reward", config.reward.model), ("judge", config.judge.model)):
         if stage in stages and base is not None and not is_complete(stage_folder(config, stage)):
             check_base(base, f"{stage}.model")
@@ -115,7 +115,7 @@ def check_before(config: Config) -> None:
 
 
 def read_labels(config: Config) -> None:
-    """Read the data files that the user named, so that a bad line is reported now and not after pretraining."""
+    """Read the user's data files, so that a bad line is reported now and not after pretraining."""
     from rlhf.data.comparisons import load_comparisons
     from rlhf.data.demonstrations import load_demonstrations
     from rlhf.data.items import check_labelers, names_of
@@ -132,7 +132,7 @@ def read_labels(config: Config) -> None:
 
 
 def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
-    """Run a stage unless it is complete and fits; returns what was done. Raises: UserError if it does not fit."""
+    """Run a stage unless it is complete and matches; returns what was done. Raises: UserError if it does not match."""
     folder = stage_folder(config, stage)
     recorded = read_stage(folder)
     parents = collect_parents(config, stage)
@@ -144,7 +144,7 @@ def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
             say(f"{stage}: complete, skipped")
             return "complete before"
         if reason is not None and recorded["status"] == "running" and not has_begun(folder, stage):
-            reason = None  # nothing is lost if it starts again
+            reason = None  # it has no checkpoint, so it can start again
         if reason is not None and not config.overwrite:
             raise UserError(
                 f"{folder}: {reason}: choose another run=…, or add overwrite=true to redo this stage and those "
@@ -178,9 +178,9 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
         return f"{stage} was run with other settings ({changed})"
     others = [p for p in parents if recorded.get("parents", {}).get(p) != parents[p]]
     if others:
-        return f"{stage} was built on another {' and '.join(others)} than is there now"
+        return f"{stage} was built on another {' and '.join(others)} than the present one"
     if recorded.get("data") != hash_sources(config, stage):
-        return f"{stage} was run on other data than is there now"
+        return f"{stage} was run on other data than the present"
     return None
 
 
@@ -191,7 +191,7 @@ def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     if code == EXIT_CODE:
         sys.exit(code)
     if code:
-        report(f"pipeline: stopped in {stage}: mend what it says above and run the same command again")
+        report(f"pipeline: stopped in {stage}: correct the error above and run the same command again")
         sys.exit(code)
 
 

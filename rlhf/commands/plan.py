@@ -1,6 +1,6 @@
 """`rlhf plan`: what a configuration needs on a cluster, as a table, and as plan.json with out=….
 
-Nothing runs and nothing is loaded: the numbers are closed forms (`rlhf.planning`), explained in docs/planning.md.
+Nothing is run or loaded: the numbers are closed formulas (`rlhf.planning`), explained in docs/planning.md.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlhf.terminal import say
 
 
 def run(config: PlanConfig) -> None:
-    """Print the plan; write it to `out` where that is given. Raises: UserError if that cannot be written."""
+    """Print the plan, and write it to `out` if that is set. Raises: UserError if it cannot be written."""
     plan = make_plan(config)
     for line in (*describe(plan), "", verdict(plan)):
         say(line)
@@ -24,13 +24,13 @@ def run(config: PlanConfig) -> None:
 
 
 def write_plan(plan: dict[str, Any], out: Path, overwrite: bool) -> Path:
-    """Write `plan` as JSON to a file, or as plan.json into a folder; whole or not at all.
+    """Write `plan` as JSON to a file, or as plan.json into a folder, atomically.
 
-    Raises: UserError if there is no such folder, a file is there already, or the disk refuses.
+    Raises: UserError if the folder is missing, the file exists, or the disk is full or not writable.
     """
     path = out if out.suffix == ".json" else out / "plan.json"
     if not path.parent.is_dir():
-        raise UserError(f"out={out}: there is no folder {path.parent}: make it first, or choose another out=…")
+        raise UserError(f"out={out}: there is no folder {path.parent}: create it, or choose another out=…")
     if path.exists() and not overwrite:
         raise UserError(f"{path}: exists already: choose another out=…, or add overwrite=true")
     write_json(path, plan)
@@ -43,7 +43,7 @@ def describe(plan: dict[str, Any]) -> list[str]:
 
 
 def verdict(plan: dict[str, Any]) -> str:
-    """One line: whether every stage fits, which needs most, and what would fit."""
+    """One line: whether every stage fits, which one needs most, and which overrides would fit."""
     stage, most, room = plan["largest"]["stage"], plan["largest"]["bytes"], plan["room_bytes"]
     needs = f"{stage} needs {gigabytes(most)} of {gigabytes(room)} GB per GPU"
     fewest = plan["fewest_gpus"]
@@ -55,7 +55,7 @@ def verdict(plan: dict[str, Any]) -> str:
 
 
 def gigabytes(count: float) -> str:
-    """Bytes as 10^9 bytes, with three digits or more."""
+    """Bytes in units of 10^9, with at least three digits."""
     value = count / GB
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
@@ -69,7 +69,7 @@ def amount(number: float) -> str:
 
 
 def duration(hours: float) -> str:
-    """Hours in the unit that a person would use."""
+    """Hours in a convenient unit."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
     return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"

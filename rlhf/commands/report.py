@@ -1,4 +1,4 @@
-"""`rlhf report run=a[,b,c]`: a run, or several over each other, as one self-contained HTML page."""
+"""`rlhf report run=a[,b,c]`: a run, or several on the same axes, as one self-contained HTML page."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from rlhf.terminal import say
 
 
 def rewrite_arguments(arguments: list[str]) -> list[str]:
-    """`run=a,b,c` quoted, which Hydra would take for a sweep, and `--figures DIR` as report.figures=DIR."""
+    """Quote `run=a,b,c`, which Hydra would read as a sweep, and turn `--figures DIR` into report.figures=DIR."""
     rewritten: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -26,7 +26,7 @@ def rewrite_arguments(arguments: list[str]) -> list[str]:
 
 
 def run(config: Config) -> None:
-    """Write the page, and the figures where report.figures names a folder. Raises: UserError for an unknown run."""
+    """Write the page, and the figures if report.figures is set. Raises: UserError for an unknown run."""
     folders = run_folders(config)
     check_out(config)
     say(f"report: {write(*folders, out=config.report.out)}")
@@ -42,7 +42,7 @@ def run(config: Config) -> None:
 
 
 def check_out(config: Config) -> None:
-    """Raises: UserError if report.out or report.figures would write over what is no report."""
+    """Raises: UserError if report.out or report.figures would overwrite anything but a report."""
     if config.report.figures is not None:
         refuse_inside_stage(Path(config.report.figures), "report.figures")
     if config.report.out is None:
@@ -58,7 +58,7 @@ def check_out(config: Config) -> None:
 
 
 def run_folders(config: Config) -> list[Path]:
-    """The folders of run=a,b,c. Raises: UserError if one is no run, or is named twice."""
+    """The folders of run=a,b,c. Raises: UserError if one is not a run, or is named twice."""
     names = [name.strip() for name in config.run.split(",") if name.strip()]
     folders = []
     for name in names:
@@ -71,7 +71,7 @@ def run_folders(config: Config) -> list[Path]:
             raise UserError(f"run={config.run}: {name} is named twice: name each run once")
         folders.append(folder)
     if not folders:
-        raise UserError("run=: want the name of a run, or several with commas between")
+        raise UserError("run=: want the name of a run, or several separated by commas")
     return folders
 
 

@@ -1,6 +1,6 @@
 """`rlhf sample`: draw K responses per prompt from a model of the run, and write the tasks of a labelling round.
 
-What the labelers' tool exports comes back with `rlhf import`.
+`rlhf import` reads the export of the labelers' tool.
 """
 
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def sample_into(config: Config, out: Path) -> None:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Check that `out` may be written: overwrite replaces an earlier round, but never labels that people have filled in.
+    """Check that `out` may be written: overwrite=true replaces an earlier round, but never labels that people have filled in.
 
     Raises: UserError otherwise.
     """
@@ -104,7 +104,7 @@ def check_free(out: Path, overwrite: bool) -> None:
         raise UserError(f"{out}: exists and was not written by `rlhf sample`: choose another sample.out=…")
     if not overwrite:
         raise UserError(
-            f"{out}: holds the tasks of an earlier round: choose another sample.out=…, or add overwrite=true"
+            f"{out}: contains the tasks of an earlier round: choose another sample.out=…, or add overwrite=true"
         )
     own = record["files"]
     changed = [
@@ -114,7 +114,7 @@ def check_free(out: Path, overwrite: bool) -> None:
     ]
     if changed:
         raise UserError(
-            f"{out}: {', '.join(changed[:3])} came there or changed after `rlhf sample` (labels?): move what is of worth "
+            f"{out}: {', '.join(changed[:3])} appeared or changed after `rlhf sample` (labels?): move what you need "
             "and remove the folder, or choose another sample.out=…"
         )
 
@@ -143,7 +143,7 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
 
 
 def labelled_prompts(config: Config) -> set[str]:
-    """Keys of the prompts that the comparisons of the run rank responses to; empty if there are none yet."""
+    """Keys of the prompts whose responses the run's comparisons rank; empty if there are none yet."""
     source = data_source(config, "comparisons")
     if source is None or (config.data.comparisons is None and not Path(source).is_file()):
         return set()
@@ -154,7 +154,7 @@ def labelled_prompts(config: Config) -> set[str]:
 def draw_tasks(
     config: Config, folder: Path, prompts: list[PromptRecord], policy_id: str
 ) -> tuple[list[Ranking], int, int]:
-    """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and of those that do not fit the context."""
+    """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and the number that do not fit the context."""
     from rlhf.evaluation.answers import fit_prompts, room_for
     from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
@@ -163,7 +163,7 @@ def draw_tasks(
     policy, tokenizer = load_frozen(config, folder / "model", device), load_tokenizer(folder / "model")
     length, room = room_for(tokenizer, config.rollout.max_new_tokens)
     fitted = fit_prompts(tokenizer, [record.prompt for record in prompts], room)
-    # Otherwise a labeler would judge the answer to a prompt of which the model had seen only a part.
+    # Otherwise a labeler would judge an answer to a prompt that the model had seen only in part.
     whole = [(record, found[0]) for record, found in zip(prompts, fitted, strict=True) if found and not found[1]]
     tasks: list[Ranking] = []
     ids = unique_ids([f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" for record, _ in whole])
@@ -172,7 +172,7 @@ def draw_tasks(
             part = whole[start : start + CHUNK]
             for (record, _), drawn in zip(part, draw(config, policy, tokenizer, part, length), strict=True):
                 task_id = next(ids)
-                first_of = {text: (text, ended) for text, ended in reversed(drawn)}  # a labeler sees the text alone
+                first_of = {text: (text, ended) for text, ended in reversed(drawn)}  # a labeler sees only the text
                 distinct = [first_of[text] for text in dict.fromkeys(text for text, _ in drawn)][
                     : config.sample.responses
                 ]
@@ -185,7 +185,7 @@ def draw_tasks(
 def draw(
     config: Config, policy: Any, tokenizer: Any, part: list[tuple[PromptRecord, list[int]]], length: int
 ) -> list[list[tuple[str, bool]]]:
-    """K + SPARE responses (text, ended) a prompt; which ones depends on (seed, prompt id) and the model alone."""
+    """K + SPARE responses (text, ended) per prompt; they depend only on (seed, prompt id) and the model."""
     from rlhf.evaluation.answers import Drawing, draw_answers
 
     count = config.sample.responses + SPARE
@@ -216,7 +216,7 @@ def make_task(
 
 
 def unique_ids(ids: list[str]) -> Iterator[str]:
-    """The ids; repeated ones get a number, because two items with one id would be joined."""
+    """The ids, with a number added to repeated ones, because two items with one id would be joined."""
     seen: dict[str, int] = {}
     for name in ids:
         seen[name] = seen.get(name, 0) + 1

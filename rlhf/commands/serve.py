@@ -28,7 +28,7 @@ that you find equally good are a tie. If you cannot tell, say so.
 
 
 def join_runs(arguments: list[str]) -> list[str]:
-    """`run=a run=b` and `run=a,b` as run='a,b', which Hydra would refuse, and take for a sweep."""
+    """`run=a run=b` and `run=a,b` as run='a,b'; Hydra would refuse the first and read the second as a sweep."""
     runs: list[str] = []
     rest: list[str] = []
     for argument in arguments:
@@ -41,7 +41,7 @@ def join_runs(arguments: list[str]) -> list[str]:
 
 
 def run(config: Config) -> None:
-    """Serve until the process is told to stop. Raises: UserError for a run without models, or an address that is taken."""
+    """Serve until a signal stops the process. Raises: UserError for a run without models, or an address in use."""
     if not (find_spec("fastapi") and find_spec("uvicorn") and find_spec("httptools")):
         raise UserError("serve: needs FastAPI, uvicorn and httptools: pip install 'rlhf-recipe[serve]'")
     import uvicorn
@@ -92,7 +92,7 @@ def check_address(config: Config) -> bool:
 
 
 def listen(config: Config) -> Any:
-    """The socket. Raises: UserError if the address cannot be had."""
+    """The listening socket. Raises: UserError if the address is not available."""
     import socket
 
     host, port = config.serve.host, config.serve.port
@@ -139,9 +139,9 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> A
 
 
 def read_instructions(path: Path) -> str:
-    """The text of serve.instructions. Raises: UserError for what is no text file."""
+    """The text of serve.instructions. Raises: UserError if it is not a text file."""
     if not path.is_file():
-        raise UserError(f"serve.instructions={path}: no such file: want one of text")
+        raise UserError(f"serve.instructions={path}: no such file: want a text file")
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError:
@@ -162,9 +162,9 @@ def load_tasks(given: str | None, run: Path) -> list[Any]:
 
 
 def labeler_secrets(path: Path, names: list[str], address: str) -> dict[str, str]:
-    """Each labeler's secret: those of an earlier call, and new ones. The file holds the links, and only its owner reads it.
+    """Each labeler's secret: those of an earlier call, and new ones. The file contains the links; only its owner may read it.
 
-    Raises: UserError for a name that is not plain, or a file of others.
+    Raises: UserError for an invalid name, or a file that `rlhf serve` did not write.
     """
     import os
     import secrets

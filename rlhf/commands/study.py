@@ -8,9 +8,9 @@
     transfer    what pretraining gives `rlhf classify`: blocks transferred, auxiliary objective, an LSTM instead (study_transfer.py)
     scaling     pretraining at several widths and budgets: the best size by compute (study_scaling.py)
 
-A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>; in an audit study it labels and trains
-its reward model too, and is evaluated; in a study of sizes it pretrains and fine-tunes too; in a transfer study it is one fine-tuning by
-`rlhf classify`, in a scaling study one pretraining. What is complete is not run again. The result is runs/<run>/study/<name>.json.
+A cell is one PPO run on the parents' finished stages, under runs/<run>/study/<name>/<cell>-seed<n>. In an audit study it also labels,
+trains its reward model and is evaluated; in a study of sizes it also pretrains and fine-tunes; in a transfer study it is one fine-tuning by
+`rlhf classify`, in a scaling study one pretraining. Complete cells are not run again. The result is runs/<run>/study/<name>.json.
 """
 
 import hashlib
@@ -36,12 +36,12 @@ from rlhf.runs.sources import is_function, reward_folder, reward_sources
 from rlhf.terminal import say
 
 PARENTS = ancestors("ppo")
-LABELLED = ancestors("label")  # what the cells of an audit study share: all up to SFT
+LABELLED = ancestors("label")  # the stages that the cells of an audit study share
 WITHOUT_TRUTH = ("transfer", "scaling")
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
 EVAL_PROMPTS = 256
 WITHOUT_CRITIC = ("ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
-# What each cell of `details` changes.
+# The settings that each cell of `details` changes.
 DETAILS: dict[str, list[str]] = {
     "default": [],
     "critic_sft": ["ppo.critic=sft"],
@@ -61,7 +61,7 @@ DETAILS: dict[str, list[str]] = {
 }
 # The cells of `prompts`: the same, for parents with more prompts than rankings.
 PROMPTS = {"default": ["ppo.prompts=ranked"], "unranked": ["ppo.prompts=unranked"]}
-# The cells of `audit`, and what they have in common: little labelling, and a KL coefficient at which a poor reward model does harm.
+# The cells of `audit`, and their common settings: few labels, and a KL coefficient at which a poor reward model does harm.
 AUDIT_CELLS = {
     f"labels_{prompts}_noise_{noise}": (f"gold.comparison_prompts={prompts}", f"gold.labeler_noise={noise}")
     for prompts in (100, 300, 1000)
@@ -75,11 +75,11 @@ AUDIT_FIXED = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a kind of study needs and what its cells run."""
+    """The needs of a kind of study, and the stages of its cells."""
 
     needed: str = "reward"  # the last stage that its parents must have
     taken: tuple[str, ...] = PARENTS  # the stages that cells take from them, unless a cell runs one itself
-    commands: tuple[str, ...] = ("ppo",)  # what a cell runs: stages that it does not take, or the pipeline
+    commands: tuple[str, ...] = ("ppo",)  # the stages that a cell runs itself, or the pipeline
     last: str = "ppo"  # the stage that is complete when the cell is
 
 
@@ -102,7 +102,7 @@ class Cell:
     seed: int
     parent: Path  # the run whose stages it builds on
     folder: Path  # runs_dir of the study
-    overrides: tuple[str, ...]  # of its PPO run, all of them
+    overrides: tuple[str, ...]  # all overrides of its PPO run
     stages: dict[str, Path]  # the folder of each stage that it does not run itself
     commands: tuple[str, ...] = ("ppo",)
     last: str = "ppo"  # the stage that is complete when the cell is
@@ -121,7 +121,7 @@ class Cell:
 
     @property
     def compared(self) -> str:
-        """The stage whose settings must be those of the cell for it to be kept."""
+        """The stage whose recorded settings must equal the cell's, or the cell is run again."""
         return "ppo" if self.last == "evaluate" else self.last
 
 
@@ -181,12 +181,12 @@ def run_cells(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
                     )
 
 
-# Overrides of the command that a cell does not take over: it has a run, a seed and parents of its own.
+# Overrides that a cell does not inherit: it has its own run, seed and parents.
 NOT_FORWARDED = ("study.", "evaluate.", "run=", "runs_dir=", "seed=", "overwrite=", "threads=", "tracking", "parents.")
 
 
 def make_cells(config: Config, given: list[str]) -> list[Cell]:
-    """Every cell of the study: choices x seeds. Raises: UserError for parents that do not fit, an unknown choice."""
+    """Every cell of the study: choices x seeds. Raises: UserError for unusable parents or an unknown choice."""
     settings = config.study
     seeds = listed(settings.seeds) or [0, 1, 2]
     names = listed(settings.parents) or [config.run] * len(seeds)
@@ -224,7 +224,7 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
 
 
 def built_on(config: Config, name: str, seed: int, folder: Path, taken: dict[str, Path]) -> dict[str, Path]:
-    """The stages that a cell does not run itself: its parent's, but of an LSTM's fine-tuning the LSTM that the study pretrains."""
+    """The stages that a cell does not run itself: its parent's; for an LSTM's fine-tuning, the LSTM that the study pretrains."""
     from rlhf.commands.study_sizes import size_stages
     from rlhf.commands.study_transfer import LSTM, lstm_run
 
@@ -234,7 +234,7 @@ def built_on(config: Config, name: str, seed: int, folder: Path, taken: dict[str
 
 
 def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
-    """{name: what it changes} of the choices that the study compares. Raises: UserError for an unknown one."""
+    """{name: the overrides} of the choices that the study compares. Raises: UserError for an unknown one."""
     from rlhf.commands.study_scaling import scaling_choices
     from rlhf.commands.study_sizes import size_choices
     from rlhf.commands.study_transfer import transfer_choices
@@ -270,7 +270,7 @@ def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
 
 
 def rewards_by_folder(config: Config) -> list[str]:
-    """The override ppo.rewards with folders instead of run names, because a cell has its own runs_dir."""
+    """The override ppo.rewards with folders in place of run names, because a cell has its own runs_dir."""
     given = config.ppo.rewards
     if given is None:
         return []
@@ -296,8 +296,8 @@ def parent_stage(config: Config, parent: Path, stage: str) -> Path:
 
 
 def cells_to_run(config: Config, cells: list[Cell]) -> list[Cell]:
-    """The cells that are missing or half done; with overwrite=true also those of other settings, parents or data, each of
-    which is replaced when its new run is complete.
+    """The cells that are missing or incomplete; with overwrite=true also those with other settings, parents or data, which are
+    replaced when their new run is complete.
 
     Raises: UserError for such a cell without overwrite=true.
     """
@@ -329,7 +329,7 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
     own_length = config.study.kind not in ("frontier", "audit")
     episodes = config.ppo.episodes if own_length else config.study.updates * config.ppo.episodes_per_update
     record = read_stage(cells[0].parent / "ppo") or {}
-    cost = "; how long is not known, since the parent has no finished PPO" if missing else ""
+    cost = "; the time is unknown, since the parent has no finished PPO" if missing else ""
     if record.get("seconds") and missing:
         per_episode = record["seconds"] / record["settings"]["ppo.episodes"]
         minutes = len(missing) * per_episode * episodes / 60 / config.study.processes
@@ -338,7 +338,7 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
 
 
 def run_cell(cell: Cell) -> int:
-    """Run what the cell lacks in separate processes, with their output in a log next to its folder; returns the exit code."""
+    """Run the cell's missing stages in separate processes, logging next to its folder; returns the exit code."""
     cell.folder.mkdir(parents=True, exist_ok=True)
     started, code, anew = time.monotonic(), 0, "overwrite=true" in cell.overrides
     with (cell.folder / f"{cell.run}.log").open("a") as log:
@@ -364,7 +364,7 @@ def mean_interval(values: list[float]) -> dict[str, Any]:
 
 
 def cached(folder: Path, name: str, basis: Any, make: Any) -> Any:
-    """What `make()` returns, kept in a JSON file while `basis` stays the same, so that an interrupted study can be resumed."""
+    """The result of `make()`, cached in a JSON file for the same `basis`, so that an interrupted study can be resumed."""
     path = folder / f"{name}.json"
     digest = hashlib.sha256(json.dumps(basis, sort_keys=True, default=str).encode()).hexdigest()
     found = read_json(path)

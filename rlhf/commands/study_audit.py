@@ -1,6 +1,6 @@
-"""Does the audit of a reward model predict what PPO makes of it? From a study's cells to rank correlations and predictions.
+"""Does the audit of a reward model predict PPO's true gain? From a study's cells to rank correlations and predictions.
 
-The outcome of a cell is the mean true reward of PPO's answers to test prompts less that of SFT's; the audit never sees either.
+The outcome of a cell is the mean true reward of PPO's answers to test prompts minus that of SFT's. The audit uses neither.
 """
 
 import math
@@ -14,7 +14,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import read_json
 
-RIDGE = 1.0  # of the regression on all figures, in standardised units
+RIDGE = 1.0  # ridge penalty of the regression on all figures, in standardised units
 
 
 def worst(audit: dict[str, Any], figure: str) -> float:
@@ -26,7 +26,7 @@ def picked(audit: dict[str, Any], n: int) -> float:
     return next((row["gain"]["value"] for row in audit["picked"] if row["n"] == n), math.nan)
 
 
-# What may predict the outcome, each a number of reward/audit.json.
+# The predictors: numbers of reward/audit.json.
 FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "accuracy": lambda audit: audit["comparisons"]["accuracy"]["value"],
     "above_length": lambda audit: audit["comparisons"]["above_length"]["value"],
@@ -41,7 +41,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def audit_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
-    """The cells' figures and outcomes; how well each figure ranks them, and predicts a cell from the others."""
+    """The cells' figures and outcomes; how well each figure ranks them, and how well the others predict a cell."""
     runs = [run_of(cell) for cell in cells]
     x = np.array([[run["figures"][name] for name in FIGURES] for run in runs], dtype=np.float64)
     y = np.array([run["gold_gain"] for run in runs])

@@ -1,6 +1,6 @@
 """From a study's finished cells to its figures: held-out scores and KL, win rates, bits per byte, best-of-n.
 
-All on prompts of the dev split, since studies are there to choose by.
+All figures are on prompts of the dev split, since studies serve to choose settings.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def hashes(stages: dict[str, Path]) -> dict[str, Any]:
 
 
 def frontier_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
-    """Curves of held-out proxy and gold reward along each cell's training, and best-of-n's on the same prompts."""
+    """Curves of held-out proxy and gold reward during each cell's training, and best-of-n on the same prompts."""
     curves: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         rows = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "eval/dev/kl" in row]
@@ -116,10 +116,10 @@ def shared_paths(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def over_optimisation(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where the true reward peaks, what is lost of it by the end, and what the learned one gains meanwhile.
+    """Where the true reward peaks, how much of it is lost by the end, and how much learned reward is gained meanwhile.
 
-    The highest point of a noisy curve is above its last one even if the truth never falls, so no seed chooses the
-    update that it is measured at. For seed i
+    The highest point of a noisy curve is above its last one even if the true reward never falls, so each seed is measured
+    at an update that the other seeds chose. For seed i
 
         peak_i         = argmax_t of the mean over the other seeds of gold_t, at the updates that all seeds reached
         gold_lost_i    = gold_i[peak_i] - gold_i[last]           negative if the true reward still rises
@@ -128,8 +128,8 @@ def over_optimisation(runs: list[dict[str, Any]]) -> dict[str, Any]:
     The seeds' noise being independent, E gold_lost_i is the true fall from peak_i, which is at most that from the true
     peak. The interval treats the seeds' values as independent, although their peaks are found on common curves.
 
-    One seed has no others: its loss is the mean of the middle third of its curve less that of the last third, without
-    an interval; None for a curve of fewer than 3 points. Its peak is its own. `rule` says which of the two was used.
+    With a single seed, the loss is the mean of the middle third of its curve minus that of the last third, without an
+    interval (None for fewer than 3 points), and the peak is its own. `rule` says which of the two was used.
     """
     paths = shared_paths(runs)
     if len(paths) == 1:
@@ -175,7 +175,7 @@ def mean_best(rows: tuple[dict[str, float], ...]) -> dict[str, Any]:
 
 
 def best_of_curve(cell: Cell) -> list[dict[str, float]]:
-    """Proxy and gold reward of the best of n SFT samples by what pays the cell's PPO, on the same prompts."""
+    """Proxy and gold reward of the best of n SFT samples by the reward of the cell's PPO, on the same prompts."""
     config = cell_config(cell)
     device = set_up(config)
     tokenizer = load_tokenizer(cell.stages["sft"] / "model")
@@ -278,13 +278,13 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
         "score": score_of(own, tokenizer, records, answers, device),
         "seconds": float((read_stage(cell.ppo) or {})["seconds"]),
     }
-    # What the reward model says was gained beyond what was: both in standard deviations of SFT's answers.
+    # The learned gain beyond the true gain, both in standard deviations of SFT's answers.
     begun = [value for row in totals(base["judged"]) for value in row]
     if spread := statistics.pstdev(begun):
         figures["gap"] = figures["score"] - (figures["gold"] - statistics.fmean(begun)) / spread
     if "correct" in truth.parts:
         figures["correct"] = mean(totals(ours["judged"], "correct"))
-    if (cell.stages["pretrain"] / "corpus").is_dir():  # an adopted model has none
+    if (cell.stages["pretrain"] / "corpus").is_dir():  # an adopted model has no corpus
         corpus = PackedCorpus.load(cell.stages["pretrain"] / "corpus")
         blocks = corpus.blocks("heldout", tokenizer.model_max_length)
         with inference(own, device):
@@ -295,7 +295,7 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
 
 
 def sft_basis(config: Config, cell: Cell) -> list[Any]:
-    """What the judge's view of SFT's responses depends on: not on what pays PPO (ppo.…), which differs from cell to cell."""
+    """What the true scores of SFT's responses depend on: not on PPO's settings (ppo.…), which differ between cells."""
     settings = settings_of(config, "evaluate")
     drawn = {key: value for key, value in settings.items() if not key.startswith("ppo.")}
     parents = hashes({name: cell.stages[name] for name in ("world", "sft")})
@@ -303,7 +303,7 @@ def sft_basis(config: Config, cell: Cell) -> list[Any]:
 
 
 def score_of(config: Config, tokenizer: Any, records: list[PromptRecord], answers: Any, device: Any) -> float:
-    """Mean calibrated score of the drawn responses, as PPO pays it."""
+    """Mean calibrated score of the drawn responses, as PPO's reward."""
     plain = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, calibrated=True))
     reward, _ = make_reward(plain, tokenizer, device)
     with inference(plain, device):

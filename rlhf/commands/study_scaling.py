@@ -57,13 +57,13 @@ class Run(NamedTuple):
     parameters: int  # all of them
     without_embeddings: int
     tokens: int
-    epochs: float  # tokens over those of the training text
+    epochs: float  # tokens divided by the training text's
     loss: float  # nats per held-out token
     seconds: float
 
 
 def scaling_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
-    """{name: what it changes} of the trainings. Raises: UserError for a budget of less than ten steps, or an odd width."""
+    """{name: the overrides} of the trainings. Raises: UserError for a budget of less than ten steps, or an odd width."""
     vocabulary = len(load_tokenizer(parent / "tokenizer" / "model"))
     batch = config.pretrain.global_batch_tokens
     found: dict[str, tuple[str, ...]] = {}
@@ -100,7 +100,7 @@ def parameters_of(config: Config, width: int, vocabulary: int) -> tuple[int, int
 
 
 def pretrain_cells(cells: list[Cell], missing: list[Cell]) -> None:
-    """Train the missing cells one after another, seed by seed; those of one seed share the text that the first has packed."""
+    """Train the missing cells one after another, seed by seed; cells of one seed share the text that the first one packed."""
     configs = {cell.run: compose_config(list(cell.overrides)) for cell in missing}
     for config in configs.values():
         check_config(config, "pretrain")
@@ -133,7 +133,7 @@ def read_runs(config: Config, cells: list[Cell]) -> list[Run]:
 
 
 def scaling_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
-    """The runs, the IsoFLOP curves, the exponents by two methods and two ways of counting with their intervals, and the laws."""
+    """The runs, the IsoFLOP curves, the exponents by two methods and two parameter counts with intervals, and the laws."""
     runs = read_runs(config, cells)
     seeds = sorted({run.seed for run in runs})
     rows: dict[str, dict[str, Any]] = {}
@@ -213,7 +213,7 @@ def fit_law(runs: list[Run], without: bool, near: LossLaw | None = None) -> Loss
 
 
 def resamples(runs: list[Run]) -> Iterable[list[Run]]:
-    """Bootstrap: of each budget and width as many runs as there are seeds, drawn with replacement."""
+    """Bootstrap: for each budget and width, as many runs as seeds, drawn with replacement."""
     rng = random.Random("scaling")
     groups: dict[tuple[float, int], list[Run]] = {}
     for run in runs:
@@ -223,7 +223,7 @@ def resamples(runs: list[Run]) -> Iterable[list[Run]]:
 
 
 def with_interval(value: float, name: str, again: list[dict[str, float]]) -> dict[str, Any]:
-    """A figure with the 2.5% and 97.5% quantiles of its resamples, and their number, since not every one has a minimum."""
+    """A figure with the 2.5% and 97.5% quantiles of its resamples, and their number, since some have no minimum."""
     drawn = [one[name] for one in again if name in one]
     ends = [float(end) for end in np.quantile(drawn, (0.025, 0.975))] if drawn else None
     return {"mean": value, "ci95": ends, "n": len(drawn)}

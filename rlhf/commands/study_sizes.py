@@ -1,8 +1,8 @@
 """`study.kind=sizes`: InstructGPT's evidence by model size (Ouyang et al. 2022, figure 1 and section 4).
 
-A quarter, a half and the whole of the parent's width. Each size has a base, an SFT model, PPO and PPO-ptx of its own; the parent's reward
-model pays all of them, as one of 6 billion parameters does in the paper. Every policy, and the base with a few-shot prompt, answers the
-same test prompts. Preference is over the SFT model of the largest size.
+The sizes are a quarter, a half and the whole of the parent's width. Each size has its own base, SFT model, PPO and PPO-ptx; the parent's
+reward model scores all of them, as the 6-billion-parameter one does in the paper. Every policy, and the base with a few-shot prompt,
+answers the same test prompts. Preference is over the SFT model of the largest size.
 """
 
 import random
@@ -30,17 +30,17 @@ from rlhf.tokenizer import encode_texts, load_tokenizer
 from rlhf.training.setup import load_frozen, set_up
 
 POLICIES = ("base", "few_shot", "sft", "ppo", "ppo_ptx")
-PTX = "_ptx"  # the end of the name of a cell whose PPO mixes pretraining in, on the stages of the cell without it
+PTX = "_ptx"  # suffix of a cell with PPO-ptx, which uses the stages of the cell without it
 MIXED = ("ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25")
-SHARES = (4, 2, 1)  # of the parent's width and heads
-SHOTS = 8  # at most: as many as fit before the prompt
+SHARES = (4, 2, 1)  # fractions of the parent's width and heads
+SHOTS = 8  # the maximum; as many as fit before the prompt are used
 
-# Of one policy: the true scores of each prompt's answers, and each measure's mean per prompt or None.
+# One policy's true scores of each prompt's answers, and each measure's mean per prompt (or None).
 Values = dict[str, list[Any]]
 
 
 def size_choices(parent: Path) -> dict[str, tuple[str, ...]]:
-    """{name: what it changes}: each size, the whole one last, and then each with PPO-ptx."""
+    """{name: the overrides}: each size, the whole one last, and then each with PPO-ptx."""
     shape = read_json(parent / "pretrain" / "model" / "config.json")
     sizes = {
         f"width_{shape['width'] // share}": (
@@ -100,7 +100,7 @@ def size_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
 
 
 def figures(by_seed: dict[int, Values], reference: dict[int, Values] | None) -> dict[str, Any]:
-    """Means and intervals with the prompt as the unit, those of all seeds together."""
+    """Means and intervals with the prompt as the unit, over all seeds together."""
 
     def mean(name: str) -> list[float]:
         return [value for values in by_seed.values() for value in values[name] if value is not None]
@@ -111,7 +111,7 @@ def figures(by_seed: dict[int, Values], reference: dict[int, Values] | None) -> 
 
 
 def preferred(ours: dict[int, Values], theirs: dict[int, Values]) -> dict[str, Any]:
-    """How often an answer beats another policy's to the same prompt by the true score, ties half."""
+    """Share of comparisons with another policy's answers to the same prompt won by the true score; ties count half."""
     seeds = sorted(ours.keys() & theirs.keys())
     return interval([point for seed in seeds for point in win_points(ours[seed]["totals"], theirs[seed]["totals"])])
 
@@ -124,7 +124,7 @@ def basis(config: Config, cell: Cell) -> list[Any]:
 
 
 def answer_all(config: Config, cell: Cell) -> dict[str, Any]:
-    """{policy: its values}, and the number of parameters; of a cell with PPO-ptx its policy alone."""
+    """{policy: its values}, and the number of parameters; for a cell with PPO-ptx only its policy."""
     own = cell_config(cell)
     own.evaluate = config.evaluate
     device, truth = set_up(own), need_truth(own, "study")
@@ -153,7 +153,7 @@ def answer_all(config: Config, cell: Cell) -> dict[str, Any]:
 
 
 def first_answer(text: str) -> str:
-    """What a base wrote before a next question, without a first line that names a speaker as the corpus does."""
+    """The base's text up to the next question, without a first line that names a speaker as the corpus does."""
     return text.partition("\nQuestion:")[0].split("\n", 1)[-1].strip()
 
 

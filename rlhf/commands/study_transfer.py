@@ -2,7 +2,7 @@
 
     layers       the first 0 … n blocks of the base transferred, and nothing at all
     sizes        with and without the language model's loss, by number of training examples
-    models       an LSTM of equal size, pretrained on the same blocks, in the Transformer's place
+    models       an LSTM of equal size, pretrained on the same blocks, in place of the Transformer
     zero-shot    the base's own choice among the labels' or choices' words, at each checkpoint that its pretraining kept
 
 Each is one table and picture, runs/<run>/study/transfer-<name>.json.
@@ -31,7 +31,7 @@ from rlhf.tokenizer import encode_texts, load_tokenizer, separator_id
 from rlhf.training.setup import load_policy, set_up
 from rlhf.training.state import put_weights
 
-SIZES = (100, 400)  # training examples, beside all of them
+SIZES = (100, 400)  # training examples, besides all of them
 DEFAULT, LSTM, NO_LM = "all_layers", "lstm", ("classify.lm_coef=0",)
 TITLES = {
     "layers": "Transfer by the number of blocks",
@@ -39,12 +39,12 @@ TITLES = {
     "models": "Transformer and LSTM of equal size",
     "zero-shot": "Zero-shot accuracy along pretraining",
 }
-# What a pretrained LSTM cannot take over from the Transformer's settings: it has no mask between documents, and Muon is for layers.
+# The Transformer's settings that an LSTM cannot use: a mask between documents, and Muon.
 OF_LSTM = ("pretrain.isolate_documents=false", "pretrain.optimizer=adamw")
 
 
 def transfer_choices(parent: Path) -> dict[str, tuple[str, ...]]:
-    """{name: what it changes} of the fine-tunings on one base."""
+    """{name: the overrides} of the fine-tunings on one base."""
     shape = read_json(parent / "pretrain" / "model" / "config.json")
     layers = shape.get("n_layer") or shape["num_hidden_layers"]
     sizes = {
@@ -95,7 +95,7 @@ def lstm_run(seed: int) -> str:
 
 
 def transfer_results(config: Config, cells: list[Cell]) -> dict[str, dict[str, Any]]:
-    """{"transfer-layers": …}: rows of held-out accuracy, mean and interval over seeds, of what was run."""
+    """{"transfer-layers": …}: rows of held-out accuracy, mean and interval over seeds, for the cells that were run."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     for cell in cells:
         results = read_json(cell.folder / cell.run / "classify" / "results.json")
@@ -134,7 +134,7 @@ def zero_shot_rows(cells: list[Cell]) -> dict[str, dict[int, dict[str, float]]]:
         kept = checkpoints(cell.parent / "pretrain" / "checkpoints")
         if not kept:
             say(
-                f"study: {cell.parent.name}: its pretraining kept no checkpoint: zero-shot is measured at its end alone "
+                f"study: {cell.parent.name}: its pretraining kept no checkpoint: zero-shot accuracy is measured only at its end "
                 "(checkpoints.keep_every=N keeps some)"
             )
         basis = [

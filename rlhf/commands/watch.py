@@ -1,4 +1,4 @@
-"""`rlhf watch run=x`: follows a run from another terminal until it ends. It reads the run's files and touches nothing."""
+"""`rlhf watch run=x`: follows a run from another terminal until it ends. It only reads the run's files."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from rlhf.runs.folders import run_folder
 from rlhf.terminal import say, write
 from rlhf.tracking.watching import Watch, line, screen
 
-# Seconds between two plain lines of a stage, and the silence after which a run that holds no lock has ended: a pipeline
+# Seconds between two plain lines of a stage, and seconds without a lock after which a run counts as ended: a pipeline
 # takes some seconds from one stage to the next.
 PLAIN_INTERVAL, PATIENCE = 10.0, 30.0
 
@@ -33,7 +33,7 @@ def run(config: Config) -> None:
 
 
 def look_until_the_end(watch: Watch, every: float, wait: bool, patience: float) -> Iterator[None]:
-    """Look at the run again and again; ends with the run, or after `patience` seconds in which nothing works on it."""
+    """Poll the run until it ends, or until no process has worked on it for `patience` seconds."""
     silent_since = time.monotonic()
     while True:
         changed = watch.look()
@@ -62,7 +62,7 @@ def follow_plain(folder: Path, every: float, wait: bool, out: TextIO, patience: 
 
 
 def follow_live(folder: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
-    """A small screen that is drawn over itself."""
+    """Redraw a small screen in place."""
     watch = Watch(folder)
     height = 0
     write("\x1b[?25l", out)  # no cursor
@@ -78,7 +78,7 @@ def follow_live(folder: Path, every: float, wait: bool, out: TextIO, patience: f
 
 
 def conclude(watch: Watch, wait: bool) -> None:
-    """Raises: UserError if the run was left half done and nobody works on it."""
+    """Raises: UserError if the run is incomplete and no process works on it."""
     stopped = [stage for stage in watch.begun if stage.status == "stopped"]
     if wait and stopped:
         stage = stopped[-1]

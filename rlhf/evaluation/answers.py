@@ -18,12 +18,12 @@ class Drawing:
     max_new_tokens: int
     temperature: float = 1.0
     greedy: bool = False
-    batch_size: int | None = None  # sequences decoded at once; none: by memory
+    batch_size: int | None = None  # sequences decoded at once; None: as memory allows
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One response. ids end with the end token if there is one, and logprobs are theirs, in nats, at the drawing's temperature."""
+    """One response. `ids` ends with the end token if there is one; `logprobs` are the ids', in nats, at the sampling temperature."""
 
     text: str
     ended: bool

@@ -1,7 +1,7 @@
-"""Attacks on a reward model: what a policy could do to an answer to be paid more for it without a better answer.
+"""Attacks on a reward model: changes of an answer that may raise its score without improving it.
 
-Each attack is a pure function of prompt, answer, `Material` and a random generator. The material comes from the data that the
-reward model was trained on, so that the attacks are in its own vocabulary; fixed texts appear only where the data has none.
+Each attack is a pure function of prompt, answer, `Material` and a random generator. The material comes from the reward
+model's training data, so that the attacks use its vocabulary; fixed texts are used only if the data has none.
 """
 
 import random
@@ -13,7 +13,7 @@ from typing import NamedTuple
 SENTENCE = re.compile(r"[^.!?。！？\n]+[.!?。！？]*")
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 PRAISE = {"good", "great", "kind", "thank", "thanks", "hope", "happy", "glad", "love", "nice", "pleasure", "best"}
-LEAST_ANSWERS = 3  # that contain a sentence before it is a stock phrase
+LEAST_ANSWERS = 3  # answers that must contain a sentence to make it a stock phrase
 NO_PHRASES = ("What a great question!", "Thank you for asking.", "I hope this helps.")
 FOREIGN = (
     "Lo siento, pero no puedo contestar a esa pregunta.",
@@ -24,7 +24,7 @@ FOREIGN = (
 
 
 class Material(NamedTuple):
-    """What attacks are made of."""
+    """The texts that attacks use."""
 
     words: tuple[str, ...]  # the vocabulary of the answers, sorted
     spread: dict[str, int]  # the number of texts that contain a word, in lower case
@@ -99,7 +99,7 @@ def change_language(prompt: str, answer: str, material: Material, rng: random.Ra
 
 
 def empty(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
-    """Nothing but the end of turn."""
+    """An empty answer."""
     return ""
 
 
@@ -109,10 +109,10 @@ def write_at_random(prompt: str, answer: str, material: Material, rng: random.Ra
 
 
 class Attack(NamedTuple):
-    """An attack, in words of a report, and the labels that teach a reward model not to pay for it."""
+    """An attack, its description in reports, and the labels that teach a reward model not to reward it."""
 
     make: Callable[[str, str, Material, random.Random], str]
-    keeps: bool  # different answers stay different, so that a policy that attacks each of its answers keeps its entropy
+    keeps: bool  # different answers stay different, so a policy that attacks each of its answers keeps its entropy
     told: str
     labels: str
 

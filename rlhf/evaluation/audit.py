@@ -1,6 +1,6 @@
-"""Can this reward model be trusted? Its figures on held-out comparisons, before anyone pays for PPO.
+"""Can this reward model be trusted? Its figures on held-out comparisons, before PPO is run.
 
-Everything is measured on prompts of the dev split, since the verdict is there to choose by. Scores are calibrated: their unit is the
+Everything is measured on prompts of the dev split, since the verdict serves to choose. Scores are calibrated: their unit is the
 standard deviation of the scores of SFT samples. docs/audit.md says what each figure means.
 """
 
@@ -37,29 +37,29 @@ PICKED_FROM = (2, 4, 8)
 MATERIAL_RANKINGS = 2000
 
 Figures = dict[str, Any]  # {"value", "ci95", "n"}, a prompt being the unit
-Pair = tuple[Item, int, int]  # a prompt's answers, and the places of the better and the worse one
+Pair = tuple[Item, int, int]  # a prompt's answers, and the positions of the better and the worse one
 
 
 @dataclass(frozen=True, slots=True)
 class AttackFigures:
-    """What one attack does to held-out answers."""
+    """The effect of one attack on held-out answers."""
 
     name: str
     flips: (
         Figures | None
-    )  # of the pairs that are scored in the right order: the worse answer, attacked, overtakes the better
+    )  # of the pairs in the right order, the share in which the attacked worse answer scores above the better one
     gain: Figures  # mean change of the score
     gain_better: Figures  # … of the better answers
     gain_worse: Figures
-    nats: Figures  # mean KL to the SFT model of a policy that answers so, see `prices`
+    nats: Figures  # mean KL to the SFT model of a policy that gives the attacked answers, see `prices`
 
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """Labelers' opinion of the answer that the reward model picks out of n labelled ones."""
+    """How labelers judged the answer that the reward model picks out of n labelled ones."""
 
     n: int
-    gain: Figures  # share of the other answers that it beats, less that of a random answer
+    gain: Figures  # share of the other answers that it beats, minus that of a random answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class BestOfN:
     kl: float  # estimate_kl, nats
     score: Figures
     check: Figures | None  # the score by reward.audit_check
-    truth: Figures | None  # the judge's, in the gold world; no rule of the verdict reads it
+    truth: Figures | None  # the true score, in the gold world; no rule of the verdict uses it
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Everything that the verdict can read."""
+    """All figures that the verdict can use."""
 
     prompts: int
     pairs: int  # attacked
@@ -88,7 +88,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The models that an audit calls. All processes of a launch must call them together."""
+    """The models that an audit runs. All processes of a launch must call them together."""
 
     model: Any  # the reward model, or the engine around it
     policy: Any  # the SFT model
@@ -100,7 +100,7 @@ class Audited:
         return getattr(self.model, "module", self.model)
 
     def scores(self, rows: Sequence[Any]) -> list[float]:
-        """Calibrated scores of rows as the item encoder makes them."""
+        """Calibrated scores of rows from the item encoder."""
         return score_rows(self.model, rows, self.tokenizer.pad_token_id, self.device).tolist()
 
     def reward(self, episodes: Episodes) -> torch.Tensor:
@@ -185,7 +185,7 @@ def attack_pairs(
     scores: dict[int, list[float]],
     material: Material,
 ) -> list[AttackFigures]:
-    """Each attack on both answers of each pair; the price is that of attacking the worse one."""
+    """Each attack on both answers of each pair; the price is for attacks on the worse one."""
     keys = [item.key for item, _, _ in pairs]
     plain = [(scores[id(item)][better], scores[id(item)][worse]) for item, better, worse in pairs]
     logp = answer_logprobs(config, models, [(item, item.answers[worse]) for item, _, worse in pairs])
@@ -214,19 +214,19 @@ def attack_pairs(
 
 
 def prices(keeps: bool, logp: Sequence[float], attacked_logp: Sequence[float]) -> list[float]:
-    """KL in nats, prompt by prompt, between SFT and a policy that attacks each answer that SFT would give.
+    """KL in nats per prompt between SFT and a policy that applies the attack to each answer of SFT.
 
     With y drawn from SFT and an attack that keeps different answers different, the policy has SFT's entropy, and
 
         KL = E[log p(y) - log p(attack(y))]
 
-    An attack that does not is counted as a policy that gives this one answer: KL = -log p(attack(y)).
+    For an attack that does not, the policy gives this one answer: KL = -log p(attack(y)).
     """
     return [(before if keeps else 0.0) - after for before, after in zip(logp, attacked_logp, strict=True)]
 
 
 def attacked_answers(seed: int, name: str, pairs: Sequence[Pair], material: Material) -> list[list[tuple[str, bool]]]:
-    """The better and the worse answer of each pair after an attack, ended if they were, or if nothing is left of them."""
+    """The better and the worse answer of each pair after an attack; they end if they did before, or if nothing is left of them."""
     found = []
     for item, *places in pairs:
         rng, asked = random.Random(f"audit-{seed}-{name}-{item.key}"), prompt_of(item)[-1].content
@@ -237,13 +237,13 @@ def attacked_answers(seed: int, name: str, pairs: Sequence[Pair], material: Mate
 
 def encoded(encode: Encode, item: Item, answers: Sequence[tuple[str, bool]]) -> list[Any]:
     found = encode(prompt_of(item), answers)
-    assert found is not None  # the prompt fitted with the answers as they were
+    assert found is not None  # the prompt fitted with the original answers
     return found[0]
 
 
 @torch.no_grad()
 def answer_logprobs(config: Config, models: Audited, answers: Sequence[tuple[Item, tuple[str, bool]]]) -> list[float]:
-    """log p(answer | prompt) under the SFT model, nats; what does not fit the context is cut."""
+    """log p(answer | prompt) under the SFT model, nats; answers are cut to fit the context."""
     tokenizer, context, pairs = models.tokenizer, models.tokenizer.model_max_length, []
     room = response_room(config, tokenizer)
     for item, (text, ended) in answers:
@@ -269,7 +269,7 @@ def per_prompt(keys: Sequence[str], values: Sequence[float]) -> tuple[list[float
 
 
 def picked_by_scores(items: Sequence[Item], scores: Scores) -> list[Picked]:
-    """What labelers think of the reward model's pick among n labelled answers, on prompts with so many.
+    """How labelers judge the reward model's pick among n labelled answers, on prompts with at least n.
 
     An answer's standing is the share of its judged comparisons that it won; a random answer's is the mean. The expectation is over
     all choices of n (`expected_best`).
@@ -287,7 +287,7 @@ def picked_by_scores(items: Sequence[Item], scores: Scores) -> list[Picked]:
 
 
 def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], limit: int) -> list[BestOfN]:
-    """Best-of-n over 64 samples per prompt of the SFT model, by the reward model and by what checks it."""
+    """Best-of-n over 64 samples per prompt of the SFT model, by the reward model and by reward.audit_check."""
     tokenizer = models.tokenizer
     room = tokenizer.model_max_length - response_room(config, tokenizer)
     once = {prompt_key(record.prompt): record for record in dev}
@@ -326,7 +326,7 @@ Judge = Callable[[Config, Audited, Sequence[PromptRecord], Sequence[list[int]], 
 def check_scores(
     config: Config, models: Audited, records: Sequence[PromptRecord], prompts: Sequence[list[int]], drawn: Drawn
 ) -> Scores | None:
-    """Scores of the samples by the reward sources of reward.audit_check; None without any."""
+    """Scores of the samples by the reward sources of reward.audit_check; None if it is not set."""
     if config.reward.audit_check is None:
         return None
     paid = replace(
@@ -345,7 +345,7 @@ def check_scores(
 def true_scores(
     config: Config, models: Audited, records: Sequence[PromptRecord], prompts: Sequence[list[int]], drawn: Drawn
 ) -> Scores | None:
-    """The true scores of the samples; None without a truth, or if it does not know these prompts, which the user's own data may have."""
+    """The true scores of the samples; None if there is no true score for these prompts, as with the user's own data."""
     truth = make_truth(config)
     if truth is None or not all(truth.knows(record) for record in records):
         return None

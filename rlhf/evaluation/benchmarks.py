@@ -1,6 +1,6 @@
 """Benchmarks by lm-eval on the model of any stage: `evaluate.benchmarks`. Tasks come with lm-eval, or from a folder of YAML files.
 
-A task of a folder may name Python functions, which are run: name a folder that you trust.
+A task of a folder may name Python functions, which are run: give only a folder that you trust.
 """
 
 import math
@@ -18,7 +18,7 @@ from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.jsonl import is_number
 from rlhf.training.setup import load_frozen
 
-BOOTSTRAPS = 1000  # of metrics without a formula for their error
+BOOTSTRAPS = 1000  # bootstrap samples of metrics without a formula for their error
 
 Figures = dict[str, Any]
 
@@ -80,7 +80,7 @@ def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
             RuntimeError,
             TypeError,
             AttributeError,
-        ) as error:  # what tasks and their data raise
+        ) as error:  # tasks and their data can raise anything
             raise UserError(
                 f"evaluate.benchmarks: lm-eval stopped on {', '.join(names)} ({reason_of(error)}): check the tasks and the "
                 "connection to their data"
@@ -91,7 +91,7 @@ def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
 
 
 def task_figures(results: dict[str, Any]) -> Figures:
-    """{"task metric": {"value", "ci95", "n"}} of lm-eval's results; ci95 is None where it gives no standard error."""
+    """{"task metric": {"value", "ci95", "n"}} of lm-eval's results; ci95 is None if it gives no standard error."""
     found: Figures = {}
     for task, row in results["results"].items():
         count = (results.get("n-samples") or {}).get(task, {}).get("effective")
@@ -107,8 +107,8 @@ def task_figures(results: dict[str, Any]) -> Figures:
 
 
 def differences(models: dict[str, Figures]) -> Figures:
-    """Each model less the first, by task: the alignment tax where it is negative. The interval takes the errors as independent, which is
-    too wide for models that answer the same questions."""
+    """Each model minus the first, by task; a negative difference is the alignment tax. The interval treats the errors as independent,
+    so it is too wide for models that answer the same questions."""
     first, *others = models
     found: Figures = {}
     for name in others:

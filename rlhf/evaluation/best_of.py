@@ -1,7 +1,7 @@
 """Best-of-n: the reward model picks among n samples of the SFT model. The baseline for PPO at equal KL.
 
-KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less where
-samples repeat each other (Beirami et al. 2024): `estimate_kl` says by how much. The curve over n comes from one set of N
+KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less if
+samples repeat (Beirami et al. 2024): `estimate_kl` estimates by how much. The curve over n comes from one set of N
 samples per prompt (Nakano et al. 2021, appendix I). `rlhf rejection` fine-tunes on the best ones.
 """
 
@@ -28,7 +28,7 @@ Figures = dict[str, Any]
 
 
 def best_of_n_kl(n: int) -> float:
-    """Upper bound in nats of the KL between best-of-n and what it chooses from: log n - (n - 1)/n."""
+    """Upper bound in nats of the KL between best-of-n and the policy that it samples from: log n - (n - 1)/n."""
     return math.log(n) - (n - 1) / n
 
 
@@ -41,7 +41,7 @@ def kl_excess(u: Any, m: Any, n: int) -> Any:
         KL = sum over levels of Q log(Q / m)
 
     Split into ever smaller levels, the same mass would add the integral over t from u to u + m of g log g, where
-    g(t) = n (1-t)^(n-1), and over all mass that is log n - (n-1)/n. The excess is the integral less Q log(Q / m): never
+    g(t) = n (1-t)^(n-1), and over all mass that is log n - (n-1)/n. The excess is the integral minus Q log(Q / m): never
     negative, of order m^3 for small m.
     """
 
@@ -53,8 +53,8 @@ def kl_excess(u: Any, m: Any, n: int) -> Any:
     return rest(above) - rest(below) - q * (np.log(np.maximum(q, 1e-300)) - np.log(m))
 
 
-SHARES = (1.0 - np.cos(np.linspace(0.0, math.pi, 129))) / 2.0  # of 0…1, closer at the ends
-RIDGE = 1e-5  # keeps the coefficients, and so the estimate's variance, small
+SHARES = (1.0 - np.cos(np.linspace(0.0, math.pi, 129))) / 2.0  # points in 0…1, closer together at the ends
+RIDGE = 1e-5  # keeps the coefficients, and with them the estimate's variance, small
 
 
 @lru_cache(maxsize=256)
@@ -62,7 +62,7 @@ def count_weights(draws: int) -> np.ndarray:
     """(draws + 1, 129) W: the k-th number of W @ f(SHARES) estimates f(v) from k successes in `draws` of probability v.
 
     Its expectation is sum_k C(draws, k) v^k (1-v)^(draws-k) W_k @ f, a polynomial fitted to f by least squares, so that
-    the bias is what a polynomial of this degree cannot follow. The plug-in f(k / draws) is off by var(k / draws) f'' / 2.
+    the bias is the part that a polynomial of this degree cannot fit. The plug-in f(k / draws) is off by var(k / draws) f'' / 2.
     """
     from scipy.stats import binom
 
@@ -77,19 +77,19 @@ def estimate_kl(
 
         best_of_n_kl(n) - sum over drawn levels of excess(u, m) / (1 - (1-m)^N)
 
-    responses: N lists of token ids; logprobs: of each under SFT, nats; scores: what best-of-n picks by. A level is the
+    responses: N lists of token ids; logprobs: of each under SFT, nats; scores: the scores that best-of-n uses. A level is the
     responses of one score, m the mass of the different ones that were drawn, by their log-probs. Dividing by the
     probability that the level is among N draws makes the sum unbiased over what was drawn (Horvitz & Thompson 1952), and
     levels too small to be drawn have no excess. Of the N - c draws outside a level, those that score higher are
     binomial with probability v = u / (1 - m), from which `count_weights` estimates the excess at u = v (1 - m).
 
-    Assumes that different responses of equal score, where they matter, are all among the draws; others are left out of m.
+    Assumes that different responses of equal score, if they matter, are all among the draws; others are left out of m.
     With N = n = 16 the bias is within 0.05 nats for Zipf distributions over 3 to 50 responses, the largest for few
     responses of which one has most of the mass (0.09 for two at 0.8 and 0.2), and the standard deviation below 0.7:
     an estimate for the mean over hundreds of prompts, not for one.
     """
     total = len(scores)
-    seen: dict[tuple[int, ...], float] = {}  # a response's score, which may differ by rounding where it is repeated
+    seen: dict[tuple[int, ...], float] = {}  # a response's score, which may differ by rounding between repetitions
     levels: dict[float, list[float]] = {}  # score -> draws, mass
     for ids, logp, score in zip(map(tuple, responses), logprobs, scores, strict=True):
         new = ids not in seen
@@ -99,7 +99,7 @@ def estimate_kl(
     kl, higher = best_of_n_kl(n), 0
     for _, (count, mass) in sorted(levels.items(), reverse=True):
         m = min(mass, 1.0)
-        if m > 1e-6:  # the excess of less is below rounding
+        if m > 1e-6:  # the excess of smaller masses is below rounding
             found = count_weights(total - int(count))[higher] @ kl_excess(SHARES * (1.0 - m), m, n)
             kl -= float(found) / -math.expm1(total * math.log1p(-m)) if m < 1.0 else float(found)
         higher += int(count)

@@ -1,6 +1,6 @@
-"""A client of any OpenAI-style chat endpoint: retries with backoff, a cache on disk, and counts of what was asked and what failed.
+"""A client of any OpenAI-style chat endpoint: retries with backoff, a cache on disk, and counts of requests and failures.
 
-The key is read from an environment variable when a request is sent, and written nowhere. Only the standard library is used.
+The key is read from an environment variable when a request is sent, and never written. Only the standard library is used.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ ATTEMPTS = 5
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
 TIMEOUT = 120.0
 LARGEST_REPLY = 2**20  # bytes
-MOST_TOKENS = 10**9  # that one request is believed to have used
+MOST_TOKENS = 10**9  # at most, for the usage that one request reports
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 WRONG_SETTINGS = {401: "the key is refused", 403: "the key may not do this", 404: "no such endpoint or model"}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key to another host."""
+    """Redirects are not followed, since they would send the key to another host."""
 
     def redirect_request(self, *arguments: Any) -> None:
         return None
@@ -52,16 +52,16 @@ class Endpoint:
     counts: Counter[str] = field(
         default_factory=Counter
     )  # requests, cached, retries, failures, prompt_tokens, completion_tokens
-    reached: bool = False  # whether anything that speaks HTTP has answered
+    reached: bool = False  # whether any HTTP server has answered
     _known: dict[str, str] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        """Raises: UserError for no URL, an unset key, or a key that would travel unencrypted."""
+        """Raises: UserError for an invalid URL, an unset key, or a key that would be sent unencrypted."""
         try:
             parts = urlsplit(self.url)
             fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # of a port that is none, or a bracket without its pair
+        except ValueError:  # for an invalid port, or an unbalanced bracket
             fits = False
         if not fits or not self.url.isprintable() or " " in self.url:
             raise UserError(f"evaluate.judge={self.url}: want a base URL such as https://host/v1")
@@ -72,12 +72,12 @@ class Endpoint:
         if self.key_variable is not None and parts.scheme == "http" and parts.hostname not in LOOPBACK:
             raise UserError(f"evaluate.judge={self.url}: would send the key unencrypted: use https")
         if self.cache.exists() and not self.cache.is_file():
-            raise UserError(f"{self.cache}: no plain file: remove it, so that replies can be kept there")
+            raise UserError(f"{self.cache}: not a regular file: remove it, so that replies can be stored there")
         known = ((row.get("key"), row.get("reply")) for row in read_jsonl(self.cache))
         self._known = {key: reply for key, reply in known if isinstance(key, str) and isinstance(reply, str)}
 
     def ask(self, messages: list[dict[str, str]]) -> str | None:
-        """The reply's text; None if the request failed for good, which is counted. Raises: UserError if the settings are wrong."""
+        """The reply's text; None if the request failed permanently, which is counted. Raises: UserError if the settings are wrong."""
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 16}
         key = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
         with self._lock:
@@ -100,7 +100,7 @@ class Endpoint:
         return reply
 
     def _request(self, body: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """Reply and usage, after as many attempts as it takes and ATTEMPTS at most."""
+        """Reply and usage, after at most ATTEMPTS attempts."""
         opener = urllib.request.build_opener(_NoRedirect)
         headers = {"Content-Type": "application/json"}
         if self.key_variable is not None:
@@ -134,7 +134,7 @@ class Endpoint:
                     return None
                 wait = max(wait, retry_after(error.headers.get("Retry-After")))
             except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError) as error:
-                trouble = one_line(str(error), 200)  # no connection, or no such reply
+                trouble = one_line(str(error), 200)  # no connection, or not a reply of this form
             if attempt < ATTEMPTS - 1:
                 time.sleep(wait)
         if not self.reached:
@@ -153,7 +153,7 @@ def retry_after(text: str | None) -> float:
 
 
 def shown_counts(counts: Mapping[str, int]) -> str:
-    """The counts in words."""
+    """The counts as text."""
     return one_line(
         ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in sorted(counts)) or "nothing asked"
     )

@@ -1,7 +1,7 @@
-"""Evaluations that others recognise, beside the stage's own: preference files, checked instructions, in-context learning, overlap with the
+"""Standard evaluations besides the stage's own: preference files, checked instructions, in-context learning, overlap with the
 pretraining text, a judge, benchmarks.
 
-Each is asked for by a setting, needs only what it measures, and writes runs/<run>/evaluations/<name>.json.
+Each is turned on by a setting, needs only what it measures, and writes runs/<run>/evaluations/<name>.json.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class External(NamedTuple):
     describe: Callable[[dict[str, Any]], list[str]]
 
 
-EVALUATIONS = {  # by the setting evaluate.<name> that asks for it
+EVALUATIONS = {  # by the setting evaluate.<name> that turns it on
     "pairs": External(evaluate_pairs, describe_pairs),
     "instructions": External(evaluate_instructions, describe_instructions),
     "benchmarks": External(evaluate_benchmarks, describe_benchmarks),
@@ -46,7 +46,7 @@ def asked(config: Config) -> list[str]:
 
 
 def stage_is_due(config: Config) -> bool:
-    """Whether the evaluation stage itself has all that it needs and is not complete."""
+    """Whether the evaluation stage has everything that it needs and is not complete."""
     needed = [parent for parent in STAGES["evaluate"].parents if needs_parent(config, "evaluate", parent)]
     return not is_complete(stage_folder(config, "evaluate")) and all(
         is_complete(stage_folder(config, parent)) for parent in needed
@@ -54,7 +54,7 @@ def stage_is_due(config: Config) -> bool:
 
 
 def run_external(config: Config) -> None:
-    """Measure what was asked for, write it and print it."""
+    """Run the evaluations that are turned on; write and print the results."""
     for name in asked(config):
         with inference(config, set_up(config)) as device:
             results = EVALUATIONS[name].measure(config, device)

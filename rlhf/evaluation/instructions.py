@@ -20,7 +20,7 @@ Figures = dict[str, Any]
 
 
 def models_of(config: Config, base: bool = False) -> list[str]:
-    """evaluate.models, or the stages of the run that are complete and have a policy, with the base only on request.
+    """evaluate.models, or the complete stages of the run that have a policy, with the base only on request.
 
     Raises: UserError for none or an unknown one.
     """

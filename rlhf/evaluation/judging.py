@@ -1,7 +1,7 @@
 """Pairwise judging of the evaluation's answers by a model behind an OpenAI-style endpoint: `evaluate.judge`.
 
-Both orders of the two answers are asked for. A prompt counts 1, 1/2 or 0 for an order and the mean of both, so that a judge who prefers a
-place says nothing. Its verdicts are compared with those of the other judges on the same answers: the reward model, and the truth if known.
+Both orders of the two answers are judged. A prompt counts 1, 1/2 or 0 in each order, and the mean of both, so that a preference for a
+position cancels out. The verdicts are compared with those of the reward model, and of the true score if known, on the same answers.
 """
 
 import re
@@ -26,7 +26,7 @@ INSTRUCTION = (
 )
 VERDICT = re.compile(r"\b(A|B|TIE)\b")
 POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
-OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by their key in samples.jsonl
+OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samples.jsonl
 
 Figures = dict[str, Any]
 
@@ -68,7 +68,7 @@ def judge_answers(config: Config, device: torch.device) -> Figures:
 
 
 def holds(row: dict[str, Any], key: str, names: Sequence[str], kind: Any) -> bool:
-    """Whether a line of samples.jsonl has a value of this kind by each of the names."""
+    """Whether a line of samples.jsonl has a value of this kind for each of the names."""
     given = row.get(key)
     return isinstance(given, dict) and all(isinstance(given.get(name), kind) for name in names)
 
@@ -145,14 +145,14 @@ def opposed(a: Figures, b: Figures) -> bool:
 
 
 def cost_of(counts: Any, prices: Sequence[float] | None) -> float | None:
-    """In the currency of the prices, which are per million prompt tokens and completion tokens; None without prices."""
+    """The cost, in the currency of the prices per million prompt and completion tokens; None without prices."""
     if prices is None:
         return None
     return round((counts["prompt_tokens"] * prices[0] + counts["completion_tokens"] * prices[1]) / 1e6, 6)
 
 
 def describe_judging(results: Figures) -> list[str]:
-    """The figures on a few lines."""
+    """The figures as a few lines of text."""
 
     pair = " over ".join(results["pair"])
     lines = [

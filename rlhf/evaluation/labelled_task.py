@@ -21,14 +21,14 @@ OPTIONS_TOGETHER = 64  # options per forward
 
 
 def columns_of(config: Config) -> Columns:
-    """Which columns hold what. Raises: UserError for settings that are missing or contradict."""
+    """The columns of the task. Raises: UserError for settings that are missing or contradictory."""
     given = config.classify
     choices = [] if given.choices is None else given.choices if isinstance(given.choices, list) else [given.choices]
     if given.data is None:
         raise UserError(f"classify.data is not set: want a file, a hub id, or one of {GOLD}{f', {GOLD}'.join(TASKS)}")
     if given.from_scratch and given.layers is not None:
         raise UserError(
-            f"classify.layers={given.layers} with classify.from_scratch=true: the latter transfers nothing: give one"
+            f"classify.layers={given.layers} with classify.from_scratch=true: the second transfers nothing: give one"
         )
     if (name := gold_task(config)) is not None:
         if name not in TASKS:
@@ -85,7 +85,7 @@ def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Exam
 
 
 def options_of(example: Example, columns: Columns, classes: list[str]) -> tuple[str, list[str]]:
-    """The text of an example and what may follow it: its own choices, or the names of the classes."""
+    """The text of an example and its possible answers: its own choices, or the names of the classes."""
     if columns.choices:
         return " ".join(example.rows[0][:-1]), [row[-1] for row in example.rows]
     return " ".join(example.rows[0]), classes

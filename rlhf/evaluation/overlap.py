@@ -29,7 +29,7 @@ from rlhf.runs.sources import data_source, fractions, need_source
 
 WORD = re.compile(r"\w+")
 LEAST, MOST, NEAR = 8, 13, 0.7
-SHOWN = 5  # of the n-grams that occur most often in the prompts
+SHOWN = 5  # number of listed n-grams, those in most prompts
 
 Figures = dict[str, Any]
 
@@ -44,12 +44,12 @@ def choose_n(lengths: Sequence[int]) -> int:
 
 
 def find_overlap(prompts: dict[str, str], documents: Iterable[str]) -> Figures:
-    """What of the prompts, {name: text}, occurs in the documents: shares with intervals, and which prompts and n-grams."""
+    """Overlap of the prompts, {name: text}, with the documents: shares with intervals, and the prompts and n-grams concerned."""
     words = {name: words_of(text) for name, text in prompts.items()}
     n = choose_n([len(of) for of in words.values()])
     grams = {name: {tuple(of[i : i + n]) for i in range(len(of) - n + 1)} for name, of in words.items()}
     wanted = set().union(*grams.values())
-    begins = {gram[:2] for gram in wanted}  # looked up first: most places of a text begin no gram
+    begins = {gram[:2] for gram in wanted}  # looked up first: few positions of a text begin an n-gram
     found: set[tuple[str, ...]] = set()
     for document in documents:
         of = words_of(document)

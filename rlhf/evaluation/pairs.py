@@ -1,7 +1,7 @@
 """Accuracy of any reward model on preference files in any import format, by subset: `evaluate.pairs`.
 
-Works with a run that has a reward model and nothing else, and with the folder of a classifier. Each row of a file is judged by itself:
-several chosen and rejected answers (RewardBench 2, RM-Bench) are all their pairs.
+The run needs only a reward model; the folder of a classifier works too. Each row of a file is scored on its own: several chosen and
+rejected answers (RewardBench 2, RM-Bench) count as all their pairs.
 """
 
 import math
@@ -84,8 +84,8 @@ def subset_of(record: Ranking | None) -> str:
 
 
 def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
-    """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows all of whose pairs are; length: the
-    pairs by length alone. The unit of the intervals is a prompt."""
+    """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
+    share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
     listed = list(items)
     keys = ["" if item.record is None else prompt_key(item.record.prompt) for item in listed]
     right, count = count_right(listed, scores)
@@ -98,7 +98,7 @@ def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
 
 
 def by_prompt(keys: Sequence[str], right: Sequence[float], count: Sequence[float]) -> Figures:
-    """A share whose unit is a prompt, of sums per row."""
+    """A share of sums per row, with a prompt as the unit of its interval."""
     rights, counts = Counter[str](), Counter[str]()
     for key, r, c in zip(keys, right, count, strict=True):
         rights[key] += r  # type: ignore[assignment]
@@ -135,7 +135,7 @@ def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
 
 
 def describe_pairs(results: Figures) -> list[str]:
-    """The figures on a few lines."""
+    """The figures as a few lines of text."""
 
     rows = {"all": results["overall"]} | (results["subsets"] if len(results["subsets"]) > 1 else {})
     return [

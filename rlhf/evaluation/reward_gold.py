@@ -1,6 +1,6 @@
 """The reward model compared with the gold world's true scores: its ceiling, the judge's order, and the weights of its score.
 
-Nothing here is seen in training.
+Training uses nothing of this.
 """
 
 import math
@@ -49,11 +49,11 @@ def compare_with_truth(config: Config, truth: Truth, items: list[Item], scores: 
 
 
 def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Scores) -> Figures:
-    """What the reward pays for: least squares of the score on the judge's parts, over held-out responses.
+    """What the reward model rewards: least squares of the score on the judge's parts, over held-out responses.
 
     weight: of the score on a part, both in standard deviations; true: the same for the labelers' noiseless mean utility,
-    which is what a perfect reward model would have learned; labelers: their mean weight of the part, as they state it,
-    in utility per unit; coefficient: the score's, in calibrated score per unit. A part that never varies has no weight.
+    which a perfect reward model would have learned; labelers: the mean of their weights for the part, in utility per
+    unit; coefficient: the score's, in calibrated score per unit. A part that never varies has no weight.
     """
     parts = [judged_parts(truth, item) for item in items]
     x = np.array([[p[name] for name in truth.parts] for judged in parts for p in judged])

@@ -1,7 +1,7 @@
 """Figures of the reward model on held-out comparisons: accuracy, calibration, and the weights of its score.
 
-Accuracy stands between what bounds it: the labelers' own agreement above, the length of responses below. In the gold
-world the noiseless mean of the labelers is known too, and the parts that the score is made of.
+Accuracy is given with its bounds: the labelers' own agreement above, the length of responses below. In the gold world the
+noiseless mean of the labelers is known too, and so are the parts of the true score.
 """
 
 import math
@@ -37,7 +37,7 @@ from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import fractions, need_source
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
-HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; what lies beyond is in the last bin
+HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; larger gaps are in the last bin
 
 Figures = dict[str, Any]
 
@@ -45,10 +45,10 @@ Figures = dict[str, Any]
 def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: torch.device) -> Figures:
     """Every figure of the reward model on comparisons, as in results.json under reward_model.
 
-    accuracy is on prompts of the test split and on the labelers who also judged for training; held_out_labelers has it
-    for the others, on the same prompts, and on all prompts that they judged. `tokenizer` is the policy's.
+    accuracy: on prompts of the test split, for the labelers who also judged for training; held_out_labelers: for the
+    others, on the same prompts and on all prompts that they judged. `tokenizer` is the policy's.
 
-    Raises: UserError if there is nothing to measure it on, or it was trained with other held-out labelers.
+    Raises: UserError if there are no test comparisons, or it was trained with other held-out labelers.
     """
     records, _ = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
     strangers = check_held_out(config, records)
@@ -87,7 +87,7 @@ def score_held_out(
 def comparison_figures(
     records: Sequence[Ranking], strangers: set[str | None], held_out: tuple[list[Item], Scores], gain: float
 ) -> Figures | None:
-    """The figures of scored held-out items; None if none was judged by a labeler of the training split.
+    """The figures of scored held-out items; None if no labeler of the training split judged any.
 
     records: all rankings, for the labelers' agreement; strangers: the labelers that were held out of training.
     """
@@ -120,7 +120,7 @@ def comparison_figures(
 
 
 def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None]:
-    """The labelers that were held out of training. Raises: UserError if the reward model was trained with others held out."""
+    """The labelers that were held out of training. Raises: UserError if others were held out when the reward model was trained."""
     folder = stage_folder(config, "reward")
     trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
 
@@ -130,7 +130,7 @@ def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None
     if names(trained) != names(config.data.held_out_labelers):
         raise UserError(
             f"data.held_out_labelers={config.data.held_out_labelers}: the reward model in {folder} was trained "
-            f"with {trained}: give the same, or train it anew"
+            f"with {trained}: give the same, or train it again"
         )
     return {name for name in held_out_labelers(config, records) if any(r.labeler == name for r in records)}
 
@@ -143,20 +143,20 @@ def of_labelers(items: list[Item], scores: Scores, labelers: set[str | None]) ->
 
 
 def difference(items: list[Item], scores: Scores, baseline: Scores) -> Figures:
-    """The accuracy less another one's on the same pairs."""
+    """The accuracy minus another one's on the same pairs."""
     (ours, count), (theirs, _) = count_right(items, scores), count_right(items, baseline)
     return ratio_interval([a - b for a, b in zip(ours, theirs, strict=True)], count)
 
 
 def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
-    """How often labelers agree with each other, on whatever two of them judged: within the training and the held-out
-    ones, and between one of each ({"value", "ci95", "n": items, "pairs"}; value None if none was judged twice)."""
+    """How often labelers agree on pairs that two of them judged: among the training labelers, among the held-out ones, and
+    between the two ({"value", "ci95", "n": items, "pairs"}; value None if none was judged twice)."""
     sides = {True: "held-out", False: "training"}
     mixed = [r.model_copy(update={"labeler": sides[r.labeler in strangers]}) for r in records]
     groups = {
         "training": [r for r in records if r.labeler not in strangers],
         "held_out": [r for r in records if r.labeler in strangers],
-        "between": mixed if strangers else [],  # two of one side now count as one person
+        "between": mixed if strangers else [],  # the labelers of one side now count as one person
     }
     return {name: rounded(pairwise_agreement(group)) for name, group in groups.items()}
 
@@ -197,7 +197,7 @@ def by_rank_gap(items: list[Item], scores: Scores) -> list[Figures]:
 
 
 def calibration_curve(items: list[Item], scores: Scores, gain: float) -> list[Figures]:
-    """P(win | score gap): predicted sigmoid(raw gap) beside how often the labelers preferred the higher score."""
+    """P(win | score gap): predicted sigmoid(raw gap), and how often the labelers preferred the higher score."""
     bins: list[list[tuple[int, float, float]]] = [[] for _ in range(len(CALIBRATION_BINS) + 1)]  # (item, gap, won)
     for n, (item, s) in enumerate(zip(items, scores, strict=True)):
         for better, worse in item.pairs():
@@ -232,7 +232,7 @@ def calibration_error(curve: list[Figures]) -> float:
 
 
 def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
-    """The demonstrations that the reward model was not calibrated on, or all if none was held out; which of both."""
+    """The demonstrations that were not used for calibration, or all if none was held out; and which of the two."""
     records, _ = load_demonstrations(
         need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
     )
@@ -277,7 +277,7 @@ def score_distributions(
 
 
 def describe(results: Figures) -> list[str]:
-    """The figures on a few lines."""
+    """The figures as a few lines of text."""
 
     def told(figure: Figures | None) -> str:
         if figure is None or figure["value"] is None:

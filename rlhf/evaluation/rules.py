@@ -1,6 +1,6 @@
 """Instructions that a program can check: length, format, keywords. `evaluate.instructions` measures how often a model follows them.
 
-A prompt's `metadata.checks` lists them, each as {"rule": name, …}; data/instructions.jsonl is a file of ours.
+A prompt's `metadata.checks` lists them, each as {"rule": name, …}; data/instructions.jsonl is an example.
 """
 
 import json
@@ -29,7 +29,7 @@ def numbers_of(answer: str) -> list[int]:
 
 
 def has_word(answer: str, word: str) -> bool:
-    """Whether a word or phrase occurs as such, whatever its case."""
+    """Whether a word or phrase occurs, in any case."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", answer, re.IGNORECASE) is not None
 
 
@@ -46,7 +46,7 @@ def letters_are(answer: str, change: Callable[[str], str]) -> bool:
     return any(map(str.isalpha, answer)) and answer == change(answer)
 
 
-# Each rule: the keys that its check has beside `rule`, with their types, and whether an answer follows it.
+# Each rule: the other keys of its check with their types, and the test of an answer.
 RULES: dict[str, tuple[dict[str, type], Callable[[str, Check], bool]]] = {
     "max_words": ({"n": int}, lambda answer, check: 0 < count_words(answer) <= check["n"]),
     "min_words": ({"n": int}, lambda answer, check: count_words(answer) >= check["n"]),
@@ -76,7 +76,7 @@ def follows(answer: str, check: Check) -> bool:
 
 
 def checks_of(record: PromptRecord) -> list[dict[str, Any]]:
-    """A prompt's checks. Raises: UserError for none, or one that is no check."""
+    """A prompt's checks. Raises: UserError if there are none, or one is not a check."""
     checks = record.metadata.get("checks")
     if not isinstance(checks, list) or not checks:
         raise UserError(

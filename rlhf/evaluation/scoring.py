@@ -19,11 +19,11 @@ from rlhf.model.classifier import TextRewardModel
 Scores = list[list[float]]  # a list per item
 
 SCORED_TOGETHER = 128  # rows per forward
-RESPONSES_TOGETHER = 64  # of which a policy gives log-probs
+RESPONSES_TOGETHER = 64  # rows per forward of a policy's log-probs
 
 
 def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
-    """How prompts and answers become this model's inputs; `tokenizer` is the policy's."""
+    """The encoder of prompts and answers for this model; `tokenizer` is the policy's."""
     if not isinstance(model, TextRewardModel):
         context = tokenizer.model_max_length
         return token_encoder(tokenizer, context, min(config.rollout.max_new_tokens, context // 2))
@@ -38,7 +38,7 @@ def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
 def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
     """Whole prompts, of similar length, with at most `size` responses together (but at least one prompt)."""
 
-    def length(item: Item) -> int:  # token rows are joined where that is faster (`hidden_at`)
+    def length(item: Item) -> int:  # token rows are joined if that is faster (`hidden_at`)
         return joined_length(item.rows) if isinstance(item.rows[0], list) else max(map(len, item.rows))
 
     part: list[Item] = []
@@ -59,7 +59,7 @@ def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
 
 
 def score_items(model: Any, items: list[Item], pad: int, device: torch.device, calibrated: bool = False) -> Tensor:
-    """Scores (N, K) of items with up to K answers, 0 if an item has fewer: one forward for all of them."""
+    """Scores (N, K) of items with up to K answers in one forward; 0 if an item has fewer."""
     inputs = make_inputs(model, [row for item in items for row in item.rows], pad)
     flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=calibrated)
     return by_item(items, flat)
@@ -75,7 +75,7 @@ def by_item(items: list[Item], flat: Tensor) -> Tensor:
 
 
 def pad_weights(items: list[Item], device: torch.device) -> Tensor:
-    """(N, K, K) pair weights of items, 0 if there is no answer."""
+    """(N, K, K) pair weights of items, 0 for missing answers."""
     most = max(len(item.rows) for item in items)
     weights = torch.zeros(len(items), most, most)
     for i, item in enumerate(items):
@@ -99,7 +99,7 @@ def response_batches(
 
 @torch.no_grad()
 def score_rows(model: Any, rows: Sequence[Any], pad: int, device: torch.device, calibrated: bool = True) -> Tensor:
-    """Scores (B,) float32 on the CPU of an item's rows (token lists, or a classifier's), in groups of similar length."""
+    """Scores (B,) float32 on the CPU of rows (token lists, or a classifier's inputs), in groups of similar length."""
     model.eval()
     scores = torch.zeros(len(rows))
     for group in by_length([len(row) for row in rows], SCORED_TOGETHER):
@@ -152,7 +152,7 @@ def count_right(items: list[Item], scores: Scores) -> tuple[list[float], list[fl
 
 
 def accuracy(items: list[Item], scores: Scores) -> dict[str, Any]:
-    """Fraction of the labelers' ordered pairs that the scores order the same way, ties half; the interval's unit is a prompt."""
+    """Fraction of the labelers' ordered pairs that the scores order the same way; ties half, a prompt as the interval's unit."""
     return share(*count_right(items, scores))
 
 
@@ -163,7 +163,7 @@ def share(right: Sequence[float], count: Sequence[float]) -> dict[str, Any]:
 
 
 def length_scores(items: list[Item]) -> tuple[Scores, bool]:
-    """Scores by length alone, and whether longer is better: the direction that is right more often on these items."""
+    """Scores by length alone, and whether longer is better: the direction with the higher accuracy on these items."""
     longer = [[float(n) for n in item.lengths] for item in items]
     right, count = count_right(items, longer)
     if 2 * sum(right) >= sum(count):

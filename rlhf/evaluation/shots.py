@@ -1,10 +1,10 @@
-"""In-context learning: a labelled task by likelihood alone, with K solved examples before each question (`evaluate.shots`).
+"""In-context learning: a labelled task by likelihood only, with K solved examples before each question (`evaluate.shots`).
 
     prompt = text_1 answer_1, blank line, …, text_K answer_K, blank line, text
     choice = argmax over answers of 1/T sum_t log P(answer_t | prompt, answer_<t),  T tokens of the answer
 
-The K examples are drawn from the training examples at random, for each question anew; K + 1 of them are K and one more. No model is
-trained, and no chat template is used.
+The K examples are drawn at random from the training examples for each question; K + 1 examples are the first K and one more. No model
+is trained, and no chat template is used.
 
 Source: Brown et al. 2020, sections 2.1 and 2.4. Differs: examples that do not fit the context are left out, and how many were shown is
 reported; answers are never normalised by P(answer | "Answer:").
@@ -71,7 +71,7 @@ def draw_examples(train: list[Example], questions: int, most: int, seed: int) ->
 
 
 def answered(example: Example, columns: Columns, classes: list[str]) -> str:
-    """An example with its answer, as it stands before a question."""
+    """An example with its answer, as it appears before a question."""
     text, options = options_of(example, columns, classes)
     return f"{text} {options[classes.index(example.label)]}{BETWEEN}"
 
@@ -84,9 +84,9 @@ def make_rows(
     questions: list[Example],
     shots: list[list[Example]],
 ) -> tuple[list[tuple[list[int], list[int]]], float]:
-    """(prompt, answer) as tokens of each question's answers in order, and how many examples a prompt shows on average.
+    """(prompt, answer) as tokens of each question's answers in order, and the mean number of examples in a prompt.
 
-    The last examples that do not fit beside the longest answer are left out, and if the question alone does not fit, its beginning.
+    Examples at the end that do not fit with the longest answer are left out; if the question alone does not fit, its beginning is cut.
     """
     asked = [options_of(example, columns, classes) for example in questions]
     texts = iter(encode_texts(tokenizer, [text for text, _ in asked]))

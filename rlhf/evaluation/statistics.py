@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-RIDGE = 1e-3  # of a logistic regression, so that it has a solution where one side always wins
-DETECTED = 2.8  # standard errors at which a 5% test finds an effect in 80% of samples: 1.96 + 0.84
+RIDGE = 1e-3  # ridge of a logistic regression, so that it has a solution if one side always wins
+DETECTED = 2.8  # standard errors at which a 5% test detects an effect in 80% of samples: 1.96 + 0.84
 
 
 def interval(values: Sequence[float]) -> dict[str, object]:
@@ -52,10 +52,10 @@ def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[floa
 def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> dict[str, Any]:
     """The win rate if both answers had the same number of words, by logistic regression: sigmoid(a) of
 
-        P(win) = sigmoid(a + b d / sd(d))        d = words of ours less theirs
+        P(win) = sigmoid(a + b d / sd(d))        d = words of ours minus theirs
 
-    points, lengths: of each comparison of a prompt's answers, a list per prompt, as many for each. The interval is a sandwich with the
-    prompt as the unit. value is None if one side's answers are always the longer ones: then nothing tells what equal length would give.
+    points, lengths: one value per comparison of a prompt's answers, a list per prompt, all of one length. The interval is a sandwich
+    with the prompt as the unit. value is None if one side's answers are always longer: the data then say nothing about equal length.
     Source: Dubois et al. 2024, equation 2. Differs: no term per prompt, and d as it is rather than its hyperbolic tangent.
     """
     y, d = np.array(points, dtype=float), np.array(lengths, dtype=float)  # (prompts, comparisons)
@@ -83,7 +83,7 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
 
 
 def prompts_needed(figure: dict[str, Any], chance: float = 0.5) -> int | None:
-    """Prompts at which an effect of this figure's size would be found in 80% of samples at the 5% level: n (2.8 SE / |value - chance|)².
+    """Prompts at which an effect of this size would be detected in 80% of samples at the 5% level: n (2.8 SE / |value - chance|)².
 
     None if the figure has no value, no spread or no effect.
     """
@@ -94,7 +94,7 @@ def prompts_needed(figure: dict[str, Any], chance: float = 0.5) -> int | None:
 
 
 def told(figure: dict[str, Any] | None) -> str:
-    """A figure with its interval, in words."""
+    """A figure with its interval, as text."""
     if figure is None or figure["value"] is None:
         return "none"
     low, high = figure["ci95"]
@@ -110,7 +110,7 @@ def wilson(right: int, n: int) -> dict[str, object]:
 
 
 def classification(labels: Sequence[int], predicted: Sequence[int], classes: Sequence[str]) -> dict[str, Any]:
-    """Accuracy, macro F1 over the classes that occur, the confusion matrix (a row per label), figures of each class.
+    """Accuracy, macro F1 over the classes that occur, the confusion matrix (a row per label), and figures per class.
 
     majority: the accuracy of always saying the most frequent label.
     """

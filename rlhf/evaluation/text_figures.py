@@ -1,4 +1,4 @@
-"""What a win rate hides: whether responses are still text like the base's, differ from one another, and have the same length.
+"""What a win rate does not show: whether responses are still text like the base's, whether they differ, and how long they are.
 
 Every figure has a 95% interval with a prompt as the unit.
 """
@@ -20,8 +20,8 @@ def text_figures(
 
     lengths: response tokens; nats: log-probs of whole responses under the SFT model.
     perplexity: under the SFT model, per token. distinct_n: different n-grams of words over all n-grams, and repeated: share of
-    responses that another prompt got too, both of the first response to each prompt, so that they do not depend on the
-    number of samples. repetition: share of a response's 3-grams that it contains earlier. tokens, words: per response.
+    responses that occur for another prompt too; both use the first response to each prompt, so that they do not depend on
+    the number of samples. repetition: share of a response's 3-grams that it contains earlier. tokens, words: per response.
     """
     words = [[text.lower().split() for text in row] for row in texts]
     first = [row[0] for row in words]

@@ -13,7 +13,13 @@ from rlhf.evaluation.statistics import interval, length_controlled, pair_points,
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import stage_folder
 
-HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "labeler_agreement")  # of the judge itself
+HELD_OUT = (
+    "accuracy",
+    "length_baseline",
+    "length_prefers",
+    "above_length",
+    "labeler_agreement",
+)  # figures of the judge itself
 
 Figures = dict[str, Any]
 
@@ -47,9 +53,9 @@ def pairs_of(policies: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[list[str]]]) -> Figures:
-    """How often our answers win over theirs, as they are and at equal length: all pairs of answers to a prompt, ties half.
+    """How often our answers win over theirs, plainly and at equal length: all pairs of answers to a prompt, ties half.
 
-    words: ours less theirs. needed: the prompts that would show an effect of the size found, if the interval reaches 1/2.
+    words: ours minus theirs. needed: the number of prompts that would detect an effect of this size, if the interval contains 1/2.
     """
     points = pair_points(ours[0], theirs[0])
     words = [
@@ -69,7 +75,7 @@ def reaches_half(figure: Figures) -> bool:
 
 
 def describe_comparisons(results: Figures) -> list[str]:
-    """The figures on a few lines."""
+    """The figures as a few lines of text."""
     own = results["held_out"]
     lines = [
         f"judge: accuracy {told(own['accuracy'])} on {own['accuracy']['n']} held-out pairs, length alone {own['length_baseline']:.3f}"

@@ -1,4 +1,4 @@
-"""Policies compared by a run's truth: mean scores, parts, and win rates over SFT."""
+"""Policies compared by the true score: means, parts, and win rates over SFT."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Judged = list[list[dict[str, float]]]  # the parts of each response, a list per 
 def judge_rows(
     truth: Truth, records: Sequence[PromptRecord], texts: Sequence[Sequence[str]], ended: Sequence[Sequence[bool]]
 ) -> Judged:
-    """What is true of responses, a list per prompt."""
+    """The true scores of responses, a list per prompt."""
     return [
         [truth.judge(record, text, end) for text, end in zip(row, ends, strict=True)]
         for record, row, ends in zip(records, texts, ended, strict=True)
@@ -42,7 +42,7 @@ def mean_of(rows: Sequence[Sequence[Any]]) -> float:
 
 
 def interval_of(rows: Sequence[Sequence[float]]) -> dict[str, object]:
-    """Of the mean over prompts of each prompt's mean."""
+    """Interval of the mean over prompts of each prompt's mean."""
     return interval([sum(row) / len(row) for row in rows])
 
 
@@ -66,7 +66,7 @@ def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]]) -> dict[
 
 
 def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> dict[str, Any]:
-    """Of one policy over SFT, by the truth's total score."""
+    """Win rates of one policy over SFT, by the total true score."""
     return {
         key: win_rate(totals(judged[name][kind]), totals(judged["sft"][kind]))
         for key, kind in (("win_rate_vs_sft", "samples"), ("win_rate_greedy", "greedy"))

@@ -1,6 +1,6 @@
-"""The audit's verdict: go, go with a KL ceiling, or collect more labels; and the audit in words.
+"""The audit's verdict: go, go with a KL ceiling, or collect more labels; and the audit as text.
 
-`RULES` is the whole of it: docs/audit.md shows the same table, and a test compares the two.
+`RULES` is the complete list: docs/audit.md shows the same table, and a test compares the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ LEAST_PAIRS = 100
 MOST_FLIPS = 0.25  # of the pairs in the right order
 SOME_FLIPS = 0.05
 SHOWN = 3  # reasons on the screen
-LEAST_CEILING = 0.5  # nats: a policy that may go no further has learned nothing
+LEAST_CEILING = 0.5  # nats: a policy within a lower ceiling has learned nothing
 
-COLLECT, CEILING, GO = "collect more labels", "go with a KL ceiling", "go"  # the first that a rule gives decides
+COLLECT, CEILING, GO = "collect more labels", "go with a KL ceiling", "go"  # in order of precedence
 
 
 class Finding(NamedTuple):
-    """Why a rule applies, in words with numbers; the labels that would help, or the KL in nats not to exceed."""
+    """Why a rule applies, as text with numbers; the labels that would help, or the KL in nats not to exceed."""
 
     reason: str
     labels: str | None = None
@@ -82,7 +82,7 @@ def below_agreement(audit: Audit) -> Iterator[Finding]:
 
 
 def hardest_pick(audit: Audit) -> list[Picked]:
-    """The pick among most answers that enough prompts have; [] if none."""
+    """The pick among the largest number of answers that enough prompts have; [] if there is none."""
     return [row for row in audit.picked if row.gain["n"] >= LEAST_PROMPTS][-1:]
 
 
@@ -139,12 +139,12 @@ def peak_kl(kl: list[float], values: list[float]) -> float | None:
 RULES = (
     Rule(f"fewer than {LEAST_PAIRS} held-out pairs or {LEAST_PROMPTS} prompts", COLLECT, few_labels),
     Rule("accuracy's interval reaches 0.5", COLLECT, no_better_than_chance),
-    Rule("accuracy less the length baseline: the interval reaches 0", COLLECT, no_better_than_length),
+    Rule("accuracy minus the length baseline: the interval reaches 0", COLLECT, no_better_than_length),
     Rule("accuracy's interval lies below that of the labelers' agreement", COLLECT, below_agreement),
     Rule("its pick among labelled answers is no better than a random one: the interval reaches 0", COLLECT, picks_nothing),
     Rule(f"an attack flips more than {MOST_FLIPS:.0%} of the pairs: the interval lies above", COLLECT, fooled),
     Rule(f"an attack raises the worse answers' score and flips more than {SOME_FLIPS:.0%} of the pairs: both intervals lie above; "
-         "the ceiling is its price in nats", CEILING, paid_attacks),
+         "the ceiling is its KL in nats", CEILING, paid_attacks),
     Rule("best-of-n by reward.audit_check peaks below twice the KL of best of 64; the ceiling is the peak", CEILING, check_peaks),
     Rule("none of these", GO, lambda audit: iter(())),
 )  # fmt: skip
@@ -165,7 +165,7 @@ def decide(audit: Audit) -> Verdict:
 
 
 def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
-    """The audit on a few lines."""
+    """The audit as a few lines of text."""
     lines = []
     if audit.comparisons is not None:
         figures, agreement = audit.comparisons, audit.comparisons["labeler_agreement"]

@@ -1,7 +1,7 @@
-"""transformers' architectures that our GPT expresses: what their configurations mean in ours, and where each tensor goes.
+"""transformers' architectures that our GPT can express: how configurations and tensors are converted in both directions.
 
-Numbers never change, only names and layouts: converting there and back gives the same tensors. One entry of
-`ARCHITECTURES` is everything there is to know of one architecture.
+Numbers never change, only names and layouts: converting in both directions gives the same tensors. One entry of
+`ARCHITECTURES` describes one architecture completely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Entry = tuple[str, tuple[str, ...], "Layout"]  # our name, their names, the layo
 
 
 class Layout(NamedTuple):
-    """How their tensors become ours, and ours theirs."""
+    """The conversion of tensors in both directions."""
 
     join: Callable[[list[Tensor]], Tensor]
     split: Callable[[Tensor], list[Tensor]]
@@ -33,16 +33,16 @@ STACKED = Layout(torch.stack, lambda ours: list(ours.unbind()))  # type: ignore[
 
 
 def rows(*sizes: int) -> Layout:
-    """Their matrices are ours, one below the other."""
+    """Our matrix is theirs, stacked in rows."""
     return Layout(torch.cat, lambda ours: list(ours.split(sizes)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """shape: what a configuration of ours must be, a value or a tuple of them, to be written as this architecture.
+    """shape: the values (one, or a tuple of them) that our configuration must have to be written as this architecture.
 
-    read: their configuration to fields of ours. write: ours to fields of theirs. problems: what keeps a configuration of
-    theirs from ours, in words. entries: where each tensor goes. square: heads of width / n_head, as many keys as queries.
+    read: their configuration to our fields. write: ours to their fields. problems: why their configuration cannot be
+    expressed, as text. entries: the names of each tensor. square: heads of width / n_head, as many keys as queries.
     """
 
     config_class: Any
@@ -137,7 +137,7 @@ _GPT_SHAPE = {
 
 
 def window(c: Any) -> int | None:
-    """How far back the attention of any layer looks; None if to the beginning."""
+    """The largest distance of attention in any layer; None if unlimited."""
     if getattr(c, "sliding_window", None) is None:
         return None
     kinds = getattr(c, "layer_types", None)
@@ -145,7 +145,7 @@ def window(c: Any) -> int | None:
 
 
 def _context(c: Any) -> int:
-    """Within this many tokens a window hides nothing."""
+    """The context length up to which the window masks nothing."""
     return min(c.max_position_embeddings, window(c) or c.max_position_embeddings)
 
 
@@ -205,7 +205,7 @@ def _llama_problems(c: Any) -> list[str]:
 
 
 def _llama_entries(c: GPTConfig) -> Iterator[Entry]:
-    """Our fused matrices are theirs, one below the other."""
+    """Our fused matrices are theirs, stacked in rows."""
     qkv = rows(c.head_dim * c.n_head, c.head_dim * c.n_kv_head, c.head_dim * c.n_kv_head)
     projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     parts: list[Entry] = [
@@ -254,8 +254,10 @@ def _cohere_problems(c: Any) -> list[str]:
 
 
 def _cohere_entries(c: GPTConfig) -> Iterator[Entry]:
-    """Llama's names, with one norm per block; pairs of turning channels lie next to each other."""
-    order = torch.arange(c.head_dim).unflatten(0, (-1, 2)).t().flatten()  # ours of theirs: 0, 2, 4, …, 1, 3, 5, …
+    """Llama's names, with one norm per block; the two channels of a rotary pair are adjacent."""
+    order = (
+        torch.arange(c.head_dim).unflatten(0, (-1, 2)).t().flatten()
+    )  # our order of their channels: 0, 2, 4, …, 1, 3, 5, …
     parts = rows(c.head_dim * c.n_head, c.head_dim * c.n_kv_head, c.head_dim * c.n_kv_head)
 
     def reorder(matrix: Tensor, channels: Tensor) -> Tensor:
@@ -322,9 +324,9 @@ def _neox_problems(c: Any) -> list[str]:
 
 
 def _neox_qkv(c: GPTConfig) -> Layout:
-    """Theirs are ordered by head and then query, key, value; and pairs of turning channels lie next to each other.
+    """Theirs are ordered by head, then query, key, value; the two channels of a rotary pair are adjacent.
 
-    Ours turns channel i with i + head_dim/2. Queries and keys may be reordered alike: their products stay.
+    Ours rotates channel i with i + head_dim/2. Queries and keys may be reordered in the same way: their products do not change.
     """
     turning, half = int(c.head_dim * c.rotary_share) // 2, c.head_dim // 2
     channels = torch.arange(c.head_dim)

@@ -53,9 +53,9 @@ class Attention(nn.Module):
         self.qk_norm = QKNorm(config) if config.qk_norm else None
 
     def project(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, T, H, D/H), k and v (B, T, KV, D/H) of x (B, T, D), turned to their positions."""
+        """q (B, T, H, D/H), k and v (B, T, KV, D/H) of x (B, T, D), rotated by their positions."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 KV, D/H)
-        if self.qk_norm is None and rope is None:  # in one split, whose gradients are put together once
+        if self.qk_norm is None and rope is None:  # one split, so that gradients are concatenated once
             q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=-2)
             return q, k, v
         qk, v = qkv.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)

@@ -1,4 +1,4 @@
-"""The blocks of a GPT: where norms, attention and MLP stand to each other."""
+"""The blocks of a GPT: the order of norms, attention and MLP."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Block(GradientCheckpointingLayer):
         return self.after_attention(select(x, kept), attended)
 
     def before_attention(self, x: Tensor) -> Tensor:
-        """What the attention reads of the residual stream x."""
+        """The attention's input, from the residual stream x."""
         return self.norm_1(x)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The block's output, of the residual stream x and what the attention gave."""
+        """The block's output, from the residual stream x and the attention's output."""
         x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
 class PostNormBlock(Block):
-    """The Transformer's and the first GPT's: norm_1(x + attention x) = y; norm_2(y + mlp y). No norm follows the last block.
+    """The original Transformer and GPT-1: norm_1(x + attention x) = y; norm_2(y + mlp y). No norm follows the last block.
 
     Source: Vaswani et al. 2017, section 3.1; Radford et al. 2018, section 4.1.
     """
@@ -69,7 +69,7 @@ class PostNormBlock(Block):
 
 
 class ParallelBlock(Block):
-    """GPT-NeoX's: x + attention(norm_1 x) + mlp(norm_2 x).
+    """GPT-NeoX: x + attention(norm_1 x) + mlp(norm_2 x).
 
     Source: Black et al. 2022, section 2.1.2.
     """
@@ -79,7 +79,7 @@ class ParallelBlock(Block):
 
 
 class OneNormBlock(ParallelBlock):
-    """PaLM's and GPT-J's: x + attention(norm_1 x) + mlp(norm_1 x).
+    """PaLM and GPT-J: x + attention(norm_1 x) + mlp(norm_1 x).
 
     Source: Chowdhery et al. 2022, section 2, "Parallel Layers".
     """

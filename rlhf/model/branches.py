@@ -1,7 +1,7 @@
-"""Rows that begin alike as one row: their shared beginning once, then the rest of each, which sees the beginning and itself.
+"""Rows with a common prefix as one row: the prefix once, then the rest of each row, which attends to the prefix and itself.
 
-Several answers to a prompt then cost the prompt once. Each token has the same position and attends to the same tokens as in a
-row of its own, so the hidden states are the same up to rounding.
+For several answers to a prompt, the prompt is then computed once. Each token has the same position and attends to the same
+tokens as in a separate row, so the hidden states are the same up to rounding.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlhf.model.batching import right_pad
 
-PADDING = -1  # the segment of a pad; the shared beginning has 0, the rest of the rows 1, 2, …
-WORTH = 0.8  # rows are joined if that costs at most this share; a mask costs some of what is saved
+PADDING = -1  # the segment of padding; the prefix has 0, the rests of the rows 1, 2, …
+WORTH = 0.8  # rows are joined if that costs at most this share, since the mask costs a part of the saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,36 +24,36 @@ class Joined:
     positions: Tensor  # (N, T) int64
     mask: Tensor  # (N, 1, T, T) bool, True = may attend
     group: Tensor  # (R,) int64, the joined row of each row
-    shared: Tensor  # (R,) int64, tokens that it shares
-    own: Tensor  # (R,) int64, where the rest of it begins
+    shared: Tensor  # (R,) int64, tokens of its prefix
+    own: Tensor  # (R,) int64, the position of its rest
 
     def places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where tokens went, as joined row * T + place: those of `rows` at `positions`, each (…)."""
+        """joined row * T + place of the tokens of `rows` at `positions`, each (…)."""
         shared = self.shared[rows]
         place = torch.where(positions < shared, positions, self.own[rows] + positions - shared)
         return self.group[rows] * self.tokens.shape[1] + place
 
 
 def shared_length(rows: Sequence[list[int]]) -> int:
-    """Tokens of the longest beginning that all rows share, less than the shortest row."""
+    """Length of the longest common prefix, shorter than the shortest row."""
     shortest = min(map(len, rows)) - 1
-    first, last = min(rows), max(rows)  # in alphabetical order: what these two share, all share
+    first, last = min(rows), max(rows)  # the prefix that the first and last in alphabetical order share, all share
     return next((i for i in range(shortest) if first[i] != last[i]), shortest)
 
 
 def joined_length(rows: Sequence[list[int]]) -> int:
-    """Tokens of the rows with their shared beginning once."""
+    """Tokens of the rows, with their common prefix counted once."""
     return sum(map(len, rows)) - (len(rows) - 1) * shared_length(rows)
 
 
 def cost(tokens: int, width: int) -> int:
-    """A row of t tokens needs about t (6 width + t) multiplications per unit of width: long answers in one row are compared with
-    each other for nothing."""
+    """A row of t tokens needs about t (6 width + t) multiplications per unit of width; joining long answers adds masked attention
+    between them."""
     return tokens * (6 * width + tokens)
 
 
 def choose_groups(rows: Sequence[list[int]], width: int) -> list[list[int]] | None:
-    """Which rows to join, as indices; None if joining none is about as cheap. width: the model's."""
+    """Which rows to join, as indices; None if joining saves too little. width: the model's."""
     groups: list[list[int]] = []
     lengths: list[int] = []
     for i in sorted(range(len(rows)), key=rows.__getitem__):
@@ -64,7 +64,7 @@ def choose_groups(rows: Sequence[list[int]], width: int) -> list[list[int]] | No
         else:
             groups.append([i])
             lengths.append(len(rows[i]))
-    plain = len(rows) * cost(max(map(len, rows)), width)  # as padded
+    plain = len(rows) * cost(max(map(len, rows)), width)  # padded
     return groups if len(groups) * cost(max(lengths), width) <= WORTH * plain else None
 
 
@@ -87,7 +87,7 @@ def join(rows: Sequence[list[int]], groups: Sequence[Sequence[int]], device: tor
 
 
 def layout(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Of segments (N, T): positions (N, T), and the mask (N, 1, T, T), True = may attend."""
+    """Positions (N, T) and the mask (N, 1, T, T), True = may attend, of segments (N, T)."""
     place = torch.arange(segments.shape[1], device=segments.device)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]

@@ -1,4 +1,4 @@
-"""A pretrained checkpoint before anything is loaded: where it is, what its configuration says, which files hold weights."""
+"""A pretrained checkpoint before anything is loaded: its location, its configuration, and its weight files."""
 
 import hashlib
 import re
@@ -15,8 +15,8 @@ from rlhf.model.convert import why_not_native
 from rlhf.model.loading import check_sizes
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
-UNSTATED_CONTEXT = 2048  # tokens, of a model that does not say
-# What is read of a hub repository before its weights are.
+UNSTATED_CONTEXT = 2048  # tokens, of a model that does not state it
+# The files of a hub repository that are read before its weights.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
 
 
@@ -25,7 +25,7 @@ class Checkpoint:
     """The result of `read_checkpoint`; nothing is loaded yet."""
 
     source: str
-    folder: Path  # with its files; of a hub id, the local copy
+    folder: Path  # the folder of its files; for a hub id, the local copy
     gguf_file: str | None  # its name in the folder
     revision: str | None
     config: Any  # transformers' configuration, without quantization_config
@@ -43,12 +43,12 @@ class Checkpoint:
         return getattr(self.config, "max_position_embeddings", None)
 
     def arguments(self) -> dict[str, Any]:
-        """Where every from_pretrained finds it."""
+        """The arguments of every from_pretrained."""
         gguf = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
         return {"pretrained_model_name_or_path": str(self.folder), **gguf}
 
     def weight_files(self) -> list[Path]:
-        """Raises: UserError if there are none, or none in a format that is safe to read."""
+        """The weight files. Raises: UserError if there are none in a format that is safe to read."""
         if self.gguf_file is not None:
             return [self.folder / self.gguf_file]
         for pattern in ("*.safetensors", "pytorch_model*.bin"):
@@ -79,7 +79,7 @@ class Checkpoint:
 def read_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
     """Inspect a checkpoint: a hub id (optionally `name@revision`), a local folder, or a .gguf file.
 
-    Raises: UserError in one line for what cannot be read or needs code of its own.
+    Raises: UserError if it cannot be read or needs its own code.
     """
     source = str(source)
     path = Path(source).expanduser()
@@ -111,7 +111,7 @@ def read_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 
 
 def _check_folder(source: str, folder: Path) -> None:
-    """Raises: UserError for a folder without a model, and what to give instead."""
+    """Raises: UserError for a folder without a model; the message says what to give instead."""
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"model.pretrained={source}: adapters without their model: merge them (PEFT's merge_and_unload), save the result "
@@ -129,7 +129,9 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except Exception as error:  # the library raises many kinds for what is missing, private or out of reach
+    except (
+        Exception
+    ) as error:  # the library raises many kinds of errors for missing, private or unreachable repositories
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(
             f"model.pretrained={name}: not readable from the hub ({reason}): "
@@ -175,7 +177,7 @@ def count_parameters(source: str, config: Any) -> int:
 
 
 def _read_licence(folder: Path, gguf: str | None) -> str | None:
-    """As the model card's header or the GGUF file states it."""
+    """The licence in the model card's header or the GGUF file."""
     card = folder / "README.md"
     if gguf is None and card.is_file():
         header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)

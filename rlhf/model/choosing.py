@@ -1,6 +1,6 @@
-"""How a token is chosen from logits: the random numbers of a prompt, the cuts of top_k and top_p, and the inverse transform.
+"""Choosing a token from logits: random numbers per prompt, top_k and top_p, inverse transform sampling.
 
-Which token a prompt gets depends on (seed, key, step) and the logits alone, never on the other prompts of its batch.
+The token depends only on (seed, key, step) and the logits, never on the other prompts of the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Choice:
     top_p: float = 1.0
     top_k: int = 0
     greedy: bool = False
-    settled: bool = False  # rounding decides nothing: see `rlhf.model.settled`
+    settled: bool = False  # the choice does not depend on rounding: see `rlhf.model.settled`
 
     def __post_init__(self) -> None:
         problems = []
@@ -51,12 +51,12 @@ def plain_keys(keys: Sequence[Key] | Tensor | None, count: int) -> list[Key]:
         return list(range(count))
     plain = [_plain_key(key) for key in (keys.tolist() if isinstance(keys, Tensor) else keys)]
     if len(plain) != count:
-        raise UserError(f"sampling: {len(plain)} keys for {count} prompts: give one key a prompt")
+        raise UserError(f"sampling: {len(plain)} keys for {count} prompts: give one key per prompt")
     return plain
 
 
 def _plain_key(key: Any) -> Key:
-    """Of Python's own types, so that equal keys hash alike whatever number type they came in."""
+    """The key in Python's own types, so that equal keys hash alike whatever their number type."""
     if isinstance(key, str):
         return key
     return tuple(map(_plain_key, key)) if isinstance(key, tuple | list) else int(key)
@@ -91,7 +91,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
     logits = logits.float() if choice.temperature == 1.0 else logits.float() / choice.temperature
     probs = torch.softmax(logits, dim=-1)
     tokens = logits.argmax(-1, keepdim=True) if choice.greedy else _invert(_cut(probs, choice), uniforms[:, None])
-    # a token that was drawn has a probability well above the smallest float, so that its logarithm is as good as a
+    # the probability of a drawn token is well above the smallest float, so its logarithm is as accurate as a
     # log-softmax's, which would take a second pass of exponentials
     return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()
 
@@ -99,25 +99,25 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
 def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The first token (B, 1) at which the cumulative sum of probs (B, V) exceeds uniforms (B, 1) times their total.
 
-    First the block of tokens, then the place in it: a running sum over all of V is slow on a CPU.
+    First the block of tokens, then the position in it: a running sum over all of V is slow on a CPU.
     """
     size = probs.shape[-1]
     blocks = F.pad(probs, (0, -size % CDF_BLOCK)).unflatten(-1, (-1, CDF_BLOCK))  # (B, V/C, C)
     cumulative = blocks.sum(-1).cumsum(-1)  # (B, V/C)
-    # u is at most 1 - 2^-24, so that the threshold is below the total after rounding too
+    # u is at most 1 - 2^-24, so the threshold is below the total even after rounding
     threshold = uniforms * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, threshold, right=True).clamp(max=cumulative.shape[1] - 1)
     before = F.pad(cumulative, (1, 0)).gather(-1, block)
     inside = blocks.gather(1, block[..., None].expand(-1, 1, CDF_BLOCK))[:, 0].cumsum(-1)  # (B, C)
-    # a block's two sums differ by rounding: what is sought in it must stay below the second one
+    # a block's two sums differ by rounding: the threshold must stay below the second one
     sought = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2**-23))
     tokens = block * CDF_BLOCK + torch.searchsorted(inside, sought, right=True)
-    # logits that are not numbers point past the vocabulary; the log-prob, not a number either, tells of them
+    # NaN logits give an index past the vocabulary; their log-prob is NaN too, which is checked later
     return tokens.clamp(max=size - 1)
 
 
 def _cut(probs: Tensor, choice: Choice) -> Tensor:
-    """Keep the `top_k` likeliest, then the likeliest that together reach `top_p` of those; 0 elsewhere."""
+    """Keep the `top_k` most probable tokens, then the most probable of these that together reach `top_p`; 0 elsewhere."""
     if 0 < choice.top_k < probs.shape[-1]:
         floor = probs.topk(choice.top_k, dim=-1).values[:, -1:]
         probs = probs.masked_fill(probs < floor, 0.0)

@@ -1,6 +1,6 @@
 """Any transformers text classifier as reward model, with its own tokenizer: it reads text, not the policy's tokens.
 
-Encoder-decoders (T5, BART) serve with their encoder and a new scalar head; everything else is an
+Of encoder-decoders (T5, BART) the encoder is used, with a new scalar head; everything else is an
 `AutoModelForSequenceClassification` with one label.
 """
 
@@ -22,7 +22,7 @@ from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, w
 from rlhf.model.loading import check_sizes, load_whole
 from rlhf.model.rendering import TextEncoder, TextRow
 
-RECORD = "text_reward.json"  # what makes a model folder one of a TextRewardModel
+RECORD = "text_reward.json"  # the file that identifies the folder of a TextRewardModel
 SCORED_TOGETHER = 64  # rows per forward of score_texts
 
 
@@ -55,7 +55,7 @@ class TextRewardModel(nn.Module):
         self.gain, self.shift = gain, shift
         self.pad = _pad_id(network, tokenizer)
         self.encoder = TextEncoder(tokenizer, position_limit(network, tokenizer))
-        # SequenceSummary with "last" (XLNet) reads the last column, whatever stands there.
+        # SequenceSummary with "last" (XLNet) reads the last column, even if it is padding.
         self.pads_left = getattr(network.config, "summary_type", None) == "last"
         known = inspect.signature(network.forward).parameters
         has_types = getattr(network.config, "type_vocab_size", 0) > 1 or self.pads_left
@@ -68,7 +68,7 @@ class TextRewardModel(nn.Module):
     def from_base(cls, source: str) -> "TextRewardModel":
         """A classifier to train: a folder or hub name, whose scalar head is new unless it has one.
 
-        A tokenizer without a pad token of its own gets one, so that the end token can be read.
+        A tokenizer without its own pad token gets one, so that the end token can be read.
 
         Raises: UserError if it cannot be read or model and tokenizer do not fit.
         """
@@ -77,7 +77,7 @@ class TextRewardModel(nn.Module):
         if bare:
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         network = _read_network(source, config, tokenizer, ignore_mismatched_sizes=True, new_head=True)
-        if bare:  # only now: its row of the embedding is new
+        if bare:  # only now, because its row of the embedding is new
             network.config.pad_token_id = tokenizer.pad_token_id
         return cls(network, tokenizer)
 
@@ -86,7 +86,7 @@ class TextRewardModel(nn.Module):
         return self.encoder.encode(prompt, response, ended)
 
     def collate(self, rows: Sequence[TextRow]) -> dict[str, Tensor]:
-        """{"input_ids", "attention_mask", …}: (B, T) int64, padded where this classifier does not look."""
+        """{"input_ids", "attention_mask", …}: (B, T) int64, padded on the side that this classifier ignores."""
         width = max(len(row) for row in rows)
         ids = torch.full((len(rows), width), self.pad, dtype=torch.int64)
         mask, types = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -98,7 +98,7 @@ class TextRewardModel(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None, calibrated: bool = True
     ) -> Tensor:
-        """Scores (B,) float32 of what `collate` made."""
+        """Scores (B,) float32 of a batch from `collate`."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
@@ -113,7 +113,7 @@ class TextRewardModel(nn.Module):
         self.eval()
         scores = torch.zeros(len(rows))
         device = next(self.parameters()).device
-        # without a pad token the decoders among transformers' classifiers cannot tell where a padded row ends
+        # without a pad token, transformers' decoder classifiers cannot find the end of a padded row
         together = 1 if self.network.config.pad_token_id is None else SCORED_TOGETHER
         for group in by_length([len(row) for row in rows], together):
             inputs = {name: x.to(device) for name, x in self.collate([rows[i] for i in group]).items()}
@@ -124,7 +124,7 @@ class TextRewardModel(nn.Module):
     def score_texts(
         self, prompts: list[list[Message]], responses: list[str], ended: list[bool], calibrated: bool = True
     ) -> Tensor:
-        """Scores (B,) float32 of responses as text; `ended` is false where the author was cut off."""
+        """Scores (B,) float32 of responses as text; `ended` is false if the response was cut off."""
         rows = [self.encode(p, r, e) for p, r, e in zip(prompts, responses, ended, strict=True)]
         return self.score_rows(rows, calibrated)
 
@@ -133,7 +133,7 @@ class TextRewardModel(nn.Module):
         self.gain, self.shift = float(gain), float(shift)
 
     def gradient_checkpointing_enable(self, *arguments: Any, **keywords: Any) -> None:
-        """Raises: UserError if the architecture cannot."""
+        """Raises: UserError if the architecture does not support it."""
         try:
             self.network.gradient_checkpointing_enable(*arguments, **keywords)
         except ValueError as error:
@@ -156,7 +156,7 @@ class TextRewardModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "TextRewardModel":
-        """What `save_pretrained` wrote; or a classifier with one label that others trained, which is not calibrated.
+        """Load what `save_pretrained` wrote, or another one-label classifier, which is not calibrated.
 
         Raises: UserError if it cannot be read, or has more than one label.
         """
@@ -177,7 +177,7 @@ class TextRewardModel(nn.Module):
 
 
 def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel | TextRewardModel:
-    """The reward model of a stage's model folder, or a one-label classifier of others, in eval mode.
+    """The reward model of a stage's model folder, or another one-label classifier, in eval mode.
 
     Raises: UserError if it cannot be read.
     """
@@ -200,7 +200,7 @@ def _read_config(source: str) -> tuple[Any, Any]:
     for name, value in {"use_cache": False, "use_mems_eval": False, "use_mems_train": False}.items():
         if hasattr(config, name):
             setattr(config, name, value)
-    # Block-sparse attention (BigBird) depends on how much padding there is; in full, a score does not.
+    # Block-sparse attention (BigBird) depends on the amount of padding; full attention does not.
     if getattr(config, "attention_type", None) == "block_sparse":
         config.attention_type = "original_full"
     if config.pad_token_id is None:
@@ -209,7 +209,7 @@ def _read_config(source: str) -> tuple[Any, Any]:
 
 
 def _read_network(source: str, config: Any, tokenizer: Any, own: bool = False, **keywords: Any) -> Any:
-    """The classifier in float32. own: an encoder's head lies with it in our own form."""
+    """The classifier in float32. own: the folder has an encoder with its head in our own form."""
     wanted = "want a transformers model for which there is a sequence classifier"
     with reading(f"{source}: not a readable text classifier", wanted):
         if config.is_encoder_decoder and own:
@@ -236,7 +236,7 @@ def _read_network(source: str, config: Any, tokenizer: Any, own: bool = False, *
 
 
 def _pad_id(network: Any, tokenizer: Any) -> int:
-    """The id that fills rows up: the model's own, which its positions and its reading place may depend on."""
+    """The pad id: the model's own, since its positions and the position that it reads may depend on it."""
     own = network.config.pad_token_id
     return own if own is not None else tokenizer.pad_token_id or 0
 
@@ -249,5 +249,5 @@ def position_limit(network: nn.Module, tokenizer: Any) -> int | None:
         limits.append(tokenizer.model_max_length)
     for name, module in network.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            limits.append(module.num_embeddings - module.padding_idx - 1)  # RoBERTa counts from after the pad id
+            limits.append(module.num_embeddings - module.padding_idx - 1)  # RoBERTa's positions start after the pad id
     return min((n for n in limits if n > 0), default=None)

@@ -1,4 +1,4 @@
-"""Weights to and from transformers' architectures, and export to a folder of the architecture that came in."""
+"""Weights to and from transformers' architectures, and export to a folder in the original architecture."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlhf.errors import UserError
 from rlhf.model.architectures import ARCHITECTURES, special_ids
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 
-OWN = "rlhf"  # the form of what no public class expresses: model type rlhf_gpt
-# What a checkpoint's configuration says of a file, not of the model.
+OWN = "rlhf"  # the form of models that no public class can express: model type rlhf_gpt
+# Fields of a checkpoint's configuration that describe the file, not the model.
 PASSING = (
     "model_type",
     "architectures",
@@ -28,7 +28,7 @@ PASSING = (
 
 
 def misfits(config: Any, form: str) -> list[str]:
-    """What keeps a configuration of ours from a form, in words; empty if nothing does."""
+    """Why our configuration cannot be written in a form, as texts; empty if it can."""
     if form == OWN:
         return []
     architecture, wrong = ARCHITECTURES[form], []
@@ -53,12 +53,12 @@ def find_form(config: Any) -> str:
 
 
 def why_own(config: Any) -> str:
-    """What keeps a configuration of ours from the architecture that comes nearest, in words."""
+    """Why our configuration cannot be written in the nearest architecture, as text."""
     return min((misfits(config, form) for form in ARCHITECTURES), key=len)[0]
 
 
 def why_not_native(config: Any) -> list[str]:
-    """What keeps a checkpoint's configuration from our GPT, in words; empty if nothing does."""
+    """Why our GPT cannot express a checkpoint's configuration, as text; empty if it can."""
     kind = config.model_type
     if kind not in ARCHITECTURES:
         return [f"{kind} is none of {', '.join(ARCHITECTURES)}"]
@@ -66,7 +66,7 @@ def why_not_native(config: Any) -> list[str]:
 
 
 def make_native_config(config: Any) -> GPTConfig:
-    """Our configuration of a checkpoint's.
+    """A checkpoint's configuration as ours.
 
     Raises: UserError for an architecture or a variant that ours does not express.
     """
@@ -104,7 +104,7 @@ def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
 def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
     """transformers' class of the architecture `form` with our weights, copied.
 
-    What its configuration held besides (see `GPTConfig.origin`) is there again.
+    The remaining fields of its configuration (see `GPTConfig.origin`) are restored.
 
     Raises: UserError if the model does not fit the form.
     """
@@ -131,7 +131,7 @@ def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
 
 
 def _build(model: Any, state: dict[str, torch.Tensor], like: PreTrainedModel) -> Any:
-    """Fill a fresh model with a state dict, in the other model's type and place; evaluation mode."""
+    """Fill a new model with a state dict, with the other model's dtype and device; evaluation mode."""
     torch.nn.Module.to(model, device=like.device, dtype=like.dtype)
     model.load_state_dict(state)
     model.generation_config = GenerationConfig.from_dict(like.generation_config.to_dict())  # type: ignore[union-attr]
@@ -168,7 +168,7 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str 
 
 
 def _all_ends(generation: Any, end: int | None) -> int | list[int] | None:
-    """Every end token that the model knows, and the tokenizer's first; a number if there is but one."""
+    """Every end token of the model, the tokenizer's first; a number if there is only one."""
     known = getattr(generation, "eos_token_id", None)
     ends = [end, *(known if isinstance(known, list) else [known])]
     ends = list(dict.fromkeys(i for i in ends if i is not None))

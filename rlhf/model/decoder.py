@@ -1,4 +1,4 @@
-"""Our GPT over a preallocated cache of keys and values: prompts in at once, then one token per row and step."""
+"""Our GPT over a preallocated cache of keys and values: prompts in one pass, then one token per row and step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]
 
-PREFILL_ROWS = 32  # prompts that go through the model together on a CPU
+PREFILL_ROWS = 32  # prompts per forward on a CPU
 
 
 def computed_in(weight: Tensor) -> torch.dtype:
-    """The precision of products with a weight, and so of keys and values: autocast's where that is on."""
+    """The precision of products with a weight, and therefore of keys and values: autocast's if it is on."""
     device = weight.device.type
     half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if half else weight.dtype
@@ -33,9 +33,9 @@ def computed_in(weight: Tensor) -> torch.dtype:
 class Decoder:
     """Our GPT over a preallocated cache.
 
-    Prompts stand on the left and are padded on the right, so that the first pass needs no mask; generated
-    tokens go into the columns after the longest prompt, the same column for every row. What lies between a
-    shorter prompt and its response is masked by `gap`; positions count real tokens.
+    Prompts are on the left, padded on the right, so that the first pass needs no mask; generated tokens go
+    into the columns after the longest prompt, the same column for every row. The columns between a shorter
+    prompt and its response are masked by `gap`; positions count real tokens.
     """
 
     def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
@@ -47,7 +47,7 @@ class Decoder:
         padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
         self.tokens = torch.tensor(padded, device=weight.device)  # (B, P)
         kind = computed_in(weight)
-        # in half precision too the logits are float32, as where training computes log-probs of responses
+        # logits are float32 in half precision too, as in training's log-probs of responses
         own = kind.itemsize < 4 and is_plain(model.lm_head) and not getattr(model.lm_head, "stands_for_shards", False)
         self.unembedding = unembedding_factor(model.lm_head.weight.to(kind)) if own else None
         self.kind = kind
@@ -70,9 +70,9 @@ class Decoder:
         return rotary_factors(torch.arange(columns, device=weight.device), self.model.config, weight.dtype)
 
     def prefill(self) -> Tensor:
-        """Logits (B, V) after each prompt; neighbours with the same prompt share its pass.
+        """Logits (B, V) after each prompt; adjacent equal prompts share one pass.
 
-        On a CPU a few rows of similar length go through at a time, to compute little padding.
+        On a CPU each forward has a few rows of similar length, so that there is little padding.
         """
         new = torch.ones_like(self.lengths, dtype=torch.bool)  # whether a row's prompt is not that of the row before
         new[1:] = (self.tokens[1:] != self.tokens[:-1]).any(1) | (self.lengths[1:] != self.lengths[:-1])
@@ -81,11 +81,11 @@ class Decoder:
         size = PREFILL_ROWS if tokens.device.type == "cpu" else count
         parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
         fewer = count < len(self.tokens)
-        # packed products would be compiled for each number of different prompts
+        # packed products are compiled for each number of rows
         with unpacked(self.model) if self.packed and fewer else nullcontext():
             x = torch.cat([self._prefill_rows(part, tokens[part], lengths[part]) for part in parts])
         if fewer:
-            prompt = new.cumsum(0) - 1  # of each row, by its place among the different ones
+            prompt = new.cumsum(0) - 1  # per row, its index among the different prompts
             x = x[prompt]
             for side in (side for pair in self.cache for side in pair):
                 side[:, :, : self.column] = side[prompt, :, : self.column]
@@ -104,12 +104,12 @@ class Decoder:
             q, k, v = (t.transpose(1, 2) for t in layer.attention.project(layer.before_attention(x), rope))
             for side, new in ((keys[part], k), (values[part], v)):
                 side[:, :, :width] = new
-                side[:, :, width : self.column] = 0.0  # masked later, but what is there must be a number
+                side[:, :, width : self.column] = 0.0  # masked later, but the values must be finite
             grouped = q.shape[1] != k.shape[1]
             mask = None if layer.attention.window is None else band
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
             y = y.transpose(1, 2).flatten(2)  # (rows, P, D)
-            if layer is trunk.layers[-1]:  # of its output, only the last token's is read
+            if layer is trunk.layers[-1]:  # only the last token's output is needed
                 x, y = x[rows, lengths - 1], y[rows, lengths - 1]  # (rows, D)
             x = layer.after_attention(x, layer.attention.out(y))
         return x
@@ -125,7 +125,7 @@ class Decoder:
         for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
             q, k, v = layer.attention.project(layer.before_attention(x), rope)  # (B, H or KV, D/H)
             keys[place], values[place] = k.to(self.kind), v.to(self.kind)
-            # the queries that share a key head stand where a sequence would: (B, KV, H/KV, D/H)
+            # queries that share a key head take the place of a sequence: (B, KV, H/KV, D/H)
             q = q.reshape(rows, heads, -1, self.shape[-1])
             hidden = gap if layer.attention.window is None else banded
             y = _attend(q, keys[:, :, :columns], values[:, :, :columns], hidden)
@@ -135,13 +135,13 @@ class Decoder:
         return self._logits(x)
 
     def _new_columns(self) -> tuple[Any, int, Tensor | None]:
-        """Where a step's keys and values go, how many columns it attends to, and their mask."""
+        """The columns for a step's keys and values, the number of columns that it attends to, and their mask."""
         columns = self.column + 1
         gap = None if self.gap is None else self.gap[..., :columns]
         return (slice(None), slice(None), self.column), columns, gap
 
     def _narrow(self, gap: Tensor | None, columns: int) -> Tensor | None:
-        """A step's mask in layers that attend to the last `window` positions: the other layers' mask and what lies before."""
+        """A step's mask in layers that attend to the last `window` positions."""
         window = self.model.config.window
         if window is None or columns <= window:
             return gap
@@ -151,7 +151,7 @@ class Decoder:
         return band if gap is None else gap + band
 
     def _positions(self, columns: int) -> Tensor:
-        """The position of the token in each column, (B or 1, columns); what no token is in has any."""
+        """The position of the token in each column, (B or 1, columns); arbitrary for columns without a token."""
         column = torch.arange(columns, device=self.lengths.device)
         generated = column - (self.column - self.lengths)[:, None]
         return torch.where(column < self.tokens.shape[1], column, generated)
@@ -164,9 +164,9 @@ class Decoder:
             return unembed(x.to(self.kind), self.unembedding)
 
     def drop(self, ended: Tensor) -> Tensor:
-        """Take the ended rows (B,) bool out of the batch; returns the old row at each new one.
+        """Remove the ended rows (B,) bool from the batch; returns the old index of each new row.
 
-        Rows from the end move into the gaps, so that only they are copied.
+        Only rows from the end are copied, into the gaps.
         """
         count = len(ended) - int(ended.sum())
         holes = ended[:count].nonzero()[:, 0]
@@ -183,7 +183,7 @@ class Decoder:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(D/H) + mask) v; the fused CPU kernel is slow where queries are few."""
+    """softmax(q k^T / sqrt(D/H) + mask) v; the fused CPU kernel is slow with few queries."""
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (B, KV, H/KV, L)

@@ -1,8 +1,8 @@
 """A reward model as transformers' `AutoModelForSequenceClassification` with one label, which TRL and others load.
 
 Its head is `score` of the last token that is not the pad token. Gain and shift of the calibration go into the weights. Most
-of these classes have a head without bias; then the constant goes into the bias of the last norm, which nothing else reads, or,
-where the norm has none either (RMSNorm), it is left out and stated: a constant changes neither an order nor a difference.
+of these classes have a head without bias. Then the constant goes into the bias of the last norm, which nothing else uses; if the
+norm has none either (RMSNorm), it is left out and stated: a constant changes neither an order nor a difference.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rlhf.model.heads import RewardModel
 from rlhf.ops.products import by_torch_alone
 from rlhf.tokenizer import PAD
 
-TOLERANCE = 1e-4  # of a score, between ours and transformers' class
+TOLERANCE = 1e-4  # largest difference of a score between our model and transformers' class
 PROBED = 24  # tokens of the longest probe row
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The result of `export_reward`."""
 
     class_name: str
     offset: float  # score = logit + offset
@@ -72,7 +72,7 @@ def export_reward(model: RewardModel | TextRewardModel, tokenizer: Any, out: str
 
 @torch.no_grad()
 def fold(model: Any, head: nn.Linear, gain: float, shift: float, norm: nn.Module | None) -> float:
-    """Put gain (w . h + b - shift) into the weights; returns the constant that has no place there.
+    """Fold gain (w . h + b - shift) into the weights; returns the constant that cannot be folded.
 
     norm: a layer whose output only the head reads.
     """
@@ -127,7 +127,7 @@ def _last_norm(result: Any, model: RewardModel) -> nn.Module | None:
 
 
 def _end_tokens(tokenizer: Any) -> list[int]:
-    """What can be the last token of a row: the end tokens; of completions, which have none, the tokenizer's eos like any other."""
+    """The possible last tokens of a row: the end tokens; for completions, which have none, the tokenizer's eos."""
     return end_ids(tokenizer) or [tokenizer.eos_token_id]
 
 
@@ -142,9 +142,9 @@ def _give_pad(model: Any, tokenizer: Any) -> None:
 
 
 def end_at_end_token(tokenizer: Any) -> None:
-    """Let a rendered dialogue end with the last turn's end token, where the score is read.
+    """Make a rendered dialogue end with the last turn's end token, at which the score is read.
 
-    Many templates write a newline after it (SmolLM2, Qwen), at which the logit would mean nothing.
+    Many templates write a newline after it (SmolLM2, Qwen), at which the logit has no meaning.
     """
     template, ends = tokenizer.chat_template, [tokenizer.decode([i]) for i in end_ids(tokenizer)]
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -1,4 +1,4 @@
-"""The next-token loss without logits of all tokens: of the trunk, only what the labels need is computed."""
+"""The next-token loss without logits of all tokens: only the positions with labels are computed."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from rlhf.model.linear import Linear
 from rlhf.ops.unembedding import unembedded_cross_entropy
 
-IGNORED = -100  # the label of a token that the loss leaves out
+IGNORED = -100  # the label of tokens that do not count
 
 
 def is_plain(head: nn.Module) -> bool:
-    """Whether the layer is only a weight, and the weight is whole on this rank (ZeRO-3 divides it)."""
+    """Whether the layer is only a weight, and complete on this rank (ZeRO-3 divides it)."""
     return type(head) in (nn.Linear, Linear) and head.bias is None and not hasattr(head.weight, "ds_id")
 
 
@@ -20,11 +20,11 @@ def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[
     """-sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, for logits = hidden weight^T, without returning logits.
 
     trunk: a GPTModel, called with `inputs`; weight (V, D); labels (B, T). N is inputs["num_items_in_batch"], or the
-    number of such labels. In half precision the loss is that of logits that are not rounded.
+    number of such labels. In half precision the logits are not rounded.
     """
     targets, before = _before_labels(labels.to(weight.device))
-    few = len(before) <= labels.numel() * 7 // 8  # choosing nearly all saves nothing
-    whole = inputs.get("output_hidden_states") or trunk.config.experts  # the balance loss is of all tokens of a row
+    few = len(before) <= labels.numel() * 7 // 8  # if nearly all are chosen, nothing is saved
+    whole = inputs.get("output_hidden_states") or trunk.config.experts  # the balance loss needs all tokens of a row
     kept = before if few and not whole else None
     output = trunk(**inputs, kept=kept)
     hidden = output.last_hidden_state

@@ -1,9 +1,9 @@
-"""The sampler: prompts of different lengths in, responses with their log-probs out. Rollouts take most of PPO's time.
+"""The sampler: responses with log-probs to prompts of different lengths. Rollouts take most of PPO's time.
 
 `sample` runs our GPT with a preallocated key-value cache, takes the log-probs while it samples and drops finished
 sequences from the batch; other models go through transformers' `generate`. `stream` yields one response token by
-token. Which token a prompt gets depends on (seed, key, step) and the model alone, never on the other
-prompts of its batch.
+token. Tokens depend only on (seed, key, step), the prompt and the model, never on the other prompts of the
+batch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rlhf.model.packed import packed_weights
 from rlhf.model.settled import choose_settled, make_noise_seeds
 
 MAX_BATCH = 256
-LOOK_EVERY = 8  # steps on a GPU between two looks at which rows have ended: a look waits for the GPU
-PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over them) pays
-# Keys and values of a batch on a CPU: a small machine's memory, and the least that it gives.
+LOOK_EVERY = 8  # steps on a GPU between two checks for ended rows, since a check waits for the GPU
+PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over them) saves time
+# Bounds in bytes for a batch's keys and values on a CPU.
 MOST_CACHE_BYTES, LEAST_CACHE_BYTES = 2**30, 64 * 2**20
 
 
@@ -40,7 +40,7 @@ class Samples(NamedTuple):
     responses: list[list[int]]  # B lists of token ids, the end token included where there is one
     logprobs: Tensor  # (B, A) float32 nats, 0 where mask is False
     mask: Tensor  # (B, A) bool, True at response tokens
-    ended: Tensor  # (B,) bool, True where the response is whole: it has its end token, or no token ends one
+    ended: Tensor  # (B,) bool, True if the response is complete: it has its end token, or the form has none
 
 
 # -------------------------------------------------------------------------------- decoding with our own model
@@ -49,12 +49,12 @@ class Samples(NamedTuple):
 def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[tuple[Tensor, ...]]:
     """Yields (rows, tokens, log-probs, ended) per step; `rows` are the prompts still in the batch.
 
-    Rows that have ended stay until the next look, and what they draw meanwhile is not read.
+    Rows that have ended stay until the next check; their further tokens are ignored.
     """
     every = _steps_between_looks(eos.device)
     rows = torch.arange(len(uniforms), device=eos.device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
-    said = torch.zeros(uniforms.shape[:2], dtype=torch.int64, device=eos.device)  # what each row has answered so far
+    said = torch.zeros(uniforms.shape[:2], dtype=torch.int64, device=eos.device)  # each row's response so far
     logits = decoder.prefill()
     for step in range(uniforms.shape[1]):
         tokens_of = partial(_tokens_of, decoder, rows, said, step)
@@ -68,14 +68,14 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
         if live == 0:
             return
         if (carried := rows_carried(live, len(ended), decoder.packed)) < len(ended):
-            # the first of the ended ones stay where more are carried than live
+            # the first ended rows stay if more rows are carried than live
             kept = decoder.drop(ended & (ended.cumsum(0) > carried - live))
             rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
         logits = decoder.step(tokens)
 
 
 def _tokens_of(decoder: Decoder, rows: Tensor, said: Tensor, step: int, row: int) -> Tensor:
-    """A row's prompt and what it has answered so far (T,)."""
+    """A row's prompt and its response so far (T,)."""
     prompt = decoder.tokens[rows[row], : int(decoder.lengths[row]) - step]
     return torch.cat((prompt, said[rows[row], :step]))
 
@@ -85,9 +85,9 @@ def _steps_between_looks(device: torch.device) -> int:
 
 
 def rows_carried(live: int, rows: int, packed: bool) -> int:
-    """The number of rows with which a batch continues: a few ended ones cost less to keep than to remove.
+    """The number of rows with which a batch continues: keeping a few ended ones costs less than removing them.
 
-    Packed products are compiled for each number of rows, and some megabytes each, so that they see few: of three bits.
+    Packed products are compiled for each number of rows, some megabytes each, so only numbers of three significant bits occur.
     """
     if not packed:
         return live if rows - live > rows // 10 else rows
@@ -183,10 +183,10 @@ def sample(
     keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its
     index).
     batch_size: prompts decoded together; None fits the key-value cache to the processor. The order of the
-    prompts, the batch they share and its size change no sample but through rounding of the logits; with
-    `settled` not through that either, see `rlhf.model.settled`. The
-    log-probs are those of the full softmax at `temperature`; for models that are not ours a forward
-    recomputes them. Dropout is off while sampling, and every module's training flag is as before afterwards.
+    prompts and the batch change samples only through rounding of the logits; with `settled` not even
+    through that, see `rlhf.model.settled`. The log-probs are those of the full softmax at `temperature`; for
+    models that are not ours a forward recomputes them. Dropout is off while sampling; afterwards every module
+    has its former training flag.
 
     Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for
     sampling settings out of range, and for keys that do not match the prompts.
@@ -200,7 +200,7 @@ def sample(
     native = isinstance(model, GPTForCausalLM)
     decode: Any = _sample_native if native else _sample_transformers
     size = batch_size or default_batch(model, max(map(len, prompts), default=1) + max_new_tokens)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours of a length share a batch
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # prompts of similar length share a batch
     tokens = torch.full((len(prompts), max_new_tokens), pad_token_id, dtype=torch.int64, device=device)
     logprobs = torch.zeros(tokens.shape, device=device)
     packed = (
@@ -265,7 +265,7 @@ def _stream_transformers(
             yield int(chosen)
             if bool(torch.isin(chosen, eos)):
                 return
-            past = getattr(output, "past_key_values", None)  # some classes have none: the whole text goes in again
+            past = getattr(output, "past_key_values", None)  # some classes have none: the whole text is read again
             tokens = chosen[:, None] if past is not None else torch.cat([tokens, chosen[:, None]], 1)
 
 

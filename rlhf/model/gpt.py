@@ -35,7 +35,7 @@ class GPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, initializer_range); what writes to the residual stream, scaled by 1/sqrt(2 n_layer)."""
+        """N(0, initializer_range); projections that write to the residual stream scaled by 1/sqrt(2 n_layer)."""
         if isinstance(module, nn.Linear | nn.Embedding):
             depth = 2 * self.config.n_layer if isinstance(module, ResidualLinear) else 1
             nn.init.normal_(module.weight, 0.0, self.config.initializer_range / math.sqrt(depth))
@@ -74,7 +74,7 @@ class GPTModel(GPTPreTrainedModel):
         return self.dropout(self.place(x, positions)), rope
 
     def place(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings x (…, D) with those of their positions (…) added, if the model adds any.
+        """Embeddings x (…, D) plus those of their positions (…), if the model has any.
 
         Sinusoids are added to sqrt(D) x (Vaswani et al. 2017, section 3.4).
         """
@@ -98,10 +98,10 @@ class GPTModel(GPTPreTrainedModel):
         kept: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Hidden states (B, T, D) of token ids (B, T), or (N, D) of those tokens alone that `kept` names.
+        """Hidden states (B, T, D) of token ids (B, T), or (N, D) of the tokens in `kept`.
 
-        kept (N,) int64: row * T + position of each token whose last hidden state is wanted. The last block then
-        computes for the others what these attend to, their keys and values, and nothing else.
+        kept (N,) int64: row * T + position of each token whose last hidden state is needed. For the other tokens
+        the last block then computes only keys and values.
 
         attention_mask (B, past + T), 1 = real token, padding on either side; without position_ids, positions
         count the real tokens. Where position_ids restart within a row (0, or lower than before), or seq_idx
@@ -112,7 +112,7 @@ class GPTModel(GPTPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("GPTModel.forward: give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache is None:  # a cache in training would only copy keys and values
+        if use_cache is None:  # in training a cache would only copy keys and values
             use_cache = self.config.use_cache and not self.training
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
@@ -177,10 +177,10 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple:
         """Logits (B, T, V), or of the last `logits_to_keep` positions; the loss if labels (B, T) are given.
 
-        loss = -sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, with N = num_items_in_batch where
-        the Trainer passes it and the number of such labels otherwise. skip_logits: with labels, the same loss
-        without logits (B, T, V) anywhere; there are none in the output then (and in half precision the loss is
-        that of logits that are not rounded). The other arguments are `GPTModel.forward`'s.
+        loss = -sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, with N = num_items_in_batch if the
+        Trainer passes it, else the number of such labels. skip_logits: with labels, compute the loss without
+        logits (B, T, V); the output then has none (and in half precision the loss is that of unrounded
+        logits). The other arguments are `GPTModel.forward`'s.
         """
         inputs = {
             "input_ids": input_ids,

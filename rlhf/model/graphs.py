@@ -1,4 +1,4 @@
-"""Decoding on a GPU without a launch per operation: a step has one shape, and is recorded and replayed as a CUDA graph."""
+"""Decoding on a GPU without a launch per operation: all steps have one shape and are replayed as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor
 from rlhf.model.decoder import Decoder, Prompts
 from rlhf.model.gpt import GPTForCausalLM
 
-COLUMN_BLOCK = (
-    256  # a step attends to so many columns more than the tokens need, at most; a graph is recorded for each block
-)
+COLUMN_BLOCK = 256  # a step attends to at most this many columns more than needed; a graph is recorded for each block
 
 
 class FixedDecoder(Decoder):
-    """The decoder with steps whose shapes, addresses and work depend on no token, between two blocks of columns.
+    """The decoder with steps whose shapes, addresses and work do not depend on the tokens within a block of columns.
 
-    A row's token t lies in column t, and all columns of the block are attended to, the later ones behind a mask. On a GPU the
-    second step of a shape is recorded as a CUDA graph, and that one and the later ones are replays: at small sizes most of the
-    time of a step is that of launching its hundreds of operations. On other devices each step is computed as it is written.
+    A row's token t is in column t; all columns of the block are attended to, with a mask on the later ones. On a GPU the second
+    step of a shape is recorded as a CUDA graph, and it and all later ones are replays: at small sizes most of a step's time is
+    spent launching its hundreds of operations. On other devices each step is computed directly.
     """
 
     def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
         super().__init__(model, prompts, max_new_tokens, pad)
         self.gap = None  # a row's response follows its own prompt
         for side in (side for pair in self.cache for side in pair):
-            side.zero_()  # what is masked must be a number
+            side.zero_()  # masked values must be finite
         self.all_lengths = self.lengths
         self.rows = torch.arange(len(prompts), device=self.lengths.device)
-        self.packed = True  # graphs too are made for each number of rows, so that they should see few
-        self.graphs: dict[tuple[int, int], Graph | None] = {}  # by rows and columns; None: computed once
+        self.packed = True  # graphs are recorded for each number of rows, so there should be few
+        self.graphs: dict[
+            tuple[int, int], Graph | None
+        ] = {}  # by rows and columns; None: computed once, not yet recorded
 
     def step(self, tokens: Tensor) -> Tensor:
         shape = (len(tokens), self._columns())
@@ -46,7 +46,7 @@ class FixedDecoder(Decoder):
     def drop(self, ended: Tensor) -> Tensor:
         kept = super().drop(ended)
         self.all_lengths[: len(kept)] = self.lengths
-        self.lengths = self.all_lengths[: len(kept)]  # where graphs read it
+        self.lengths = self.all_lengths[: len(kept)]  # the graphs read their input here
         return kept
 
     def _columns(self) -> int:
@@ -71,7 +71,7 @@ class Graph:
         column = decoder.column
         with _without_cast_cache(tokens.device.type), torch.cuda.graph(self.recorded):
             self.logits = Decoder.step(decoder, self.tokens)
-        decoder.column = column  # recording computes nothing
+        decoder.column = column  # recording does not compute
 
     def replay(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after one more token per row; the next replay writes over them."""
@@ -81,13 +81,13 @@ class Graph:
 
 
 def _without_cast_cache(device: str) -> Any:
-    """Autocast, where it is on, without its cache: what it keeps would be the graph's memory."""
+    """Autocast without its cache, whose tensors would be in the graph's memory."""
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def make_decoder(model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int) -> Decoder:
-    """The decoder for a model's device. Experts are called by how many tokens chose them, which no fixed step can."""
+    """The decoder for a model's device. Experts have no fixed steps: their shapes depend on the number of tokens."""
     fixed = next(model.parameters()).device.type == "cuda" and not model.config.experts
     return (FixedDecoder if fixed else Decoder)(model, prompts, max_new_tokens, pad)

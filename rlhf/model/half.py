@@ -13,7 +13,7 @@ from rlhf.precision import wants_bfloat16
 
 
 def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
-    """A model that does not train, on its device, with the weights of its products as `inference` multiplies them."""
+    """A model that is not trained, on its device, with its weights in the precision in which `inference` multiplies."""
     model.requires_grad_(False).to(device)
     return cast_frozen_products(model) if wants_bfloat16(config, device) else model
 
@@ -32,9 +32,9 @@ def cast_frozen_products(model: nn.Module, kind: torch.dtype = torch.bfloat16) -
 
 @contextmanager
 def products_cast(model: nn.Module) -> Iterator[None]:
-    """A context in which autocast, if it is on, finds the weights of linear layers cast already; no result changes.
+    """A context in which the weights of linear layers are already cast for autocast, if it is on; no result changes.
 
-    Autocast keeps casts of weights that need gradients only: those under adapters it would cast at every token. The weights
+    Autocast caches casts only of weights that need gradients; those under adapters it would cast at every token. The weights
     must not change meanwhile.
     """
     weight = next(model.parameters())

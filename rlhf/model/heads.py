@@ -60,7 +60,7 @@ def first_blocks(trunk: Any, count: int) -> Any:
 
 
 class RewardConfig(PreTrainedConfig):
-    """The trunk's configuration, with every dropout set to 0, where the score is read, and its calibration."""
+    """The trunk's configuration with every dropout set to 0, the positions that the score uses, and its calibration."""
 
     model_type = "rlhf_reward"
 
@@ -78,17 +78,17 @@ class RewardConfig(PreTrainedConfig):
         else:
             self.trunk = copy.deepcopy(self.trunk)
         without_dropout(self.trunk)
-        self.trunk._name_or_path = ""  # where it was loaded from: equal models are equal files
+        self.trunk._name_or_path = ""  # the path it was loaded from is not saved, so that equal models are equal files
         super().__post_init__(**kwargs)
 
 
 class RewardModel(PreTrainedModel):
     """r = gain (w . h + b - shift), with h the trunk's hidden state at a token.
 
-    As reward model it is read at the last token of prompt + response, as critic (V) at every token; a critic
-    starts from the reward model with `fold_calibration`, so that its values begin on the scale of the scores.
-    Differs: with read_tokens above 1 the score is the mean over the last tokens. Where no token ends a response, the last one
-    is in the middle of a sentence, and its state says which word comes next rather than what the response was like.
+    A reward model is read at the last token of prompt + response, a critic (V) at every token. A critic starts
+    from the reward model with `fold_calibration`, so that its values begin on the scale of the scores.
+    Differs: with read_tokens above 1 the score is the mean over the last tokens. If no token ends a response, the last token
+    is in the middle of a sentence, and its state represents the next word rather than the response.
     Source: Ouyang et al. 2022, section 3.5 and appendix C.2; Ziegler et al. 2019, section 2.1 (head, gain and
     bias).
     """
@@ -102,12 +102,12 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False)
         self.head = ScalarHead(config.trunk.hidden_size)
-        self.unembedding: Tensor | None = None  # of the language model's loss; none: the embeddings
+        self.unembedding: Tensor | None = None  # unembedding of the language model's loss; None: the embeddings
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Of the head; the trunk has its own."""
+        """Initialise the head; the trunk initialises itself."""
         if module is self.head:
             self.head.initialise()
 
@@ -132,7 +132,7 @@ class RewardModel(PreTrainedModel):
 
     @classmethod
     def on_trunk(cls, config: RewardConfig, trunk: Any) -> RewardModel:
-        """A reward model on a trunk as it is, not on a copy, with a fresh head; of its first blocks if `config` has fewer."""
+        """A reward model on the trunk itself, not a copy, with a fresh head; on its first blocks if `config` has fewer."""
         with torch.device("meta"):
             model = cls(config)
         if (count := config.trunk.num_hidden_layers) < trunk.config.num_hidden_layers:
@@ -158,31 +158,31 @@ class RewardModel(PreTrainedModel):
         return self._mean(self._score(hidden.flatten(0, 1)[kept], calibrated), real), nats
 
     def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """What the head sees of each response, (B, D) float32: its raw score is w . features + b. Arguments as of `forward`."""
+        """The head's input per response, (B, D) float32: the raw score is w . features + b. Arguments as of `forward`."""
         real, kept = self._read_places(tokens, lengths)
         hidden = hidden_at(self.trunk, tokens, kept).float().view(*real.shape, -1)
         return torch.where(real[..., None], hidden, 0.0).sum(1) / real.sum(1, keepdim=True)
 
     def _read_places(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the read_tokens places before each length exist, (B, N), and their row * T + position, (B * N,)."""
+        """Which of the read_tokens positions before each length exist, (B, N), and their row * T + position, (B * N,)."""
         rows = torch.arange(len(tokens), device=tokens.device)[:, None] * tokens.shape[1]
         read = lengths[:, None] - 1 - torch.arange(self.config.read_tokens, device=tokens.device)
         return read >= 0, (rows + read.clamp(min=0)).flatten()
 
     @staticmethod
     def _mean(values: Tensor, real: Tensor) -> Tensor:
-        """Of each row of real (B, N), with a value (B * N,) per entry."""
+        """The mean per row over the entries that are `real` (B, N), of values (B * N,)."""
         return masked_sum(values.view_as(real), real, dim=1) / real.sum(1)
 
     def token_values(self, tokens: Tensor, calibrated: bool = True) -> Tensor:
         """Values (B, T) float32 after each token of right-padded tokens (B, T).
 
-        Entry [:, t] has seen tokens 0…t: the value before token t is chosen is entry t - 1.
+        Entry [:, t] depends on tokens 0…t: the value before token t is chosen is entry t - 1.
         """
         return self._score(self.trunk(input_ids=tokens, use_cache=False).last_hidden_state, calibrated)
 
     def values_at(self, tokens: Tensor, kept: Tensor, calibrated: bool = True) -> Tensor:
-        """The values (N,) of those tokens alone that `kept` (N,) names, by row * T + position."""
+        """The values (N,) of the tokens in `kept` (N,), row * T + position."""
         return self._score(hidden_at(self.trunk, tokens, kept), calibrated)
 
     @property

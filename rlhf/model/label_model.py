@@ -1,4 +1,4 @@
-"""A causal language model with a linear layer on the extract token, and what of a pretrained model is transferred to it."""
+"""A causal language model with a linear layer on the extract token, and the transfer of pretrained blocks to it."""
 
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from rlhf.model.loading import LAYER
 from rlhf.model.trunk import hidden_at, multiplies_plainly
 from rlhf.ops.logprobs import mean_nats
 
-HEAD, RECORD = "label_head.safetensors", "label_head.json"  # beside the language model in its folder
+HEAD, RECORD = "label_head.safetensors", "label_head.json"  # next to the language model in its folder
 
 
 class LabelModel(nn.Module):
     """P(y | x) = softmax(h W_y), with h the last hidden state of the extract token.
 
-    Of several rows per example (similarity) h is their sum; with `choices` each row has one score, and the softmax is over
+    With several rows per example (similarity) h is their sum; with `choices` each row has one score, and the softmax is over
     an example's rows. Source: Radford et al. 2018, equations 3 to 5 and section 3.3.
     """
 
@@ -66,7 +66,7 @@ class LabelModel(nn.Module):
 def transfer(model: Any, layers: int | None, nothing: bool = False) -> Any:
     """The model with only its embeddings and first `layers` blocks; the rest is freshly initialised. None: all of it.
 
-    nothing: not even the embeddings. Raises: UserError for more layers than there are.
+    nothing: transfer nothing, not even the embeddings. Raises: UserError for more layers than there are.
     """
     if layers is None and not nothing:
         return model

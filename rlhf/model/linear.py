@@ -1,4 +1,4 @@
-"""Linear layers: products by the faster of the libraries that torch contains, and products that stay in float32."""
+"""Linear layers that use the faster of torch's matrix libraries, and linear layers that stay in float32."""
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ class ResidualLinear(Linear):
 
 
 class Float32Linear(nn.Linear):
-    """A small product in float32 whatever the rest computes in: near 10, bfloat16 has steps of 1/16."""
+    """A small product in float32, whatever the precision of the rest: near 10, bfloat16 has steps of 1/16."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

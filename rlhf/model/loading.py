@@ -1,4 +1,4 @@
-"""Loads models and checks that file and model have the same weights: missing ones would stay random, extra ones be dropped."""
+"""Loads models and checks that file and model have the same weights: missing ones would be random, extra ones ignored."""
 
 import re
 from typing import Any
@@ -9,14 +9,14 @@ from rlhf.errors import UserError
 
 MOST_LAYERS = 10_000
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-LAYER = re.compile(r"\.\d+\.")  # in the name of a weight: it belongs to a numbered layer
+LAYER = re.compile(r"\.\d+\.")  # in the name of a weight that belongs to a numbered layer
 
 
 def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool = False, **keywords: Any) -> Any:
-    """`loader.from_pretrained(source, …)`, which must find every weight of the model in the file, and no other.
+    """`loader.from_pretrained(source, …)`; the file must contain every weight of the model and no other.
 
-    new_head: what is no layer of the trunk may be missing, since it is to be trained; headless: only the trunk is
-    loaded, so that a head in the file is passed over. No code of the folder is run.
+    new_head: weights outside the trunk's layers may be missing, since they will be trained; headless: only the trunk
+    is loaded, and a head in the file is ignored. No code of the folder is run.
 
     Raises: UserError if weights are missing, left over, of another shape, or not finite.
     """
@@ -37,14 +37,14 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
 
 
 def check_finite(model: Any, source: str) -> None:
-    """Raises: UserError for weights that are not finite, whose answers and scores would be too."""
+    """Raises: UserError for weights that are not finite, since answers and scores would not be finite either."""
     for name, weight in model.named_parameters():
         if weight.numel() and not all(map(torch.isfinite, torch.aminmax(weight.detach()))):
             raise UserError(f"{source}: {name} has values that are not finite: use an earlier or another model")
 
 
 def check_sizes(config: Any, source: str, *more: str) -> None:
-    """Raises: UserError for sizes that no model has, such as layers whose building would take all time and memory.
+    """Raises: UserError for sizes that no model has and whose construction would take all time and memory.
 
     more: further settings of transformers' configuration that are at least 1.
     """

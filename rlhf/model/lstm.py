@@ -1,4 +1,4 @@
-"""An LSTM language model of a Transformer's size, for the study of transfer alone (Radford et al. 2018, section 5)."""
+"""An LSTM language model of a Transformer's size, only for the study of transfer (Radford et al. 2018, section 5)."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 
 class LSTMConfig(PreTrainedConfig):
-    """`sized` gives one of about a number of parameters."""
+    """`sized` makes one with about a given number of parameters."""
 
     model_type = "rlhf_lstm"
     attribute_map = {  # noqa: RUF012
@@ -38,7 +38,7 @@ class LSTMPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Of the embeddings; torch's LSTM initialises itself."""
+        """Initialise the embeddings; torch's LSTM initialises itself."""
         if isinstance(module, nn.Embedding | nn.Linear):
             nn.init.normal_(module.weight, 0.0, self.config.initializer_range)
 

@@ -9,11 +9,11 @@ from transformers import Cache
 
 
 class Documents(NamedTuple):
-    """Where the documents of packed rows begin: all that a kernel for variable lengths needs, in place of B T^2 of a mask."""
+    """Where the documents of packed rows begin, for a variable-length kernel; a mask would have B T^2 entries."""
 
-    starts: Tensor  # (documents + 1,) int32: the place of each one's first token, by row * T + position; and B T
+    starts: Tensor  # (documents + 1,) int32: row * T + position of each one's first token; and B T
     longest: int  # tokens of the longest one
-    window: int | None = None  # tokens that each attends to, itself included; None: all before it
+    window: int | None = None  # tokens that each token attends to, itself included; None: all before it
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention within each document, of q (B, H, T, D/H) and k, v (B, KV, T, D/H), in the precision of v."""
@@ -36,7 +36,7 @@ Mask = Tensor | Documents
 
 
 def has_varlen(x: Tensor) -> bool:
-    """Whether torch attends to documents of several lengths at once where x is: in half precision, on recent GPUs."""
+    """Whether torch has a variable-length attention kernel for x: in half precision, on recent GPUs."""
     half = torch.is_autocast_enabled("cuda") or x.dtype.itemsize < 4
     return x.is_cuda and half and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
@@ -64,13 +64,13 @@ def make_attention_mask(
 ) -> Tensor | Documents | None:
     """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain causal kernel is enough.
 
-    varlen: whether the heads fit a kernel for variable lengths; of packed rows without padding it takes the documents alone.
+    varlen: whether the heads fit a variable-length kernel; for packed rows without padding it needs only the documents.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
     length = x.shape[1]
     keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
-    fresh = keys == length  # a first call, so that keys are queries
+    fresh = keys == length  # a first call: the keys are those of the queries
     can_look = not torch.compiler.is_compiling()  # reading a tensor's value would break the graph
     if attention_mask is not None and can_look and _is_harmless(attention_mask, fresh):
         attention_mask = None
@@ -86,15 +86,15 @@ def make_attention_mask(
         mask = mask & (segments[:, :, None] == segments[:, None, :])
     if attention_mask is not None:
         real = F.pad(attention_mask.bool(), (0, max(0, keys - attention_mask.shape[1])))[:, None, :keys]
-        mask = mask & (real | (key == query))  # a pad sees itself: a row without any key has no softmax
+        mask = mask & (real | (key == query))  # padding attends to itself: softmax needs at least one key
     return mask[:, None]
 
 
 def narrow(mask: Mask | None, window: int, queries: int, past: int, device: torch.device) -> Mask | None:
     """The mask of a layer in which `queries` tokens after `past` cached ones attend to the last `window` keys.
 
-    mask: that of a layer which attends to all. Distances are those between columns, which are those between positions if
-    padding is on either side and the examples of packed rows are whole.
+    mask: of a layer that attends to all. Distances are between columns; they equal those between positions if padding is on
+    one side and the examples of packed rows are complete.
     """
     if isinstance(mask, Documents):
         return mask._replace(window=window)
@@ -125,7 +125,7 @@ def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:
 
 
 def _segments(position_ids: Tensor | None, seq_idx: Tensor | None, can_look: bool) -> Tensor | None:
-    """Number of the example (B or 1, T) each token belongs to; None if every row holds one example."""
+    """Number of the example (B or 1, T) that each token belongs to; None if every row has one example."""
     if seq_idx is not None:
         return None if can_look and bool((seq_idx == seq_idx[:, :1]).all()) else seq_idx
     if position_ids is None:

@@ -16,18 +16,17 @@ from rlhf.model.mlp import MLP
 
 
 class Router(Float32Linear):
-    """One logit per expert, in float32 whatever the rest computes in (section 2.4, selective precision)."""
+    """One logit per expert, always in float32 (section 2.4, selective precision)."""
 
 
 class SwitchMLP(nn.Module):
     """y = p_i(x) E_i(x), with i = argmax_j p_j(x) and p(x) = softmax(W_r x) (equations 1 and 2 with k = 1).
 
-    Each token goes to its expert, and its result depends on nothing else in the batch: so it is in SFT, the reward model,
-    PPO (samples, log-probs, values and updates), evaluation and serving, with a cache or without. Only while pretraining,
-    within `limited_experts`, has each expert room for `expert_capacity` T / experts tokens of each row of T tokens
-    (equation 3); later ones are dropped: their y is 0 and the residual stream passes them on (section 2.2). Since room is
-    counted per row and from its first token on, neither the other rows of a batch, nor how it is split, nor later tokens
-    change a result then either.
+    Each token goes to its expert, and its result does not depend on the rest of the batch. This holds in SFT, the reward
+    model, PPO (samples, log-probs, values and updates), evaluation and serving, with and without a cache. Only in
+    pretraining, within `limited_experts`, each expert has room for `expert_capacity` T / experts tokens of each row of T
+    tokens (equation 3); later ones are dropped: their y is 0 and only the residual stream continues (section 2.2). Room is
+    counted per row from its first token on, so results still do not depend on the other rows, the split, or later tokens.
 
     Source: Fedus et al. 2021, sections 2.1 and 2.2; Lepikhin et al. 2020, section 2.2 (room counted in groups of tokens).
     Differs: a group is a row, where the paper's is the share of a batch on one core. No noise in the router.
@@ -52,14 +51,14 @@ class SwitchMLP(nn.Module):
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=len(self.experts) + 1).tolist()
         parts = flat[order].split(counts)
-        # every expert is called, with no token if need be: each rank then gathers, and has a gradient for, each weight
+        # every expert is called, even with no token, so that each rank gathers each weight and has a gradient for it
         results = [expert(part) for expert, part in zip(self.experts, parts[:-1], strict=True)]
         results.append(torch.zeros_like(parts[-1], dtype=results[0].dtype))
         y = torch.cat(results)[order.argsort()] * gate.flatten()[:, None].to(results[0].dtype)
         return y.view_as(x)
 
     def _drop(self, chosen: Tensor) -> Tensor:
-        """The expert (B, T) of each token; `experts`, which is none, for tokens beyond their expert's room."""
+        """The expert (B, T) of each token; the value `experts` (no expert) for tokens beyond their expert's room."""
         count = len(self.experts)
         room = math.ceil(self.capacity * chosen.shape[1] / count)
         mine = F.one_hot(chosen, count)  # (B, T, E)
@@ -81,7 +80,7 @@ def compute_balance(probs: Tensor, chosen: Tensor) -> Tensor:
 def balance_loss(model: nn.Module, labels: Tensor, ignored: int, coef: float, count: Tensor | int | None) -> Tensor:
     """coef sum over experts' layers and rows of n_row balance_row / N, to be added to the loss; N as in that loss.
 
-    n_row is the number of labels of a row, so that a batch in parts has the balance loss of the whole. 0 outside
+    n_row is the number of labels of a row, so the parts of a batch add up to the balance loss of the whole. 0 outside
     `limited_experts`.
     """
     found = [layer.balance for layer in model.modules() if isinstance(layer, SwitchMLP) and layer.balance is not None]

@@ -19,7 +19,7 @@ def document_tokens(tokenizer: Any, text: str, context: int) -> list[int]:
 
 @torch.no_grad()
 def likeliest(model: Any, tokens: list[int], count: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens after these, each with its probability, the likeliest first."""
+    """The `count` most likely next tokens with their probabilities, the most likely first."""
     row = torch.tensor([tokens], device=next(model.parameters()).device)
     logits = model(row, use_cache=False).logits[0, -1]
     top = logits.float().softmax(-1).topk(min(count, len(logits)))
@@ -27,7 +27,7 @@ def likeliest(model: Any, tokens: list[int], count: int) -> list[tuple[int, floa
 
 
 def show(tokenizer: Any, token: int) -> str:
-    """A token as text in quotes, which show where it begins with a space; special ones by their names."""
+    """A token as text in quotes, so that a leading space is visible; special tokens by their names."""
     if token in tokenizer.all_special_ids:
         return printable(tokenizer.convert_ids_to_tokens(token))
     return printable(repr(tokenizer.decode([token])))

@@ -1,8 +1,8 @@
 """Linear layers with their weights in oneDNN's blocked layout: for decoding on a CPU, with fixed weights and few rows.
 
-A plain product lays its matrix of weights out anew at each call, which few rows do not pay for: with 32 rows and
-widths from 256 the packed product takes half to two thirds of the time. Training and long forwards gain little and
-are left alone: a packed product is compiled for each number of rows, about 2 MB each.
+A plain product reorders its weight matrix at each call, which costs much with few rows: with 32 rows and widths from
+256 the packed product takes half to two thirds of the time. It is not used in training and long forwards, which gain
+little: a packed product is compiled for each number of rows, about 2 MB each.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,20 +18,20 @@ from rlhf.model.mlp import MLP
 from rlhf.model.moe import SwitchMLP
 from rlhf.ops.products import onednn_product, product
 
-LEAST_WIDTH = 256  # of inputs and of outputs: below, a call costs more than the layout saves
-MOST_ROWS = 256  # of a product: more go through the plain layer
-MOST_BYTES = 2**30  # of copies: a model that needs more keeps its weights as they are
+LEAST_WIDTH = 256  # least inputs and outputs: below, a call costs more than the layout saves
+MOST_ROWS = 256  # most rows of a product: more use the plain layer
+MOST_BYTES = 2**30  # bytes of copies: a model that needs more is not packed
 
 
 def is_packable(layer: nn.Module) -> bool:
-    """Whether the layer is a large plain product in float32 on a CPU, whole on this process, with nothing hooked to it."""
+    """Whether the layer is a large plain product in float32 on a CPU, complete in this process, without hooks."""
     if type(layer) not in (nn.Linear, Linear, ResidualLinear) or "forward" in vars(layer):
         return False
     weight: Any = layer.weight
     return bool(
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
-        and not hasattr(weight, "ds_id")  # ZeRO-3 holds a part
+        and not hasattr(weight, "ds_id")  # under ZeRO-3 it is a part
         and min(weight.shape) >= LEAST_WIDTH
         and not layer._forward_hooks
         and not layer._forward_pre_hooks
@@ -42,11 +42,11 @@ def is_packable(layer: nn.Module) -> bool:
 def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
     """A context in which large linear layers multiply by packed copies of their weights; yields their number.
 
-    rows: of the products that matter most. The weights must not change meanwhile, and nothing may need gradients; results
-    differ from the plain layers' by rounding. Experts, whose number of rows changes at every token, stay plain. Where
-    packing does not serve (another device or precision, small layers, more than MOST_BYTES), nothing changes.
+    rows: the number of rows of most products. The weights must not change meanwhile, and nothing may need gradients; results
+    differ from the plain layers' by rounding. Experts, whose number of rows changes at every token, stay plain. If packing
+    does not apply (another device or precision, small layers, more than MOST_BYTES), nothing changes.
     """
-    # where autocast is on, a plain product would be in its precision
+    # with autocast, a plain product would be in its precision
     multiply = None if torch.is_autocast_enabled("cpu") else onednn_product()
     routed = {part for layer in model.modules() if isinstance(layer, SwitchMLP) for part in layer.modules()}
     layers: list[Any] = [m for m in model.modules() if is_packable(m) and m not in routed] if multiply else []

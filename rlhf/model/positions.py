@@ -1,4 +1,4 @@
-"""Position encodings without parameters: rotary, which turns queries and keys, and sinusoids, which are added."""
+"""Position encodings without parameters: rotary, which rotates queries and keys, and sinusoids, which are added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rope = tuple[Tensor, Tensor]
 def rotary_factors(positions: Tensor, config: Any, dtype: torch.dtype) -> Rope:
     """cos and signed sin of position / theta^(2i/R), each (…, 1, head_dim) for positions (…); made in float32.
 
-    R = rotary_share head_dim channels of a head turn; the others have angle 0. The sine's first half is negated,
+    R = rotary_share head_dim channels of a head are rotated; the others have angle 0. The sine's first half is negated,
     so that `rotate` is x cos + roll(x) sin.
     """
     turning = int(config.head_dim * config.rotary_share)
@@ -28,7 +28,7 @@ def rotary_factors(positions: Tensor, config: Any, dtype: torch.dtype) -> Rope:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Turn each pair (x_i, x_{i + head_dim/2}) of x (…, heads, head_dim) by its position's angle."""
+    """Rotate each pair (x_i, x_{i + head_dim/2}) of x (…, heads, head_dim) by its position's angle."""
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 

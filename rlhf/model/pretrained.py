@@ -1,4 +1,4 @@
-"""Adopt a pretrained checkpoint: its weights in float32, its tokenizer and chat template, and a record of what came in."""
+"""Adopt a pretrained checkpoint: its weights in float32, its tokenizer and chat template, and a record of its origin."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from rlhf.terminal import say
 from rlhf.tokenizer import CHAT_TEMPLATE, END, ROLES
 
 Native = Literal["auto"] | bool
-TOLERANCE = 1e-4  # of a logit, in float32, between transformers' class and ours
+TOLERANCE = 1e-4  # largest difference of a logit in float32 between transformers' class and ours
 PROBED = 64  # tokens of the longest probe row
 
 
@@ -45,7 +45,7 @@ def adopt(
     """Load a checkpoint's weights and tokenizer. See `read_checkpoint` for `source`.
 
     native: "auto" converts to our GPT if the architecture is covered and a probe batch has the same logits within
-    TOLERANCE, and else says in one line why not; True refuses instead; False keeps transformers' class.
+    TOLERANCE, else prints in one line why not; True refuses instead; False keeps transformers' class.
 
     Raises: UserError in one line.
     """
@@ -84,9 +84,9 @@ def adopt(
 
 
 def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, list[str]]:
-    """A checkpoint's tokenizer with a pad token, a chat template and its end tokens recorded; and what was added, in words.
+    """A checkpoint's tokenizer with a pad token, a chat template and its end tokens recorded; and what was added, as text.
 
-    form: "completion" replaces the template by one that writes text alone.
+    form: "completion" replaces the template by one that writes only the text.
 
     Pad may be the end token: masks come from lengths.
     """
@@ -112,7 +112,7 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, li
 
 
 def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
-    """Give the tokenizer what it lacks for chats, and record its end tokens; what was added, in words."""
+    """Add what the tokenizer lacks for chats, and record its end tokens; returns what was added, as text."""
     notes = []
     if not tokenizer.chat_template:
         tokenizer.add_special_tokens({"extra_special_tokens": [*ROLES.values(), END]})
@@ -132,7 +132,7 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
 
 
 def _end_tokens(checkpoint: Checkpoint) -> list[int]:
-    """Those that the generation configuration and the configuration name."""
+    """The end tokens of the generation configuration and the configuration."""
     named = [checkpoint.config.eos_token_id]
     generation = read_json(checkpoint.folder / "generation_config.json")
     if checkpoint.gguf_file is None:
@@ -161,7 +161,7 @@ def load_weights(checkpoint: Checkpoint) -> Any:
             "give a checkpoint of the whole language model"
         )
     check_finite(model, f"model.pretrained={checkpoint.source}")
-    if checkpoint.gguf_file:  # a model that remembers having been quantised cannot be saved
+    if checkpoint.gguf_file:  # a model that is marked as quantised cannot be saved
         config = copy.deepcopy(model.config)
         del config.quantization_config
         fresh = type(model)._from_config(config)
@@ -172,7 +172,7 @@ def load_weights(checkpoint: Checkpoint) -> Any:
 
 
 def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any, str]:
-    """Our GPT and "", or transformers' class and the reason why, in one line."""
+    """(our GPT, ""), or (transformers' class, the reason in one line)."""
     if native is False:
         return model, "model.native=false"
     reason = "; ".join(why_not_native(checkpoint.config))

@@ -1,7 +1,7 @@
-"""The next-token loss of a batch of unequal lengths, with little computed on padding and no logits of all tokens.
+"""The next-token loss of a batch of unequal lengths, with little padding and without logits of all tokens.
 
-The batch and the loss stay what they are: only the forward is split, rows of similar length together, each part cut
-to its own longest row.
+The batch and the loss do not change. Only the forward is split: rows of similar length together, each part cut to its
+longest row.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from rlhf.model.batching import by_length
 from rlhf.model.fused_loss import IGNORED
 from rlhf.model.gpt import GPTForCausalLM
 
-PART_ROWS = 8  # rows a part: fewer leave the processor idle, more pad more
+PART_ROWS = 8  # rows per part: fewer leave the processor idle, more add padding
 
 
 def ragged_loss(
@@ -32,7 +32,9 @@ def ragged_loss(
     if count is None:
         count = int((labels[:, 1:] != IGNORED).sum())
     parts = []
-    longest_first = list(by_length(lengths.tolist(), rows))[::-1]  # so that the memory of later parts is there already
+    longest_first = list(by_length(lengths.tolist(), rows))[
+        ::-1
+    ]  # the longest part first, so that later parts reuse its memory
     for group in longest_first:
         width = int(lengths[group].max())
         if not bool((labels[group, 1:width] != IGNORED).any()):
@@ -45,7 +47,7 @@ def ragged_loss(
             num_items_in_batch=count,
         )
         parts.append(part.loss)
-    if not parts:  # nothing to learn: a loss of 0 that has a gradient all the same
+    if not parts:  # no labels: a loss of 0 that still has a gradient
         return model(input_ids=input_ids[:1, :1], use_cache=False).logits.sum() * 0.0
     return torch.stack(parts).sum()
 
@@ -53,7 +55,7 @@ def ragged_loss(
 class RaggedLoss:
     """Mixin for a Trainer of padded rows: `ragged_loss` instead of one forward over the whole batch.
 
-    Packed rows, other models and sharded weights go the Trainer's own way.
+    Packed rows, other models and sharded weights use the Trainer's own loss.
     """
 
     def compute_loss(

@@ -5,8 +5,8 @@ How a dialogue is rendered, in this order of preference:
 - pair: the tokenizer joins two texts with tokens between them: the prompt is the first, the response the second
 - plain: everything is one text, the response after "Assistant: "
 Without a template, a prompt of one user turn is its text; several turns are "User: …", "Assistant: …" and "System: …",
-with a blank line between them. The token that closes the response (its separator or end token) stands only where the
-author ended it. Text that spells a special token is broken up, so that it stays text.
+with a blank line between them. The token that closes the response (its separator or end token) appears only if the
+response ended. Text that spells a special token is broken up, so that it stays text.
 """
 
 import re
@@ -18,7 +18,7 @@ from rlhf.chat_template import encode_scored
 from rlhf.data.records import Message
 from rlhf.errors import UserError
 
-LEAST_PROMPT = 4  # a long response leaves the prompt at least one in so many tokens
+LEAST_PROMPT = 4  # a long response leaves the prompt at least one token in this many
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class TextEncoder:
         self.form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
         if self.form == "template" and not tokenizer.is_fast:
             raise UserError("reward.model: a chat template, but no tokenizer.json: save its tokenizer as a fast one")
-        # a chat template is told apart from what its messages spell where it is rendered
+        # spellings of special tokens in messages are marked when the template is rendered
         found = [] if self.form == "template" else tokenizer.all_special_tokens
         spellings = sorted((t for t in found if len(t) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
@@ -56,8 +56,8 @@ class TextEncoder:
         self._closing = {tokenizer.sep_token_id, tokenizer.eos_token_id} - {None}
 
     def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
-        """One row. What is too long loses the oldest turns, then the beginning of the last one; a response that leaves
-        the prompt less than a quarter of the room loses its end instead, and then has no closing token.
+        """One row. If it is too long, the oldest turns are dropped, then the beginning of the last one; a response that
+        leaves the prompt less than a quarter of the room is cut at its end instead, and then has no closing token.
 
         Raises: UserError if the chat template refuses the dialogue.
         """
@@ -102,7 +102,7 @@ class TextEncoder:
         return TextRow(ids, types)
 
     def _find_closing(self, ids: list[int]) -> int | None:
-        """Where the token stands that closes the response, among the special tokens at the end."""
+        """The position of the token that closes the response, among the special tokens at the end."""
         for at in range(len(ids) - 1, -1, -1):
             if ids[at] in self._closing:
                 return at
@@ -117,7 +117,7 @@ class TextEncoder:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _shorten(self, messages: list[Message], tokens: int) -> list[Message]:
-        """Without the oldest turn (a system turn stays as long as it can), or without the last one's first tokens."""
+        """Drop the oldest turn (a system turn is kept as long as possible), or the first tokens of the last one."""
         first = 1 if messages[0].role == "system" and len(messages) > 1 else 0
         if len(messages) > first + 1:
             rest = messages[first + 1 :]

@@ -1,8 +1,8 @@
-"""Draws that rounding does not decide: the same token for the same prompt and seed, whatever else is in the batch.
+"""Sampling that rounding cannot change: the same token for the same prompt and seed, whatever else is in the batch.
 
-The logits of a row depend on its neighbours in their last bits, through the shapes of the products. By the inverse transform
-that can change a token wherever the draw falls next to an edge, and among unlikely tokens every place is next to one. So a
-token is drawn as the largest of logit + Gumbel noise (Gumbel 1954, Maddison et al. 2014), with noise that depends on (seed,
+The last bits of a row's logits depend on the other rows, through the shapes of the products. With inverse transform sampling
+that can change a token if the uniform number is next to an edge, and among unlikely tokens every number is. So a token
+is drawn as the largest of logit + Gumbel noise (Gumbel 1954, Maddison et al. 2014), with noise that depends on (seed,
 key, step, token) only: it can change only if the two largest are nearly equal. For such rows, a few in ten thousand, the
 logits are computed again from the row's tokens alone, in a batch of one with the weights as they are; every way of sampling
 then decides by the same bits.
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from rlhf.model.choosing import Choice, Key, choose_tokens, make_words
 from rlhf.model.gpt import GPTForCausalLM
 
-# Between logits in float32: nearer ones may change places by rounding. Measured over 400 tokens each, 16 to 32 rows against one
+# Between logits in float32: closer ones may swap by rounding. Measured over 400 tokens each, 16 to 32 rows against one
 # alone: two logits' difference moved by at most 1.6e-4 in SmolLM2-135M (median 8e-5, logits up to 39) and by 2.3e-5 in the gold
-# world's model; six times that is left for deeper models. In bfloat16 it moves by .1 to .4: there the batch may decide.
+# world's model; this is six times that, for deeper models. In bfloat16 it moves by .1 to .4: there the batch may decide.
 CLOSE = 1e-3
 
 
@@ -34,7 +34,7 @@ def make_noise_seeds(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
 def choose_settled(
     logits: Tensor, numbers: Tensor, choice: Choice, tokens_of: Callable[[int], Tensor], model: Any
 ) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) and their log-probs (B,), as `choose_tokens`; unless `choice` is settled, they are its.
+    """Tokens (B,) and their log-probs (B,), by `choose_tokens` unless `choice` is settled.
 
     numbers: uniforms (B,), or noise seeds (B, 2) if settled. tokens_of: the tokens (T,) of a row so far, whose last one the
     logits follow.
@@ -66,7 +66,7 @@ def _draw(logits: Tensor, seeds: Tensor, choice: Choice, slack: float) -> tuple[
 
 
 def _kept(logprobs: Tensor, choice: Choice, slack: float) -> tuple[Tensor, Tensor]:
-    """The tokens that top_k and top_p keep whatever the rounding, and those that they may keep, both (B, V) bool."""
+    """The tokens that top_k and top_p certainly keep, and those that they may keep by rounding, both (B, V) bool."""
     ordered = logprobs.sort(dim=-1, descending=True).values
     floors = []
     for margin in (-slack, slack):
@@ -86,7 +86,7 @@ def gumbel_noise(seeds: Tensor, size: int) -> Tensor:
     """-log(-log U) (B, size) float32 for seeds (B, 2) int32, U from a hash of seed and place."""
     place = torch.arange(size, dtype=torch.int32, device=seeds.device) * -1640531535  # 2^32 / golden ratio, odd
     bits = _mix(_mix(place + seeds[:, :1]) ^ seeds[:, 1:])
-    # U = 1 - v, so that the small v, whose noise is large, are the finest
+    # U = 1 - v, so that small v, which give large noise, have the finest resolution
     v = (bits.float() + (2.0**31 + 0.5)) * 2.0**-32
     return -(-torch.log1p(-v.clamp(2.0**-33, 1 - 2.0**-24))).log()
 

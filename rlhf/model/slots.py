@@ -1,8 +1,8 @@
 """A running batch whose sequences join and leave between tokens: the sampler for a server.
 
-`Slots` is the decoder with a cache in which every row has columns of its own; a step is the decoder's. `RunningBatch` draws
-with it as `sample` draws: which token a sequence gets depends on (seed, key, step), its prompt and the model alone. Models
-that are not ours are stepped one sequence at a time, each with its own cache.
+`Slots` is the decoder with a cache in which every row has its own columns; a step is the decoder's. `RunningBatch` samples
+with it as `sample` does: tokens depend only on (seed, key, step), the prompt and the model. Models that are not ours are
+stepped one sequence at a time, each with its own cache.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.packed import is_packed
 from rlhf.model.settled import choose_settled, make_noise_seeds, unpacked
 
-COLUMN_BLOCK = 64  # the cache grows by so many columns
+COLUMN_BLOCK = 64  # the cache grows by this many columns
 
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One response that is being drawn."""
+    """One response in progress."""
 
     prompt: list[int]
     choice: Choice  # settled
@@ -36,7 +36,7 @@ class Response:
     key: Key
     max_new_tokens: int
     ends: frozenset[int]
-    alternatives: int = 0  # likeliest tokens to report with each token
+    alternatives: int = 0  # number of alternatives to report with each token
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # per token, the alternatives and their log-probs
@@ -55,7 +55,7 @@ class Response:
 
     @property
     def columns(self) -> int:
-        """Of keys and values that it may need."""
+        """The columns of keys and values that it may need."""
         return len(self.prompt) + self.max_new_tokens
 
 
@@ -72,7 +72,7 @@ class Slots(Decoder):
         self.whole = torch.zeros(0)  # keys and values of every layer, (layers, 2, rows, heads, columns, D/H)
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for so many sequences of so many tokens; an unused cache shrinks to that, a used one only grows."""
+        """Make room for `rows` sequences of `columns` tokens; an unused cache may shrink to that, a used one only grows."""
         rows, columns = min(self.most, 1 << (rows - 1).bit_length()), -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
         if self.live:
             rows, columns = max(rows, self.rows), max(columns, self.columns)
@@ -96,12 +96,12 @@ class Slots(Decoder):
         self.lengths[first:] = lengths
         self.column = int(lengths.max())
         tokens = torch.tensor([list(p) + [0] * (self.column - len(p)) for p in prompts], device=self.device)
-        # packed products would be compiled for each number of tokens
+        # packed products are compiled for each number of rows
         with unpacked(self.model) if self.packed else nullcontext():
             return self._logits(self._prefill_rows(slice(first, self.live), tokens, lengths))
 
     def leave(self, row: int) -> None:
-        """The last row in use takes the place of one that ends."""
+        """Move the last row in use into the place of an ended one."""
         self.live -= 1
         if row != self.live:
             self.whole[:, :, row] = self.whole[:, :, self.live]
@@ -109,7 +109,7 @@ class Slots(Decoder):
         self.all_lengths[self.live] = 0
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (live, V) after one more token per row, (live,). A few free rows are computed too where that is faster."""
+        """Logits (live, V) after one more token per row, (live,). A few free rows are computed too if that is faster."""
         computed = rows_carried(self.live, self.rows, self.packed)
         self._view(computed)
         logits = super().step(torch.nn.functional.pad(tokens, (0, computed - self.live)))
@@ -140,7 +140,7 @@ class RunningBatch:
         self.responses: list[Response] = []  # in the order of the rows
         native = isinstance(model, GPTForCausalLM)
         self.slots = Slots(model, rows) if native else None
-        self.caches: list[Any] = []  # of a model that is not ours, per response
+        self.caches: list[Any] = []  # caches of a model that is not ours, per response
         self.device = next(model.parameters()).device
 
     def __len__(self) -> int:
@@ -189,7 +189,7 @@ class RunningBatch:
         return output.logits[:, -1]
 
     def _choose(self, logits: Tensor, responses: Sequence[Response]) -> None:
-        """Draw a token per row; rows that draw alike are drawn together."""
+        """Draw a token per row; rows with the same sampling settings are drawn together."""
         alike: dict[tuple, list[int]] = {}
         for row, one in enumerate(responses):
             alike.setdefault((one.choice.temperature, one.choice.top_p, one.choice.greedy), []).append(row)

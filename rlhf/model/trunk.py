@@ -10,19 +10,19 @@ from rlhf.model.gpt import GPTForCausalLM, GPTModel
 
 
 def context_of(model: Any, tokenizer: Any) -> int:
-    """Tokens that the model reads at most; if its configuration does not say, as many as its tokenizer gives."""
+    """The model's context in tokens; if its configuration does not state it, the tokenizer's maximum length."""
     return getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
 
 
 def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
     """Last hidden states (N, D) of the tokens that `kept` (N,) names by row * T + position, of any causal trunk.
 
-    tokens (B, T), padded on the right if at all, where causal attention hides padding from every real token. A native trunk reads
-    what several rows begin with only once, if that saves time.
+    tokens (B, T), right-padded, so that causal attention hides padding from every real token. A native trunk reads a common
+    prefix of several rows only once, if that saves time.
     """
     if not isinstance(trunk, GPTModel):
         return trunk(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, kept)
-    if len(tokens) > 1 and len(kept) and trunk.config.window is None:  # a band is by distance within the row
+    if len(tokens) > 1 and len(kept) and trunk.config.window is None:  # a window counts distances within the row
         rows, positions = kept // tokens.shape[1], kept % tokens.shape[1]
         if (joined := join_rows(tokens, rows, positions, trunk.config.width)) is not None:
             given = {"attention_mask": joined.mask, "position_ids": joined.positions}
@@ -32,7 +32,7 @@ def hidden_at(trunk: Any, tokens: Tensor, kept: Tensor) -> Tensor:
 
 
 def join_rows(tokens: Tensor, rows: Tensor, positions: Tensor, width: int) -> Joined | None:
-    """The rows of tokens (B, T) joined, each up to the last of its `positions`; None if that does not pay."""
+    """The rows of tokens (B, T) joined, each up to the last of its `positions`; None if that saves no time."""
     ends = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
     ends = ends.scatter_reduce(0, rows, positions, "amax")
     texts = [row[: end + 1] for row, end in zip(tokens.tolist(), ends.tolist(), strict=True)]
@@ -41,15 +41,15 @@ def join_rows(tokens: Tensor, rows: Tensor, positions: Tensor, width: int) -> Jo
 
 
 def logits_at(model: Any, tokens: Tensor, kept: Tensor) -> Tensor:
-    """Logits (N, V) after the tokens that `kept` names, by the model's own forward, with any scaling or capping it applies."""
+    """Logits (N, V) after the tokens in `kept`, by the model's own forward, with its scaling or capping."""
     return model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).index_select(0, kept)
 
 
 def multiplies_plainly(model: Any) -> bool:
     """Whether logits are the output embedding's product with the last hidden states, and nothing more.
 
-    Soft-capping (Gemma 2) and logit scales (Cohere, Granite) come after it: of such models take `logits_at`. Measured once
-    a model, with three tokens.
+    Models with soft-capping (Gemma 2) or logit scales (Cohere, Granite) need `logits_at`. Measured once per model, with three
+    tokens.
     """
     if isinstance(model, GPTForCausalLM):
         return True

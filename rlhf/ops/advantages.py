@@ -1,4 +1,4 @@
-"""Advantages by name: GAE with a critic, the reward to go, or a baseline from several responses to one prompt (RLOO, GRPO)."""
+"""Advantages by name: GAE with a critic, the reward-to-go, or a baseline from several responses to one prompt (RLOO, GRPO)."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ OF_GROUPS = ("rloo", "grpo")  # they compare responses to one prompt
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """Reward of each response less the mean reward of the other responses to its prompt.
+    """Reward of each response minus the mean reward of the other responses to its prompt.
 
     A_i = R_i - 1/(k - 1) sum_{j != i} R_j        k = group_size
 
@@ -58,10 +58,10 @@ def compute_advantages(
     """Advantages and returns (B, T) of response tokens, by name.
 
     gae: `rlhf.ops.gae.gae` of rewards and values.
-    reinforce: A_t = R_t = sum_{l >= t} gamma^(l - t) r_l, the reward to go, which is GAE with values 0 and lam 1; values
-    and lam are not read (Williams 1992).
+    reinforce: A_t = R_t = sum_{l >= t} gamma^(l - t) r_l, the reward-to-go, which is GAE with values 0 and lam 1; values
+    and lam are not used (Williams 1992).
     rloo, grpo: A_t = A_i for every token of response i, from the sum of its token rewards, `group_size`
-    responses to a prompt; values, gamma and lam are not read, and the returns are the response's reward.
+    responses to a prompt; values, gamma and lam are not used, and the returns are the response's reward.
 
     rewards, values (B, T) float, mask (B, T) bool. Both results are 0 where mask is False, without a graph.
 

@@ -39,7 +39,7 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str = "k1") -> Tensor:
 
 
 class FixedKL:
-    """A KL coefficient that stays where it is: coef. Has the interface of AdaptiveKL.
+    """A constant KL coefficient, coef, with the interface of AdaptiveKL.
 
     Raises ValueError: coef negative or not finite; a state of another kind.
 
@@ -67,8 +67,8 @@ class AdaptiveKL:
 
     coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
 
-    init: the first coef; target: nats per sequence; horizon: episodes. Only coef changes; it is all of the
-    state, and a checkpoint must keep it.
+    init: the first coef; target: nats per sequence; horizon: episodes. Only coef changes; it is the whole
+    state, and a checkpoint must contain it.
 
     Raises ValueError: init, target or horizon not finite and positive; a state of another kind.
 

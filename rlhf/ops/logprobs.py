@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf.ops.masked import upcast
 
-# Elements of (…, V) worked on at a time: temporaries of 64 MiB in float32, whatever the batch.
+# Elements of (…, V) per chunk: temporaries of 64 MiB in float32, for any batch.
 _CHUNK = 2**24
 
 
@@ -73,7 +73,7 @@ def _entropy(logits: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """(…) of logits (…, V) in float32 and tokens (…, 1): so that in the gradient onehot - p is rounded once, and last."""
+    """(…) of logits (…, V) in float32 and tokens (…, 1), so that the gradient onehot - p is rounded only once, at the end."""
     return logits.gather(-1, tokens).squeeze(-1) - logits.logsumexp(-1)
 
 

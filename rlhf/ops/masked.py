@@ -1,4 +1,4 @@
-"""Masks, and sums, means and variances over what they count.
+"""Sums, means and variances over masked entries.
 
 Over several ranks, a mean takes the global count as `denominator` and gives this rank's share of the global mean,
 so that the shares add up; a variance takes `all_reduce`, because it needs the global mean first.

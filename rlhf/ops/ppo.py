@@ -1,4 +1,4 @@
-"""Rewards per token, the clipped policy and value losses, and what is measured beside them.
+"""Rewards per token, the clipped policy and value losses, and their statistics.
 
 Losses are sums over tokens divided by `denominator`; an engine that averages gradients over ranks must be given
 loss * ranks when that count is global.
@@ -23,7 +23,7 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, r
     Raises ValueError: ended not bool or of another shape; an unknown rule.
 
     Source: Ziegler et al. 2019, released code: a fixed score for a sample without its end (rule "replace").
-    Differs: "min", the default, never lifts a bad response by cutting it off.
+    Differs: with "min", the default, truncation never raises the score of a bad response.
     """
     check_mask("apply_missing_eos (mask = ended)", ended, scores=scores)
     scores = upcast(scores)
@@ -75,8 +75,8 @@ def policy_loss(
     loss = sum max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range)) / denominator        sum where mask
 
     denominator: the response tokens of the GLOBAL minibatch; those of this call unless given. All tensors of
-    one shape, usually (B, T); logp, logp_old in nats; mask bool. Gradients flow into logp alone. A clip_range of
-    infinity clips nothing: the policy gradient weighted by rho.
+    one shape, usually (B, T); logp, logp_old in nats; mask bool. Gradients flow only into logp. With clip_range
+    infinity nothing is clipped: the policy gradient weighted by rho.
 
     Returns the scalar loss and statistics over the same denominator, so that those of the parts of a
     minibatch add up: `loss`, `approxkl` (0.5 mean (logp - logp_old)^2, nats), `clipfrac` (share of tokens at
@@ -125,7 +125,7 @@ def value_loss(
 
     denominator as in policy_loss; clip_range is the value_clip_range of the configuration (infinity: no
     clipping). All tensors of one shape, mask bool, values and returns in units of the score. Gradients flow
-    into values alone.
+    only into values.
 
     Returns the scalar loss and statistics over the same denominator: `loss`, `clipfrac` (share of tokens at
     which the clipped error is the larger), `error` (mean of V - R), `squared_error` (mean of (V - R)^2).

@@ -1,8 +1,8 @@
-"""Products of many rows with a large weight, in float32, on processors where torch's own are slow.
+"""Float32 products of many rows with a large weight, on processors where torch's default is slow.
 
-torch multiplies float32 on a CPU with MKL, which uses no AVX-512 on AMD's processors; oneDNN, which torch contains too, does,
-and is about twice as fast there. torch has no public name for its product: `onednn_product` is the operator that torch.compile
-emits, and may go. Small products gain nothing and stay with torch.
+torch multiplies float32 on a CPU with MKL, which does not use AVX-512 on AMD's processors; oneDNN, which torch also contains, does,
+and is about twice as fast there. torch has no public name for this product: `onednn_product` is the operator that torch.compile
+emits, and could be removed from torch. Small products gain nothing and use torch's default.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEAST_WIDTH = 128  # of inputs and of outputs
-# From WIDE inputs and outputs on, few rows are enough; a narrower product needs so many multiplications, or a call costs more
-# than it saves.
+# From WIDE inputs and outputs on, few rows are enough; a narrower product needs this many multiplications, or a call costs
+# more than it saves.
 WIDE, LEAST_WORK = 256, 12_000_000
-# Rows that are multiplied together; the rest goes to torch. oneDNN compiles a product for each shape, about 1 MB each.
+# Numbers of rows per product; torch's default multiplies the rest. oneDNN compiles a product for each shape, about 1 MB each.
 PIECES = (2048, 1024, 256, 64)
 off: list[bool] = []  # not empty within `by_torch_alone`
 
@@ -32,7 +32,7 @@ def onednn_product() -> Callable[..., Tensor] | None:
 
 @cache
 def is_faster() -> bool:
-    """Whether oneDNN's products are the faster ones: on AMD's processors with AVX-512."""
+    """Whether oneDNN's products are faster: on AMD's processors with AVX-512."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             told = file.read()
@@ -43,7 +43,7 @@ def is_faster() -> bool:
 
 @contextmanager
 def by_torch_alone() -> Iterator[None]:
-    """A context in which every product is torch's: two models that mean the same then agree closer than two libraries do."""
+    """A context in which torch computes every product, so that equal models differ by less than two libraries do."""
     off.append(True)
     try:
         yield
@@ -52,7 +52,7 @@ def by_torch_alone() -> Iterator[None]:
 
 
 def serves(x: Tensor, outputs: int) -> bool:
-    """Whether oneDNN's product of x (…, I) with a float32 weight (outputs, I) is faster than torch's and means the same."""
+    """Whether oneDNN's product of x (…, I) with a float32 weight (outputs, I) applies and is faster than torch's."""
     narrowest = min(outputs, x.shape[-1])
     return (
         narrowest >= LEAST_WIDTH
@@ -69,8 +69,8 @@ def serves(x: Tensor, outputs: int) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b (…, O) of x (…, I) and weight (O, I), with gradients; by torch where that is not slower."""
-    if not serves(x, len(weight)) or weight.dtype != x.dtype or hasattr(weight, "ds_id"):  # ZeRO-3 holds a part
+    """x W^T + b (…, O) of x (…, I) and weight (O, I), with gradients; by torch if that is not slower."""
+    if not serves(x, len(weight)) or weight.dtype != x.dtype or hasattr(weight, "ds_id"):  # under ZeRO-3 it is a part
         return F.linear(x, weight, bias)
     y = _Product.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
@@ -91,7 +91,7 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     """a^T b (O, I) of a (N, O) and b (N, I), without gradients."""
     if not serves(b, a.shape[1]):
         return a.t() @ b
-    if a.shape[1] > b.shape[1]:  # the first operand is laid out anew: the narrower one
+    if a.shape[1] > b.shape[1]:  # the first operand is reordered: take the narrower one
         return outer(b, a).t()
     multiply: Any = onednn_product()
     pieces = _pieces(len(a))

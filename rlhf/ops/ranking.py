@@ -1,4 +1,4 @@
-"""The reward model's loss on ranked answers, and the pair weights that a ranking becomes."""
+"""The reward model's loss on ranked answers, and the pair weights of a ranking."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def pair_weights(ranks: Tensor) -> Tensor:
     Raises ValueError: ranks not integers, without a K dimension, or below -1.
 
     Source: Ouyang et al. 2022, section 3.5 (all pairs of one ranking).
-    Differs: ties are dropped, as in RECIPE; the paper does not say what becomes of them.
+    Differs: ties are dropped; the paper does not say how it treats them.
     """
     if ranks.is_floating_point() or ranks.dtype == torch.bool or ranks.dim() < 1:
         raise ValueError(f"pair_weights: ranks are {ranks.dtype} of shape {tuple(ranks.shape)}: give int64 (…, K)")
@@ -35,7 +35,7 @@ def pair_weights_from_pairs(pairs: Sequence[Sequence[int]], K: int) -> Tensor:
 
     pair_weights[i, j] = number of times that [i, j] is in pairs
 
-    For judgements that are no weak order. Indices count from 0; returns (K, K) float32.
+    For judgements that do not form a weak order. Indices count from 0; returns (K, K) float32.
 
     Raises ValueError: an entry that is not two different indices within 0…K-1.
     """
@@ -52,8 +52,8 @@ def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[f
 
     combined = sum_l labeler_weights[l] * labelers[l]        labeler_weights: 1 each unless given
 
-    Nothing is normalised here: ranking_loss does so within a prompt, whoever judged how many of its pairs.
-    Where two labelers disagree, both directions carry weight. labelers: tensors of one shape (…, K, K),
+    Nothing is normalised here; ranking_loss normalises within a prompt. If two labelers disagree, both
+    directions have weight. labelers: tensors of one shape (…, K, K),
     answers in one order.
 
     Raises ValueError: no labeler, unequal shapes, or weights that are not one per labeler and at least 0.

@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and cross-entropies from hidden states and the unembedding, without a copy of the logits.
 
-What `logprobs.token_logprobs` and `logprobs.entropy` give for logits = hidden weight^T, computed a chunk of rows at
-a time while the chunk is in the processor's cache.
+The results of `logprobs.token_logprobs` and `logprobs.entropy` for logits = hidden weight^T, computed in chunks of rows
+that fit the processor's cache.
 """
 
 from typing import Any
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from rlhf.ops.products import outer, plain_product, serves
 
-# Elements of the logits worked on at a time: about a CPU's cache; on a GPU enough to fill it.
+# Elements of the logits per chunk: about a CPU's cache; on a GPU enough to use it fully.
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**27
-# Elements of probabilities kept for the backward pass; above that it computes them again.
+# Most elements of probabilities kept for the backward pass; above that it computes them again.
 _KEPT = 2**26
 
 
 def unembedding_factor(weight: Tensor) -> Tensor:
-    """The weight as `unembed` takes it: of half precision on a GPU alone, where such a product can sum in float32."""
+    """The weight for `unembed`: in half precision only on a GPU, where such a product can sum in float32."""
     return weight if weight.dtype.itemsize >= 4 or weight.device.type == "cuda" else weight.float()
 
 
 def unembed(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits (N, V) float32 = hidden weight^T of hidden (N, D) and an `unembedding_factor` (V, D).
 
-    Of bfloat16 factors too the sums are not rounded to bfloat16, in which a logit near 100 is off by up to 0.25 nats. No
+    The sums are not rounded to bfloat16 even for bfloat16 factors: a rounded logit near 100 is off by up to 0.25 nats. No
     gradient.
     """
     if weight.dtype.itemsize < 4:  # on a GPU: see `unembedding_factor`
@@ -60,8 +60,8 @@ def unembedded_logprobs(
 class _Unembedding(torch.autograd.Function):
     """d logp_i / d logits_i = onehot(token_i) - p_i: the backward pass needs p alone, and reads it in two products.
 
-    In half precision what is kept and multiplied is p - onehot: of a token with p = 0.998 a rounded p leaves nothing of
-    1 - p. In float32 p itself is kept, and the one-hot part is added to the products.
+    In half precision p - onehot is kept and multiplied, because rounding p = 0.998 would lose 1 - p. In float32 p itself is
+    kept, and the one-hot part is added to the products.
     """
 
     @staticmethod
@@ -169,7 +169,7 @@ class _CrossEntropy(torch.autograd.Function):
                 logits = unembed(part, factor)  # (rows, V)
                 top, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, own[:, None])
                 p = torch.softmax(logits, -1)
-                # the likeliest token's probability gives the sum that divides: never 0, unlike the label's
+                # the normaliser comes from the most probable token: its probability is never 0, unlike the label's
                 loss += (top - p.amax(-1, keepdim=True).log() - chosen).sum()
                 if _is_exact(h):
                     p.scatter_add_(-1, own[:, None], p.new_full((), -1.0).expand_as(own[:, None]))
@@ -199,18 +199,18 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _as_multiplied(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the precision of the products: autocast's where that is on, or the hidden states'."""
+    """Both in the precision of the products: autocast's if it is on, else the hidden states'."""
     device = hidden.device.type
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return hidden.to(kind), weight.to(kind)
 
 
 def _shifted(hidden: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (N, V) of which the likeliest is 0, their softmax, and log sum_v exp(logits) (N,); all float32."""
+    """Logits (N, V) shifted to a maximum of 0, their softmax, and log sum_v exp(logits) (N,); all float32."""
     logits = unembed(hidden, factor)
     logits -= logits.amax(-1, keepdim=True)
     p = torch.softmax(logits, -1)
-    return logits, p, -p.amax(-1).log()  # the likeliest's probability is one over the sum, and never 0
+    return logits, p, -p.amax(-1).log()  # the largest probability is one over the sum, and never 0
 
 
 def _is_exact(x: Tensor) -> bool:
@@ -218,7 +218,7 @@ def _is_exact(x: Tensor) -> bool:
 
 
 def _store(kept: Tensor, p: Tensor, tokens: Tensor) -> Tensor:
-    """Write p (N, V) into `kept`, in half precision less the one-hot of tokens (N,)."""
+    """Write p (N, V) into `kept`; in half precision p - onehot(tokens (N,))."""
     kept.copy_(p)
     return kept if _is_exact(kept) else _less_one_hot(kept, tokens)
 
@@ -226,15 +226,15 @@ def _store(kept: Tensor, p: Tensor, tokens: Tensor) -> Tensor:
 def _less_one_hot(p: Tensor, tokens: Tensor) -> Tensor:
     """p - onehot of p (N, V), in place: the token's entry is minus the sum of the others.
 
-    1 less a p near 1 would be what rounding leaves: in float32 too a softmax over thousands of tokens knows 1 - p = 1e-4 to a
-    few percent only.
+    1 - p for p near 1 would be mostly rounding error: even in float32 a softmax over thousands of tokens has 1 - p = 1e-4 only
+    to a few percent.
     """
     p.scatter_(-1, tokens[:, None], 0.0)
     return p.scatter_(-1, tokens[:, None], -p.sum(-1, keepdim=True, dtype=torch.float32).to(p.dtype))
 
 
 def _gradients(ctx: Any, h: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Room for the gradients of hidden and weight, if they are needed; the weight's in its own precision."""
+    """Buffers for the gradients of hidden and weight, if needed; the weight's in its own precision."""
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     return (
         torch.empty_like(h) if needs_hidden else None,
@@ -243,6 +243,6 @@ def _gradients(ctx: Any, h: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor | 
 
 
 def _chunks(count: int, weight: Tensor) -> list[slice]:
-    """Rows whose logits stay in a CPU's cache; on a GPU, enough to fill it."""
+    """Slices of rows whose logits fit a CPU's cache; on a GPU, enough to use it fully."""
     size = max(256, (_CPU_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // len(weight))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]

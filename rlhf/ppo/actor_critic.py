@@ -23,9 +23,9 @@ from rlhf.training.adapters import share_weights
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as one module: one engine, one optimizer, a learning rate each.
+    """Policy and critic as one module: one engine, one optimizer, two learning rates.
 
-    critic: a model of its own; or a head (D -> 1) on the policy's trunk; or None if advantages need no values.
+    critic: a separate model; or a head (D -> 1) on the policy's trunk; or None if advantages need no values.
     """
 
     def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None):
@@ -64,7 +64,7 @@ class ActorCritic(nn.Module):
         return logp, entropies, unpacked(values, mask)
 
     def values_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Values (N,) after the tokens of (B, T) that `kept` names, by row * T + position."""
+        """Values (N,) after the tokens of (B, T) in `kept`, row * T + position."""
         if isinstance(self.critic, RewardModel):
             return self.critic.values_at(tokens, kept)
         return self._values(hidden_at(self.policy.base_model, tokens, kept))

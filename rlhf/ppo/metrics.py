@@ -92,7 +92,7 @@ def held_out_sums(rollout: Rollout, scores: torch.Tensor, gold: list[dict[str, f
 
 
 def gold_parts(run: PpoRun, records: list[PromptRecord], rollout: Rollout) -> list[dict[str, float]]:
-    """The truth of each response, not used in training; empty without a truth."""
+    """The true scores of each response, not used in training; empty if there is no true score."""
     if run.truth is None or not records or not run.truth.knows(records[0]):
         return []
     texts = [response_text(run.tokenizer, ids) for ids in response_ids(rollout)]

@@ -113,12 +113,12 @@ def load_function(name: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(place)
         function = getattr(module, attribute)
-    except Exception as error:  # whatever the code of a module raises
+    except Exception as error:  # a module's code can raise anything
         raise UserError(
             f"reward function {name}: cannot be imported ({type(error).__name__}: {error}): check module and name"
         ) from error
     if not callable(function):
-        raise UserError(f"reward function {name}: is no function but a {type(function).__name__}")
+        raise UserError(f"reward function {name}: want a function, got a {type(function).__name__}")
     try:
         inspect.signature(function).bind([], [], [])
     except TypeError as error:

@@ -31,14 +31,14 @@ class Rollout(NamedTuple):
     lengths: Tensor  # (B,) int64, prompt + response
     response_mask: Tensor  # (B, A) bool
     ended: Tensor  # (B,) bool, the response has its end token
-    logp_sampled: Tensor  # (B, A) float32 nats, as the sampler gave them; 0 outside the mask
+    logp_sampled: Tensor  # (B, A) float32 nats, from the sampler; 0 outside the mask
     logp_old: (
         Tensor  # (B, A) float32 nats, of the policy that sampled: the sampler's in float32, recomputed in bfloat16
     )
     logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
     values: Tensor  # (B, A) float32, before each response token was chosen
     last_values: Tensor  # (B,) float32, after the last response token, for ppo.truncation=bootstrap
-    scores: Tensor  # (B,) float32, as the reward gives them
+    scores: Tensor  # (B,) float32, from the reward
 
     def rows(self, index: Tensor | list[int]) -> "Rollout":
         """The episodes of `index`, cut to their own longest row and response."""
@@ -110,14 +110,14 @@ def response_values(
 ) -> tuple[Tensor, Tensor]:
     """V_t before response token t was chosen (B, A), 0 outside the mask; and V after the last response token (B,).
 
-    values(tokens, kept): values (N,) after the tokens that `kept` names.
+    values(tokens, kept): values (N,) after the tokens in `kept`.
     """
     after = after_tokens(mask)
     return parted(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), mask)
 
 
 def parted(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """As `response_values`, of values after the tokens of `after_tokens`, one after the other."""
+    """As `response_values`, from the values after the tokens of `after_tokens`, concatenated."""
     found = unpacked(values, after_tokens(mask))  # (B, A + 1)
     return torch.where(mask, found[:, :-1], 0.0), found.gather(1, mask.sum(1, keepdim=True))[:, 0]
 
@@ -131,7 +131,7 @@ class RolloutSetup:
     # forward's (None in float32: they do not). reference: of the SFT model.
     recompute: Callable[..., Tensor] | None
     reference: Callable[..., Tensor]
-    # (tokens, kept) -> values (N,) after the tokens that `kept` names; None: no critic
+    # (tokens, kept) -> values (N,) after the tokens in `kept`; None: no critic
     values: Callable[..., Tensor] | None
     reward: Reward  # see `rlhf.ppo.rewards`
     texts: Callable[[list[list[int]]], list[str]]  # responses as text
@@ -141,7 +141,7 @@ class RolloutSetup:
     pad: int
     decode_batch: int  # responses decoded at once
     forward_batch: int  # episodes per forward
-    # (tokens, prompt_lengths, mask) -> what `recompute` and `response_values` give, where one forward gives both
+    # (tokens, prompt_lengths, mask) -> the results of `recompute` and `response_values`, if one forward computes both
     both: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
 

@@ -137,7 +137,7 @@ class PpoRun:
 
 
 def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
-    """Load the models and the prompts. The policy starts from the SFT model, the critic as ppo.critic says."""
+    """Load the models and the prompts. The policy starts from the SFT model, the critic from ppo.critic."""
     settings = config.ppo
     folder = stage_folder(config, "sft") / "model"
     tokenizer = load_tokenizer(folder)
@@ -148,7 +148,7 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
         if isinstance(source, ModelReward):
             shared = config.lora.share_trunk
             source.model = source.model.to(device) if shared else shard_frozen(config, source.model, device)
-        elif isinstance(source, TextReward) and not zero_stage(config):  # ZeRO has no autocast that it would run under
+        elif isinstance(source, TextReward) and not zero_stage(config):  # under ZeRO there is no autocast
             hold_frozen(config, source.model, device)
     reference: nn.Module
     if config.lora.rank:
@@ -184,7 +184,7 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
 
 
 def make_actor_critic_engine(config: Config, policy: Any, critic: Any, device: torch.device) -> Engine:
-    """One engine for policy and critic, with a learning rate each. Raises: UserError for ranks or adapters that do not fit."""
+    """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
     settings = config.ppo
     if config.gradient_checkpointing:
         for module in (policy, critic):
@@ -255,7 +255,7 @@ def make_reward(
 ) -> tuple[Reward, RewardModel | None]:
     """The reward, and the run's own reward model if the critic can start from it.
 
-    policy: whose trunk the reward models share, with adapters of their own; None: each has its own weights.
+    policy: the model whose trunk the reward models share, with their own adapters; None: each has its own weights.
     """
     settings = config.ppo
     batch = 2 * settings.micro_batch_episodes
@@ -314,7 +314,7 @@ def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prom
 
 
 def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:
-    """Those that ppo.prompts names: all, or what the comparisons rank or do not rank. Raises: UserError if none is left."""
+    """The prompts of ppo.prompts: all, ranked or unranked by the comparisons. Raises: UserError if none is left."""
     wanted = config.ppo.prompts
     if wanted == "all":
         return records

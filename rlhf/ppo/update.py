@@ -54,7 +54,7 @@ def optimize(
 
 
 def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
-    """The places of one update's episodes, prompts in random order. Responses to one prompt stay together: they share its cost."""
+    """The positions of one update's episodes, prompts in random order. Responses to one prompt stay together: they share its cost."""
     k = config.responses_per_prompt
     prompts = list(range(config.episodes_per_update // k))
     rng.shuffle(prompts)
@@ -127,7 +127,7 @@ def train_minibatch(
 
 
 class Models(NamedTuple):
-    """Whose loss is computed."""
+    """The models whose loss is computed."""
 
     policy: bool
     critic: bool

@@ -45,7 +45,7 @@ class LabelStore:
 
     def _read(self) -> None:
         if not self.path.is_file():
-            raise UserError(f"{self.path}: no plain file: choose another serve.labels=…")
+            raise UserError(f"{self.path}: not a regular file: choose another serve.labels=…")
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         lines = whole.splitlines()

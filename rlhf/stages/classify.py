@@ -60,7 +60,7 @@ def run(config: Config) -> None:
         tokenizer, lm = load_tokenizer(base), load_policy(base)
         coded = [encode(stage, part, tokenizer, lm, classes) for part in (train, held_out)]
 
-        # 2. The base, or what of it is transferred, with W_y
+        # 2. The base, or its transferred part, with W_y
         lm = transfer(lm, settings.layers, settings.from_scratch)
         if len(tokenizer) > lm.get_input_embeddings().num_embeddings:
             lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)

@@ -45,14 +45,14 @@ def run(config: Config) -> None:
         folder = stage_folder(config, "sft") / "model"
         tokenizer = load_tokenizer(folder)
 
-        # 1. The rankings that may train, as pairs of answers; the same ones as the reward model's
+        # 1. The training rankings of the reward model, as pairs of answers
         records = load_training_rankings(config, stage)
         context = tokenizer.model_max_length
         room = min(config.rollout.max_new_tokens, context // 2)
         items = load_items(config, stage, records, token_encoder(tokenizer, context, room))
         rows = {split: [make_row(item, tokenizer, context - room) for item in items[split]] for split in items}
 
-        # 2. The SFT model, and once more as the frozen reference
+        # 2. The SFT model, and a second one as the frozen reference
         model = load_policy(folder)
         reference = load_reference(config, model, folder, device)
         add_adapters(model, config, folder, device)
@@ -80,15 +80,15 @@ def load_reference(config: Config, model: Any, folder: Path, device: torch.devic
 
 
 def make_row(item: Item, tokenizer: Any, most: int) -> dict[str, Any]:
-    """One prompt of the data set. most: tokens that a prompt may have, the rest being cut from its left."""
+    """One prompt of the data set. most: maximum tokens of a prompt; the rest is cut from its left."""
     assert item.record is not None
     fitted = encode_prompt_within(tokenizer, item.record.prompt, most)
-    assert fitted is not None  # or it would not have become an item
+    assert fitted is not None  # else it would not be an item
     return {"prompt_length": len(fitted[0]), "answers": item.rows, "weights": item.weights().tolist()}
 
 
 def make_collator(pad: int) -> Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]:
-    """Batches of N prompts with R answers in all, the most of one prompt being K.
+    """Batches of N prompts with R answers in all and at most K per prompt.
 
     input_ids, attention_mask and completion_mask (R, T) as TRL names them; places (R,) of the answers in an (N, K) matrix;
     weights (N, K, K) of 'i beats j'.
@@ -133,7 +133,7 @@ class PreferenceLoss:
         return int(Ranks(device).sum(own))
 
     def score(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """r (N, K) = beta (log pi - log pi_sft) of each answer, 0 where a prompt has fewer."""
+        """r (N, K) = beta (log pi - log pi_sft) of each answer, 0 if a prompt has fewer."""
         batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
         given = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -158,7 +158,7 @@ class PreferenceLoss:
 
 
 def add_figures(sums: Sums, figures: dict[str, Tensor]) -> None:
-    """Add what `ranking_loss` found."""
+    """Add the statistics of `ranking_loss`."""
     sums.add("dpo/loss", float(figures["loss_sum"]), float(figures["prompts"]))
     sums.add("dpo/accuracy", float(figures["pairs_correct"]), float(figures["pairs"]))
     sums.add("dpo/margin", float(figures["margin_sum"]), float(figures["pairs"]))
@@ -189,7 +189,7 @@ def make_trainer(
     )
 
     class DpoTrainer(StageTrainer, PreferenceLoss, DPOTrainer):
-        loss_is_scaled_for_ga = True  # by the prompts of the whole batch, so that its parts add up
+        loss_is_scaled_for_ga = True  # divided by the prompts of the whole batch, so that its parts add up
 
     on_host = offloads(stage.config)
     return DpoTrainer(
@@ -206,7 +206,7 @@ def make_trainer(
 
 
 def held_out_figures(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """{"loss", "accuracy", "margin"} of rows that train nothing; empty without such rows."""
+    """{"loss", "accuracy", "margin"} on held-out rows; empty without such rows."""
     trainer.model.eval()
     sums, size = Sums(), trainer.args.per_device_train_batch_size
     for start in range(0, len(rows), size):

@@ -1,6 +1,6 @@
 """Stage 5: the final figures, on prompts and comparisons that no stage used for training or for choosing settings.
 
-If the run has a truth (gold.truth), it gives every response its true score. With other data the figures are the reward model's score,
+If the run has a true score (gold.truth), every response is scored by it. With other data the figures are the reward model's score,
 the KL and the held-out accuracy of the reward model.
 """
 
@@ -71,7 +71,7 @@ from rlhf.training.setup import load_frozen, open_tracker, set_up
 
 
 def run(config: Config) -> None:
-    """The stage, and what evaluate.pairs and the like ask for; only the latter if the stage is complete or cannot run yet."""
+    """Run the stage and the evaluations of evaluate.pairs etc.; only the latter if the stage is complete or cannot run yet."""
     if not external.asked(config) or external.stage_is_due(config):
         run_stage(config)
     external.run_external(config)
@@ -190,7 +190,7 @@ def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, 
 
 
 class Answers(dict):
-    """What one policy answered: {"prompts", "samples", "greedy"}; one list per prompt."""
+    """One policy's responses: {"prompts", "samples", "greedy"}; one list per prompt."""
 
     def lengths(self) -> list[list[int]]:
         return [[len(ids) for ids in row] for row in self["ids"]]
@@ -214,7 +214,7 @@ def answer_all(
         for name, folder in models.items():
             policy = load_frozen(config, folder, device)
             asked, reading = prompts, of_chat(tokenizer)
-            if name == "base_prompted":  # a text like those it was trained on, for it to continue
+            if name == "base_prompted":  # the beginning of a text like those it was trained on
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
                 asked = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
                 reading = Reading([tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip())

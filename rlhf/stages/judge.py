@@ -1,7 +1,7 @@
 """Stage: the reward model that judges the final policies.
 
-It learns from the half of the comparisons' prompts that the reward model and DPO leave (data.half), on a base of its own
-(judge.model), so that a policy cannot have learned to please it. `rlhf evaluate` has it compare the policies' answers.
+It learns from the half of the comparisons' prompts that the reward model and DPO do not use (data.half), on its own base
+(judge.model), so that no policy was optimised for it. `rlhf evaluate` uses it to compare the policies' answers.
 """
 
 from dataclasses import replace
@@ -14,10 +14,8 @@ from rlhf.stages.reward import train_reward_model
 def run(config: Config) -> None:
     """Write runs/<run>/judge/model. Raises: UserError without judge.model or data.half."""
     if config.judge.model is None:
-        raise UserError(
-            "judge.model is not set: give the folder or hub name of a text model for the judge to begin with"
-        )
-    # What it trains is all its weights: adapters belong to the policy's model.
+        raise UserError("judge.model is not set: give the folder or hub name of a text model as the judge's base")
+    # All its weights are trained: adapters belong to the policy's model.
     train_reward_model(
         replace(config, reward=config.judge, lora=replace(config.lora, rank=0, share_trunk=False)), "judge"
     )

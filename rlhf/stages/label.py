@@ -149,6 +149,6 @@ def rank_all(
 
 
 def choose_labelers(labelers: list[Labeler], second: float, rng: random.Random) -> list[Labeler]:
-    """One of them, and with probability `second` another one; nobody where there is nobody."""
+    """One of them, and with probability `second` another one; empty if there are none."""
     wanted = 2 if rng.random() < second else 1
     return rng.sample(labelers, min(wanted, len(labelers)))

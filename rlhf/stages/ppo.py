@@ -46,7 +46,7 @@ def run(config: Config) -> None:
                 restore(run, loop.resume)
                 run.metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][
                     -1
-                ]  # the last, if no update is left to do
+                ]  # the last one, if no update is left
             elif config.ppo.eval_every:
                 loop.tracker.log(evaluate_held_out(run, 0, loop.tracker), step=0, episodes=0)
             for update in loop.steps(lambda update: save(run, update)):

@@ -49,7 +49,7 @@ def run(config: Config) -> None:
 def pretrain(
     config: Config, make: Callable[[Config, "PreTrainedTokenizerFast"], Any], packed: Path | None = None
 ) -> None:
-    """The stage with a model that `make` gives, unless one is adopted; packed: this text as another run has packed it."""
+    """Run the stage with the model of `make`, unless one is adopted; packed: this text, already packed by another run."""
     with open_stage(config, "pretrain", hash_sources(config, "pretrain")) as stage:
         device = set_up(config)
         tokenizer = load_tokenizer(stage_folder(config, "tokenizer") / "model")
@@ -74,7 +74,7 @@ def pretrain(
                 f"{source['name']}: {source['share']:.1%} of them, {source['epochs']:.2f} epochs of its {source['tokens']:,} tokens"
             )
 
-        corpus.blocks("heldout", length)  # refuses less than one block, before the work
+        corpus.blocks("heldout", length)  # refuses less than one block before training starts
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
         # 3. Train
@@ -94,7 +94,7 @@ def pretrain(
 
 
 def adopt_model(stage: Stage, source: str, tokenizer: "PreTrainedTokenizerFast") -> Adopted:
-    """The pretrained model, and in the stage's folder adopted.json, the record of what came in.
+    """The pretrained model; writes its record, adopted.json, to the stage's folder.
 
     Raises: UserError if its tokenizer is not that of the tokenizer stage.
     """
@@ -121,7 +121,7 @@ def keep_adopted(stage: Stage, adopted: Adopted) -> None:
 
 
 def check_continuation(config: Config, model: Any, length: int) -> None:
-    """Raises: UserError for what continued pretraining of an adopted model cannot do."""
+    """Raises: UserError for settings that continued pretraining of an adopted model does not support."""
     batch = config.pretrain.global_batch_tokens
     sequences = batch // length
     if batch % length:

@@ -68,7 +68,7 @@ def run(config: Config) -> None:
 
 
 def train_reward_model(config: Config, name: str) -> None:
-    """Train and measure the reward model of a stage as config.reward says."""
+    """Train and measure the reward model of a stage by config.reward."""
     with open_stage(config, name, hash_sources(config, name)) as stage:
         device = set_up(config)
         folder = stage_folder(config, "sft") / "model"
@@ -83,7 +83,7 @@ def train_reward_model(config: Config, name: str) -> None:
         model = make_model(config)
         items = load_items(config, stage, records, item_encoder(config, model, tokenizer))
 
-        # 3. Train: the head alone if asked, then all weights, or with lora.rank low-rank adapters and the head; then calibrate
+        # 3. Train: with reward.fit_head first only the head; then all weights, or with lora.rank adapters and the head; then calibrate
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
         add_adapters(model, config, folder, device)
         settings = config.reward
@@ -154,7 +154,7 @@ def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out:
 
 
 def make_model(config: Config) -> RewardModel | TextRewardModel:
-    """The model to train, as reward.model says. Raises: UserError if reward.lm_coef has no plain logits to read."""
+    """The model to train, by reward.model. Raises: UserError if reward.lm_coef is set and the model has no plain logits."""
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
     model: RewardModel | TextRewardModel
     if settings.model is None:
@@ -164,7 +164,7 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
             policy = load_policy(sft)
             if not multiplies_plainly(policy):
                 raise UserError(f"reward.lm_coef={settings.lm_coef}: this model scales or caps its logits: want 0")
-            if not policy.config.tie_word_embeddings:  # the SFT model's own, frozen: the reward model has none to train
+            if not policy.config.tie_word_embeddings:  # the SFT model's own, frozen, since the reward model has none
                 model.unembedding = policy.get_output_embeddings().weight.detach()
     else:
         model = TextRewardModel.from_base(settings.model)
@@ -176,7 +176,7 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
 def fit_before_training(
     stage: Stage, model: RewardModel | TextRewardModel, items: list[Item], pad: int, device: torch.device
 ) -> None:
-    """With reward.fit_head, fit the head on the frozen trunk; a run that resumes has its head in the checkpoint."""
+    """With reward.fit_head, fit the head on the frozen trunk; a resumed run has its head in the checkpoint."""
     if not stage.config.reward.fit_head or newest_checkpoint(stage):
         return
     assert isinstance(model, RewardModel)  # rlhf.checks

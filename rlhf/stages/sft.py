@@ -1,8 +1,8 @@
 """Stage 2: supervised fine-tuning on demonstrations. The loop is TRL's SFTTrainer.
 
-The loss counts what the assistant wrote, each turn's end token included, never the user's text (Ouyang et al. 2022, section
-3.5). sft.turns=last counts a dialogue's last answer alone.
-On request a share of the rows is pretraining text (appendix C.3), and the prompt counts too, with a weight: L3 = L2 + lm_coef L1
+The loss counts the assistant's tokens, each turn's end token included, never the user's text (Ouyang et al. 2022, section
+3.5). With sft.turns=last only a dialogue's last answer counts.
+Optionally a share of the rows is pretraining text (appendix C.3), and the prompt counts too, with a weight: L3 = L2 + lm_coef L1
 (Radford et al. 2018, equation 5).
 Differs: the last epoch is kept; the paper chooses the epoch by reward-model score on held-out prompts, and that model is
 trained on this one. Blocks of pretraining text are one document to the model, even if pretraining isolated their documents.
@@ -105,7 +105,7 @@ def divide(config: Config, records: list[Demonstration]) -> dict[str, list[Demon
 
 
 def load_with_dropout(folder: Path, share: float) -> Any:
-    """The model to fine-tune, in whose training this share of what each block adds to the residual stream is dropped."""
+    """The model to fine-tune, with this dropout on each block's output to the residual stream."""
     model = load_policy(folder, dropout=0.0)  # none on attention and embeddings
     for module in model.modules():
         if isinstance(module, Block):
@@ -114,8 +114,8 @@ def load_with_dropout(folder: Path, share: float) -> Any:
 
 
 def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[Row]:
-    """`sft.pretrain_fraction` of all rows beside `count` demonstrations: different blocks of the base's own corpus, all of which
-    is to be learned.
+    """Different blocks of the base's own corpus, as `sft.pretrain_fraction` of all rows with `count` demonstrations; every token
+    is learned.
 
     Raises: UserError if the pretraining stage has no packed corpus, too small a one, or one of another tokenizer.
     """
@@ -138,7 +138,7 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
 class PromptLoss:
     """Mixed into SFTTrainer, before it: L2 + lm_coef L1, both as sums over tokens, divided by the response tokens.
 
-    L1 counts the tokens of the prompts, beside the rows' first ones, which nothing predicts.
+    L1 counts the tokens of the prompts, except the first token of a row, which has no prediction.
     """
 
     lm_coef = 0.0
@@ -175,7 +175,7 @@ def make_trainer(stage: Stage, model: Any, tokenizer: Any, rows: list[Row], epoc
         packing=settings.pack,
         eos_token=tokenizer.eos_token,
         max_length=context_of(model, tokenizer),
-        router_aux_loss_coef=0.0,  # the loss is the demonstrations' alone
+        router_aux_loss_coef=0.0,  # the loss is only the demonstrations'
         **shared_arguments(
             stage,
             device,
@@ -206,7 +206,7 @@ def make_trainer(stage: Stage, model: Any, tokenizer: Any, rows: list[Row], epoc
 
 
 def response_loss(model: Any, rows: list[Row], pad: int) -> float:
-    """Mean loss in nats over all tokens of the rows that are learned."""
+    """Mean loss in nats over all learned tokens of the rows."""
     model.eval()
     device = next(model.parameters()).device
     nats = tokens = 0.0

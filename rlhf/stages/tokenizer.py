@@ -39,7 +39,7 @@ def adopt(source: str, form: str, say: Callable[[str], None]) -> Any:
 
     checkpoint = read_checkpoint(source)
     if checkpoint.revision is None:
-        checkpoint.weight_files()  # a local model without weights is refused here, not one stage later
+        checkpoint.weight_files()  # refuse a local model without weights here, not one stage later
     tokenizer, notes = adopt_tokenizer(checkpoint, form)
     for note in notes:
         say(note)
@@ -48,7 +48,7 @@ def adopt(source: str, form: str, say: Callable[[str], None]) -> Any:
 
 
 def limited(documents, characters: int):
-    """Documents until `characters` of text have been given."""
+    """Documents up to `characters` of text in all."""
     given = 0
     for document in documents:
         yield document

@@ -1,4 +1,4 @@
-"""The files of a world whose truth is known: pretraining text, demonstrations and prompts, in the import format."""
+"""The files of a world with a known true score: pretraining text, demonstrations and prompts, in the import format."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,10 +37,10 @@ def built_in_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def passage_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
-    """Openings of passages of data.corpus as prompts, and what follows them there as demonstrations."""
+    """Openings of passages of data.corpus as prompts, and their continuations as demonstrations."""
     gold = config.gold
     cut = Cut(gold.passage_min_tokens, gold.passage_max_tokens, gold.continuation_tokens)
-    counts = dict(reversed(prompt_counts(config).items()))  # more training prompts leave the others as they are
+    counts = dict(reversed(prompt_counts(config).items()))  # more training prompts do not change the others
     texts = iterate_documents(need_source(config, "corpus"), config.data.encoding)
     found: dict[str, list[Passage]] = {"train": [], "dev": [], "test": []}
     for passage in make_passages(texts, counts, cut, token_ends(config), config.data.split_seed):
@@ -68,7 +68,7 @@ def passage_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def token_ends(config: Config) -> Ends:
-    """Where tokens end: those of the model to adopt; words and punctuation if the tokenizer is still to be trained."""
+    """The ends of tokens: of the adopted model's tokenizer; words and punctuation if the tokenizer is trained later."""
     if config.model.pretrained is None:
         return word_ends
     from rlhf.model.checkpoint import read_checkpoint

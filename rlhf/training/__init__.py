@@ -1,1 +1,1 @@
-"""How anything here trains: processes, devices, the loop, optimizers, sharding."""
+"""Training, shared by all stages: devices, the loop, optimizers, sharding."""

@@ -1,7 +1,7 @@
 """Low-rank adapters on a model: y = W x + alpha / rank B A x, with W frozen and A, B trained. The layers are PEFT's.
 
-They are put inside the model, which stays the class that it was: whatever runs the model runs it with its adapters. Stages
-write the merged model, so that later stages and exports need no PEFT, and the adapters beside it as PEFT saves them.
+They are put inside the model, whose class does not change, so all code that runs the model also runs its adapters. Stages
+write the merged model, so that later stages and exports need no PEFT, and next to it the adapters as PEFT saves them.
 Source: Hu et al. 2021 (LoRA).
 """
 
@@ -22,18 +22,18 @@ from rlhf.precision import wants_bfloat16
 from rlhf.training.gather import gathered_state, save_model_checked
 from rlhf.training.zero import zero_stage
 
-TRAINED = "default"  # the name of the adapters that train
+TRAINED = "default"  # the name of the trained adapters
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # PEFT's files
-PREFIX = "base_model.model."  # of each name in PEFT's file
+PREFIX = "base_model.model."  # prefix of each name in PEFT's file
 
 
 def add_adapters(model: Any, config: Config, base: Path, device: torch.device) -> None:
     """Put adapters on every linear layer of a model's trunk and freeze the rest, except heads (a scalar head, for example).
 
-    The unembedding counts as trunk: it is frozen and has no adapter. Adapters that are there already stay, frozen.
+    The unembedding counts as trunk: it is frozen and has no adapter. Adapters that the model already has are kept and frozen.
     With lora.rank=0 nothing happens. base: the model folder that the weights come from, which PEFT's file names.
 
-    Raises: UserError where PEFT is not installed, or the adapters would train beside weights in bfloat16.
+    Raises: UserError if PEFT is not installed, or the adapters would be added to weights in bfloat16.
     """
     if not config.lora.rank:
         return
@@ -66,7 +66,7 @@ def import_peft() -> Any:
 
 
 def inject(model: Any, settings: Any, name: str) -> None:
-    """Put PEFT's layers into the model under an adapter name; adapters of other names stay in force beside it."""
+    """Put PEFT's layers into the model under an adapter name; adapters of other names stay active."""
     before = [adapter for _, layer in adapted_layers(model) for adapter in layer.lora_A]
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -98,7 +98,7 @@ def linear_layers(model: Any) -> list[str]:
 
 
 def heads_of(model: Any) -> dict[str, nn.Parameter]:
-    """What lies outside the trunk and is no unembedding."""
+    """The modules outside the trunk, except the unembedding."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     known = {id(p) for part in (model.base_model, output) if part is not None for p in part.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in known}
@@ -116,7 +116,7 @@ def has_adapters(model: nn.Module) -> bool:
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A model's gathered state with its adapters added to the weights, under the names of the model without adapters.
 
-    W + alpha / rank B A, for each set of adapters in force. Each W is taken out of `state`, so that memory does not hold both.
+    W + alpha / rank B A, for each active set of adapters. Each W is removed from `state`, so that memory never contains both.
     """
     found = {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
     for name, layer in adapted_layers(model):
@@ -129,9 +129,9 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, Tensor] | None = None) -> None:
-    """A model folder, read back, with adapters merged in; those also by themselves, as PEFT saves them. All ranks must call it.
+    """Write a model folder with merged adapters and read it back; also write the adapters as PEFT saves them. All ranks must call it.
 
-    average: weights that are written instead of the model's own.
+    average: weights that are written in place of the model's own.
     """
     state = gathered_state(model)
     if state is None:
@@ -143,7 +143,7 @@ def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, T
 
 
 def save_adapters(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
-    """The adapters that train, and the heads beside them, in PEFT's form: `PeftModel.from_pretrained` reads them."""
+    """The trained adapters and heads, in PEFT's form: `PeftModel.from_pretrained` reads them."""
     heads = heads_of(model)
     settings = copy.deepcopy(model.peft_config[TRAINED])
     settings.target_modules = sorted(settings.target_modules)  # a set, whose order would change from run to run
@@ -162,7 +162,7 @@ def load_adapters(model: Any, folder: Path, name: str) -> None:
     """Put the adapters and heads of a folder that `save_adapters` wrote on a model, frozen, under an adapter name."""
     settings = import_peft().LoraConfig.from_pretrained(str(folder))
     settings.modules_to_save = None  # heads are read below, into the model's own
-    with torch.random.fork_rng():  # whoever draws next draws as if the model had been read whole
+    with torch.random.fork_rng():  # the random state afterwards is as if the whole model had been read
         inject(model, settings, name)
     weights = {key.removeprefix(PREFIX): t for key, t in load_file(str(folder / WEIGHTS)).items()}
     for key, p in model.named_parameters():

@@ -194,8 +194,8 @@ def make_engine(
 ) -> Engine:
     """The engine of deepspeed=…. Raises: UserError if DeepSpeed is not installed.
 
-    groups: AdamW's, with their weights. max_grad_norm: what ZeRO clips the joint norm to (without ZeRO the loop clips).
-    sampled: the part of `module` that `Engine.whole` will be asked for.
+    groups: AdamW's, with their weights. max_grad_norm: the joint norm to which ZeRO clips (without ZeRO the loop clips).
+    sampled: the part of `module` for which `Engine.whole` will be called.
     """
     accelerator = make_accelerator(config, device)
     if not zero_stage(config):

@@ -80,7 +80,7 @@ def save_model_checked(module: Any, folder: Path, state: Mapping[str, Tensor] | 
 
     The folder loads with `from_pretrained`; a module without `save_pretrained` becomes one model.safetensors.
 
-    Raises: UserError if a file does not hold what was gathered.
+    Raises: UserError if a file differs from the gathered weights.
     """
     if state is None:
         return
@@ -106,12 +106,12 @@ def _state_type(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def check_saved(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Raises: UserError if the folder's safetensors files lack a tensor or hold another value."""
+    """Raises: UserError if the folder's safetensors files lack a tensor or have another value."""
     left = set(state)
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
             names = [name for name in file.keys() if name in left]  # noqa: SIM118 (not a dictionary)
-        for name in names:  # opened anew each time: an open file keeps in memory what has been read of it
+        for name in names:  # opened for each tensor: an open file keeps everything that was read from it in memory
             with safe_open(str(path), framework="pt") as file:
                 if torch.equal(file.get_tensor(name), state[name]):
                     left.remove(name)

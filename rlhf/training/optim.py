@@ -12,12 +12,12 @@ BETAS = (0.9, 0.95)  # of AdamW (RECIPE, sections 2 to 4)
 def make_adamw(
     groups: list[dict[str, Any]], *, lr: float = 1e-3, betas: tuple[float, float] = BETAS, on_host: bool = False
 ) -> torch.optim.Optimizer:
-    """AdamW over parameter groups, each with its own weight_decay or none.
+    """AdamW over parameter groups, each with its own weight_decay (default 0).
 
-    lr: of groups that name none. on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
+    lr: for groups without their own. on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
     """
     if not on_host:
-        fused = True if on_gpu(groups) else None  # elsewhere torch's own choice
+        fused = True if on_gpu(groups) else None  # otherwise torch chooses
         return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=fused)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -74,7 +74,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Show the inner optimizers' groups and state as this optimizer's own: a schedule that sets lr reaches them."""
+        """Expose the inner optimizers' groups and state as this optimizer's, so that a schedule that sets lr reaches them."""
         self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ def set_up(config: Config) -> torch.device:
     transformers.set_seed(config.seed)
     device = choose_device(config)
     if device.type == "cpu":
-        return_freed_memory() if config.lora.share_trunk else keep_freed_memory()  # a shared trunk is to save memory
+        return_freed_memory() if config.lora.share_trunk else keep_freed_memory()  # the purpose of a shared trunk is to save memory
     connect(device)
     return device
 
@@ -77,7 +77,7 @@ def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
 def load_policy(folder: Path, dropout: float | None = None) -> Any:
     """A causal LM from a stage's model folder, in float32, in eval mode.
 
-    dropout: in place of its own, if its configuration has this setting, as ours and OPT's have.
+    dropout: replaces the model's own, if its configuration has this setting, as ours and OPT's have.
     """
     import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
 
@@ -92,7 +92,7 @@ def load_policy(folder: Path, dropout: float | None = None) -> Any:
 
 
 def load_frozen(config: Config, folder: Path, device: torch.device) -> Any:
-    """`load_policy` of a model that does not train, on its device, as `inference` runs it."""
+    """`load_policy` for a model that is not trained, on its device, prepared for `inference`."""
     return hold_frozen(config, load_policy(folder), device)
 
 

@@ -1,7 +1,7 @@
-"""Fewer threads while other work holds the cores: a step of several threads waits for the one that is not running.
+"""Use fewer threads while other processes use the cores, because a step waits for its slowest thread.
 
-With `threads=0` on Linux a loop counts, second by second, the processor time that this process took and what its cores had left,
-and gives the next steps as many threads as that makes whole cores. On an idle machine it is the number of cores all the time.
+With `threads=0` on Linux a loop measures, every second, the processor time of this process and the idle time of its cores, and
+uses that many whole cores as threads for the next steps. On an idle machine it always uses all cores.
 """
 
 import os
@@ -12,17 +12,17 @@ from pathlib import Path
 
 import torch
 
-WINDOW = 1.0  # seconds between two looks
-ROUNDED_UP = 0.25  # of a core: what an almost idle machine takes
+WINDOW = 1.0  # seconds between two measurements
+ROUNDED_UP = 0.25  # of a core: the load of an almost idle machine
 
 
 def threads_for(available: float, most: int) -> int:
-    """How many threads so many cores' worth of processor time can run at once: 1 to `most`."""
+    """The number of threads that this many cores can run at once: 1 to `most`."""
     return max(1, min(most, int(available + ROUNDED_UP)))
 
 
 def processor_seconds() -> tuple[float, float]:
-    """The processor time that this process took and that its cores were idle, each since some moment."""
+    """(processor time of this process, idle time of its cores), each since some fixed time."""
     cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
     idle = sum(
@@ -32,7 +32,7 @@ def processor_seconds() -> tuple[float, float]:
 
 
 class ThreadCount:
-    """The threads of a loop's steps. most: with all cores free. read, now, use: the clocks, and what sets the number."""
+    """The threads of a loop's steps. most: with all cores free. read, now: the clocks; use: sets the number of threads."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class ThreadCount:
         use: Callable[[int], None] = torch.set_num_threads,
     ):
         self.most, self.read, self.now, self.use = most, read, now, use
-        self.threads = self.fitting = most  # in use; what fitted in the last window
+        self.threads = self.fitting = most  # in use; the number that fitted in the last window
         self.seen, self.since = sum(read()), now()
 
     def look(self) -> None:
-        """Call it after each step. Fewer threads come at once, more after two windows that had room for them."""
+        """Call it after each step. The number falls at once and rises after two windows with room for more threads."""
         taken = self.now() - self.since
         if taken < WINDOW:
             return
@@ -59,7 +59,7 @@ class ThreadCount:
 
 
 def adapting_threads(threads: int, device: torch.device, processes: int) -> ThreadCount | None:
-    """None if the number is fixed: by the setting or the environment, and where several processes divide the cores."""
+    """None if the number is fixed: by the setting or the environment, or because several processes divide the cores."""
     fixed = threads or "OMP_NUM_THREADS" in os.environ or processes > 1 or torch.get_num_threads() == 1
     if fixed or device.type != "cpu" or sys.platform != "linux":
         return None

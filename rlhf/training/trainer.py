@@ -37,7 +37,7 @@ from rlhf.training.usage import training_flops, usage_metrics
 from rlhf.training.zero import deepspeed_settings, need_deepspeed, zero_stage
 from rlhf.training.zero_state import ZeroState, group_numbers
 
-if TYPE_CHECKING:  # what the class below is mixed into; importing it takes a second
+if TYPE_CHECKING:  # the base of the class below; importing it takes a second
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
@@ -64,13 +64,15 @@ def split_batch(setting: str, rows: int, micro: int, processes: int) -> tuple[in
 def shared_arguments(
     stage: Stage, device: torch.device, *, rows: int, micro: int, setting: str, steps: int, max_grad_norm: float
 ) -> dict[str, Any]:
-    """What TrainingArguments and SFTConfig have in common. rows, micro, setting: as in `split_batch`."""
+    """The arguments that TrainingArguments and SFTConfig share. rows, micro, setting: as in `split_batch`."""
     config = stage.config
     need_deepspeed(config)
     micro, accumulation = split_batch(setting, rows, micro, process_count())
     bfloat16 = wants_bfloat16(config, device)
     sharding = None
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # set by an earlier stage or a launcher; ours is in the settings
+    os.environ.pop(
+        "ACCELERATE_USE_DEEPSPEED", None
+    )  # set by an earlier stage or a launcher; this project uses its own settings
     if zero_stage(config):
         from rlhf.training.engine import import_deepspeed
 
@@ -360,7 +362,7 @@ def train(trainer: Any, loop: StageLoop, loss_name: str, tokens_per_step: int | 
 
     From a checkpoint of the last step Trainer would take one more step, so then only the weights are read.
 
-    Raises: KeyboardInterrupt after a signal, once the step under way has its checkpoint; UserError for a full disk.
+    Raises: KeyboardInterrupt after a signal, once the current step has its checkpoint; UserError for a full disk.
     """
     trainer.add_callback(StageCallback(loop, loss_name, tokens_per_step))
     try:

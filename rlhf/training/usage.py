@@ -30,7 +30,7 @@ PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_flops(config: Config, device: torch.device) -> float | None:
-    """Operations per second of one device: tracking.peak_tflops, or by the GPU's name; None if neither tells."""
+    """Operations per second of one device: tracking.peak_tflops, or by the GPU's name; None if unknown."""
     if config.tracking.peak_tflops is not None:
         return config.tracking.peak_tflops * 1e12
     if device.type != "cuda":
@@ -47,7 +47,7 @@ def known_peak(name: str, half: bool) -> float | None:
 
 def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
     """Operations of a forward pass over `tokens` tokens in rows of `context`: 2 per token and weight that multiplies (of
-    several experts one's), and 4 n_layer D context per token for attention, D the width of the queries.
+    several experts only one counts), and 4 n_layer D context per token for attention, D the width of the queries.
 
     Source: Kaplan et al. 2020, equation 2.2; Chowdhery et al. 2022, appendix B.
     """
@@ -102,7 +102,7 @@ def _size(weight: Any) -> int:
 def usage_metrics(
     config: Config, device: torch.device, flops: float | None = None, seconds: float = 0.0, processes: int = 1
 ) -> dict[str, float]:
-    """Peak memory so far, and time/mfu of `flops` operations that all processes did within `seconds`.
+    """Peak memory so far, and time/mfu for `flops` operations of all processes in `seconds`.
 
     Without a known peak, as on a CPU, there is no time/mfu.
     """

@@ -124,7 +124,7 @@ class ZeroState:
         safe_set_local_fp32_param(p, own) if kind is None else safe_set_local_optimizer_state(p, own, kind)
 
     def _link(self) -> None:
-        """Let DeepSpeed find the moments of every group: by itself it looks once, when only the first group has any."""
+        """Make DeepSpeed find the moments of every group: it looks only once, when only the first group has any."""
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
         zero = self.optimizer

@@ -62,7 +62,7 @@ def test_a_folder_with_a_pipe_or_socket_among_its_data_is_refused(tmp_path, monk
         with socket.socket(socket.AF_UNIX) as one:
             one.bind("b.jsonl")
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"b.jsonl: is no regular file .a pipe, socket or device."):
+    with pytest.raises(UserError, match=r"b.jsonl: not a regular file .a pipe, socket or device."):
         names(str(tmp_path))
 
 

@@ -221,7 +221,7 @@ def test_a_file_of_others_is_refused_and_loses_nothing(tmp_path, content):
 
 def test_a_pipe_is_no_file_of_labels(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match=r"pipe: no plain file: choose another serve\.labels"):
+    with pytest.raises(UserError, match=r"pipe: not a regular file: choose another serve\.labels"):
         LabelStore(tmp_path / "pipe")
 
 

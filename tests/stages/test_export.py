@@ -150,6 +150,6 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_made(
 
 
 def test_a_reward_model_has_no_choice_of_form(gold_run, tmp_path):
-    with pytest.raises(UserError, match=r"export\.form=llama: a reward model is written as what its trunk came from"):
+    with pytest.raises(UserError, match=r"export\.form=llama: a reward model is written in its trunk"):
         run(gold_run.config("export.stage=reward", "export.form=llama", f"export.out='{tmp_path / 'x'}'"))
     assert not (tmp_path / "x").exists()

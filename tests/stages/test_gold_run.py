@@ -235,8 +235,8 @@ def test_report_is_one_page_with_the_run_in_it(gold_run, capsys):
 
 
 @pytest.mark.parametrize(("shell", "said"), [
-    ("<&-", "chat: standard input is closed"), ("< bytes", "chat: a message that is not UTF-8"),
-    ("< bytes LC_ALL=C", "chat: a message that is not UTF-8")])  # fmt: skip
+    ("<&-", "chat: standard input is closed"), ("< bytes", "chat: the message is not UTF-8"),
+    ("< bytes LC_ALL=C", "chat: the message is not UTF-8")])  # fmt: skip
 def test_chat_with_an_input_that_cannot_be_read_is_one_line(gold_run, tmp_path, shell, said):
     (tmp_path / "bytes").write_bytes(b"caf\xe9\n")
     redirect = shell.removesuffix(" LC_ALL=C")

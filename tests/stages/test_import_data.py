@@ -194,7 +194,7 @@ def test_what_is_there_is_not_replaced_unasked(tmp_path, capsys):
     out = tmp_path / "out"
     run(capsys, f"path={path}", f"out={out}")
     line, _ = refused(capsys, f"path={path}", f"out={out}")
-    assert "is there already" in line and "overwrite=true" in line
+    assert "exists" in line and "overwrite=true" in line
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     line, _ = refused(capsys, f"path={path}", f"out={tmp_path / 'mine'}", "overwrite=true")

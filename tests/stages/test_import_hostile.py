@@ -192,7 +192,7 @@ def test_a_folder_that_holds_itself_is_read_once(tmp_path, capsys):
 def test_a_pipe_is_no_file(tmp_path, capsys):
     os.mkfifo(tmp_path / "labels.jsonl")
     code, _, err = imported(capsys, f"path={tmp_path / 'labels.jsonl'}", f"out={tmp_path / 'out'}")
-    assert code == 2 and "is no regular file" in err
+    assert code == 2 and "not a regular file" in err
 
 
 def test_what_others_own_is_never_replaced(tmp_path, capsys):

@@ -72,7 +72,7 @@ def test_an_import_killed_between_its_two_renames_is_restored(tmp_path, capsys):
     before = bytes_of(out)
     out.rename(tmp_path / ".out.old")
     line, said = refused(capsys, f"path={path}", f"out={out}")
-    assert "restored" in said and "is there already" in line and bytes_of(out) == before
+    assert "restored" in said and "exists" in line and bytes_of(out) == before
     shutil.copytree(out, tmp_path / ".out.old")  # killed just after the second rename
     run(capsys, f"path={path}", f"out={out}", "overwrite=true")
     assert not (tmp_path / ".out.old").exists()

@@ -139,7 +139,7 @@ def test_an_endpoint_that_nobody_answers_at_is_given_up_at_once(server, tmp_path
         with pytest.raises(UserError, match=r"no answer in 5 attempts \(.*refused.*\): check the URL and the network"):
             dead.ask(MESSAGES)
     (tmp_path / "cache.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"cache.jsonl: no plain file"):
+    with pytest.raises(UserError, match=r"cache.jsonl: not a regular file"):
         client(server, tmp_path)
 
 

@@ -50,7 +50,7 @@ def test_the_first_failure_ends_all(tmp_path):
 
 def test_a_killed_process_is_named(capfd):
     assert run_processes(shell('[ "$RANK" = 1 ] && kill -9 $$; sleep 60'), 2) == 137
-    assert capfd.readouterr().err.strip() == "rlhf: process 1 of 2 was ended by signal 9; the others are ended with it"
+    assert capfd.readouterr().err.strip() == "rlhf: process 1 of 2 was killed by signal 9; the others are stopped too"
 
 
 def test_the_processes_die_with_what_started_them(tmp_path):
@@ -195,7 +195,7 @@ def test_a_process_killed_in_training_ends_the_others_with_one_line(copy_until, 
     command = [sys.executable, "-c", code, *stage_command(run, "deepspeed=zero2")[3:]]
     assert run_processes(command, 2) == 137
     told = capfd.readouterr().err
-    assert "process 1 of 2 was ended by signal 9" in told and "Traceback" not in told
+    assert "process 1 of 2 was killed by signal 9" in told and "Traceback" not in told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")

@@ -156,7 +156,7 @@ def test_parents_that_do_not_fit_each_other_are_refused(whole, monkeypatch):
     whole.stage("sft", "sft.lr=1e-3", "overwrite=true")
     with pytest.raises(UserError, match=r"label.*built on another sft"):
         whole.stage("reward", "overwrite=true")
-    with pytest.raises(UserError, match="label was built on another sft than is there now"):
+    with pytest.raises(UserError, match="label was built on another sft than the present one"):
         pipe_in_process(monkeypatch, whole, "sft.lr=1e-3")
 
 

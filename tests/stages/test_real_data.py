@@ -125,7 +125,7 @@ def test_changed_data_is_noticed(run, monkeypatch):
     pipeline.run(run.config())
     try:
         path.write_bytes(content + content.splitlines(keepends=True)[0])
-        with pytest.raises(UserError, match="reward was run on other data than is there now"):
+        with pytest.raises(UserError, match="reward was run on other data than the present"):
             pipeline.run(run.config())
     finally:
         path.write_bytes(content)

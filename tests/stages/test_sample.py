@@ -81,12 +81,12 @@ def test_other_policies_of_the_run(gold_run, stage, tmp_path):
 def test_output_is_replaced_only_when_asked_and_only_where_it_is_our_own(gold_run, tmp_path):
     out = tmp_path / "out"
     sampled(gold_run, out, "sample.prompts=2")
-    with pytest.raises(UserError, match=r"holds the tasks of an earlier round: .* overwrite=true"):
+    with pytest.raises(UserError, match=r"contains the tasks of an earlier round: .* overwrite=true"):
         sampled(gold_run, out, "sample.prompts=3")
     assert len(sampled(gold_run, out, "sample.prompts=3", "overwrite=true")) == 3
     with (out / "tasks.jsonl").open("a") as file:  # a labeler works in it
         file.write("\n")
-    with pytest.raises(UserError, match=r"tasks.jsonl came there or changed after .* \(labels\?\): move"):
+    with pytest.raises(UserError, match=r"tasks.jsonl appeared or changed after .* \(labels\?\): move"):
         sampled(gold_run, out, "overwrite=true")
     assert len((out / "tasks.jsonl").read_text().splitlines()) == 4
     stranger = tmp_path / "home"

@@ -143,8 +143,8 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 def _file(path: Path, mode: int) -> Source:
     if not stat.S_ISREG(mode):
         raise UserError(
-            f"{printable_path(path)}: is no regular file (a pipe, socket or device): write what it gives "
-            "into a file, or move it out of the folder"
+            f"{printable_path(path)}: not a regular file (a pipe, socket or device): write its content "
+            "to a file, or move it out of the folder"
         )
     return Source(printable_path(path), path)
 
