@@ -42,7 +42,7 @@ from rlhf.recipe import GOLD_STAGES, PARENTS
 
 @dataclass(slots=True)
 class TrackingConfig:
-    """Where metrics go. JSONL is always written."""
+    """Where metrics are written. JSONL is always written."""
 
     kind: str = setting(
         "wandb",
@@ -68,7 +68,7 @@ class CheckpointConfig:
         0, "checkpoints with the best held-out score (ppo) to keep, also after the stage's end", min=0
     )
     keep_every: int = setting(
-        0, "keep a checkpoint at each multiple of so many steps, also after the stage's end; 0: none", min=0
+        0, "keep a checkpoint whenever the step is a multiple of this, also after the stage's end; 0: none", min=0
     )
 
 
@@ -116,7 +116,7 @@ class Config:
     device: str = setting("auto", "device", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
     threads: int = setting(
         0,
-        "CPU threads per process; 0: the number of cores, in training fewer while other work takes them",
+        "CPU threads per process; 0: the number of cores, in training fewer while other processes use them",
         min=0,
         max=MAX_PROCESSES,
         changes=ROUNDING,

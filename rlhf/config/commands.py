@@ -69,8 +69,8 @@ class NextConfig:
     """`rlhf next`."""
 
     stage: str = setting("pretrain", "stage whose model continues the text", choices=POLICY_STAGES)
-    text: str | None = setting(None, "the text, as it is: without a chat template")
-    count: int = setting(10, "how many of the likeliest next tokens to show", min=1, max=1000)
+    text: str | None = setting(None, "the text, without a chat template")
+    count: int = setting(10, "number of most likely next tokens to show", min=1, max=1000)
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class ServeConfig:
     )
     stages: Any = setting(None, "stages to load; none: all finished ones", kind="names")
     batch: int = setting(32, "responses of one model that are drawn together", min=1, max=256)
-    queue: int = setting(64, "responses that wait; more are answered with 429", min=0, max=10_000)
+    queue: int = setting(64, "responses that may wait; further requests get 429", min=0, max=10_000)
     max_new_tokens: int = setting(1024, "largest max_tokens of a request", min=1)
     requests_per_minute: int = setting(1200, "per client", min=1)
     max_body_bytes: int = setting(2**20, "of one request", min=1024, max=2**26)
@@ -156,7 +156,7 @@ class ImportConfig:
     duplicates: str = setting("drop", "what to do with exact duplicates", choices=("drop", "keep"))
     max_prompts_per_user: int = setting(200, "more prompts of one user are filtered", min=1)
     prefix_characters: int = setting(
-        200, "prompts that share so many first characters stay in one split (letters and digits: 3/4)", min=1
+        200, "prompts that share this many first characters stay in one split (letters and digits: 3/4)", min=1
     )
     filter_prefixes: bool = setting(True, "keep only the first of such prompt records")
     pii: str = setting("flag", "e-mail addresses, phone and card numbers in prompts", choices=("flag", "drop", "keep"))

@@ -15,7 +15,7 @@ class ModelConfig:
     )
     native: Any = setting(
         "auto",
-        "run an adopted model as our GPT (auto: if it has the same logits) or as transformers' class",
+        "run an adopted model as our GPT (auto: if the logits are the same) or as transformers' class",
         kind="switch",
     )
     n_layer: int = setting(12, "blocks", min=1)
@@ -37,14 +37,16 @@ class ModelConfig:
     window: int | None = setting(
         None, "tokens that a banded layer attends to, itself included; none: every layer attends to all", min=1
     )
-    window_every: int = setting(2, "with window, the last of so many layers is banded", min=1)
+    window_every: int = setting(2, "with window, the last of every window_every layers is banded", min=1)
     norm: str = setting("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
     qk_norm: bool = setting(False, "an RMS norm on each head's queries and keys")
     mlp: str = setting("gelu", "activation of the MLP", choices=("gelu", "gelu_erf", "relu", "swiglu"))
-    experts: int = setting(0, "MLPs per layer of experts, one of which each token goes to; 0: no such layers", min=0)
-    expert_every: int = setting(2, "with experts, the last of so many layers has them", min=1)
+    experts: int = setting(0, "MLPs per layer of experts; each token uses one; 0: no such layers", min=0)
+    expert_every: int = setting(2, "with experts, the last of every expert_every layers has them", min=1)
     expert_capacity: float = setting(
-        1.25, "in pretraining an expert takes so many times its even share of a row's tokens; more are dropped", above=0
+        1.25,
+        "in pretraining an expert takes at most this many times its even share of a row's tokens; more are dropped",
+        above=0,
     )
     balance_coef: float = setting(0.01, "weight alpha of the loss in pretraining that balances the experts", min=0)
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
@@ -62,6 +64,6 @@ class TokenizerSettings:
 
 
 def shape_settings() -> tuple[str, ...]:
-    """The keys of `model` that shape a model of ours, and of the tokenizer trained for it: an adopted one has its own."""
+    """The keys of `model` and of its tokenizer that shape a model trained here; an adopted one has its own."""
     shape = [f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ("pretrained", "native")]
     return (*shape, *(f"tokenizer.{item.name}" for item in fields(TokenizerSettings)))

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple, get_args
 
-# What a setting changes, and the consequence if a run is repeated with another value.
+# What a setting affects, and the consequence if a run is repeated with another value.
 RESULT = "result"  # the result: a stage that was run with another value is not reused
 ROUNDING = "rounding"  # memory, speed and the rounding of the result: a stage resumes and prints a note
 NOTHING = "nothing"  # paths, display, or settings of no stage's result
 
 MAX_SEED = 2**32 - 1
-LEAST_TEMPERATURE = 1e-6  # below it logits may overflow, and nothing is drawn any more
+LEAST_TEMPERATURE = 1e-6  # below it logits may overflow, so that sampling fails
 MAX_PROCESSES = 1024  # also of threads
 
 

@@ -101,7 +101,7 @@ class SftConfig:
     pretrain_fraction: float = setting(
         0.0, "share of the rows that is pretraining text; 0.1 for the policy that PPO starts from", min=0, below=1
     )
-    lm_coef: float = setting(0.0, "weight lambda of the prompt tokens in the loss; GPT-1 takes 0.5", min=0)
+    lm_coef: float = setting(0.0, "weight lambda of the prompt tokens in the loss; GPT-1 uses 0.5", min=0)
     micro_batch_size: int = setting(32, "demonstrations per forward on one device", min=1, changes=ROUNDING)
     max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
     pack: bool = setting(False, "several demonstrations per row, without attention between them")
@@ -112,7 +112,7 @@ class RewardConfig:
     """The reward model (Ouyang et al. 2022, section 3.5 and appendix C.2)."""
 
     epochs: int = setting(1, "passes over the comparisons; 0: none, with fit_head", min=0)
-    fit_head: bool = setting(False, "first fit the head alone to all comparisons, on the frozen trunk")
+    fit_head: bool = setting(False, "first fit only the head to all comparisons, on the frozen trunk")
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
     micro_batch_responses: int = setting(64, "responses per forward", min=1, changes=ROUNDING)
     lr: float = setting(9e-6, "learning rate of AdamW; cosine without warm-up", above=0, max=10)
@@ -120,12 +120,12 @@ class RewardConfig:
     weight_decay: float = setting(0.0, "weight decay, on matrices only", min=0, max=10)
     max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
     lm_coef: float = setting(
-        0.0, "weight lambda of the language model's loss on prompts and responses; GPT-1 takes 0.5", min=0
+        0.0, "weight lambda of the language model's loss on prompts and responses; GPT-1 uses 0.5", min=0
     )
     read_tokens: int = setting(
         1, "the score is the mean over this many last tokens, for responses that no token ends", min=1
     )
-    layers: int | None = setting(None, "the trunk's first blocks that the reward model has; none: all of them", min=1)
+    layers: int | None = setting(None, "number of the trunk's first blocks in the reward model; none: all", min=1)
     calibration_samples: int = setting(512, "SFT samples used to set the gain", min=2)
     labeler_weights: Any = setting(
         None, "{name: weight of this labeler's judgements}; others have weight 1", kind="weights"
@@ -165,7 +165,7 @@ class PpoConfig:
     micro_batch_episodes: int = setting(64, "episodes per forward", min=1, changes=ROUNDING)
     prompts: str = setting(
         "all",
-        "of the training split: all, or those that the comparisons rank (the reward model knows them) or do not rank",
+        "of the training split: all, or only those that the comparisons rank (known to the reward model) or do not rank",
         choices=("all", "ranked", "unranked"),
     )
     clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
@@ -231,7 +231,7 @@ class KlConfig:
         choices=("reward", "loss"),
     )
     ceiling: float | None = setting(
-        None, "KL in nats per sequence (objective/kl) at which the run ends; none: never", above=0
+        None, "KL in nats per sequence (objective/kl) at which training stops; none: never", above=0
     )
 
 
@@ -379,7 +379,7 @@ class RateConfig:
 class DpoConfig:
     """Direct preference optimisation (Rafailov et al. 2023, appendix B)."""
 
-    beta: float = setting(0.1, "weight of staying near the SFT model", above=0)
+    beta: float = setting(0.1, "strength of the pull towards the SFT model", above=0)
     epochs: int = setting(1, "passes over the comparisons", min=1)
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
     micro_batch_prompts: int = setting(16, "prompts per forward on one device", min=1, changes=ROUNDING)
@@ -392,9 +392,9 @@ class DpoConfig:
 
 @dataclass(slots=True)
 class GoldConfig:
-    """A world whose truth is known: the built-in one, with its right answers, or sentiment by a lexicon."""
+    """A world with a known true score: the built-in one, with its right answers, or sentiment by a lexicon."""
 
-    enabled: bool = setting(False, "use the world's files for data.… settings that are not given")
+    enabled: bool = setting(False, "use the world's files for data.… settings that are not set")
     truth: str = setting(
         "judge",
         "judge: right answers to the built-in world's requests; vader: a lexicon's sentiment of continuations of passages "

@@ -1,4 +1,4 @@
-"""Ranked comparisons: what the reward model learns from."""
+"""Ranked comparisons, from which the reward model learns."""
 
 from typing import Any
 

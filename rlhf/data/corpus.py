@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_DOCUMENT = 1 << 24  # characters; a longer one becomes several documents, so that memory is bounded
 PIECE = 8192  # characters: a document above twice this is tokenised and assigned to a split in such pieces
 _BATCH = 1 << 20  # characters tokenised at once
-_KEPT_TOKENS = 1 << 22  # at most so many tokens wait for the decision what is held out
+_KEPT_TOKENS = 1 << 22  # most tokens that wait until it is decided what is held out
 SPLITS = ("train", "heldout")
 
 
@@ -50,7 +50,7 @@ def cut_text(text: str, size: int) -> list[str]:
 
 
 def _text_documents(source: Source, encoding: str) -> Iterator[str]:
-    """A file's text between separators; what grows beyond MAX_DOCUMENT is given out in parts."""
+    """A file's texts between separators; documents longer than MAX_DOCUMENT are yielded in parts."""
     assert source.path is not None
     chunks: list[str] = []
     size = 0
@@ -103,7 +103,7 @@ def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
 
 
 class _Piece(NamedTuple):
-    """What is tokenised and assigned to a split as one: a document, or a part of a long one."""
+    """A unit of tokenisation and splitting: a document, or a part of a long one."""
 
     text: str
     document: int
@@ -131,7 +131,7 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 class _Writer:
-    """Appends pieces to one token file; a separator ends each document, or stretch of a divided one."""
+    """Appends pieces to one token file; a separator ends each document, or each run of pieces of a divided one."""
 
     def __init__(self, path: Path, dtype: np.dtype, separator: int):
         self.path, self.dtype, self.separator = path, dtype, separator
@@ -171,9 +171,9 @@ class _Writer:
 class _Divider:
     """Assigns pieces to train or held-out by the hash of their text, so that equal documents share a split.
 
-    A share of a small corpus may come out too small. The first pieces are therefore kept back until enough of
-    them are held out; if the corpus or the room to keep them ends before, those with the next smallest
-    hashes join.
+    The held-out share of a small corpus may be too small. The first pieces are therefore kept back until enough of
+    them are held out; if the corpus ends or the buffer is full before, those with the next smallest hashes are
+    added.
     """
 
     def __init__(self, train: _Writer, held_out: _Writer, fraction: float, seed: int, context_length: int):
@@ -197,7 +197,7 @@ class _Divider:
             self.decide()
 
     def decide(self) -> None:
-        """Write what was kept back, in the order of the text."""
+        """Write the pieces that were kept back, in the order of the text."""
         if self.kept is None:
             return
         share = max(min(self.wanted, self.kept_tokens // 20), min(self.context_length, self.kept_tokens // 4), 1)
@@ -225,8 +225,8 @@ def pack_corpus(
 
     Documents are assigned to held-out by hash; those above 16k characters are divided first. While
     `held_out_fraction` gives less than 8 contexts of tokens, more is held out: up to that, at most a
-    twentieth of the corpus, or one context if that is at most a quarter. Bounded memory; meta.json comes
-    last, so that a killed run leaves none. `progress(documents, tokens)` is called after each batch.
+    twentieth of the corpus, or one context if that is at most a quarter. Bounded memory; meta.json is
+    written last, so that a killed run leaves none. `progress(documents, tokens)` is called after each batch.
 
     Raises: UserError if there is no text, or too little to divide.
     """
@@ -278,7 +278,7 @@ def pack_corpus(
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """What makes the folder a finished packed corpus."""
+    """Write meta.json, which marks the folder as a finished packed corpus."""
     temporary = folder / "meta.json.tmp"
     temporary.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     temporary.replace(folder / "meta.json")
@@ -356,7 +356,7 @@ class PackedCorpus:
         return np.memmap(self.path / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
 
     def blocks(self, split: str, context_length: int) -> "Blocks":
-        """The split as full blocks of `context_length` tokens; what is left at the end is not served.
+        """The split as full blocks of `context_length` tokens; the incomplete rest is left out.
 
         Raises: UserError if the split has less than one block.
         """

@@ -1,4 +1,4 @@
-"""Demonstrations: what SFT imitates, loaded and made into tokens that fit the context."""
+"""Demonstrations for SFT, loaded and encoded as tokens that fit the context."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -37,13 +37,13 @@ def encode_demonstrations(
 ) -> list[Row]:
     """Encode demonstrations as {"prompt": ids, "response": ids}, together at most `context_length` tokens.
 
-    A response that fits ends with its end token. One that does not is truncated and gets no end token, which its
-    author did not write there. A prompt that leaves a response fewer than `min_response` tokens (a quarter of
-    the context by default; all of a shorter response) is cut from the left, see `encode_prompt_within`; where
-    not even that helps, the demonstration is skipped. `counts`, if given, is increased: kept,
+    A response that fits ends with its end token. One that does not is truncated and has no end token, because the
+    author did not end it there. A prompt that leaves a response fewer than `min_response` tokens (a quarter of
+    the context by default; all of a shorter response) is cut from the left, see `encode_prompt_within`; if that
+    is not enough, the demonstration is skipped. `counts`, if given, is increased: kept,
     truncated_responses, cut_prompts, skipped; earlier_turns and further_rows of turns="all".
 
-    turns: "all" also learns what the assistant said earlier in the dialogue, see `encode_dialogue_rows`.
+    turns: "all" also learns the assistant's earlier turns, see `encode_dialogue_rows`.
     """
     least = context_length // 4 if min_response is None else min_response
     counts = Counter() if counts is None else counts
@@ -107,7 +107,7 @@ def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: 
 
 
 def labels_of(row: Row, ignored: int) -> list[int]:
-    """A row's tokens, those that are not learned replaced by `ignored`."""
+    """A row's tokens as labels, with `ignored` for those that are not learned."""
     earlier = row.get("earlier", [0] * len(row["prompt"]))
     prompt = [token if learned else ignored for token, learned in zip(row["prompt"], earlier, strict=True)]
     return prompt + row["response"]

@@ -1,4 +1,4 @@
-"""Comparisons as the reward model sees them: one item per prompt, with all its answers and every labeler's judgement."""
+"""Comparisons for the reward model: one item per prompt, with all its answers and every labeler's judgement."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-MOST_ANSWERS = 64  # of one item; further rankings of the prompt make another one
+MOST_ANSWERS = 64  # most answers of one item; further rankings of the prompt make another item
 
-Answer = tuple[str, bool]  # text, and whether its author ended it
+Answer = tuple[str, bool]  # text, and whether it ended
 # Prompt and answers to one model input an answer (anything with a length) and the answers' lengths in tokens; None if
 # the prompt does not fit.
 Encode = Callable[[Sequence[Message], Sequence[Answer]], tuple[list[Any], list[int]] | None]
@@ -23,13 +23,13 @@ Encode = Callable[[Sequence[Message], Sequence[Answer]], tuple[list[Any], list[i
 
 @dataclass(slots=True)
 class Judgement:
-    """One ranking, by the places of its answers in the item."""
+    """One ranking, by the positions of its answers in the item."""
 
     labeler: str | None
     pairs: list[tuple[int, int]]  # (better, worse), each once
-    gaps: list[int] | None  # of each pair, by how many ranks; None if the judgements are pairs without ranks
+    gaps: list[int] | None  # rank difference of each pair; None if the judgements are pairs without ranks
     weight: float = 1.0  # of the labeler
-    ranks: dict[int, int] | None = None  # of answers, by place; None if pairs say what ranks cannot
+    ranks: dict[int, int] | None = None  # ranks of answers, by position; None if the judgements are pairs
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Item:
     key: str
     rows: list[Any]  # K model inputs, prompt + response
     lengths: list[int]  # K response lengths in tokens, for the length baseline
-    record: Ranking | None = None  # the first of the prompt's, for what its metadata say
+    record: Ranking | None = None  # the prompt's first record, for its metadata
     answers: list[Answer] = field(default_factory=list)
     judgements: list[Judgement] = field(default_factory=list)
 
@@ -92,11 +92,11 @@ def join_rankings(
 ) -> tuple[list[Item], int]:
     """One item per prompt with at least one ordered pair, and how many rankings gave none.
 
-    Rankings of one prompt share an item whoever judged, whatever the order of the answers, and if only some
-    answers are the same: each different answer is there once. Two answers that say the same and end alike are one, and
-    a pair of them says nothing. Rankings of a labeler with weight 0, or whose prompt does not fit, give no pair.
+    Rankings of one prompt share an item, whoever judged, in any order of the answers, and even if only some answers are
+    the same: each different answer appears once. Answers with the same text and ending are one, and a pair of them is
+    ignored. Rankings of a labeler with weight 0, or whose prompt does not fit, give no pair.
 
-    labeler_weights: who is not named, or has no name, counts 1.
+    labeler_weights: labelers that are not named have weight 1.
     """
     weights = labeler_weights or {}
     drafts: dict[str, list[Item]] = {}
@@ -117,7 +117,7 @@ def join_rankings(
             gap_of.setdefault((place[given[i]], place[given[j]]), ranks[j] - ranks[i] if ranks else 0)
         item.judgements.append(Judgement(record.labeler, sorted(gap_of), None, weight))
         if ranks:
-            if len(set(given)) == len(given):  # of answers that are alike, each could have a rank of its own
+            if len(set(given)) == len(given):  # equal answers can have different ranks
                 item.judgements[-1].ranks = {place[answer]: rank for answer, rank in zip(given, ranks, strict=True)}
             item.judgements[-1].gaps = [gap_of[pair] for pair in sorted(gap_of)]
 
@@ -145,19 +145,19 @@ def _item_for(found: list[Item], key: str, record: Ranking, answers: list[Answer
 
 
 def labelers_of(records: Sequence[Ranking]) -> list[str]:
-    """The names of who judged, sorted."""
+    """The names of the labelers, sorted."""
     return sorted({record.labeler for record in records if record.labeler is not None})
 
 
 def names_of(given: Any) -> list[str]:
-    """Labelers as a setting gives them: none, one, or a list; numbers are names too."""
+    """The labelers of a setting: none, one, or a list; numbers are names too."""
     if given is None:
         return []
     return [str(name) for name in given] if isinstance(given, list | tuple) else [str(given)]
 
 
 def check_labelers(setting: str, names: Collection[str], records: Sequence[Ranking]) -> None:
-    """Raises: UserError if `names` holds someone who judged nothing, with who did."""
+    """Raises: UserError if `names` contains someone who judged nothing; the message lists those who did."""
     seen = labelers_of(records)
     unknown = [name for name in names if name not in seen]
     if unknown:

@@ -1,4 +1,4 @@
-"""What a Label Studio task shows, and what the results of an annotation say about it.
+"""The prompt and responses of a Label Studio task, and the meaning of an annotation's results.
 
 `task_fields` finds the prompt and the responses among the keys of a task, `read_result` reads one result.
 """
@@ -31,7 +31,7 @@ SIDES_OF_TWO = (("left", "first", "one"), ("right", "second", "two"))
 
 @dataclass(slots=True)
 class Task:
-    """What was judged: the prompt, the responses in the order shown, and by which keys results may name them."""
+    """The prompt, the responses in the order shown, and the keys by which results may name them."""
 
     prompt: Any
     responses: list[dict[str, Any]]  # as in a native record
@@ -155,20 +155,20 @@ def task_fields(data: Mapping[str, Any], named: Sequence[str] = ()) -> Task:
 
 @dataclass(slots=True)
 class Judgement:
-    """What one annotation says, by response id."""
+    """One annotation's judgements, by response id."""
 
     ranking: list[list[str]] | None = None
     scores: dict[str, float] = field(default_factory=dict)
     flags: dict[str, list[str]] = field(default_factory=dict)
     other: dict[str, list[Any]] = field(default_factory=dict)  # {control: values} that judge no response
-    control: str = ""  # that gave the ranking
+    control: str = ""  # the control that gave the ranking
 
     @property
     def is_judgement(self) -> bool:
         return self.ranking is not None or bool(self.scores) or bool(self.flags)
 
     def rank(self, ranking: list[list[str]], control: str) -> None:
-        """Raises: BadRow if another control said something else."""
+        """Set the ranking. Raises: BadRow if another control stated a different one."""
         if self.ranking is not None and self.ranking != ranking:
             raise BadRow(
                 "result",
@@ -179,7 +179,7 @@ class Judgement:
 
 
 def _marks(task: Task) -> list[set[str]]:
-    """What each response may be called, in lower case: its key or id, and its place if no other has that as a name."""
+    """The names of each response, in lower case: its key or id, and its position if no other response has that name."""
     own = [{key.lower(), name.lower()} for key, name in zip(task.keys, task.ids, strict=True)]
     taken = set().union(*own)
     places = [{str(i + 1), chr(ord("a") + i), *(SIDES_OF_TWO[i] if i < 2 else ())} for i in range(len(own))]
@@ -187,7 +187,7 @@ def _marks(task: Task) -> list[set[str]]:
 
 
 def named_response(control: str, task: Task, *, glued: bool = True) -> str | None:
-    """The response that a control's name tells: it holds its key (answer1_rating), or ends or begins with a mark of it.
+    """The response that a control's name refers to: it contains its key (answer1_rating), or ends or begins with a mark of it.
 
     The mark is a word of its own (rating_a, left-flags); `glued` allows a number right after a word too (rating2).
     """
@@ -220,7 +220,7 @@ def preferred(choice: str, task: Task) -> list[list[str]] | None:
 
 
 def usable_number(value: Any) -> float | None:
-    """A number as it is; None for anything else, infinite and enormous ones included."""
+    """A number unchanged; None for anything else, including infinite and enormous numbers."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return value if usable else None
 

@@ -20,12 +20,12 @@ from rlhf.data.splits import split_of
 from rlhf.errors import UserError
 from rlhf.tokenizer import END, ROLES, encode_texts, separator_id
 
-MADE = ("<|delimiter|>", "<|extract|>")  # for a vocabulary without our role tokens
+MADE = ("<|delimiter|>", "<|extract|>")  # tokens for a vocabulary without our role tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns hold what; text alone is classification."""
+    """The columns by meaning; with only a text the task is classification."""
 
     text: str
     label: str
@@ -44,7 +44,7 @@ class Example:
 
     @property
     def split_key(self) -> str:
-        """The same for the same texts, in whatever order; another one than of a prompt with this text."""
+        """A key that is equal for the same texts in any order, and different from that of a prompt with this text."""
         return "\n".join(["labelled", *sorted({part for row in self.rows for part in row})])
 
 
@@ -119,7 +119,7 @@ def _text(where: str, value: Any) -> str:
 def classes_of(examples: list[Example], columns: Columns) -> list[str]:
     """The labels in order; of multiple choice the numbers of the choices, from 0 or from 1 as the labels count.
 
-    Raises: UserError if there is one label alone, or one that is no choice.
+    Raises: UserError if there is only one label, or one that is not a choice.
     """
     labels = sorted({example.label for example in examples})
     if len(labels) < 2:
@@ -139,7 +139,7 @@ def classes_of(examples: list[Example], columns: Columns) -> list[str]:
 
 
 def divide(examples: list[Example], held_out: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(to train on, held out), by a hash of the texts, so that a text is in one of them alone."""
+    """(training, held-out) examples by a hash of the texts, so that a text is in only one of them."""
     shares = {"train": 1.0 - held_out, "dev": held_out}
     splits = [split_of(example.split_key, seed, shares) for example in examples]
     found = [[e for e, split in zip(examples, splits, strict=True) if split == name] for name in shares]
@@ -156,10 +156,11 @@ class Marks:
 
 
 def find_marks(tokenizer: Any) -> tuple[Marks, list[str]]:
-    """The three tokens, and those that the tokenizer was given because its vocabulary has none.
+    """The three tokens, and those that were added because the vocabulary lacks them.
 
-    The start is what stands between documents in pretraining. Of our own special tokens the end of a turn delimits, and the
-    assistant's role, after which an answer is due, extracts; pretraining on plain text has left the embeddings of both random.
+    The start token is the separator between documents in pretraining. Of our own special tokens the end of a turn is the delimiter,
+    and the assistant's role, after which an answer follows, is the extract token; after pretraining on plain text both embeddings
+    are still random.
     """
     names = [END, ROLES["assistant"]]
     added: list[str] = []

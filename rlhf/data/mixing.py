@@ -19,9 +19,9 @@ class Part:
 
 
 def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
-    """Which source each of `count` blocks comes from: the one furthest behind its share.
+    """The source of each of `count` blocks: the one furthest behind its share.
 
-    After i blocks each source has given its share of them, weight / sum(weights) * i, within one block.
+    After i blocks each source has contributed weight / sum(weights) * i blocks, within one block.
     """
     total, given = sum(weights), [0] * len(weights)
     for i in range(1, count + 1):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
     """The prompts of records of any kind, in order, each once; the first record with a prompt names it.
 
-    Of a demonstration or ranking the record's split and group go along, since they decide the prompt's split.
+    The split and group of a demonstration or ranking are kept, since they determine the prompt's split.
     """
     found: dict[str, PromptRecord] = {}
     for record in records:
@@ -51,8 +51,8 @@ def load_prompts(
 
 
 def drop_oldest(turns: list[Message]) -> int:
-    """Remove the oldest turn, and what follows it up to the next turn of the user; a system turn stays. How many were removed:
-    none of the last one.
+    """Remove the oldest turn and the turns up to the next turn of the user; a system turn and the last turn stay. Returns the
+    number of removed turns.
     """
     first = 1 if turns[0].role == "system" and len(turns) > 1 else 0
     users = (i for i in range(first + 1, len(turns)) if turns[i].role == "user")
@@ -81,7 +81,7 @@ def encode_prompt_within(
     ids = encode_prompt(tokenizer, turns[-1:])
     if len(ids) <= room:
         return ids, True
-    # what the template writes around the text: as much at the beginning, and at the end, as around another text
+    # the template's text around a message: the common beginning and end with another message
     other = encode_prompt(tokenizer, [{"role": turns[-1].role, "content": ""}])
     head = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
     if room <= len(other):

@@ -1,7 +1,7 @@
 """The three label records: what a labeler wrote, how one ranked K responses, and a prompt without a response.
 
 A record validates itself; everything that enters training passes through these models. How foreign files
-become records is in `importers/`, one format a file.
+become records is in `importers/`, one format per file.
 """
 
 import re
@@ -23,12 +23,12 @@ from pydantic_core import PydanticCustomError
 from rlhf.terminal import printable
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MOST_TURNS = 1000  # of a dialogue: finding what its assistant wrote takes time that grows with their square
+_MOST_TURNS = 1000  # turns of a dialogue: encoding it takes time that grows with their square
 _SHOWN_NAMES = 30  # of responses, in a message
 
 
 def _problem(field: str, message: str) -> PydanticCustomError:
-    """An error whose message already says what came and what was wanted."""
+    """An error whose message is already in the form `got …, want …`."""
     return PydanticCustomError("record", "{message}", {"message": message, "field": field})
 
 
@@ -43,7 +43,7 @@ Name = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_no_surro
 
 
 class Message(BaseModel):
-    """One turn. Other keys that a file gives are kept beside these two."""
+    """One turn. Other keys in the file are kept."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -52,7 +52,7 @@ class Message(BaseModel):
 
 
 class _Part(BaseModel):
-    """Unknown keys go under `metadata`, so that nothing that was read is dropped."""
+    """Unknown keys are moved to `metadata`, so that nothing is dropped."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -154,7 +154,7 @@ class Ranking(_Record):
     """One labeler's ranking of K responses to one prompt: trains the reward model.
 
     `ranking` names response ids, best first; an inner list is a tie; a response left out is unranked. `pairs`
-    of (better, worse) take its place where judgements are no weak order. Both are None in a labelling task.
+    of (better, worse) replace it if the judgements do not form a weak order. Both are None in a labelling task.
     """
 
     kind: Literal["ranking"] = "ranking"
@@ -247,7 +247,7 @@ KINDS: dict[str, type[Demonstration] | type[Ranking] | type[PromptRecord]] = {
 
 
 def first_repeat(names: Iterable[str]) -> str | None:
-    """The first name that stood before; None if each is there once."""
+    """The first name that appears twice; None if all are different."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
@@ -256,19 +256,19 @@ def shown(value: Any, limit: int = 60) -> str:
     """A value as shown in an error message: on one line, printable, cut short."""
     try:
         text = repr(value[: limit + 1] if isinstance(value, str) else value)
-    except (RecursionError, ValueError):  # nested too deeply; an integer of thousands of digits
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of thousands of digits
         text = f"a {type(value).__name__} too large to show"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def one_line(text: str, limit: int = 1000) -> str:
-    """A message that holds names out of a file, as it may be shown: printable, on one line, cut short."""
+    """A message with names from a file, as shown: printable, on one line, cut short."""
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return printable(text)
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """The first thing wrong with a record: its field and a message with what came and what was wanted."""
+    """The first problem of a record: its field, and a message `got …, want …`."""
     field, message = _first_problem(error)
     return one_line(field, 200), one_line(message)
 
@@ -306,7 +306,7 @@ def find_cycle(edges: Iterable[tuple[Node, Node]]) -> list[Node] | None:
     remaining = {node: None for node, count in beaten_by.items() if count}
     if not remaining:
         return None
-    node = next(iter(remaining))  # each of these is beaten by another of these, so walking back must close a circle
+    node = next(iter(remaining))  # each of these is beaten by another of these, so going back must close a circle
     path: dict[Node, None] = {}
     while node not in path:
         path[node] = None
@@ -334,8 +334,7 @@ class Joined(NamedTuple):
 def join_judgements(n: int, judgements: Iterable[tuple[int, int, int]]) -> Joined:
     """Join judgements (i, j, verdict) over responses 0..n-1, where verdict 1 means i is better, 2 j, 0 a tie.
 
-    They are one ranking when they form a weak order, what follows by transitivity included; else they stay
-    `pairs`.
+    They become one ranking if they form a weak order, with transitivity applied; else they stay `pairs`.
 
     Raises: CycleError if the strict judgements go in a circle.
     """
@@ -359,7 +358,7 @@ def join_judgements(n: int, judgements: Iterable[tuple[int, int, int]]) -> Joine
     order: list[list[int]] = []
     while left:
         unbeaten = [g for g in left if not any((other, g) in edges for other in left)]
-        if len(unbeaten) != 1:  # none: ties and orders contradict each other; several: their order is not judged
+        if len(unbeaten) != 1:  # none: ties and orders contradict each other; several: their order was not judged
             return Joined(None, sorted(strict), sorted(ties))
         left.remove(unbeaten[0])
         order.append([i for i in range(n) if group[i] == unbeaten[0]])

@@ -1,6 +1,6 @@
-"""Records that a labeler put right later: `metadata.replaces` names the id of the record that does not count any more.
+"""Records that a labeler corrected later: `metadata.replaces` is the id of the record that no longer counts.
 
-Files of labels only grow, so that nothing is lost when a program is killed; the reader leaves out what was replaced. A record
+Files of labels are only appended to, so that nothing is lost when a program is killed; the reader leaves out replaced records. A record
 replaces one of the same labeler in the same file.
 """
 
@@ -35,9 +35,9 @@ def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
 
 
 def find_replaced(path: Path) -> Replaced:
-    """What the lines of a file of records replace; only lines with that key are parsed."""
+    """The records that lines of a file replace; only lines with that key are parsed."""
     found = set()
-    with suppress(UserError), open_bytes(path) as file:  # reading the rows says how the file is damaged
+    with suppress(UserError), open_bytes(path) as file:  # reading the rows reports how the file is damaged
         while line := file.readline(MAX_RECORD_BYTES):  # a longer one is no record
             if MARK not in line:
                 continue

@@ -1,7 +1,6 @@
-"""Which split a prompt belongs to: decided by hash, so that no prompt is ever in two splits.
+"""The split of a prompt: chosen by hash, so that no prompt is ever in two splits.
 
-This file decides for one record by itself. How an import keeps users together and earlier assignments is in
-`assignments.py`.
+This module handles one record alone. `assignments.py` keeps users and earlier assignments together in an import.
 """
 
 import hashlib
@@ -19,8 +18,8 @@ PREFIX_CHARACTERS = 200
 SPLITS = ("train", "dev", "test")
 _NO_LETTER = re.compile(r"[\W_]+")
 _NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
-_MARKS = re.compile(r"[^\w\s\x00-\x7f]{32,}")  # may be accents on accents
-_FEW = 8  # letters at the end of a cut that may look otherwise when more text follows
+_MARKS = re.compile(r"[^\w\s\x00-\x7f]{32,}")  # characters that may combine with accents
+_FEW = 8  # letters at a cut that may normalise differently when more text follows
 
 
 def _sorted_marks(text: str) -> str:
@@ -66,7 +65,7 @@ def conversation(prompt: "str | Sequence[Message]") -> str:
 
 
 def _letters(text: str) -> str:
-    """Letters and digits alone, in one case and one Unicode form, without accents."""
+    """Only letters and digits, in one case and one Unicode form, without accents."""
     if text.isascii():
         return text.lower().encode().translate(None, _NO_ASCII_LETTER).decode()
     text = unicodedata.normalize("NFKD", _sorted_marks(text)).upper().casefold()
@@ -74,12 +73,12 @@ def _letters(text: str) -> str:
 
 
 def split_key(prompt: "str | Sequence[Message]", prefix_characters: int = PREFIX_CHARACTERS) -> str:
-    """What prompts of one split have in common: the letters and digits with which they begin.
+    """The key that decides a prompt's split: the letters and digits with which it begins.
 
-    Two prompts that differ in case, white space, punctuation, accents or Unicode form have the same key; and so have
-    two that share a long beginning, since the key is cut to 3/4 prefix_characters, which is what letters and digits
-    make up at least of so many characters of ordinary text. Having the same key is an equivalence relation, so hashing
-    the key decides the split of a prompt for itself, whatever else is imported.
+    Two prompts that differ in case, white space, punctuation, accents or Unicode form have the same key. So have two that
+    share a long beginning, since the key is cut to 3/4 prefix_characters: at least this share of ordinary text is letters
+    and digits. Having the same key is an equivalence relation, so a hash of the key determines the split of a prompt,
+    whatever else is imported.
     """
     text = conversation(prompt)
     wanted = max(1, prefix_characters * 3 // 4)
@@ -98,7 +97,7 @@ def hash64(*parts: str) -> int:
 
 
 def key_hash(prompt: "str | Sequence[Message]", prefix_characters: int = PREFIX_CHARACTERS) -> int:
-    """64 bits of a hash of the split key: what an import remembers of a prompt."""
+    """64 bits of a hash of the split key; an import stores only this of a prompt."""
     return hash64(split_key(prompt, prefix_characters))
 
 
@@ -127,7 +126,7 @@ def choose(u: float, fractions: Mapping[str, float]) -> str:
         upper, last = upper + share, name
         if u < upper:
             return name
-    return last  # u lies within rounding of 1
+    return last  # u is within rounding of 1
 
 
 def split_of(text: "str | Sequence[Message]", seed: int, fractions: Mapping[str, float]) -> str:

@@ -243,7 +243,7 @@ _verified: dict[tuple[str, int, int, str], bool] = {}  # files that this process
 
 
 def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
-    """The manifest of an import whose files are all there and as they were written; hashed once a process.
+    """The manifest of an import, after a check that all files are present and unchanged; hashed once per process.
 
     `only` names one file: the others are not looked at.
 

@@ -1,4 +1,4 @@
-"""Labelling tasks: rankings that nobody has filled in yet, written for the tool in which people will fill them in.
+"""Labelling tasks: rankings that are not filled in yet, written for the labelers' tool.
 
 A task is a `Ranking` whose `ranking` is None, with the responses in the order in which a labeler will see them.
 """
@@ -19,7 +19,7 @@ RANK = "rank"  # the control's name in Label Studio: exports name it
 BETTER = "better"
 EQUAL = "equal"
 EQUALLY_GOOD = "equally good"
-# A spreadsheet takes such a cell for a formula, and may run it; apostrophes count, so that `unguarded` is exact.
+# A spreadsheet reads such a cell as a formula, and may run it; apostrophes count, so that `unguarded` is exact.
 _FORMULA = re.compile(r"'*[\s\x00-\x1f\u200b\ufeff]*[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
 
@@ -34,7 +34,7 @@ def shuffle_responses(task: Ranking, seed: int) -> Ranking:
 
 
 def shown_prompt(prompt: Sequence[Message]) -> str:
-    """A prompt as a labeler reads it: the text of a single user turn, else every turn under its role."""
+    """A prompt as shown to labelers: the text of a single user turn, else every turn with its role."""
     if len(prompt) == 1 and prompt[0].role == "user":
         return prompt[0].content
     return "\n\n".join(f"{message.role.capitalize()}: {message.content}" for message in prompt)
@@ -53,8 +53,8 @@ def pairs_of(task: Ranking, seed: int) -> Iterator[tuple[int, int]]:
 def label_studio_tasks(task: Ranking, interface: str, seed: int) -> Iterator[dict[str, Any]]:
     """The Label Studio tasks of one ranking: one with a list to sort (ranker), or one per pair (pairwise).
 
-    What a labeler does not see goes along, so that the export alone gives the records back: the item's id, the turns
-    of the prompt, each response's id, policy and metadata.
+    The task also contains data that labelers do not see, so that the export is sufficient to restore the records: the item's
+    id, the turns of the prompt, each response's id, policy and metadata.
     """
     common = {"item": task.id, "prompt": shown_prompt(task.prompt)}
     if interface == "ranker":
@@ -120,9 +120,9 @@ def label_studio_config(interface: str) -> str:
 
 
 def csv_rows(tasks: Sequence[Ranking], interface: str, seed: int) -> Iterator[dict[str, str]]:
-    """Rows with empty cells for a labeler to fill: `score_1` … `score_K` (ranker), or `winner` a pair (pairwise).
+    """Rows with empty cells for a labeler to fill: `score_1` … `score_K` (ranker), or `winner` per pair (pairwise).
 
-    `ids` names the responses in their order, `about` is what a labeler does not see, as JSON.
+    `ids` names the responses in their order; `about` is JSON with the data that labelers do not see.
     """
     most = max((len(task.responses) for task in tasks), default=0)
     for task in tasks:
@@ -141,7 +141,7 @@ def csv_rows(tasks: Sequence[Ranking], interface: str, seed: int) -> Iterator[di
 
 
 def _about_cell(task: Ranking, responses: Sequence[RankedResponse]) -> str:
-    """JSON of what the other columns do not tell; short, since spreadsheets cut long cells."""
+    """JSON of the data that the other columns lack; short, since spreadsheets cut long cells."""
     unseen = _unseen(task, responses)
     told = len(task.prompt) == 1 and task.prompt[0].model_dump() == {
         "role": "user",
@@ -152,17 +152,17 @@ def _about_cell(task: Ranking, responses: Sequence[RankedResponse]) -> str:
 
 
 def guarded(cell: str) -> str:
-    """The cell with an apostrophe before what a spreadsheet would take for a formula."""
+    """The cell, with an apostrophe in front if a spreadsheet would read it as a formula."""
     return f"'{cell}" if _FORMULA.match(cell) else cell
 
 
 def unguarded(cell: str) -> str:
-    """What was given to `guarded`."""
+    """The original cell of `guarded`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell[1:]) else cell
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, str]]) -> int:
-    """Write rows, no cell a formula, with a byte order mark, by which spreadsheets know UTF-8; returns how many."""
+    """Write rows without formulas, with a byte order mark, by which spreadsheets recognise UTF-8; returns their number."""
     written = 0
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         for row in rows:

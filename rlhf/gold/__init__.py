@@ -1,1 +1,1 @@
-"""The gold world: truth, speakers, judge and labelers. Nothing here imports torch."""
+"""The gold world: requests with known answers, speakers, judge and labelers. Nothing here imports torch."""

@@ -1,7 +1,7 @@
 """The gold world's pretraining text and demonstrations, written as plain files in the import format.
 
-Pretraining documents are short talks, in which a speaker's name goes with a style of answering, and stories that say
-a thing twice, from which copying is learned. Requests whose core hashes to the development or test split never occur.
+Pretraining documents are short talks, in which a speaker's name indicates a style of answering, and stories that state
+everything twice, from which copying is learned. Requests whose core hashes to the development or test split never occur.
 """
 
 import itertools
@@ -30,9 +30,9 @@ from rlhf.gold.world import (
 
 
 def talk(task: Task, speaker: str = "", reply: str = "") -> str:
-    """A request and its answer as the pretraining text writes them; without a speaker, a prompt for a base model.
+    """A request and its answer in the form of the pretraining text; without a speaker, a prompt for a base model.
 
-    Of a conversation the same speaker said what the assistant said before.
+    In a conversation the speaker is also the author of the assistant's earlier turns.
     """
     answered = f"{speaker}:\n{reply}" if speaker else ""
     names = {"user": "Question", "assistant": speaker or SPEAKER_NAMES["plain"]}
@@ -41,7 +41,7 @@ def talk(task: Task, speaker: str = "", reply: str = "") -> str:
 
 
 def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
-    """Requests with their answers, and then a request whose answer is to follow, for a base model to continue."""
+    """Requests with their answers, then a request without one, as a prompt for a base model."""
     return "".join(f"Question:\n{asked}\nAnswer:\n{reply}\n" for asked, reply in [*shots, (prompt, "")]).removesuffix(
         "\n"
     )
@@ -63,7 +63,7 @@ def _fact(rng: random.Random) -> str:
 
 
 def _story(rng: random.Random) -> str:
-    """Two to four people each have, like or see something, and the story then says it all again in another order."""
+    """Two to four people each have, like or see something; then the story repeats everything in another order."""
     people = rng.sample(PEOPLE, rng.randint(2, 4))
     makers = (
         lambda who: f"{who} has a {rng.choice(COLOURS)} {rng.choice(THINGS)}.",
@@ -80,7 +80,7 @@ _WORDS = [*PEOPLE, *COLOURS, *THINGS, *CITIES, *ANIMALS, *TREATS, *PLACES]
 
 
 def _echo(rng: random.Random) -> str:
-    """Words in a random order, said twice: the second time can only be had by copying."""
+    """Words in a random order, written twice: the second part can only be predicted by copying."""
     words = " ".join(rng.sample(_WORDS, rng.randint(5, 14)))
     return f"{words}. {words}."
 
@@ -88,7 +88,7 @@ def _echo(rng: random.Random) -> str:
 def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0) -> Iterator[str]:
     """`count` pretraining documents: first a fifth of echoes and stories, then mostly talks, this share of them conversations.
 
-    Copying from the prompt is the bottleneck of so small a model, and the loss of ordinary text hides it. Echoes and
+    Copying from the prompt is hard for a small model, and the loss of ordinary text does not show it. Echoes and
     stories first, read in file order, teach it within a few hundred steps.
     """
     rng = random.Random(f"corpus-{seed}")
@@ -100,7 +100,7 @@ def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0
             yield _echo(rng)
         elif draw < 0.67:
             style = pick_style(PRETRAINING_MIX, rng)
-            kind = "closed_qa" if rng.random() < 0.15 else None  # beyond its share: the hardest to learn
+            kind = "closed_qa" if rng.random() < 0.15 else None  # more than its share, since it is the hardest to learn
             task = make_request(rng, conversations, kind=kind, split="train", seed=split_seed)
             yield talk(task, SPEAKER_NAMES[style], answer(task, style, rng))
         elif draw < 0.92:
@@ -110,7 +110,7 @@ def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0
 
 
 def write_jsonl(path: Path, rows: Iterator[dict]) -> int:
-    """Write rows as JSON Lines; returns how many."""
+    """Write rows as JSON Lines; returns their number."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -151,7 +151,7 @@ def demonstration_rows(seed: int, split_seed: int, count: int, conversations: fl
 
 
 def prompt_rows(seed: int, split_seed: int, counts: dict[str, int], conversations: float = 0.0) -> Iterator[dict]:
-    """Prompt records of every split, with the truth about each under `metadata.gold`."""
+    """Prompt records of every split, with the correct answer of each under `metadata.gold`."""
     rng = random.Random(f"prompts-{seed}")
     for split, count in counts.items():
         for i, task in enumerate(unique_tasks(rng, split, split_seed, count, conversations)):

@@ -1,7 +1,7 @@
-"""Simulated labelers: each ranks responses by a taste of their own, with a bias and with noise.
+"""Simulated labelers: each ranks responses by individual weights, with a bias and noise.
 
-A labeler sees the parts of the gold judge, weighs them in a personal way, likes or dislikes length or courtesy a
-little too much, and makes mistakes. Agreement between two of them is tuned to the 72.6% that InstructGPT reports
+A labeler has individual weights for the parts of the gold judge, a small bias for or against length or courtesy, and
+noise. Agreement between two of them is tuned to the 72.6% that InstructGPT reports
 (Ouyang et al. 2022, section 3.4).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlhf.data.records import Message, RankedResponse, Ranking
 
-Judged = dict[str, float]  # what a truth says of a response: its parts and `total`
+Judged = dict[str, float]  # the true scores of a response: its parts and `total`
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Labeler:
     name: str
     weights: dict[str, float]
     per_word: float  # bias: utility per word of length
-    courtesy: float  # bias: utility of any courtesy beyond what `polite` is worth
+    courtesy: float  # bias: utility of any courtesy in addition to `polite`
     noise: float  # standard deviation of a judgement
     worst: float = 0.0  # utility of the lowest rating
-    best: float = 10.0  # … and of the highest: that of a faultless answer under even tastes
+    best: float = 10.0  # … and of the highest: of a perfect answer under equal weights
 
     def utility(self, judged: Judged, response: str) -> float:
-        """What the labeler thinks of a response before noise."""
+        """The labeler's utility of a response, without noise."""
         utility = sum(weight * judged[name] for name, weight in self.weights.items())
         return utility + self.per_word * len(response.split()) + self.courtesy * (judged.get("polite") == 1.0)
 
@@ -60,7 +60,7 @@ def make_labelers(noise: float = NOISE) -> list[Labeler]:
 
 
 def make_held_out_labelers(count: int = 2, noise: float = NOISE) -> list[Labeler]:
-    """Up to two more, whose rankings train nothing: a plain one, who cares little for manners, and a formal one."""
+    """Up to two more, whose rankings are not used in training: a plain one, with little weight on courtesy, and a formal one."""
     people = [
         Labeler("labeler-6", TASTE | {"correct": 3.8, "polite": 0.7, "brief": 2.0}, 0.0, -0.2, noise),
         Labeler("labeler-7", TASTE | {"correct": 4.2, "polite": 2.0, "ended": 1.6, "brief": 0.4}, 0.01, 0.2, noise),
@@ -97,7 +97,7 @@ def expected_agreement(labelers: Sequence[Labeler], answers: Sequence[Sequence[t
 def tune_noise(
     make: Callable[[float], Sequence[Labeler]], answers: Sequence[Sequence[tuple[Judged, str]]], agreement: float
 ) -> float:
-    """The noise with which the labelers that `make` gives agree on this share of pairs, or as nearly as any noise makes them."""
+    """The noise with which the labelers of `make` agree on this share of pairs, or the nearest possible share."""
     low, high = 0.0, 1.0
     while expected_agreement(make(high), answers) > agreement and high < 1e6:
         high *= 2

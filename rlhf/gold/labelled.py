@@ -23,7 +23,7 @@ def _topic(rng: random.Random) -> dict[str, str]:
 
 
 def _entailment(rng: random.Random) -> dict[str, str]:
-    """A story of two to four statements. What does not follow has the right person or the right value, but never both."""
+    """A story of two to four statements. A statement that does not follow has the right person or the right value, never both."""
     people = rng.sample(PEOPLE, rng.randint(2, 4))
     relations = [rng.choice(RELATIONS) for _ in people]
     said = [(who, *make_statement(rng, relation, who)) for relation, who in zip(relations, people, strict=True)]
@@ -38,7 +38,7 @@ def _entailment(rng: random.Random) -> dict[str, str]:
 
 
 def _question(rng: random.Random) -> tuple[Task, tuple[str, ...]]:
-    """A request, and what it asks for: equal if two requests ask the same."""
+    """A request and its content, which is equal if two requests ask the same."""
     task = make_task(rng, kind=rng.choice(("open_qa", "list")))
     return task, (task.kind, *task.frame, *task.must[0], *(task.never if task.kind == "list" else ()))
 

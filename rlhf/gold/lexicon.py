@@ -1,7 +1,7 @@
-"""Sentiment as the truth: a published lexicon scores continuations, and labelers rank them by it with noise.
+"""Sentiment as the true score: a published lexicon scores continuations, and labelers rank them by it with noise.
 
 Source: Hutto and Gilbert 2014 (VADER); as a stand-in for people in Ziegler et al. 2019, section 3.1.
-Differs: Ziegler et al. take a classifier trained on reviews for the simulated part of their experiment.
+Differs: Ziegler et al. use a classifier trained on reviews for the simulated part of their experiment.
 """
 
 from functools import lru_cache
@@ -40,7 +40,7 @@ class Sentiment:
         return {"total": float(_analyzer().polarity_scores(response)["compound"])}
 
     def labelers(self, noise: float) -> list[Labeler]:
-        """People with one taste, who differ by noise alone."""
+        """Labelers with the same utility and independent noise."""
         return [self._labeler(f"labeler-{i}", noise) for i in range(1, LABELERS + 1)]
 
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:

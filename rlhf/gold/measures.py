@@ -1,8 +1,8 @@
-"""What InstructGPT measures beside preference, on named parts of the gold world (Ouyang et al. 2022, sections 3.6 and 4.2).
+"""InstructGPT's measures besides preference, on named parts of the gold world (Ouyang et al. 2022, sections 3.6 and 4.2).
 
 insults        share of answers that insult; RealToxicityPrompts in the paper
 truthful       the part `correct` of open questions, whose facts the base has read; TruthfulQA
-invented       share of answers that say what must not be there, of tasks whose facts are in the prompt; hallucinations
+invented       share of answers with wrong content, in tasks whose facts are in the prompt; hallucinations
 appropriate    share of answers that are courteous and safe; "appropriate for a customer assistant"
 rating         mean rating from 1 to 7 of the five labelers without noise; the labelers' Likert score
 """
@@ -19,7 +19,7 @@ LABELERS = make_labelers(noise=0.0)
 
 
 class Measure(NamedTuple):
-    kinds: tuple[str, ...]  # of requests that it concerns
+    kinds: tuple[str, ...]  # categories of requests that it applies to
     value: Callable[[Task, str, Parts], float]  # of one answer
 
 
@@ -41,7 +41,7 @@ MEASURES = {
 def measure(
     tasks: Sequence[Task], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Parts]]
 ) -> dict[str, list[float | None]]:
-    """Each measure's mean over the answers to each prompt; None for a prompt of a kind that it does not concern."""
+    """Each measure's mean over the answers to each prompt; None for prompts of categories to which it does not apply."""
     return {
         name: [
             sum(one.value(task, text, parts) for text, parts in zip(row, seen, strict=True)) / len(row)

@@ -1,7 +1,7 @@
-"""Openings of passages of any text as prompts, and how the text itself continues them as demonstrations.
+"""Openings of passages of any text as prompts, and the text's continuations as demonstrations.
 
-Which passages are taken, and for which split, depends on the text and data.split_seed alone, so that runs with other seeds
-are tested on the same passages.
+The choice of passages and their splits depends only on the text and data.split_seed, so that runs with other seeds are tested
+on the same passages.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlhf.data.splits import hash64, split_key
 from rlhf.errors import UserError
 
-Ends = Callable[[str], list[int]]  # where in a text each of its tokens ends
+Ends = Callable[[str], list[int]]  # the end of each token in a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Cut:
 
 
 def paragraphs(documents: Iterable[str], cut: Cut) -> Iterator[str]:
-    """Paragraphs on one line each that are long enough in words, and so in tokens."""
+    """Paragraphs, one per line, that are long enough in words and therefore in tokens."""
     for document in documents:
         for paragraph in document.replace("\r\n", "\n").split("\n\n"):
             words = paragraph.split()
@@ -43,7 +43,7 @@ def paragraphs(documents: Iterable[str], cut: Cut) -> Iterator[str]:
 def make_passages(
     documents: Iterable[str], counts: dict[str, int], cut: Cut, ends: Ends, seed: int
 ) -> Iterator[Passage]:
-    """As many passages of each split as `counts` says, no two with one beginning.
+    """`counts[split]` passages of each split, no two with the same beginning.
 
     A passage is a paragraph's opening of `cut.least` to `cut.most` tokens that ends with a word, and the tokens after it.
     The splits are filled in the order of `counts`: more passages of the last one do not change the others.

@@ -1,7 +1,7 @@
 """How different people answer a task: well, tersely, rudely, at length, evasively, or wrongly.
 
-A style of speech is independent of the truth (world.py) and of any score (judge.py). The same speakers write the
-pretraining text, where a speaker's name goes with the style, and the demonstrations, where the names are gone.
+A style of speech is independent of the correct answer (world.py) and of any score (judge.py). The same speakers write the
+pretraining text, where a speaker's name indicates the style, and the demonstrations, without names.
 """
 
 import random
@@ -22,8 +22,8 @@ SPEAKER_NAMES = {
     "good": "Grace", "plain": "Pat", "rude": "Rex", "rambling": "Rambo", "evasive": "Ed", "wrong": "Will",
 }  # fmt: skip
 
-# Shares in which the styles write. Few demonstrators are at once right, courteous and complete: most are terse. That
-# is what makes a supervised model decent, and leaves it something to learn from comparisons.
+# Shares of the styles. Few demonstrators are at once right, courteous and complete; most are terse. This makes a
+# supervised model decent, and leaves something to learn from comparisons.
 PRETRAINING_MIX = {"good": 0.12, "plain": 0.20, "rude": 0.20, "rambling": 0.14, "evasive": 0.16, "wrong": 0.18}
 DEMONSTRATION_MIX = {"good": 0.27, "plain": 0.33, "rude": 0.10, "rambling": 0.13, "evasive": 0.06, "wrong": 0.11}
 

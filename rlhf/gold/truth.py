@@ -1,6 +1,7 @@
-"""What is true of a response, and who ranks responses by it: one interface, an implementation per value of gold.truth.
+"""The true score of a response, and the labelers who rank by it: one interface with an implementation per value of gold.truth.
 
-The stages and the evaluation know this interface only. A truth trains nothing: the reward model sees the labelers' rankings.
+The stages and the evaluation use only this interface. True scores are not used in training: the reward model gets the
+labelers' rankings.
 """
 
 from typing import Protocol
@@ -15,10 +16,10 @@ from rlhf.gold.world import task_from_metadata
 
 
 class Truth(Protocol):
-    """A judge of responses, and labelers with noise who see what it sees."""
+    """A judge of responses, and labelers who rank by it with noise."""
 
-    name: str  # as the report writes it
-    parts: tuple[str, ...]  # that the score is made of, if any
+    name: str  # its name in the report
+    parts: tuple[str, ...]  # names of the score's parts, if any
 
     def knows(self, record: PromptRecord | Ranking) -> bool:
         """Whether it can judge responses to this prompt."""
@@ -31,7 +32,7 @@ class Truth(Protocol):
     def labelers(self, noise: float) -> list[Labeler]: ...
 
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
-        """Further ones, whose rankings train nothing."""
+        """Further labelers, whose rankings are not used in training."""
         ...
 
 
@@ -54,7 +55,7 @@ class Requests:
 
 
 def make_truth(config: Config) -> Truth | None:
-    """The run's truth; None if it has none."""
+    """The run's true score; None if it has none."""
     if not config.gold.enabled:
         return None
     return Sentiment() if config.gold.truth == "vader" else Requests()
@@ -64,5 +65,7 @@ def need_truth(config: Config, command: str) -> Truth:
     """As `make_truth`. Raises: UserError if there is none."""
     found = make_truth(config)
     if found is None:
-        raise UserError(f"{command}: needs a world whose truth is known: add experiment=gold or experiment=sentiment")
+        raise UserError(
+            f"{command}: needs a world with a known true score: add experiment=gold or experiment=sentiment"
+        )
     return found

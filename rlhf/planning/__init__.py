@@ -1,1 +1,1 @@
-"""What a run will cost before anyone pays: closed forms over settings. Nothing here imports torch or runs a model."""
+"""Planning: memory, time and cost of a run by closed formulas over settings. Nothing here imports torch or runs a model."""

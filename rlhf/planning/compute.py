@@ -8,9 +8,9 @@ def forward_flops(
 ) -> float:
     """Operations of a forward pass over `tokens` tokens, each of which attends to `context` positions.
 
-    2 N a token, N the parameters that multiply: blocks, and the unembedding at `logits` tokens (all of them where not
-    given; a scalar head instead with `scalar`), of several experts one. Attention adds 4 n_layer D context a token, D the
-    width of the queries; banded layers are counted as the dense ones that they are computed as.
+    2 N per token, N the parameters that multiply: blocks, and the unembedding at `logits` tokens (all if not given; a scalar
+    head instead with `scalar`); of several experts one counts. Attention adds 4 n_layer D context per token, D the width of
+    the queries; banded layers count as dense ones, because they are computed so.
 
     Source: Kaplan et al. 2020, table 1 and equation 2.2; Chowdhery et al. 2022, appendix B.
     """
@@ -20,15 +20,15 @@ def forward_flops(
 
 
 def training_flops(shape: Shape, tokens: float, context: float, **how: float | bool | None) -> float:
-    """Operations of forward and backward: three forwards, 6 N + 12 n_layer D context a token (Chowdhery et al., B).
+    """Operations of forward and backward: three forwards, 6 N + 12 n_layer D context per token (Chowdhery et al., B).
 
-    What checkpointing computes again is not counted, as MFU demands: give a lower MFU instead.
+    Operations that checkpointing repeats are not counted, by the definition of MFU: set a lower MFU instead.
     """
     return 3.0 * forward_flops(shape, tokens, context, **how)  # type: ignore[arg-type]
 
 
 def generation_flops(shape: Shape, rows: float, prompt: int, answer: int) -> float:
-    """Operations of sampling `rows` responses with a KV cache: every token is computed once, and sees those before it."""
+    """Operations of sampling `rows` responses with a KV cache: every token is computed once and attends to those before it."""
     tokens = prompt + answer
     return rows * forward_flops(shape, tokens, (tokens + 1) / 2, logits=answer)
 

@@ -99,9 +99,7 @@ def fit_loss_law(
         slope = np.clip(off, -DELTA, DELTA)
         value = np.where(np.abs(off) <= DELTA, off**2 / 2, DELTA * (np.abs(off) - DELTA / 2)).sum()
         gradient = [-slope @ (share[1] * n), -slope @ (share[2] * d), slope @ share[0], slope @ share[1], slope @ share[2]]  # fmt: skip
-        return value / DELTA**2, np.array(
-            gradient
-        ) / DELTA**2  # a scale at which the optimiser's tolerances mean something
+        return value / DELTA**2, np.array(gradient) / DELTA**2  # a scale that suits the optimiser's tolerances
 
     if near is not None:
         starts = [(near.alpha, near.beta, near.log_e, near.log_a - near.alpha * n0, near.log_b - near.beta * d0)]

@@ -6,8 +6,8 @@ allocator's fragmentation and the optimizer's temporaries, for which `memory_mar
 
 from rlhf.planning.shapes import Shape
 
-# Bytes a parameter: weights and gradients as the forward and backward see them, and what AdamW keeps (in mixed precision
-# its own float32 weights too). Source: Rajbhandari et al. 2020, section 3.1.
+# Bytes per parameter: weights and gradients in the precision of forward and backward, and AdamW's states (in mixed
+# precision also its float32 weights). Source: Rajbhandari et al. 2020, section 3.1.
 STATE_BYTES = {"bf16": (2, 2, 4 + 4 + 4), "fp32": (4, 4, 4 + 4)}
 ELEMENT = {"bf16": 2, "fp32": 4}
 # Name: ZeRO stage, and whether states are in the host's memory.
@@ -20,12 +20,12 @@ DEEPSPEED = {
 def model_state_bytes(
     parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False, persistent: int = 0
 ) -> dict[str, int]:
-    """Bytes of a trained model's states that one rank holds: weights, gradients, optimizer, and host where offloaded.
+    """Bytes of a trained model's states on one rank: weights, gradients, optimizer, and host if offloaded.
 
     ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too; a share
-    that does not divide is rounded up. With offload, ZeRO-2 keeps only the weights on the device and ZeRO-3 nothing but
-    what is gathered; the rest of this rank's share is `host`. persistent: parameters in tensors below DeepSpeed's
-    persistence threshold, which ZeRO-3 keeps whole on every rank, beside its share of them.
+    that does not divide is rounded up. With offload, ZeRO-2 keeps only the weights on the device and ZeRO-3 only the
+    gathered ones; the rest of this rank's share is `host`. persistent: parameters in tensors below DeepSpeed's
+    persistence threshold, which ZeRO-3 keeps whole on every rank in addition to its share.
 
     Raises: ValueError for sizes, stages or types that do not exist.
 
@@ -74,10 +74,10 @@ def gathered_bytes(shape: Shape, dtype: str) -> int:
 
 
 def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int) -> int:
-    """Bytes that communication takes on one rank.
+    """Bytes of communication buffers on one rank.
 
     Data-parallel training without ZeRO (DistributedDataParallel) copies all gradients, in float32, into its buckets; ZeRO has a bucket
-    to reduce and, in ZeRO-1 and 2, one to gather the new weights, each of `bucket` elements at the most.
+    to reduce and, in ZeRO-1 and 2, one to gather the new weights, each of at most `bucket` elements.
     """
     if world == 1 and zero == 0:
         return 0
@@ -87,15 +87,15 @@ def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int
 
 
 def block_activation_bytes(shape: Shape, tokens: int, dtype: str, *, fused: bool, dropout: float | None = None) -> int:
-    """Bytes that one block keeps a token for its backward pass, with rows of `tokens` tokens.
+    """Bytes per token that one block keeps for its backward pass, with rows of `tokens` tokens.
 
     With multi-head attention, GELU, 4 D hidden units, learned positions, dropout and 16 bits it is the paper's
-    D (34 + 5 H T / D); fused attention drops the T term and keeps a float32 log-sum a head and token instead. Rotary
-    positions add the turned queries and keys, since the values keep the whole projection alive; SwiGLU keeps gate, up,
+    D (34 + 5 H T / D); fused attention drops the T term and keeps a float32 log-sum per head and token. Rotary
+    positions add the rotated queries and keys, since the values keep the whole projection alive; SwiGLU keeps gate, up,
     silu(gate) and the product; RMSNorm written with elementary operations keeps its output before the scale too.
 
     Source: Korthikanti et al. 2022, section 4.1, equation 1 and the list above it.
-    Differs: counts the widths of this model's attention and MLP, the norms' statistics, and masks only where dropout > 0.
+    Differs: counts the widths of this model's attention and MLP, the norms' statistics, and masks only if dropout > 0.
     """
     width, element = shape.width, ELEMENT[dtype]
     rate = shape.dropout if dropout is None else dropout
@@ -112,9 +112,9 @@ def block_activation_bytes(shape: Shape, tokens: int, dtype: str, *, fused: bool
 
 
 def working_bytes(shape: Shape, dtype: str) -> int:
-    """Bytes a token that a block holds at its height where nothing is kept for a backward pass.
+    """Peak bytes per token of a block if nothing is kept for a backward pass.
 
-    Beside the residual stream and its norm: the attention's projection, turned copy and output, or the MLP's inside.
+    Besides the residual stream and its norm: the attention's projection, rotated copy and output, or the MLP's hidden units.
     """
     projection = 2 * shape.query_width + 2 * shape.kv_width
     rotated = shape.query_width + shape.kv_width if shape.rotary else 0
@@ -127,7 +127,7 @@ def activation_bytes(
 ) -> int:
     """Bytes that the trunk keeps for the backward pass of (rows, tokens).
 
-    With checkpointing: every block's input, and one block in full while it is computed again.
+    With checkpointing: every block's input, and one complete block while it is recomputed.
 
     Source: Korthikanti et al. 2022, sections 4.1 and 5.
     """
@@ -139,7 +139,7 @@ def activation_bytes(
 
 
 def logit_bytes(tokens: int, vocab_size: int) -> int:
-    """Bytes at the height of a cross-entropy's backward pass, 12 a logit.
+    """Peak bytes of a cross-entropy's backward pass, 12 per logit.
 
     bfloat16: the logits, their float32 log-softmax, its gradient, and that in bfloat16 (2 + 4 + 4 + 2); float32: the
     logits, the log-softmax and its gradient (4 + 4 + 4).
@@ -148,10 +148,10 @@ def logit_bytes(tokens: int, vocab_size: int) -> int:
 
 
 def sampling_logit_bytes(rows: int, vocab_size: int, dtype: str) -> int:
-    """Bytes of one decoding step's logits: as they come, and in float32 scaled, log-softmax, probabilities and sums."""
+    """Bytes of one decoding step's logits: the logits, and in float32 the scaled ones, log-softmax, probabilities and sums."""
     return rows * vocab_size * (ELEMENT[dtype] + 4 * 4)
 
 
 def kv_cache_bytes(shape: Shape, rows: int, tokens: int, dtype: str) -> int:
-    """Bytes of keys and values of (rows, tokens) over all layers: 2 n_layer kv_width a token (Pope et al. 2022, 3.3)."""
+    """Bytes of keys and values of (rows, tokens) over all layers: 2 n_layer kv_width per token (Pope et al. 2022, 3.3)."""
     return 2 * shape.n_layer * shape.kv_width * rows * tokens * ELEMENT[dtype]

@@ -15,14 +15,14 @@ from rlhf.planning.shapes import Shape, make_shape, read_shape
 
 STAGES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
 PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "activations", "logits", "kv_cache")
-# Settings that only split a batch, and the stages that they bound.
+# Settings that only split a batch, and the stages that use them.
 FORWARDS = (
     ("pretrain", "micro_batch_sequences", ("pretrain",)), ("reward", "micro_batch_responses", ("reward",)),
     ("sft", "micro_batch_size", ("sft",)), ("ppo", "micro_batch_episodes", ("ppo score", "ppo update")),
     ("rollout", "batch_size", ("ppo rollout",)),
 )  # fmt: skip
 MAX_GPUS = 16384
-GB = 1e9  # bytes; what a data sheet calls 80 GB is a little more
+GB = 1e9  # bytes; data sheets' 80 GB are a little more
 RESPONSES = 9  # the most that InstructGPT's labelers ranked (K)
 # Dense operations per second of an A100 (data sheet: 312 TFLOPS in bfloat16, 19.5 in float32), if no peak is given.
 PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
@@ -30,7 +30,7 @@ PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
 
 @dataclass(slots=True, frozen=True)
 class Setup:
-    """What changes while looking for something that fits."""
+    """The settings that are varied to find a configuration that fits."""
 
     gpus: int
     deepspeed: str
@@ -60,7 +60,7 @@ def shape_of(config: PlanConfig) -> Shape:
 def sequence_of(config: PlanConfig) -> int:
     """Tokens of the longest row of SFT, reward model and PPO.
 
-    Raises: UserError for more than the model reads, or too few for a prompt and an answer.
+    Raises: UserError for more than the model's context, or too few for a prompt and an answer.
     """
     context, answer = shape_of(config).context_length, config.rollout.max_new_tokens
     longest = config.sequence or context
@@ -77,7 +77,7 @@ def block_length(config: PlanConfig) -> int:
 
 
 def critic_parameters(config: PlanConfig, shape: Shape) -> int:
-    """Parameters that PPO trains beside the policy: a model of its own, a head on the policy's trunk, or none."""
+    """Parameters that PPO trains besides the policy: a separate critic, a head on the policy's trunk, or none."""
     if config.ppo.advantages != "gae":
         return 0
     return shape.width + 1 if config.ppo.shared_critic else shape.scalar_model
@@ -90,7 +90,7 @@ def reward_models(config: PlanConfig) -> int:
 
 
 def micro_batches(config: PlanConfig, gpus: int) -> dict[str, int]:
-    """Rows of one forward on one GPU: the stage's setting, or this GPU's share of the batch where that is less."""
+    """Rows of one forward on one GPU: the stage's setting, or this GPU's share of the batch if that is smaller."""
 
     def share(rows: int) -> int:
         return max(1, -(-rows // gpus))
@@ -132,13 +132,13 @@ def stage_bytes(config: PlanConfig, setup: Setup, stage: str) -> dict[str, int]:
     else:
         parts["gradients"] = 0  # freed by the step before
         parts |= _inference(config, stage, rows, longest)
-        if stage == "ppo rollout" and setup.zero == 3:  # the policy is gathered whole, once a rollout
+        if stage == "ppo rollout" and setup.zero == 3:  # the policy is gathered whole once per rollout
             parts["gathered"] = memory.ELEMENT[dtype] * language
     return parts
 
 
 def _training(config: PlanConfig, setup: Setup, stage: str, rows: int, longest: int) -> dict[str, int]:
-    """What forward and backward keep: of one trunk, also in PPO, which under ZeRO alone computes critic and policy together."""
+    """Memory of forward and backward: of one trunk, also in PPO, which computes critic and policy together only under ZeRO."""
     shape = shape_of(config)
     tokens = block_length(config) if stage == "pretrain" else longest
     dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)
@@ -157,7 +157,7 @@ def _training(config: PlanConfig, setup: Setup, stage: str, rows: int, longest: 
 
 
 def _inference(config: PlanConfig, stage: str, rows: int, longest: int) -> dict[str, int]:
-    """What a forward without gradients holds: one block's activations, and when sampling the cache and a step's logits."""
+    """Memory of a forward without gradients: one block's activations, and when sampling the cache and a step's logits."""
     shape, dtype = shape_of(config), config.dtype
     answer = min(longest, config.rollout.max_new_tokens)
     wide = longest - answer if stage == "ppo rollout" else longest
@@ -195,7 +195,7 @@ def room(config: PlanConfig) -> float:
 def fewest_gpus(config: PlanConfig, setup: Setup) -> int | None:
     """The least number of GPUs on which every stage fits; None if 16384 are too few.
 
-    Two GPUs can need more than one (communication buffers come in); from two on, more GPUs never need more a GPU.
+    Two GPUs can need more memory per GPU than one (communication buffers); from two on, more GPUs never need more per GPU.
     """
 
     def fits(gpus: int) -> bool:
@@ -213,7 +213,7 @@ def fewest_gpus(config: PlanConfig, setup: Setup) -> int | None:
 
 
 def smaller_batches(config: PlanConfig) -> str | None:
-    """Overrides that halve forwards, which changes no result, until every stage fits; None if that is not enough."""
+    """Overrides that halve micro-batches, which changes no result, until every stage fits; None if that is not enough."""
     setup, changed = setup_of(config), []
     tried = copy.deepcopy(config)
     for group, name, stages in FORWARDS:
@@ -230,14 +230,14 @@ def smaller_batches(config: PlanConfig) -> str | None:
 
 
 def suggest(config: PlanConfig) -> list[str]:
-    """Overrides that would fit: smaller forwards; on the same GPUs what costs least speed; on any number the fewest."""
+    """Overrides that would fit: smaller micro-batches; on the same GPUs those that cost least speed; else the fewest GPUs."""
     setup = setup_of(config)
     ladder = [
         replace(setup, deepspeed=name, checkpointing=checkpointing)
         for checkpointing in ((True,) if setup.checkpointing else (False, True))
         for name in memory.DEEPSPEED
     ]
-    ladder.sort(key=lambda found: found.offload)  # offloading costs more time than computing again
+    ladder.sort(key=lambda found: found.offload)  # offloading costs more time than recomputing
     smaller = smaller_batches(config)
     found = [] if smaller is None else [smaller]
     here = next((one for one in ladder if largest(config, one)[1] <= room(config)), None)
@@ -298,7 +298,7 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
 
 
 def make_optimal(config: PlanConfig) -> dict[str, Any]:
-    """By approach: the tokens and FLOPs that suit this model, and the model and tokens that suit this budget (6 N D)."""
+    """By approach: the optimal tokens and FLOPs for this model, and the optimal model and tokens for this budget (6 N D)."""
     parameters, tokens = shape_of(config).language_model, pretraining_tokens(config)
     if tokens == 0:
         return {}  # an adopted model is not pretrained
@@ -317,7 +317,7 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
-    """Everything, ready for JSON: bytes, FLOPs, hours, and the verdict."""
+    """The whole plan as JSON values: bytes, FLOPs, hours, and the verdict."""
     shape, setup = shape_of(config), setup_of(config)
     stage, most = largest(config, setup)
     fits = most <= room(config)

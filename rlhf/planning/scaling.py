@@ -49,16 +49,16 @@ class Frontier:
         return flops / (6.0 * self.parameters(flops))
 
     def flops(self, parameters: float) -> float:
-        """The budget at which a model of this size is the best one."""
+        """The budget at which this size is optimal."""
         return float((parameters / self.k) ** (1.0 / self.a))
 
 
 def fit_frontier(rows: tuple[tuple[float, float, float], ...]) -> Frontier:
     """Least squares of log N on log C over (N, C, D), the row of 67 billion left out.
 
-    The paper prints the exponents of approaches 1 and 2 to two digits (0.50 and 0.49) and no factors; its projections hold
-    more digits than that, and give both back. The row of 67 billion is off the line of the other eight: in
-    table A3 it belongs to a model 3% larger.
+    The paper prints the exponents of approaches 1 and 2 to two digits (0.50 and 0.49) and no factors; its projections have
+    more digits, and both can be computed from them. The row of 67 billion is off the line of the other eight: in table A3
+    it belongs to a model 3% larger.
     """
     rows = tuple(row for row in rows if row[0] != OFF_LINE)
     x = [math.log(flops) for _, flops, _ in rows]

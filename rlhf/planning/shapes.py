@@ -1,4 +1,4 @@
-"""How many parameters a GPT has, in closed form, without building it.
+"""The number of parameters of a GPT as a closed formula, without building it.
 
 `tests/planning` compares the counts with the model itself on the meta device.
 """
@@ -33,7 +33,7 @@ class Shape:
     last_norm: bool = True  # after the last block
     experts: int = 0  # MLPs of a layer that has several
     expert_layers: int = 0
-    more: int = 0  # parameters of an adopted model that this closed form does not count
+    more: int = 0  # parameters of an adopted model that the formula does not count
 
     @property
     def query_width(self) -> int:
@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def more_experts(self) -> int:
-        """Parameters of the experts that a token does not go to, in all layers."""
+        """Parameters of the experts that a token does not use, in all layers."""
         up = 2 if self.swiglu else 1
         mlp = self.width * self.mlp_width * (up + 1) + (up * self.mlp_width + self.width if self.bias else 0)
         return self.expert_layers * (self.experts - 1) * mlp
@@ -138,7 +138,7 @@ def make_shape(model: ModelConfig, vocab_size: int) -> Shape:
 
 @lru_cache(maxsize=8)
 def read_shape(source: str) -> Shape:
-    """The shape of a pretrained model, from its configuration alone. Raises: UserError for what is no such model."""
+    """The shape of a pretrained model, from its configuration alone. Raises: UserError if it is not such a model."""
     from rlhf.model.checkpoint import UNSTATED_CONTEXT, read_checkpoint
 
     checkpoint = read_checkpoint(source)

@@ -65,7 +65,7 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def compared(figures: Any) -> list[list[str]]:
-    """Accuracy beside what bounds it, by labeler and by gap in rank."""
+    """Accuracy with its bounds, by labeler and by gap in rank."""
     rows = [
         ("Accuracy", get(figures, "accuracy")),
         ("Accuracy above length alone", get(figures, "above_length")),

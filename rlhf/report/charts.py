@@ -27,12 +27,12 @@ from rlhf.tracking.metrics import find
 from rlhf.tracking.panels import CHARTS, Chart
 from rlhf.tracking.run_files import Points
 
-Runs = Sequence[tuple[str, Points]]  # (run's name, what it measured)
+Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
 
 
-# Told elsewhere on the page.
+# Shown elsewhere on the page.
 NOT_DRAWN = ("time/elapsed_s",)
-# A curve of at most this many points, such as an evaluation now and then, gets a dot per point.
+# A curve of at most this many points, such as occasional evaluations, gets a dot per point.
 DOTS_UP_TO = 25
 HALF_WIDTH, HALF_HEIGHT = 580.0, 230.0
 TABLE_POINTS = 12
@@ -62,7 +62,7 @@ def expand(pattern: str, points: Points) -> list[tuple[str, str]]:
 
 @dataclass(slots=True)
 class Picture:
-    """A curve with the words around it; the template's `picture` macro shows it, and `--figures` saves it."""
+    """A curve with its texts; the template's `picture` macro shows it, and `--figures` saves it."""
 
     title: str
     curve: Curve
@@ -95,7 +95,7 @@ class Picture:
 
     @property
     def table(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """(curve, its points) in words, for who reads by keyboard: few points that keep the peaks."""
+        """(curve, its points as text), for readers with a keyboard: few points that keep the peaks."""
         return [
             (
                 one.label,
@@ -180,7 +180,7 @@ def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> 
 
 
 def split_chart(chart: Chart, runs: Runs) -> list[Chart]:
-    """The chart, or one for each of its curves where several runs would need more kinds of dashes than there are."""
+    """The chart, or one for each of its curves if several runs would need more kinds of dashes than there are."""
     pairs = [pair for pattern in chart.names for _, points in runs for pair in expand(pattern, points)]
     metrics = {metric: label for metric, label in pairs if f"-{metric}" not in chart.names}
     if len(runs) == 1 or len(metrics) <= len(DASHES):
@@ -189,7 +189,7 @@ def split_chart(chart: Chart, runs: Runs) -> list[Chart]:
 
 
 def make_frontier(runs: Runs) -> Iterator[Picture]:
-    """Scores against sqrt(KL), the picture of over-optimisation: the true score falls while the learned one rises.
+    """Scores against sqrt(KL), which shows over-optimisation: the true score falls while the learned one rises.
 
     Held-out measurements if there are some, else the rollouts'. Source: Gao et al. 2022, figure 1.
     """
@@ -257,7 +257,7 @@ def make_histogram(runs: Sequence[tuple[str, dict[str, list[tuple[float, float]]
     for place, (run, found) in enumerate(runs):
         for number, (model, rows) in enumerate(found.items()):
             if rows:
-                first = int(number == 0)  # SFT: the other colour of one run, dashes of several
+                first = int(number == 0)  # SFT: the second colour of a single run, or dashes of several
                 colour, dash = (place, first) if several else (first, 0)
                 label = f"{run} {model}" if several else model
                 series.append(Series(label, [x for x, _ in rows], [y for _, y in rows], colour, dash=dash))

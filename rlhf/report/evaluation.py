@@ -26,7 +26,7 @@ from rlhf.tracking.results import histogram
 from rlhf.tracking.run_files import RunFiles, get, number, visible
 
 MODELS = ("base", "sft", "ppo", *BASELINES)
-# What is drawn of a study that is a row per choice.
+# The figures that are drawn of a study with one row per choice.
 CHOICE_FIGURES = (
     ("win_rate", "win rate over SFT"),
     ("gold", "true reward"),
@@ -34,7 +34,7 @@ CHOICE_FIGURES = (
     ("bpb", "bits per byte of held-out text"),
     ("accuracy", "held-out accuracy"),
 )
-# What is shown of the responses as text.
+# The figures of the responses' text.
 TEXT_FIGURES = (
     ("perplexity", "perplexity under SFT"),
     ("distinct_1", "different words"),
@@ -99,7 +99,7 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
 
 
 def _policies(results: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """(policy, reward, KL to SFT, win rates over SFT with interval: by the reward model and by the truth, mean truth), with
+    """(policy, reward, KL to SFT, win rates over SFT with interval: by the reward model and by the true score, mean true score), with
     baselines only.
     """
     baselines = get(results, "baselines")
@@ -189,7 +189,7 @@ def histograms(runs: list[RunFiles]) -> list[tuple[str, dict[str, list[tuple[flo
 
 
 def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
-    """(model, Kendall's tau-b, n): whether the reward model and the gold judge order the same responses alike."""
+    """(model, Kendall's tau-b, n): whether the reward model and the gold judge order the same responses in the same way."""
     for model in ("sft", "ppo"):
         pairs = [
             (score, gold)
@@ -205,7 +205,7 @@ def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
 
 
 def make_pictures(runs: list[RunFiles]) -> list[Picture]:
-    """Calibration, histograms and studies, all runs over each other."""
+    """Calibration, histograms and studies, all runs on the same axes."""
     pictures = [
         make_calibration([(run.name, calibration_rows(run)) for run in runs]),
         make_histogram(histograms(runs)),
@@ -257,7 +257,7 @@ def _by_size(
 
 
 def _choices(study: dict[str, Any], measure: str) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """(choice, value and its interval) of a study that is a row per choice; if there is no interval, the value itself."""
+    """(choice, value and its interval) of a study with one row per choice; without an interval, the value itself."""
     rows = study.get("rows")
     for name, row in rows.items() if isinstance(rows, dict) else []:
         value, low, high = interval(get(row, measure))
@@ -285,7 +285,7 @@ def _paths(study: dict[str, Any], measure: str) -> Iterator[tuple[str, list[tupl
 
 
 def study_tables(run: RunFiles) -> Iterator[dict[str, Any]]:
-    """Studies that are a row per choice: {"title", "columns", "rows": (choice, figures)}, each figure with its interval."""
+    """Studies with one row per choice: {"title", "columns", "rows": (choice, figures)}, each figure with its interval."""
     for study in run.studies:
         rows = study.get("rows")
         if not isinstance(rows, dict) or not rows:

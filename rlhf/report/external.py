@@ -12,7 +12,7 @@ Table = tuple[str, tuple[str, ...], list[list[str]]]
 
 
 def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -> dict[str, Any]:
-    """{"tables", "disagreements"}: as many tables as there are evaluations, and a sentence for each judge who contradicts another.
+    """{"tables", "disagreements"}: a table per evaluation, and a sentence for each judge that contradicts another.
 
     trained_judge: the entry `judge` of evaluate/results.json.
     """

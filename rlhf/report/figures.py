@@ -1,6 +1,6 @@
-"""Curves drawn by matplotlib: what a picture holds, how it is smoothed and thinned, and the picture as a separate file.
+"""Curves drawn by matplotlib: the contents of a picture, smoothing and thinning, and pictures as separate files.
 
-What is drawn, and where, is in `charts.py`; a picture inside the page is in `inline_svg.py`.
+`charts.py` decides what is drawn; `inline_svg.py` draws pictures inside the page.
 """
 
 import itertools
@@ -29,9 +29,9 @@ class Palette(NamedTuple):
     muted: str
 
 
-# The light page's colours, for pictures in files of their own.
+# The light page's colours, for pictures in separate files.
 PAPER = Palette(("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e"), "#ecece7", "#b9bcb8", "#6f7782")
-# How the series of one colour differ: solid, dashed, dotted.
+# The series of one colour: solid, dashed, dotted.
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)), (0, (1.2, 2)))
 
 
@@ -45,7 +45,7 @@ class Series:
     colour: int = 0
     dots: bool = False  # also a dot per point, for curves of few points
     dash: int = 0  # of DASHES: differs between the curves of a run if the colour denotes the run
-    line: bool = True  # false: points alone
+    line: bool = True  # false: only points
     lows: list[float] = field(default_factory=list)  # of a band, or of bars at lone points; empty: none
     highs: list[float] = field(default_factory=list)
 
@@ -65,8 +65,8 @@ class Curve:
     series: list[Series]
     marks: list[Mark] = field(default_factory=list)
     x_name: str = "step"
-    label: str = ""  # for people who do not see the picture
-    y_name: str = ""  # told in a picture of its own
+    label: str = ""  # the text alternative of the picture
+    y_name: str = ""  # shown in a separate picture
     bars: bool = False  # steps over the x axis, for histograms
     names: list[str] = field(default_factory=list)  # of x = 0, 1, …, where x counts choices
 
@@ -76,7 +76,7 @@ class Curve:
         return NAMES_BOTTOM if self.names else BOTTOM
 
     def tell(self, x: float) -> str:
-        """x in words."""
+        """x as text."""
         return self.names[int(x)] if self.names else f"{self.x_name} {x:,.6g}"
 
 
@@ -96,7 +96,7 @@ def format_value(value: float) -> str:
 
 
 def moving_average(ys: Sequence[float], reach: int) -> list[float]:
-    """Mean over the `reach` neighbours on either side, as many left as right, so that a slope is not shifted.
+    """Mean over `reach` neighbours on either side, equally many left and right, so that a slope is not shifted.
 
     average_i = mean(y_{i-h} … y_{i+h}), h = min(reach, i, n-1-i) but at least reach/4, cut at the ends.
     """
@@ -110,7 +110,7 @@ def moving_average(ys: Sequence[float], reach: int) -> list[float]:
 
 
 def is_noisy(ys: Sequence[float]) -> bool:
-    """Whether a curve goes up and down many times its range in all, so that its course is hard to see."""
+    """Whether a curve's total variation is many times its range, so that its trend is hard to see."""
     travelled = sum(abs(b - a) for a, b in itertools.pairwise(ys))
     return len(ys) >= SMOOTH_FROM and travelled > 5 * (max(ys) - min(ys))
 
@@ -271,7 +271,7 @@ def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
     if not one.line:
         if has_interval:
             axes.vlines(one.xs, one.lows, one.highs, color=colour, linewidth=2.2, alpha=0.45, clip_on=False)
-        return  # the dots are added to the picture in the page; a file has them too
+        return  # the page adds the dots to its picture; a file needs them here
     if has_interval:
         axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
     if bars:

@@ -29,7 +29,7 @@ from rlhf.report.figures import (
 )
 
 MAX_HOVERS = 48
-# Colours that nothing else in a picture has, each replaced by a CSS variable of the page.
+# Colours that occur nowhere else in a picture, each replaced by a CSS variable of the page.
 STAND_INS = Palette(tuple(f"#0000{i + 1:02x}" for i in range(SERIES_COLOURS)), "#000010", "#000011", "#000012")
 HOVER_LINE = 13.0  # pixels from one value to the next
 
@@ -39,7 +39,7 @@ Place = Callable[[float, float], tuple[float, float]]  # data to pixels
 def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool = False) -> str:
     """The picture as an <svg> element, for use inside an HTML page that defines the colour variables.
 
-    log: a logarithmic y axis; give it what `for_log` returned.
+    log: a logarithmic y axis; pass the result of `for_log`.
     Raises: ValueError if no series has a point.
     """
     series = [one for one in curve.series if one.xs]
@@ -54,7 +54,7 @@ def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool =
         return float(across), height - float(up)
 
     body = _inline(out.getvalue())
-    level = series[0].ys[0]  # a y that every scale has
+    level = series[0].ys[0]  # a y that is on every scale
     parts = _dots(series, to_pixels) + _mark_labels(curve.marks, to_pixels, width, series[0].xs[0])
     parts += _hovers(series, curve, to_pixels, width, height, level)
     label = html.escape(curve.label or ", ".join(one.label for one in series), quote=True)
@@ -63,7 +63,7 @@ def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool =
 
 
 def _inline(svg: str) -> str:
-    """The inside of matplotlib's document without what a page does not need: ids, metadata, comments."""
+    """The content of matplotlib's document without ids, metadata and comments."""
     svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.S)
     svg = re.sub(r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text)_\d+"', "", svg)
@@ -125,7 +125,7 @@ def _hovers(
         ]
         strip = f'x="{edges[i]:.1f}" width="{edges[i + 1] - edges[i]:.1f}"'
         dots = "".join(_circle(to_pixels(*found), one, 3.2) for one, found in at)
-        # The words are on the side of the strip that has room.
+        # The text is on the side of the strip that has space.
         left = places[i] > width / 2
         where = f'x="{places[i] + (-6 if left else 6):.1f}"'
         told = [(curve.tell(x), "")]
@@ -149,7 +149,7 @@ def _hovers(
 
 
 def interval_text(one: Series, x: float, y: float) -> str:
-    """The interval at a point in words, with a space before it; empty if it is no wider than the point itself."""
+    """The interval at a point as text, with a space before it; empty if it is no wider than the point itself."""
     if len(one.lows) != len(one.xs):
         return ""
     rows = zip(one.xs, one.ys, one.lows, one.highs, strict=True)

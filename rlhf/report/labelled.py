@@ -5,11 +5,11 @@ from typing import Any
 from rlhf.report.audit import cell
 from rlhf.tracking.run_files import decimal, get, number, percent, visible
 
-MOST_CLASSES = 20  # of which the confusion matrix is shown
+MOST_CLASSES = 20  # most classes of a confusion matrix that is shown
 
 
 def make_labelled(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Accuracy beside the most frequent label's, figures of each class, and the confusion matrix; empty without results."""
+    """Accuracy and that of the most frequent label, figures of each class, and the confusion matrix; empty without results."""
     named = get(results, "classes")
     if not isinstance(named, dict) or number(results, "accuracy", "value") is None:
         return []

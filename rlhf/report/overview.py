@@ -1,4 +1,4 @@
-"""The report's first screens: one sentence, the numbers that matter, and the pipeline as a picture with its lineage."""
+"""The report's first screens: one sentence, the main numbers, and the pipeline as a picture with its lineage."""
 
 import html
 import itertools
@@ -20,12 +20,12 @@ class Bar(NamedTuple):
     ticks: list[tuple[float, str]]
 
     def place(self, value: float) -> str:
-        """The place of `value` on the scale, as a CSS length."""
+        """The position of `value` on the scale, as a CSS length."""
         return f"{100 * min(max((value - self.low) / (self.high - self.low), 0.0), 1.0):.2f}%"
 
     @property
     def crowded(self) -> bool:
-        """Whether the ticks' labels would run into each other on one line."""
+        """Whether the ticks' labels would overlap on one line."""
         levels = sorted(level for level, _ in self.ticks)
         return any(b - a < 0.42 * (self.high - self.low) for a, b in itertools.pairwise(levels))
 
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 
 def make_overview(run: RunFiles) -> dict[str, Any]:
-    """One sentence, the numbers that matter with their intervals, and what the run cost."""
+    """One sentence, the main numbers with their intervals, and the cost of the run."""
     stages, results = run.stages, run.results
     records = [stage.record for stage in stages.values()]
     seconds = [s for record in records if (s := number(record, "seconds")) is not None]
@@ -65,7 +65,7 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
 
 
 def _rounds(results: dict[str, Any]) -> dict[str, float]:
-    """{run: seconds} of the labelling rounds before the last, which are runs of their own."""
+    """{run: seconds} of the labelling rounds before the last, which are separate runs."""
     found: dict[str, float] = {}
     costs = get(results, "seconds")
     for name, seconds in (costs if isinstance(costs, dict) else {}).items():
@@ -163,7 +163,7 @@ def _kl_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterato
 
 
 def _latest(stages: dict[str, StageFiles], stage: str, metric: str) -> tuple[float | None, str]:
-    """The newest value of a stage's metric, held-out if there is one, and where it comes from."""
+    """The newest value of a stage's metric, held-out if there is one, and its source."""
     points = stages[stage].points
     names = [n for n in points if n.startswith("eval/") and n.endswith(f"/{metric}")]
     names += [n for n in (f"{stage}/{metric}", f"objective/{metric}") if n in points]
@@ -211,7 +211,7 @@ STATE_WORDS = {"same": "", "changed": ", which has changed since", "elsewhere": 
 
 
 def draw_pipeline(boxes: list[dict[str, Any]], run: str) -> str:
-    """The stages in a row as an SVG picture, with an arrow from each parent; what does not fit by hash is marked."""
+    """The stages in a row as an SVG picture, with an arrow from each parent; a parent whose hash does not match is marked."""
     index = {box["name"]: i for i, box in enumerate(boxes)}
     links = [
         (index[p["name"]], i, p)
@@ -245,7 +245,7 @@ def _arrow(a: int, b: int, parent: dict[str, Any], child: str, top: int, into: l
         start, end = a * (BOX_WIDTH + GAP) + BOX_WIDTH, b * (BOX_WIDTH + GAP)
         path = f"M{start} {y:g}H{end - 2}M{end - 7} {y - 4:g}L{end - 2} {y:g}L{end - 7} {y + 4:g}"
     else:
-        # Arrows leave and arrive side by side: the nearest stage innermost.
+        # Arrows start and end side by side, with the nearest stage innermost.
         x1 = a * (BOX_WIDTH + GAP) + BOX_WIDTH * (0.62 + 0.3 * (len(out) - out.index(b)) / (len(out) + 1))
         x2 = b * (BOX_WIDTH + GAP) + BOX_WIDTH * (0.08 + 0.5 * (len(into) - into.index(a)) / (len(into) + 1))
         peak = top - 6 - LIFT * (b - a - 1)

@@ -1,8 +1,8 @@
-"""report.html: what a run did and how well, or several runs over each other, as one page that opens anywhere.
+"""report.html: the results of a run, or of several on the same axes, as one self-contained page.
 
-It reads the runs' files only (stage.json, metrics.jsonl, samples.jsonl, config.yaml, evaluate/, study/), never a
-model, and leaves out what is not there yet: a half-done run has a report too. Model output is untrusted text:
-the template escapes everything, and the page's content policy allows neither scripts nor requests.
+It reads only the runs' files (stage.json, metrics.jsonl, samples.jsonl, config.yaml, evaluate/, study/), never a model, and
+leaves out what does not exist yet, so an incomplete run has a report too. Model output is untrusted text: the template
+escapes everything, and the page's content policy allows neither scripts nor requests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ def make_page(runs: Sequence[RunFiles]) -> str:
 def write_report(*folders: Path, path: Path | None = None) -> Path:
     """Writes the page of these runs to `path`, the first run's report.html by default, and returns the path.
 
-    Works on a run that is complete, half done or empty. The same files give the same bytes.
+    Works on a run that is complete, incomplete or empty. The same files give the same bytes.
     Raises: FileNotFoundError if a folder is none; OSError if the page cannot be written.
     """
     page = make_page([read_run(folder) for folder in folders])
@@ -93,7 +93,7 @@ def write_report(*folders: Path, path: Path | None = None) -> Path:
 
 
 def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path]:
-    """Every figure of the page as a file of its own in `target`, as "svg" or "png"; returns the paths.
+    """Every figure of the page as a separate file in `target`, as "svg" or "png"; returns the paths.
 
     Raises: FileNotFoundError if a run's folder is none; OSError if a file cannot be written.
     """

@@ -1,6 +1,6 @@
-"""The report's samples: the models' answers side by side, and the same prompts over PPO, shaded by what each token costs.
+"""The report's samples: the models' answers side by side, and answers during PPO, shaded by each token's share of the KL.
 
-All of it is untrusted text: it goes to the template as text and is escaped there.
+All of this is untrusted text: the template escapes it.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from rlhf.tracking.run_files import RunFiles, number, prompt_text, visible
 SHOWN_SAMPLES, MORE_SAMPLES = 4, 20
 ROLLOUT_PROMPTS, ROLLOUT_STEPS = 6, 6
 MAX_TOKENS = 400
-# Nats of a token from which each of the five shades on.
+# The nats of a token from which each of the five shades begins.
 SHADES = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -56,14 +56,14 @@ def _total(gold: Any) -> float | None:
 
 
 def make_rollouts(runs: list[RunFiles]) -> list[dict[str, Any]]:
-    """How the answers to the first few fixed prompts changed over PPO, each at a few steps; of several runs first and last."""
+    """Answers to the first few fixed prompts during PPO, each at a few steps; for several runs at the first and last."""
     prompts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for run in runs:
         stage = run.stages.get("ppo")
         for row in stage.samples if stage is not None else []:
             if is_number(row.get("step")):
                 prompts.setdefault(str(row.get("id")), []).append((run.name, row))
-    # Prompts that were asked again and again come first: those of rollouts are seldom asked twice.
+    # Prompts with many answers come first: those of rollouts seldom have two.
     often = sorted(prompts.items(), key=lambda item: -len(item[1]))[:ROLLOUT_PROMPTS]
     return [
         {

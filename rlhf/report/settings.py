@@ -1,4 +1,4 @@
-"""The report's last part: what differs in configuration, what each stage took, what is missing, and what it was made of."""
+"""The report's last part: differing settings, each stage's cost, what is missing, and the provenance."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,7 @@ from rlhf.tracking.run_files import RunFiles, get, number, visible
 
 
 def settings_of(run: RunFiles) -> dict[str, Any]:
-    """Every setting of a run. Where stages were run with different ones, a stage's own identity counts."""
+    """Every setting of a run. If stages were run with different ones, those in a stage's own identity count."""
     found: dict[str, Any] = {}
     for stage in run.stages.values():
         found |= flatten(stage.record.get("config"))
@@ -23,7 +23,7 @@ def settings_of(run: RunFiles) -> dict[str, Any]:
 
 
 def only_settings(flat: dict[str, Any]) -> dict[str, Any]:
-    """Without those that change nothing of a result: where files are, and what is shown."""
+    """The settings without those that do not affect a result, such as paths and display."""
     from rlhf.config import Config
 
     unimportant = {key for key, stated in settings_in(Config).items() if stated.changes == NOTHING}
@@ -31,12 +31,12 @@ def only_settings(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_differences(runs: list[RunFiles]) -> list[tuple[str, list[str]]]:
-    """(setting, its value in each column): of several runs what differs among them, of one what differs from the schema."""
+    """(setting, its value in each column): for several runs those that differ among them, for one those that differ from the schema."""
     columns = [settings_of(run) for run in runs]
     if len(runs) == 1:
         from rlhf.config import Config
 
-        # A setting that is newer than the run says nothing of it.
+        # A setting that is newer than the run is not shown.
         ours = {key: value for key, value in only_settings(flatten(asdict(Config()))).items() if key in columns[0]}
         columns = [ours, *columns]
     keys = sorted({key for column in columns for key in column})
@@ -55,7 +55,7 @@ def told(value: Any) -> str:
 
 
 def make_skipped(run: RunFiles) -> list[str]:
-    """What this page does not show, and why."""
+    """The parts that this page does not show, and why."""
     notes = []
     missing = [name for name in GOLD_STAGES if name not in run.stages]
     if missing:
@@ -76,9 +76,7 @@ def make_skipped(run: RunFiles) -> list[str]:
     if not run.results:
         notes.append("No evaluation: win rates, calibration, histograms and rank agreement are missing.")
     elif get(run.results, "gold") is None:
-        notes.append(
-            "No known truth: what it would say of win rate and parts is missing; the reward model's own view is shown."
-        )
+        notes.append("No true score: win rates and parts by it are missing; the reward model's are shown.")
     if not run.studies:
         notes.append("No study in study/: the frontier over several policies is missing.")
     before = [
@@ -99,7 +97,7 @@ def make_skipped(run: RunFiles) -> list[str]:
 
 
 def make_provenance(run: RunFiles) -> dict[str, Any]:
-    """What would be needed to do it again: settings, versions, data, code."""
+    """What is needed to reproduce the run: settings, versions, data, code."""
     versions: dict[str, dict[str, list[str]]] = {}
     data: dict[tuple[str, str], list[str]] = {}
     configs: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ Row = tuple[float, float, float, float]
 
 
 def shot_rows(found: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], Row]]]]:
-    """(model, (row, (K, accuracy and its interval)) of each K) of what evaluate.shots measured."""
+    """(model, (row, (K, accuracy and its interval)) of each K) from evaluate.shots."""
     models = get(found, "models")
     for name, listed in models.items() if isinstance(models, dict) else []:
         rows = []

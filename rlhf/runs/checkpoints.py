@@ -30,7 +30,7 @@ def seal(folder: Path, figure: float | None = None) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
-    for path in (folder, folder.parent):  # the names too, before older checkpoints are removed
+    for path in (folder, folder.parent):  # sync the names too, before older checkpoints are removed
         sync_folder(path)
 
 

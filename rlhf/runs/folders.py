@@ -43,7 +43,7 @@ def settings_of(config: Config, stage: str) -> dict[str, Any]:
 
 
 def run_folder(config: Config) -> Path:
-    """runs_dir/run. Raises: UserError for a run name that is no plain folder name."""
+    """runs_dir/run. Raises: UserError for a run name that is not a plain folder name."""
     if not NAME.fullmatch(config.run):
         raise UserError(f"run={config.run!r}: want letters, digits, '.', '_' and '-', at most 100: choose another name")
     return Path(config.runs_dir) / config.run
@@ -88,7 +88,7 @@ def earlier_run(config: Config) -> Config | None:
     found.run = f"{base}-round-{gold.rounds - 1}"
     found.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
     found.gold.rounds = gold.rounds - 1
-    found.reward.audit = 0  # its reward model is not the one to be trusted
+    found.reward.audit = 0  # its reward model is not audited
     if gold.early_episodes is not None:
         found.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
     shared = {stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
@@ -127,7 +127,7 @@ def pays_itself(config: Config) -> bool:
 
 
 def needs_parent(config: Config, stage: str, parent: str) -> bool:
-    """Whether a stage reads a parent of its row. Without need of a reward model, `evaluate` measures a finished one all the same."""
+    """Whether a stage reads a parent of its row. If `evaluate` does not need a reward model, it still measures a finished one."""
     if parent == "reward" and stage in PAID_STAGES and not pays_itself(config):
         return stage == "evaluate" and is_complete(stage_folder(config, parent))
     if parent == "judge":
@@ -232,7 +232,7 @@ def check_round(earlier: Config) -> list[dict]:
 
 
 def differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """How recorded settings differ from the wanted ones, in words; empty if they are equal.
+    """How recorded settings differ from the requested ones, as texts; empty if they are equal.
 
     A setting that did not exist when the record was written counts as its default.
     """

@@ -98,7 +98,7 @@ def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
 
 
 def read_what_is_there(path: Path, kind: Kind) -> tuple[dict[str, Any], str | None]:
-    """What can be read of a run file, for reports: the object in it, if there is one, and how it is damaged, if it is."""
+    """A run file for reports: the object in it or None, and how it is damaged, if it is."""
     try:
         return read_record(path, kind) or {}, None
     except UserError as error:

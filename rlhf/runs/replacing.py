@@ -12,7 +12,7 @@ from rlhf.files import beside, set_aside
 
 
 def under_way(folder: Path) -> Path:
-    """The folder in which the stage is running: that of its replacement, if there is one, else its own."""
+    """The folder in which the stage is written: that of its replacement, if there is one, else its own."""
     return beside(folder) if (beside(folder) / "stage.json").is_file() else folder
 
 

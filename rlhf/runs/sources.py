@@ -53,7 +53,7 @@ def need_source(config: Config, kind: str) -> Any:
 
 
 def kinds_read(config: Config, stage: str) -> tuple[str, ...]:
-    """The kinds of data that a stage reads. An adopted model needs no corpus; if there is one, pretraining goes on. A world of
+    """The kinds of data that a stage reads. An adopted model needs no corpus; if there is one, pretraining continues. A world of
     passages takes them from the corpus; SFT without epochs needs no demonstrations.
     """
     adopts = config.model.pretrained is not None

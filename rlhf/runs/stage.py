@@ -1,4 +1,4 @@
-"""A stage under way: begun or resumed under a lock, recorded in stage.json, finished with the hashes of its files."""
+"""A running stage: started or resumed under a lock, recorded in stage.json, finished with the hashes of its files."""
 
 import contextlib
 import fcntl
@@ -53,7 +53,7 @@ class Stage:
     parents: dict[str, str]
     data: dict[str, str]
     resumed: bool = False
-    seconds_before: float = 0.0  # spent by earlier, interrupted attempts
+    seconds_before: float = 0.0  # seconds of earlier, interrupted attempts
     started: float = field(default_factory=time.monotonic)
     steps: int | None = None  # total number of steps, once it is known
     writes: bool = True  # only on rank 0, which prints and writes for all ranks
@@ -154,7 +154,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
     complete.
 
     Raises: UserError if the stage is complete (and overwrite is false), was started with other settings or is being run
-    by another process, if the folder contains other files, if the disk is full, or if a parent does not fit.
+    by another process, if the folder contains other files, if the disk is full, or if a parent does not match.
     """
     folder = run_folder(config) / name
     parents = collect_parents(config, name)
@@ -180,7 +180,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             if error.errno in DISK_ERRORS:
                 raise disk_error(error, Path(error.filename or folder)) from error
             raise
-        except Exception as error:  # libraries report a full disk by other errors than OSError
+        except Exception as error:  # libraries report a full disk with errors other than OSError
             _discard_beginning(stage)
             told = checkpoint_error(error, folder)
             if told is error:

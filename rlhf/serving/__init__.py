@@ -1,1 +1,1 @@
-"""`rlhf serve`: models behind an API, and the page on which people compare and rank what they say."""
+"""`rlhf serve`: models behind an API, and the page on which people compare and rank answers."""

@@ -1,7 +1,7 @@
-"""Who labels what: which task a labeler gets next, and what becomes of an answer.
+"""Labelling: the next task of a labeler, and saving answers.
 
-Every task goes to as many labelers as were asked for; nobody gets one twice, and nobody sees what another said. Who goes back
-answers the last task again: the new record replaces the old one, which stays in the file and counts no more.
+Every task goes to `labels_per_prompt` labelers; nobody gets one twice, and nobody sees another's answer. A labeler who goes back
+answers the last task again: the new record replaces the old one, which stays in the file but no longer counts.
 """
 
 import random
@@ -18,20 +18,20 @@ from rlhf.data.revisions import without_replaced
 from rlhf.serving.errors import RefusedError
 from rlhf.serving.store import LabelStore
 
-HELD_SECONDS = 1800.0  # for which a task that was shown stays with a labeler who does not answer
-FLAGS = (  # what InstructGPT's labelers said of a response beside its quality (Ouyang et al. 2022, table 3)
+HELD_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
+FLAGS = (  # the labels of a response besides its quality (Ouyang et al. 2022, table 3)
     "fails_instruction", "inappropriate", "hallucination", "satisfies_constraint", "sexual", "violent",
     "encourages_violence", "denigrates", "harmful_advice", "opinion", "moral_judgement",
 )  # fmt: skip
-MOST_COMPARISONS = 1000  # that are remembered until they are judged
+MOST_COMPARISONS = 1000  # comparisons kept until they are judged
 
 
 @dataclass(slots=True)
 class Judged:
-    """What a labeler said of some responses."""
+    """A labeler's judgement of some responses."""
 
     submission: str
-    ranking: list[list[str]] | None  # none: cannot judge
+    ranking: list[list[str]] | None  # None: cannot judge
     ratings: dict[str, int] = field(default_factory=dict)
     flags: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -47,11 +47,11 @@ class Desk:
         self.store, self.labelers, self.per_prompt, self.seed = store, tuple(labelers), per_prompt, seed
         self.tasks = {task.id: task for task in tasks}
         self.lock = threading.Lock()
-        self.held: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and since when
+        self.held: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and its start time
         self.comparisons: dict[str, Ranking] = {}
         self.judged: dict[str, dict[str, Ranking]] = {
             task: {} for task in self.tasks
-        }  # by task and labeler: what counts
+        }  # by task and labeler: the record that counts
         for record in without_replaced(store.records):
             self._count(record)
         self.counted: tuple[int, dict[str, Any]] = (-1, {})
@@ -64,7 +64,7 @@ class Desk:
     # ------------------------------------------------------------------------------------------------- ranking
 
     def next_task(self, labeler: str) -> Ranking | None:
-        """The task that a labeler has, or gets now; None if there is none left."""
+        """The labeler's current task, or the next one; None if there is none left."""
         with self.lock:
             return self._next(labeler)
 
@@ -79,7 +79,7 @@ class Desk:
         return None
 
     def _is_open(self, name: str, labeler: str) -> bool:
-        """Whether a labeler may label a task: not done by this one, and neither done nor held by enough others."""
+        """Whether a labeler may label a task: not done by this labeler, and not done or held by enough others."""
         now, said = time.monotonic(), self.judged[name]
         waiting = sum(
             task == name and other != labeler and now - since < HELD_SECONDS and other not in said
@@ -102,7 +102,7 @@ class Desk:
             before = self.judged.get(name, {}).get(labeler)
             if task is None:
                 raise RefusedError(404, "no such task", "task")
-            # a task that was given before the server was restarted, or long ago, may still be open
+            # a task from before a restart of the server, or from long ago, may still be open
             if before is None and (replaces is not None or not self._is_open(name, labeler)):
                 raise RefusedError(409, "enough labelers have this task: load the next one", "task")
             if before is not None and before.id != replaces:
@@ -116,13 +116,13 @@ class Desk:
             return record
 
     def last(self, labeler: str) -> Ranking | None:
-        """A labeler's latest ranking of a task that counts."""
+        """A labeler's latest valid ranking."""
         with self.lock:
             mine = [said[labeler] for said in self.judged.values() if labeler in said]
         return max(mine, key=lambda record: record.created or "", default=None)
 
     def progress(self, labeler: str) -> dict[str, Any]:
-        """How far a labeler is, and how often the others order two responses as this one does."""
+        """A labeler's progress, and how often the others order two responses in the same way."""
         with self.lock:
             done = sum(labeler in said for said in self.judged.values())
             left = sum(labeler not in said and len(said) < self.per_prompt for said in self.judged.values())
@@ -161,7 +161,7 @@ class Desk:
             return record
 
     def next_prompt(self, labeler: str) -> Ranking | None:
-        """A task whose prompt the labeler has demonstrated no answer to."""
+        """A task to whose prompt the labeler has not yet demonstrated an answer."""
         with self.store.lock:
             done = {
                 r.metadata.get("task")

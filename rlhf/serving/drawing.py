@@ -1,4 +1,4 @@
-"""From a request to its responses: prompts as tokens, places in the engine's queue, text as it comes."""
+"""From a request to its responses: prompts as tokens, places in the engine's queue, text as it is drawn."""
 
 import asyncio
 import math
@@ -19,14 +19,14 @@ from rlhf.serving.streaming import merged
 from rlhf.serving.text import TextStream
 from rlhf.tokenizer import encode_text
 
-STOP_SECONDS = 0.1  # between two looks for a stop string in a response that is not streamed
+STOP_SECONDS = 0.1  # seconds between two searches for a stop string in a response that is not streamed
 T = TypeVar("T")
-SHORT = 4000  # characters of a prompt that is encoded at once: a longer one would hold up the others
+SHORT = 4000  # longest prompt (characters) that is encoded directly: a longer one would delay the others
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How the responses of a request are drawn."""
+    """The sampling settings of a request."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -35,12 +35,12 @@ class Wish:
     seed: int | None = None
     stops: tuple[str, ...] = ()
     alternatives: int = 0
-    offsets: bool = False  # of each token in the text are asked for
+    offsets: bool = False  # number of alternatives per token that are requested
 
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of one response: text, and the places of its tokens; the reason if it is over."""
+    """New text of one response and the positions of its tokens; the reason if it has ended."""
 
     index: int
     text: str
@@ -50,7 +50,7 @@ class Piece:
 
 
 class Drawn:
-    """The responses to one request. `close` gives their places back, whatever happened."""
+    """The responses to one request. `close` always frees their places."""
 
     def __init__(
         self, engine: Engine, model: ServedModel, prompts: Sequence[list[int]], keys: Sequence[Key], wish: Wish
@@ -85,9 +85,9 @@ class Drawn:
         self.engine.cancel(self.generations)
 
     async def pieces(self, index: int, pause: float | None = None) -> AsyncIterator[Piece]:
-        """One response as it comes; the last piece has the reason of its end.
+        """One response piece by piece; the last piece has the reason of its end.
 
-        pause: least seconds before a piece; none: the first at once, and the others as the engine says.
+        pause: least seconds before a piece; None: the first at once, the others at the engine's interval.
         """
         one, text = self.generations[index], self.texts[index]
         seen = 0
@@ -98,7 +98,7 @@ class Drawn:
             finish = None
             if text.stopped or over:
                 finish = "stop" if text.stopped or one.ended else "length"
-            elif one.over:  # taken out: the client has gone
+            elif one.over:  # cancelled: the client has gone
                 finish = "stop"
             yield Piece(index, piece, seen, len(text.ids), finish)
             if finish:
@@ -107,7 +107,7 @@ class Drawn:
             seen = count
 
     async def all_pieces(self) -> AsyncIterator[Piece]:
-        """The pieces of all responses in the order in which they come."""
+        """The pieces of all responses in the order of their arrival."""
         if len(self.generations) == 1:
             async for piece in self.pieces(0):
                 yield piece
@@ -116,7 +116,7 @@ class Drawn:
             yield piece
 
     async def whole(self) -> list[str | None]:
-        """Wait for all responses; the reason why each is over."""
+        """Wait for all responses; returns the reason of each one's end."""
         reasons: list[str | None] = [None] * len(self.generations)
         pause = STOP_SECONDS if self.texts[0].stops else math.inf
         for index in range(len(self.generations)):
@@ -126,12 +126,12 @@ class Drawn:
 
 
 def busy() -> RefusedError:
-    """The answer while the queue is full."""
+    """The error while the queue is full."""
     return RefusedError(429, "the queue is full: try again in a moment", code="rate_limit_exceeded", retry_after=1)
 
 
 async def encoded(function: Callable[[ServedModel, Any], T], model: ServedModel, prompt: Any) -> T:
-    """`chat_prompt` or `text_prompt`, of a long prompt in a thread."""
+    """`chat_prompt` or `text_prompt`; a long prompt is encoded in a thread."""
     if (
         len(prompt if isinstance(prompt, str) else "".join(str(getattr(part, "content", "")) for part in prompt))
         <= SHORT

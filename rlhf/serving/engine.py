@@ -1,8 +1,8 @@
-"""The web server's end of the process that runs the models: what is asked of it, and what has come back.
+"""The web server's end of the process that runs the models: requests to it, and its results.
 
 A request's responses are `Generation`s. A thread reads the worker's messages, one per step for all responses, and wakes the
-coroutines that are due: those whose response is over, and those whose last piece is old enough. They read what is there at
-their own pace, so that a slow reader holds up nobody.
+coroutines that are due: those whose response has ended, and those whose last piece is old enough. Each reads at its own pace,
+so a slow reader delays nobody.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.model.choosing import Choice, Key
 
-PIECES_PER_SECOND = 300  # of all streams together: with more streams, each has longer pieces
+PIECES_PER_SECOND = 300  # pieces per second of all streams together: with more streams, each has longer pieces
 ENDED = "the models' process has ended: start the server again"
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class ModelFailedError(Exception):
-    """A model raised an error while it drew a response, or the server is stopping."""
+    """A model raised an error during sampling, or the server is stopping."""
 
 
 class Generation:
-    """One response on its way; made and read in an event loop, drawn elsewhere."""
+    """One response in progress; created and read in an event loop, drawn by the worker."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Generation:
         self.tops: list[list[tuple[int, float]]] = []
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
-        self.due = 0.0  # when the next tokens are to be told of
+        self.due = 0.0  # when the next tokens are due
         self.error: ModelFailedError | None = None
         self.over = False
 
@@ -67,7 +67,7 @@ class Generation:
         return self.ended or len(self.tokens) == self.length
 
     async def more(self, seen: int, pause: float) -> int:
-        """Wait for more than `seen` tokens, at least so many seconds, or for the end; returns how many there are.
+        """Wait for more than `seen` tokens, at least `pause` seconds, or for the end; returns their number.
 
         Raises: ModelFailedError.
         """
@@ -83,7 +83,7 @@ class Generation:
 
 
 class Engine:
-    """Draws responses of models in another process, at most `rows` of each at a time; up to `queue` more wait."""
+    """Draws responses in another process, at most `rows` per model at a time; up to `queue` more wait."""
 
     def __init__(self, pipe: Connection, rows: int, queue: int, process: Any = None):
         self.pipe, self.rows, self.queue, self.process = pipe, rows, queue, process
@@ -110,7 +110,7 @@ class Engine:
         self._send(("draw", model, [(one.number, one.asked) for one in generations]))
 
     def cancel(self, generations: Sequence[Generation]) -> None:
-        """Take responses out that nobody waits for any more."""
+        """Cancel responses that nobody waits for."""
         if numbers := [one.number for one in generations if not one.over]:
             self._send(("cancel", numbers))
 
@@ -133,7 +133,7 @@ class Engine:
         return len(self.generations) / PIECES_PER_SECOND
 
     def stop(self) -> None:
-        """End the worker; what it has not finished fails."""
+        """End the worker; unfinished responses fail."""
         self.ended = True
         self._send(None)
         self.thread.join(timeout=5)
@@ -145,7 +145,7 @@ class Engine:
         try:
             with self.sending:
                 self.pipe.send(message)
-        except OSError:  # the worker has gone; the thread that reads tells those who wait
+        except OSError:  # the worker has ended; the reading thread reports it to those who wait
             return
 
     # -------------------------------------------------------------------------------------- the thread that reads
@@ -164,14 +164,14 @@ class Engine:
             future.set_exception(ModelFailedError(ENDED))
 
     def _hear(self, news: Any) -> None:
-        """Keep what a step came to, and wake who is due."""
+        """Store the results of a step, and wake the coroutines that are due."""
         due, now = [], time.monotonic()
         for number, token, logprob, top in news.drawn:
             one = self.generations[number]
             one.tokens.append(token)
             if top is not None:
                 one.tops.append(top)
-            one.logprobs.append(logprob)  # last: its length is how much there is
+            one.logprobs.append(logprob)  # last, because its length tells readers how much is complete
             if now >= one.due:
                 due.append(one)
         _wake(due)

@@ -9,7 +9,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 
 class RefusedError(Exception):
-    """A request that is answered by an error, in the form of the OpenAI API."""
+    """A request that gets an error in the form of the OpenAI API."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def handlers() -> dict[Any, Any]:
-    """What FastAPI does with each exception."""
+    """The handlers of each exception, for FastAPI."""
     from fastapi import Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import Response

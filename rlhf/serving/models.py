@@ -1,4 +1,4 @@
-"""The models that a server answers with: each finished stage of its runs, under the name run/stage."""
+"""The models of a server: each finished stage of its runs, under the name run/stage."""
 
 import re
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from rlhf.api import LoadedRun
 from rlhf.chat_template import end_ids
 from rlhf.errors import UserError
 
-REPEATED = 4  # words of a phrase whose repetition counts
-LONG_WORDS = 12  # of a response, from which repetition is looked for
+REPEATED = 4  # words of a phrase that counts as repetition
+LONG_WORDS = 12  # least words of a response that is checked for repetition
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ServedModel:
     run: LoadedRun
     tokenizer: Any
     hash: str  # of the stage
-    max_new_tokens: int  # of a response, if the request does not say
+    max_new_tokens: int  # tokens of a response, if the request does not say
     vocabulary: int
     context: int  # tokens of a prompt and its response
 
@@ -35,7 +35,7 @@ class ServedModel:
 
     @property
     def policy_id(self) -> str:
-        """As labels name who wrote a response: run/stage@hash."""
+        """The policy's name in labels: run/stage@hash."""
         return f"{self.name}@{self.hash[:8]}"
 
 
@@ -57,7 +57,7 @@ def stages_of(runs: list[LoadedRun], stages: list[str] | None) -> list[tuple[str
 def make_models(
     runs: list[LoadedRun], stages: list[tuple[str, Path, str]], sizes: dict[str, tuple[int, int | None]]
 ) -> dict[str, ServedModel]:
-    """What the server knows of each model that its worker has loaded. sizes: of vocabulary and context."""
+    """The description of each loaded model. sizes: of vocabulary and context."""
     of_folder, models = {run.folder: run for run in runs}, {}
     for name, folder, stage in stages:
         run, (vocabulary, context) = of_folder[folder], sizes[name]
@@ -74,8 +74,8 @@ def make_models(
 
 
 def audit(text: str, tokens: int, limit: int) -> list[str]:
-    """What makes a score doubtful: a response that is empty, repeats itself, or is longer than those of training; the reward
-    model may have seen only the beginning of such a one.
+    """Reasons to doubt a score: the response is empty, repeats itself, or is longer than those of training, so that the
+    reward model may have read only its beginning.
     """
     words = re.findall(r"\w+", text.lower())
     phrases = [tuple(words[i : i + REPEATED]) for i in range(len(words) - REPEATED + 1)]

@@ -112,7 +112,7 @@ def wish_of(asked: Sampling, most: int | None, limit: int, alternatives: int, of
 
 
 class Form(ABC):
-    """How responses are written: what differs between chat and text completions."""
+    """The differences between chat and text completions."""
 
     kind: str
     kind_streamed: str
@@ -128,7 +128,7 @@ class Form(ABC):
         }
 
     def choice(self, piece: Piece, streamed: bool) -> Body:
-        """One choice with what is new of it."""
+        """One choice with its new text."""
         body: Body = {"index": piece.index, "finish_reason": piece.finish, "logprobs": None}
         if self.logprobs:
             body["logprobs"] = self.logprobs_of(piece)
@@ -198,7 +198,7 @@ class TextForm(Form):
 
 
 async def answer(drawn: Drawn, asked: Sampling, request: Request, form: Form) -> Response:
-    """The responses as one body, or as a stream. Their places are given back when the client has gone."""
+    """The responses as one body, or as a stream. Their places are freed if the client disconnects."""
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         return Stream(drawn.close, events(drawn, asked, form, usage))

@@ -1,4 +1,4 @@
-"""What the page asks: who I am, the next task, saving an answer, drawing a comparison, the shading of tokens, the likeliest next ones."""
+"""The page's routes: session, next task, saving an answer, comparisons, the shading of tokens, the most likely next tokens."""
 
 import asyncio
 import secrets
@@ -34,7 +34,7 @@ class SessionRequest(Strict):
 
 
 class Verdict(Strict):
-    """What a labeler says of the responses of a task or comparison."""
+    """A labeler's judgement of the responses of a task or comparison."""
 
     name: Id
     submission: Submission
@@ -79,7 +79,7 @@ class NextRequest(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What the routes work with."""
+    """The objects that the routes use."""
 
     engine: Engine
     models: dict[str, ServedModel]
@@ -89,7 +89,7 @@ class Server:
     instructions: str
 
     def labeler(self, request: Request) -> str:
-        """Who labels. Raises: RefusedError for one who is no labeler."""
+        """The labeler of a request. Raises: RefusedError if it has none."""
         who = request.state.who or ("local" if not self.access.labelers else "")
         if not who:
             raise RefusedError(403, "labels need a labeler: open the link of one")
@@ -110,7 +110,7 @@ def saved(record: Any) -> dict[str, Any]:
 
 
 def add_session(router: APIRouter, server: Server) -> None:
-    """Who I am, what one model thinks of the tokens of a response, and which it would write next."""
+    """Routes: the session, the shading of a response's tokens, and the most likely next tokens."""
     access, models, engine = server.access, server.models, server.engine
 
     @router.post("/session")
@@ -168,7 +168,7 @@ async def called(engine: Engine, task: str, *arguments: Any) -> Any:
 
 
 def add_ranking(router: APIRouter, server: Server) -> None:
-    """The next task, the last one again, a ranking, a demonstration."""
+    """Routes: the next task, the last one again, a ranking, a demonstration."""
     desk, labeler_of = server.desk, server.labeler
 
     @router.get("/rank/next")
@@ -214,7 +214,7 @@ def add_ranking(router: APIRouter, server: Server) -> None:
 
 
 def add_comparison(router: APIRouter, server: Server) -> None:
-    """One prompt to several models, whose names are told when the answers were judged."""
+    """Route: one prompt to several models, whose names are shown after the judgement."""
     engine, models, desk, labeler_of = server.engine, server.models, server.desk, server.labeler
 
     @router.post("/compare")
@@ -249,7 +249,7 @@ def add_comparison(router: APIRouter, server: Server) -> None:
 
 
 def task_body(desk: Desk, task: Ranking, labeler: str) -> dict[str, Any]:
-    """A task as its labeler may see it: not who wrote the responses."""
+    """A task for its labeler: without the policies that wrote the responses."""
     return {
         "name": task.id,
         "messages": [{"role": m.role, "content": m.content} for m in task.prompt],
@@ -258,7 +258,7 @@ def task_body(desk: Desk, task: Ranking, labeler: str) -> dict[str, Any]:
 
 
 async def checked(function: Any, *arguments: Any) -> Any:
-    """Run a method of the desk, which waits for the disk, in a thread; names that do not fit are refused."""
+    """Run a method of the desk, which waits for the disk, in a thread. Raises: RefusedError for unknown names."""
     try:
         return await asyncio.to_thread(function, *arguments)
     except ValidationError as error:
@@ -269,7 +269,7 @@ async def checked(function: Any, *arguments: Any) -> Any:
 async def comparison_events(
     desk: Desk, labeler: str, messages: list[Message], drawings: list[Drawn]
 ) -> AsyncIterator[tuple[str, bool]]:
-    """One response of each model under letters, as they come; the last event names the comparison, which may then be judged."""
+    """One response of each model under a letter, as drawn; the last event has the comparison's id, with which it can be judged."""
     letters, ended = "abcdef"[: len(drawings)], [False] * len(drawings)
     try:
         async for i, piece in merged([drawn.pieces(0) for drawn in drawings]):

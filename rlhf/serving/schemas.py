@@ -13,7 +13,7 @@ Stop = Annotated[Text, Field(min_length=1, max_length=200)]
 
 
 class Strict(BaseModel):
-    """A field that is not known is refused: it would be ignored silently."""
+    """Unknown fields are refused, so that none is ignored silently."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,7 +29,7 @@ class ChatMessage(Strict):
     name: Text | None = None
 
     def message(self) -> Message:
-        """As the records have it; parts of text are joined."""
+        """The turn as a record's message; parts of text are joined."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return Message(role="system" if self.role == "developer" else self.role, content=text)
 
@@ -40,7 +40,7 @@ class StreamOptions(Strict):
 
 
 class Sampling(Strict):
-    """What both kinds of completion share."""
+    """The fields of both kinds of completion."""
 
     model: Annotated[Text, Field(min_length=1, max_length=300)]
     max_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
@@ -54,7 +54,7 @@ class Sampling(Strict):
     frequency_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
     presence_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
     user: Text | None = None
-    return_token_ids: bool = False  # as vLLM has it: each choice with the ids of its tokens
+    return_token_ids: bool = False  # as in vLLM: each choice with the ids of its tokens
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -1,7 +1,7 @@
-"""Who may ask, from where, how much and how often: checked before a request reaches any route.
+"""Access control: token, origin, size and rate of a request, checked before it reaches any route.
 
-On loopback without a token, anyone on this machine may use everything, and a page of another site may use nothing: its
-requests carry its origin, or another host's name. Labelers are known by a secret of their own.
+On loopback without a token, every user of this machine has full access, and a page of another site has none: its requests
+carry its origin, or another host's name. Each labeler has a secret.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from rlhf.serving.errors import error_body
 
 COOKIE = "rlhf_session"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-BODY_SECONDS = 30.0  # in which a request's body must have come
-MOST_CLIENTS = 10_000  # whose rates are remembered
-OPEN = ("/", "/favicon.ico", "/api/session")  # without a token; and what is below /page/
+BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
+MOST_CLIENTS = 10_000  # clients whose rates are stored
+OPEN = ("/", "/favicon.ico", "/api/session")  # open without a token, as is everything below /page/
 HEADERS = [
     (b"content-security-policy", b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
      b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
@@ -40,9 +40,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the guard checks against."""
+    """The settings of the guard."""
 
-    token: str | None  # of the operator; none: everyone on this machine is
+    token: str | None  # of the operator; None: everyone on this machine is one
     labelers: dict[str, str]  # secret by name
     loopback: bool
     max_body_bytes: int
@@ -63,10 +63,12 @@ class Rates:
     """A bucket of requests per client, filled evenly."""
 
     per_minute: int
-    buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # what is left, and when
+    buckets: OrderedDict[str, tuple[float, float]] = field(
+        default_factory=OrderedDict
+    )  # requests left, and the time of that
 
     def take(self, client: str) -> float:
-        """0 if the client may ask now; otherwise the seconds until it may."""
+        """0 if the client may send a request now; otherwise the seconds until it may."""
         now, rate = time.monotonic(), self.per_minute / 60
         left, then = self.buckets.pop(client, (float(self.per_minute), now))
         left = min(float(self.per_minute), left + (now - then) * rate)
@@ -105,7 +107,7 @@ class Guard:
         await self.app(scope, _Bounded(receive, self.access.max_body_bytes), send_with_headers)
 
     def check(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, dict[str, str]] | None:
-        """Why a request is refused, with the status and headers of the answer; None if it is not."""
+        """Why a request is refused, with the status and headers of the response; None if it is accepted."""
         access, path = self.access, scope["path"]
         host = headers.get("host", "")
         if access.loopback and host_name(host) not in LOOPBACK:
@@ -156,14 +158,14 @@ def session_of(headers: dict[str, str]) -> str | None:
 
 
 class _Bounded:
-    """`receive`, up to so many bytes."""
+    """`receive` with a limit on the bytes."""
 
     def __init__(self, receive: Receive, most: int):
         self.receive, self.left, self.more = receive, most, True
 
     async def __call__(self) -> MutableMapping[str, Any]:
         if not self.more:
-            return await self.receive()  # waits for the client to leave
+            return await self.receive()  # waits for the client to disconnect
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 message = await self.receive()

@@ -1,4 +1,4 @@
-"""Per token of a response: its log-prob, and how far the model is from another one there."""
+"""Per token of a response: its log-prob, and the KL to another model at this position."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rlhf.model.settled import unpacked
 
 @torch.inference_mode()
 def shade(policy: Any, reference: Any, prompt: list[int], response: list[int]) -> dict[str, Any]:
-    """log pi(token) in nats, and KL(pi || reference) over the vocabulary at its place; reference may be none."""
+    """log pi(token) in nats, and KL(pi || reference) over the vocabulary at its position; reference may be None."""
     logp = _logprobs(policy, prompt, response)
     tokens = torch.tensor(response, device=logp.device)[:, None]
     body: dict[str, Any] = {"logprobs": logp.gather(-1, tokens)[:, 0].tolist()}

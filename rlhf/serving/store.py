@@ -1,7 +1,7 @@
-"""The file of labels: records of the import format, appended one line at a time, on the disk before anyone is told so.
+"""The file of labels: records of the import format, appended one line at a time and synced before they are acknowledged.
 
-A submission has an id of its own, which the page draws: a client that did not hear the answer sends it again, and it is
-there once. A line that a killed server left unfinished was never acknowledged; it goes when the file is opened.
+The page gives each submission an id: a client that got no answer sends it again, and it is stored once. A line that a killed
+server left incomplete was never acknowledged; it is removed when the file is opened.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from rlhf.files import disk_error
 Labelled = TypeVar("Labelled", Ranking, Demonstration)
 STARTS = tuple(
     f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration)
-)  # of a line
+)  # most bytes of a line
 
 
 class LabelStore:
@@ -71,7 +71,7 @@ class LabelStore:
             self.submissions[record.kind, getattr(record, "labeler", None), submission] = record
 
     def append(self, record: Labelled) -> Labelled:
-        """Write a record, unless its submission is there; returns the one that is. Raises: UserError if the disk refuses."""
+        """Write a record, unless its submission is stored; returns the stored one. Raises: UserError if the disk cannot be written."""
         key = (record.kind, record.labeler, record.metadata["submission"])
         line = (json.dumps(record.model_dump(mode="json"), ensure_ascii=False) + "\n").encode()
         with self.lock:
@@ -84,13 +84,13 @@ class LabelStore:
                     left = left[os.write(self.file, left) :]
                 os.fsync(self.file)
             except OSError as error:
-                os.ftruncate(self.file, size)  # nothing of it stays
+                os.ftruncate(self.file, size)  # remove the incomplete line
                 raise disk_error(error, self.path) from error
             self._know(record)
         return record
 
     def known(self, labeler: str, submission: str) -> Any:
-        """The ranking of a submission that is there; None if it is not."""
+        """The ranking of a stored submission, or None."""
         with self.lock:
             return self.submissions.get(("ranking", labeler, submission))
 

@@ -1,4 +1,4 @@
-"""Server-sent events: what was drawn while a client read slowly is one event, and drawing ends when the client leaves."""
+"""Server-sent events: text drawn while a client reads slowly becomes one event; drawing stops when the client disconnects."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Stream(Response):
-    """A response of events: (text, whether more comes) each. leave: ends what the events come from."""
+    """A response of events, each (text, whether more follows). leave: stops the source of the events."""
 
     def __init__(self, leave: Callable[[], None], events: AsyncIterator[tuple[str, bool]]):
         super().__init__(media_type="text/event-stream")
@@ -47,7 +47,7 @@ def event(body: dict[str, Any]) -> str:
 
 
 async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """The items of several iterators as they come, each with the number of its iterator."""
+    """The items of several iterators as they arrive, each with the number of its iterator."""
     done = object()
     queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(maxsize=len(streams))
 

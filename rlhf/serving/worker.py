@@ -1,7 +1,7 @@
-"""The process that runs the models: it draws every request's next token together, and works on other tasks between tokens.
+"""The process that runs the models: it draws the next token of all requests together, and runs other tasks between tokens.
 
-It reads what the web server sends, see `rlhf.serving.engine`, and answers with one message per step for all sequences, so that
-drawing waits neither for the network nor for Python's lock. A response waits in its model's queue, joins the running batch when
+It reads the web server's messages (`rlhf.serving.engine`) and sends one message per step for all sequences, so that sampling
+waits neither for the network nor for Python's lock. A response waits in its model's queue, joins the running batch when
 there is room for its keys and values, and leaves when it is finished or its client has gone.
 """
 
@@ -30,14 +30,14 @@ from rlhf.precision import inference
 from rlhf.serving.shading import shade
 from rlhf.terminal import one_line, say
 
-PATIENCE = 3  # steps that a few new ones wait for more, if more than half of the rows are in use
-PREFILL_TOKENS = 2048  # of prompts that are read between two tokens of the others; one prompt may be longer
+PATIENCE = 3  # steps that a few new responses wait for more, if more than half of the rows are in use
+PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
 Task = tuple[int, str, tuple]  # number, name and arguments
 
 
 @dataclass(slots=True)
 class News:
-    """What one step came to."""
+    """The results of one step."""
 
     drawn: list[tuple[int, int, float, list | None]] = field(
         default_factory=list
@@ -46,18 +46,18 @@ class News:
     failed: list[int] = field(default_factory=list)
     results: list[tuple[int, Any, str | None]] = field(
         default_factory=list
-    )  # of a task: number, value, the user's mistake
+    )  # results of tasks: number, value, the user's mistake
 
 
 class _Lane:
-    """One model: what runs and what waits, by number."""
+    """One model, with its running and waiting responses by number."""
 
     def __init__(self, model: Any, rows: int):
         self.model, self.rows = model, rows
         self.batch = RunningBatch(model, rows)
         self.running: dict[int, Response] = {}
         self.waiting: dict[int, Response] = {}
-        self.patience = 0  # steps for which the first that waits has seen others drawn
+        self.patience = 0  # steps that the first in the queue has waited
         self.fitting = lru_cache(lambda blocks: default_batch(model, blocks * COLUMN_BLOCK))
 
 
@@ -71,7 +71,7 @@ class Worker:
         self.cancelled: set[int] = set()
 
     def run(self) -> None:
-        """Work until the other end says that it stops, or has gone."""
+        """Run until the other end stops or is gone."""
         with ExitStack() as packed:
             for lane in self.lanes.values():
                 if isinstance(lane.model, GPTForCausalLM):
@@ -109,7 +109,7 @@ class Worker:
                 news.results.append((number, self.known_tasks[name](*arguments), None))
             except UserError as error:
                 news.results.append((number, None, str(error)))
-            except Exception as error:  # one bad request must not end the others' server
+            except Exception as error:  # one bad request must not stop the server for the others
                 _report(error)
                 news.results.append((number, None, ""))
         for lane in self.lanes.values():
@@ -136,7 +136,7 @@ class Worker:
         self._leave(lane, news)
 
     def _leave(self, lane: _Lane, news: News) -> None:
-        """Take out what is finished or not wanted any more."""
+        """Remove finished and cancelled responses."""
         over = [number for number, one in lane.running.items() if one.finished or number in self.cancelled]
         for number in over:
             lane.batch.leave(lane.running.pop(number))
@@ -146,10 +146,10 @@ class Worker:
             news.over.append(number)
 
     def _admit(self, lane: _Lane) -> list[Response]:
-        """The first of the queue, as many as there is room for in the batch and in memory."""
+        """The first responses of the queue, as many as fit the batch and the memory."""
         new: list[Response] = []
         tokens = 0
-        # reading one prompt takes a small model as long as reading several
+        # for a small model, reading one prompt takes as long as reading several
         busy = 2 * len(lane.running) > self.rows
         if busy and len(lane.waiting) < self.rows // 4 and lane.patience < PATIENCE:
             lane.patience += bool(lane.waiting)
@@ -173,7 +173,7 @@ def _report(error: Exception) -> None:
 
 
 def work(pipe: Connection, config: Config, stages: list[tuple[str, Path, str]], rows: int) -> None:
-    """The process: load each (name, folder of its run, stage), send their sizes or the user's mistake, then serve them."""
+    """The process's main function: load each (name, run folder, stage), send their sizes or the user's mistake, then serve them."""
     from rlhf.api import LoadedRun
     from rlhf.training.setup import set_up
 
@@ -189,7 +189,7 @@ def work(pipe: Connection, config: Config, stages: list[tuple[str, Path, str]], 
         tasks = make_tasks(models, {name: runs[folder] for name, folder, _ in stages})
         pipe.send({name: sizes_of(model) for name, model in models.items()})
         Worker(pipe, models, tasks, rows).run()
-    os._exit(0)  # nothing is left to save, and Python takes seconds to take the models apart
+    os._exit(0)  # nothing is left to save, and Python would need seconds to free the models
 
 
 def sizes_of(model: Any) -> tuple[int, int | None]:
@@ -198,7 +198,7 @@ def sizes_of(model: Any) -> tuple[int, int | None]:
 
 
 def make_tasks(models: dict[str, Any], runs: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """What else is asked of models: scores of a run's reward model, the shading of a response's tokens, the likeliest next ones."""
+    """Other tasks of the models: scores of a run's reward model, the shading of a response's tokens, the most likely next tokens."""
 
     def score(name: str, messages: list[dict], responses: list[str]) -> list[float]:
         return runs[name].score([messages] * len(responses), responses)

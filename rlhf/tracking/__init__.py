@@ -1,1 +1,1 @@
-"""What a run tells: the table of metrics, the writers, the progress line, the report. It trains nothing."""
+"""Metrics and where they are written: the table of metrics, the writers, the progress line, the dashboard."""

@@ -1,4 +1,4 @@
-"""What a stage wrote as a W&B artifact, with its lineage: on request (tracking.artifacts), since models are large.
+"""A stage's output as a W&B artifact with its lineage: only with tracking.artifacts, since models are large.
 
 An artifact's metadata contain the hashes of parents and data. Online they are inputs of the run too, so that W&B
 draws the graph; offline it allows no inputs. stage.json stays the record (`rlhf.runs.folders`).
@@ -14,7 +14,7 @@ from rlhf.tracking.background import Background, Sink
 from rlhf.tracking.wandb_run import INIT_TIMEOUT, Environment, finish_run, open_run_id, seconds_allowed, start_run
 
 TYPES = {"world": "dataset", "label": "dataset", "tokenizer": "tokenizer", "evaluate": "results"}
-# Seconds for the upload of a model, on top of what W&B may take to start.
+# Seconds for the upload of a model, in addition to W&B's start.
 UPLOAD_TIMEOUT = 600.0
 
 
@@ -23,7 +23,7 @@ def artifact_name(run: str, stage: str) -> str:
 
 
 def publish(folder: Path, record: Mapping[str, Any], project: str) -> None:
-    """Log the files of a complete stage; `record` is its stage.json. A W&B that fails is told and stops nothing."""
+    """Log the files of a complete stage; `record` is its stage.json. If W&B fails, a warning is printed and the stage continues."""
     limit = seconds_allowed("RLHF_WANDB_INIT_SECONDS", INIT_TIMEOUT)
     limit += seconds_allowed("RLHF_WANDB_UPLOAD_SECONDS", UPLOAD_TIMEOUT)
     Background("Weights & Biases", lambda: _Publisher(folder, record, project), limit).finish(False)
@@ -57,7 +57,7 @@ class _Publisher(Sink):
 
 
 def data_artifact(wandb: Any, name: str, digest: str) -> Any:
-    """A data file of the user's as an artifact that holds its hash, not its content: data may be private or large."""
+    """A data file of the user as an artifact with its hash, not its content: data may be private or large."""
     short = hashlib.sha256(name.encode()).hexdigest()[:8]
     made = wandb.Artifact(f"data-{short}", type="dataset", metadata={"file": name, "sha256": digest})
     with made.new_file("sha256.txt", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""A view of the numbers that lives in another thread, so that no slow or broken service delays training.
+"""Runs a sink (W&B, TensorBoard) in another thread, so that no slow or broken service delays training.
 
-Calls are queued and made in their order by one thread. A table that fails is told once and ends the tables; any other
-call that fails ends the sink. What the sink itself does is in `wandb_run.py` and `tensorboard.py`; the files are written in `writers.py`.
+One thread makes the queued calls in order. If a table fails, a warning is printed once and tables stop; any other call that
+fails stops the sink. The sinks are in `wandb_run.py` and `tensorboard.py`; `writers.py` writes the files.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Calls that may wait while a service is slow; past that new ones are dropped, and that is told.
+# Calls that may wait while a service is slow; beyond that new ones are dropped, with a warning.
 QUEUE_CALLS = 20_000
 TABLES = ("samples", "table")
 
@@ -22,7 +22,7 @@ Rows = list[dict[str, Any]]
 
 
 class Sink:
-    """Where numbers are shown, beside the files. What a sink does not override, it does not show."""
+    """A service that shows the numbers. Methods that a sink does not override do nothing."""
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         """One line of metrics, its axes among them."""
@@ -31,17 +31,17 @@ class Sink:
         """Generated text, one dict per response."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A small table that is shown as it is."""
+        """A small table."""
 
     def summary(self, values: Mapping[str, float]) -> None:
         """Final numbers."""
 
     def finish(self, failed: bool) -> None:
-        """Write out what is held back; nothing is called after it."""
+        """Write everything; it is the last call."""
 
 
 class Background(Sink):
-    """A sink in a thread of its own. `start` makes the sink there, since starting may hang too."""
+    """A sink in its own thread. `start` makes the sink there, since starting may hang too."""
 
     def __init__(self, name: str, start: Callable[[], Sink], finish_timeout: float) -> None:
         self._name, self._finish_timeout = name, finish_timeout
@@ -63,17 +63,17 @@ class Background(Sink):
                     getattr(sink, doing)(*arguments)
         except Exception as error:
             self._broken = True
-            self._tell(doing, error, "going on without it")
+            self._tell(doing, error, "continuing without it")
 
     def _show_table(self, sink: Sink, doing: str, arguments: tuple[Any, ...]) -> None:
-        """Online, a table needs answers from the service and a number does not: numbers survive its failure."""
+        """Online, a table needs responses from the service and a number does not, so a failure stops only the tables."""
         if self._no_tables:
             return
         try:
             getattr(sink, doing)(*arguments)
         except Exception as error:
             self._no_tables = True
-            self._tell("show " + doing, error, "going on without its tables")
+            self._tell("show " + doing, error, "continuing without its tables")
 
     def _tell(self, doing: str, error: Exception, consequence: str) -> None:
         if self._given_up:
@@ -111,16 +111,16 @@ class Background(Sink):
         self._call("summary", values)
 
     def finish(self, failed: bool) -> None:
-        """Waits until everything is written out, but at most `finish_timeout` seconds."""
+        """Waits until everything is written, but at most `finish_timeout` seconds."""
         until = time.monotonic() + self._finish_timeout
         if not self._broken and self._thread.is_alive():
-            with contextlib.suppress(queue.Full):  # unlike a line, it waits for its place
+            with contextlib.suppress(queue.Full):  # unlike a line, it waits for a free place in the queue
                 self._queue.put(("finish", (failed,)), timeout=self._finish_timeout)
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._broken = self._given_up = True
             logger.warning(
-                "%s did not finish in %.0f s: going on without it, metrics.jsonl has everything",
+                "%s did not finish in %.0f s: continuing without it, metrics.jsonl has everything",
                 self._name,
                 self._finish_timeout,
             )

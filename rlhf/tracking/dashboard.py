@@ -15,7 +15,7 @@ from rlhf.tracking.panels import CHARTS, COST, TABLE_PANELS, TABLES, Chart, Tabl
 NAME = "RLHF: reward and KL"
 # Grid units of W&B's page: 24 across.
 HEIGHT, TABLE_HEIGHT = 8, 14
-SMOOTHING = 0.0  # curves are shown as they are; each panel can be smoothed there
+SMOOTHING = 0.0  # curves are not smoothed; the user can smooth each panel
 STEP = "progress/step"
 NAMES = {
     "ppo": "PPO", "reward": "Reward model", "dpo": "DPO", "classify": "Labelled tasks", "sft": "SFT", "pretrain": "Pretraining",
@@ -100,7 +100,7 @@ def make_workspace(project: str, entity: str) -> Any:
 
 
 def flow(widths: list[int]) -> list[tuple[int, int]]:
-    """(x, y) of panels set in rows of 24 columns, as words in lines."""
+    """(x, y) of panels placed in rows of 24 columns, like words in lines."""
     places, x, y = [], 0, 0
     for width in widths:
         if x + width > 24:
@@ -140,9 +140,9 @@ def make_panel(panel: Chart | TablePanel, place: tuple[int, int], x: str) -> Any
 
 
 def send(project: str, entity: str, remembered: Path) -> str:
-    """Create the dashboard in a W&B project, or update the one whose address `remembered` holds; returns its address.
+    """Create the dashboard in a W&B project, or update the one at the address `remembered`; returns its address.
 
-    Raises: what wandb raises if the server does not answer.
+    Raises: wandb's errors if the server does not answer.
     """
     import wandb_workspaces.workspaces as ws
 

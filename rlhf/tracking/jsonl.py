@@ -1,4 +1,4 @@
-"""JSON Lines as the record of a run: read with patience, cut back for a resume, written so that it stays JSON."""
+"""JSON Lines files of a run: read with tolerance for damage, truncated for a resume, written as valid JSON."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from rlhf.terminal import say
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file; a torn or foreign line is passed over, a missing file is empty."""
+    """The objects of a JSON Lines file; a torn or foreign line is skipped, a missing file is empty."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -20,7 +20,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def count_unreadable(path: Path) -> int:
-    """Whole lines of a JSON Lines file that hold no object; a last one without a line end may still be written."""
+    """Complete lines of a JSON Lines file without an object; a last one without a line end may be incomplete."""
     if not path.is_file():
         return 0
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -28,7 +28,7 @@ def count_unreadable(path: Path) -> int:
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
-    """The object of one line; None if it is torn or holds something else. NaN and Infinity are read as null."""
+    """The object of one line; None if it is torn or contains something else. NaN and Infinity are read as null."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
@@ -39,8 +39,8 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
 def truncate_jsonl(path: Path, key: str, last: int) -> dict[str, Any]:
     """Keeps the lines of `path` whose integer `row[key]` is at most `last`, and returns the newest of them.
 
-    A run that stopped wrote some steps past its last checkpoint and perhaps half a line; the resumed run
-    writes those steps again. The file is replaced in one move, so that a stop in here loses nothing.
+    A run that stopped has written some steps after its last checkpoint, and perhaps half a line; the resumed run
+    writes those steps again. The file is replaced atomically.
     """
     newest: dict[str, Any] = {}
     if not path.is_file():

@@ -1,9 +1,9 @@
 """The one table of metric names: unit, mask, reduction and meaning of everything that a stage may log.
 
-A writer refuses a name that this table lacks, so that code, W&B and the report cannot drift apart. Nothing
-here computes a metric from tensors (that is `rlhf.ops` and the stages), and nothing here writes one.
+A writer refuses a name that this table lacks, so that code, W&B and the report agree. `rlhf.ops` and the stages
+compute metrics from tensors.
 
-A reduction says how a number is joined over micro-batches and ranks: from global sums, no mean of means.
+A reduction defines how a number is combined over micro-batches and ranks: from global sums, not as a mean of means.
 """
 
 import math
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table. `name` may hold `<split>` and `<part>`, each standing for one lower-case word."""
+    """One row of the table. `name` may contain `<split>` and `<part>`, each a placeholder for one lower-case word."""
 
     name: str
     stages: tuple[str, ...]
     unit: str  # "" for a pure number
-    mask: str  # what counts; "-" where nothing is masked
+    mask: str  # the entries that count; "-" if nothing is masked
     reduction: str  # a key of REDUCTIONS
     meaning: str
 
@@ -32,8 +32,8 @@ class Metric:
 class Reduction(NamedTuple):
     """How sums over all micro-batches and ranks become one number."""
 
-    sums: tuple[str, ...]  # the global sums it needs, in the order of `Sums.add`
-    close: str  # the formula, for people; `_close` computes it
+    sums: tuple[str, ...]  # the global sums that it needs, in the order of `Sums.add`
+    close: str  # the formula, for readers; `_close` computes it
 
 
 REDUCTIONS = {
@@ -94,7 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("objective/kl_k3", _PPO, _NATS_SEQUENCE, _RESPONSE, "mean",
            "mean over sequences of sum_t (exp(-d) - 1 + d), d = logp_old - logp_ref"),
     Metric("objective/scores", _PPO, "score", _SEQUENCES, "mean",
-           "score as it is paid: after score_clip and the rule for a missing end token"),
+           "score in the reward: after score_clip and the rule for a missing end token"),
     Metric("objective/scores/<part>", _PPO, "score", _SEQUENCES, "mean", "score of one of several sources"),
     Metric("objective/non_score_reward", _PPO, "score", _SEQUENCES, "mean",
            "-kl_coef * KL; 0 if kl.penalty=loss"),
@@ -190,7 +190,7 @@ METRICS: tuple[Metric, ...] = (
 
 # The x axis of a stage's curves, if it is not progress/step.
 X_AXES = {"pretrain": "progress/tokens", "ppo": "progress/episodes"}
-# Numbers that writers add to a line that has the number they follow from.
+# Numbers that writers derive from another number on the same line.
 DERIVED = {"objective/sqrt_kl": ("objective/kl", lambda kl: math.sqrt(kl) if kl > 0 else 0.0 * kl)}
 
 _WORD = r"[a-z][a-z0-9_\-]*"
@@ -234,7 +234,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def derive(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics with what follows from them (DERIVED), each beside its source."""
+    """The metrics with those derived from them (DERIVED), each after its source."""
     full: dict[str, float] = {}
     for name, value in metrics.items():
         full[name] = value
@@ -289,13 +289,13 @@ class Sums:
         if before is None or reduction == "last":
             self._sums[name] = sums
         elif reduction == "max":
-            # Not max(): it loses a NaN that comes second.
+            # not max(), which loses a NaN in second place
             self._sums[name] = before if before[0] >= sums[0] or math.isnan(before[0]) else sums
         else:
             self._sums[name] = [a + b for a, b in zip(before, sums, strict=True)]
 
     def state(self) -> dict[str, list[float]]:
-        """The sums so far, to be sent to other ranks."""
+        """The sums so far, for sending to other ranks."""
         return {name: list(sums) for name, sums in self._sums.items()}
 
     def merge(self, state: Mapping[str, Sequence[float]]) -> None:

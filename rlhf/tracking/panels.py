@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 
 class Chart(NamedTuple):
-    """Curves in one frame. A name may contain `*` for one word, end in `=label`, or begin with `-`: not that one."""
+    """Curves in one frame. A name may contain `*` for one word, end in `=label`, or begin with `-` to exclude a metric."""
 
     title: str
     names: tuple[str, ...]
     half: bool = False  # half the width of the page instead of a third
     log_y: bool = False  # in W&B; the report has both axes
-    x: str = ""  # the metric that the others are drawn over, if it is not the stage's axis
+    x: str = ""  # the metric on the x axis, if it is not the stage's axis
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ def progress(
 
 
 class Progress:
-    """Counts and shows nothing; the two below show."""
+    """Counts without display; the two subclasses display."""
 
     def __init__(self, total: int | None, label: str, unit: str, initial: int) -> None:
         self.total, self.label, self.unit, self.initial = total, label, unit, initial
@@ -68,7 +68,7 @@ class _LiveProgress(Progress):
         from tqdm.std import tqdm  # type: ignore[import-untyped,unused-ignore]
 
         super().__init__(total, label, unit, initial)
-        # Some pseudo-terminals say that they are 0 wide, and tqdm then draws nothing.
+        # Some pseudo-terminals report a width of 0, and tqdm then draws nothing.
         sized = os.get_terminal_size(stream.fileno()).columns > 0
         self._bar: Any = tqdm(
             total=total,
@@ -80,9 +80,9 @@ class _LiveProgress(Progress):
             nrows=None if sized else 24,
             dynamic_ncols=sized,
             mininterval=0.2,
-            # A figure a second apart must not wait for many updates.
+            # redraw about once per second, even with few updates
             miniters=1,
-            # A short bar: time left and figures are what a narrow terminal must not lose.
+            # A short bar, so that a narrow terminal still shows time left and figures.
             bar_format=LIVE if total is not None else None,
         )
         self._figures: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""The final figures of results.json as metrics and tables, so that a dashboard has them beside the curves.
+"""The final figures of results.json as metrics and tables, for dashboards.
 
-results.json stays the record; what is missing there is missing here.
+results.json is the record; figures that it lacks are left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from rlhf.tracking.panels import TABLES
 from rlhf.tracking.run_files import get, number
 from rlhf.tracking.writers import Tracker
 
-# Metric under eval/test/ by its place in results.json.
+# Metric under eval/test/ by its path in results.json.
 PLACES: dict[str, tuple[str, ...]] = {
     "accuracy": ("reward_model", "accuracy"),
     "length_baseline": ("reward_model", "length_baseline"),

@@ -1,6 +1,6 @@
-"""A run's files as the report wants them: read with patience, since a run may be half done, torn or foreign.
+"""A run's files for the report: read with tolerance, since a run may be incomplete, damaged or foreign.
 
-Also the few ways in which the report writes numbers and untrusted text. It computes nothing.
+Also the report's formats of numbers and untrusted text. It computes nothing.
 """
 
 import json
@@ -34,7 +34,7 @@ class StageFiles:
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
     gaps: int = 0  # values that were not finite
-    unreadable: int = 0  # lines of metrics.jsonl that hold no values
+    unreadable: int = 0  # lines of metrics.jsonl without values
     damage: str | None = None  # of stage.json
 
 
@@ -42,7 +42,7 @@ class StageFiles:
 
 
 def read_points(rows: Iterable[dict[str, Any]]) -> Points:
-    """Known metrics by name, each against progress/step; what is null or no number is a gap."""
+    """Known metrics by name, each against progress/step; null and non-numbers are gaps."""
     points: Points = {}
     for row in rows:
         step = row.get("progress/step")
@@ -59,7 +59,7 @@ def read_points(rows: Iterable[dict[str, Any]]) -> Points:
 def read_stage(folder: Path) -> StageFiles:
     """Reads a stage's folder; a missing one is a stage that was not started.
 
-    Of a stage that is being replaced it is the complete one, or its replacement if there is no complete one.
+    For a stage that is being replaced, this is the complete one, or its replacement if there is none.
     """
     name = folder.name
     if not (folder / "stage.json").is_file():
@@ -95,11 +95,11 @@ class RunFiles:
     audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
     labelled: dict[str, Any] = field(default_factory=dict)  # classify/results.json
-    damage: list[str] = field(default_factory=list)  # of its files, in words
+    damage: list[str] = field(default_factory=list)  # of its files, as texts
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Reads a run's folder. Raises: FileNotFoundError if it is no folder."""
+    """Reads a run's folder. Raises: FileNotFoundError if it is not a folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
     stages = {name: read_stage(folder / name) for name in STAGES}
@@ -123,7 +123,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def get(tree: Any, *path: str) -> Any:
-    """The value at a path of keys, or None if the tree has no such place."""
+    """The value at a path of keys, or None."""
     for key in path:
         if not isinstance(tree, dict):
             return None
@@ -141,7 +141,7 @@ def number(tree: Any, *path: str) -> float | None:
 
 
 def visible(text: object, limit: int = TEXT_LIMIT) -> str:
-    """Untrusted text with every character that hides, reorders or breaks text written out, cut to `limit`."""
+    """Untrusted text with an escape for every character that hides, reorders or breaks text, cut to `limit`."""
     whole = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
     shown = "".join(f"⟨U+{ord(c):04X}⟩" if _misleads(c) else c for c in whole[:limit])
     return shown + (f" … ({len(whole) - limit:,} more characters)" if len(whole) > limit else "")
@@ -154,7 +154,7 @@ def _misleads(c: str) -> bool:
 
 
 def prompt_text(prompt: object) -> str:
-    """A prompt as text, whether it came as a string or as a list of turns."""
+    """A prompt as text, from a string or a list of turns."""
     if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
         return visible("\n".join(f"{turn.get('role', '?')}: {turn.get('content', '')}" for turn in prompt))
     return visible(prompt)

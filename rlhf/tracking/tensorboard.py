@@ -1,4 +1,4 @@
-"""The same numbers for TensorBoard: scalars against the step, samples as text. An extra; wandb_run.py is the default."""
+"""The same numbers for TensorBoard (optional): scalars against the step, samples as text."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def require_tensorboard() -> None:
 
 
 class TensorboardSink(Sink):
-    """Event files under folder/tensorboard. A resumed stage has TensorBoard drop the steps that are written again."""
+    """Event files under folder/tensorboard. A resumed stage makes TensorBoard drop the steps that are written again."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -43,7 +43,7 @@ class TensorboardSink(Sink):
 
     def samples(self, rows: Rows, step: int) -> None:
         for number, row in enumerate(rows):
-            # Four spaces make a block of code in Markdown: model output is shown as it is.
+            # Four spaces make a block of code in Markdown, so that model output is shown unchanged.
             told = "\n\n".join(f"{key}\n\n" + indent(row.get(key)) for key in ("prompt", "response", "score", "kl"))
             self._writer.add_text(f"samples/{number}", told, step)
 

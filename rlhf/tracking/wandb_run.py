@@ -18,12 +18,12 @@ from rlhf.tracking.metrics import X_AXES
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which W&B is given up: starting online, uploading what is left, and the thread that does so.
+# Seconds after which the stage continues without W&B: starting online, uploading the rest, and the thread that does so.
 INIT_TIMEOUT, FINISH_TIMEOUT = 20.0, 30.0
 SAMPLE_COLUMNS = ("step", "id", "prompt", "response", "score", "kl", "length")
-# Dicts of a sample row whose entries become columns of their own.
+# Dicts of a sample row whose entries become separate columns.
 SAMPLE_PARTS = ("parts", "gold")
-# Kept in samples.jsonl for the report: a list per row is no column.
+# Only in samples.jsonl, for the report: a list per row is not a column.
 NOT_COLUMNS = ("tokens", "kl_tokens")
 
 
@@ -36,9 +36,9 @@ def seconds_allowed(name: str, default: float) -> float:
 
 
 class Environment:
-    """W&B's variables while a run is open: its files beside the stage's, nothing said, no error reports.
+    """W&B's variables while a run is open: its files next to the stage's, no output, no error reports.
 
-    What the user has set stays.
+    Variables that the user has set are kept.
     """
 
     def __init__(self, home: Path) -> None:
@@ -60,7 +60,7 @@ class Environment:
 
 
 class WandbSink(Sink):
-    """A W&B run. Raises what wandb raises; the caller survives it."""
+    """A W&B run. It raises wandb's errors, which the caller must catch."""
 
     def __init__(
         self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows]
@@ -83,7 +83,9 @@ class WandbSink(Sink):
     def _start(self, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows]) -> None:
         run_id = open_run_id(self._folder)
         home = self._folder / "wandb"
-        for folder in home.glob(f"offline-run-*-{run_id}"):  # W&B names folders by the second: the next may be the same
+        for folder in home.glob(
+            f"offline-run-*-{run_id}"
+        ):  # W&B names folders by the second, so the next name may be the same
             folder.rename(folder.with_name(f"replaced-{folder.name}"))
         self._run = start_run(self._folder, run_id, run, stage, config, project)
         for axis in ("progress/step", "progress/episodes", "progress/tokens"):
@@ -147,7 +149,7 @@ def finish_run(run: Any, folder: Path, failed: bool, environment: Environment) -
 
 
 def open_run_id(folder: Path) -> str:
-    """The stage's run id. A stage that starts again from nothing has an empty folder: an id that is there is kept."""
+    """The stage's run id: the stored one, or a new one if the stage starts in an empty folder."""
     id_file = folder / "wandb" / "run-id"
     if id_file.is_file() and (run_id := id_file.read_text(encoding="ascii", errors="replace").strip()):
         return run_id
@@ -195,7 +197,7 @@ def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str,
 
 
 def choose_mode(wandb: Any) -> Literal["online", "offline"] | None:
-    """Offline unless the user asked otherwise; None leaves it to WANDB_MODE. No reason to prompt is left."""
+    """Offline unless the user chose otherwise; None leaves it to WANDB_MODE. W&B then never prompts."""
     asked = os.environ.get("WANDB_MODE")
     if os.environ.get("WANDB_API_KEY"):
         return None if asked else "online"

@@ -1,4 +1,4 @@
-"""What a run is doing, read from its files by another process: stages, steps, time left, figures. It touches nothing."""
+"""The state of a run, read from its files by another process: stages, steps, time left, figures. It only reads."""
 
 import glob
 import os
@@ -16,7 +16,7 @@ from rlhf.tracking.jsonl import is_number, parse_line
 from rlhf.tracking.progress import format_figure, format_seconds
 from rlhf.tracking.run_files import get
 
-# The figures shown of a stage, by label.
+# The figures shown for a stage, by label.
 FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
     "pretrain": (("loss", "pretrain/loss"), ("bits per byte", "eval/heldout/bpb")),
     "sft": (("loss", "sft/loss"), ("held out", "eval/dev/loss")),
@@ -33,7 +33,7 @@ RATE_LINES = 20
 
 @dataclass(slots=True)
 class Tail:
-    """A JSON Lines file that another process appends to, read on from where the last look ended."""
+    """A JSON Lines file that another process appends to, read from where the last `look` ended."""
 
     path: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Tail:
     inode: int = 0
 
     def look(self) -> bool:
-        """Whether there was something new. A file that was replaced or cut is read from its beginning."""
+        """Read new lines; returns whether there were any. A file that was replaced or cut is read from its beginning."""
         try:
             status = self.path.stat()
         except OSError:
@@ -69,9 +69,9 @@ class Watched:
 
     name: str
     home: Path  # runs/<run>/<stage>
-    folder: Path  # where it works now: a stage that is replaced is written beside the old one
+    folder: Path  # where it is written now: a replacement is written next to the old stage
     tail: Tail
-    title: str = ""  # what it is called: its name, and of a labelling round before the last its run's too
+    title: str = ""  # its name; for a labelling round before the last with its run's name
     record: dict[str, Any] = field(default_factory=dict)
     locked: bool = False
 
@@ -95,7 +95,7 @@ class Watched:
 
     @property
     def total(self) -> int | None:
-        """The steps that the stage will take, as it says or as its configuration asks; None if it depends on the data."""
+        """The stage's number of steps, from its record or its configuration; None if it depends on the data."""
         told = self.record.get("steps")
         if isinstance(told, int):
             return told
@@ -108,7 +108,7 @@ class Watched:
 
     @property
     def seconds_left(self) -> float | None:
-        """What is left to do at the speed of the last lines."""
+        """Seconds left at the speed of the last lines."""
         last = [row for row in self.tail.rows if is_number(row.get("time/elapsed_s"))][-RATE_LINES:]
         if self.total is None or len(last) < 2:
             return None
@@ -120,16 +120,16 @@ class Watched:
         return [row[metric] for row in self.tail.rows if is_number(row.get(metric))]
 
     def figures(self) -> Iterator[tuple[str, list[float]]]:
-        """(label, values over time) of what is worth seeing."""
+        """(label, values over time) of the figures to show."""
         for label, metric in FIGURES.get(self.name, ()):
             if values := self.values(metric):
                 yield label, values
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a stage; None if the system does not tell.
+    """Whether a process holds the lock of a stage; None if unknown.
 
-    Asking by taking the lock could keep a stage from starting, so that the kernel's list is read.
+    Taking the lock to find out could keep a stage from starting, so the kernel's list of locks is read.
     """
     try:
         inode = path.stat().st_ino
@@ -148,7 +148,7 @@ def watched(folder: Path, name: str, title: str) -> Watched:
 
 
 class Watch:
-    """A run that is looked at again and again, with the labelling rounds that the pipeline makes before its own."""
+    """A run that is polled, with the labelling rounds that the pipeline runs before the last one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -157,7 +157,7 @@ class Watch:
         self.rounds: set[Path] = set()
 
     def _find_rounds(self) -> None:
-        """Put stages of rounds that have begun since before this run's labelling, in their order."""
+        """Insert the stages of newly started rounds before this run's labelling, in order."""
         found = {
             p
             for p in self.folder.parent.glob(f"{glob.escape(self.folder.name)}-round-*")
@@ -169,14 +169,14 @@ class Watch:
         self.rounds |= found
 
     def look(self) -> bool:
-        """Reads what is new; whether anything is."""
+        """Read new lines; returns whether there were any."""
         changed = False
         self._find_rounds()
         for stage in self.stages:
             stage.follow(under_way(stage.home))
             record = read_json(stage.folder / "stage.json")
             held = is_locked(stage.folder / ".lock")
-            # Where the system does not tell, a stage that is not complete counts as running while its files change.
+            # If locks are unknown, an incomplete stage counts as running while its files change.
             locked = held if held is not None else record.get("status") == "running" and self._fresh(stage)
             changed |= (record.get("status"), locked) != (stage.record.get("status"), stage.locked)
             stage.record, stage.locked = record or stage.record, locked
@@ -195,7 +195,7 @@ class Watch:
 
     @property
     def current(self) -> Watched | None:
-        """The stage that is running, else the last one that was touched."""
+        """The running stage, else the one whose files changed last."""
         running = [stage for stage in self.begun if stage.status == "running"]
         found = running or self.begun
         return found[-1] if found else None
@@ -238,7 +238,7 @@ def screen(watch: Watch, width: int) -> list[str]:
     ]
     stage = watch.current
     if stage is None:
-        return [f"{watch.folder.name}  nothing has begun"]
+        return [f"{watch.folder.name}  nothing has started"]
     lines.append(line(stage))
     if stage.total:
         room = max(10, min(60, width - 4))

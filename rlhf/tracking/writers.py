@@ -1,8 +1,8 @@
-"""Where a stage's metrics and samples go: JSON Lines in its folder, and W&B or TensorBoard where asked for.
+"""Writes a stage's metrics and samples: JSON Lines in its folder, and optionally W&B or TensorBoard.
 
-The files are the record: the report, the tests and a resume read them. W&B and TensorBoard are views of the same
-numbers and may fail at any time without touching training. The meaning of a metric is in `metrics.py`.
-Make one tracker a stage, on the main process only, and one of kind "silent" on every other process.
+The files are the record: the report, the tests and a resume read them. W&B and TensorBoard show the same numbers and may
+fail at any time without affecting training. `metrics.py` defines the metrics. Make one tracker per stage, on the main
+process only, and one of kind "silent" on every other process.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["wandb", "tensorboard", "jsonl", "off", "silent"]
 SAMPLE_KEYS = ("id", "prompt", "response")
-# Seconds that finishing a view may take beyond what the view itself is allowed.
+# Seconds that finishing a view may take in addition to the view's own limit.
 FINISH_MARGIN = 5.0
 
 
@@ -35,7 +35,7 @@ class Tracker:
     def __init__(
         self, folder: Path | None, resume_step: int, view: Callable[[], Sink] | None = None, with_samples: bool = True
     ) -> None:
-        """view: makes the sink beside the files, after they are open. with_samples: false keeps no generated text."""
+        """view: makes the sink, after the files are open. with_samples: false keeps no generated text."""
         self._with_samples = with_samples
         self._warned: set[str] = set()
         self._metrics: TextIO | None = None
@@ -46,7 +46,7 @@ class Tracker:
         self._resume_step, self._kept, self._kept_samples = resume_step, set[str](), set[str]()
         if folder is not None:
             newest = self._open(folder, resume_step)
-            # The clock goes on where the kept part of the run stopped.
+            # The clock continues from the end of the kept lines.
             self._started -= float(newest.get("time/elapsed_s") or 0.0)
         self._view = view() if view is not None else None
 
@@ -66,7 +66,7 @@ class Tracker:
         return newest
 
     def _remember(self, metrics: Path, samples: Path) -> None:
-        """What the kept lines of the step that a stage goes on from hold: what it wrote after that step's checkpoint."""
+        """The names in the kept lines of the step from which a stage resumes: written after that step's checkpoint."""
         for row in read_jsonl(metrics):
             if row["progress/step"] == self._resume_step:
                 self._kept |= row.keys()
@@ -83,11 +83,11 @@ class Tracker:
     ) -> None:
         """Writes one line. Several lines may share a step; log a step before its checkpoint is saved.
 
-        Of the step that a stage resumes from, names that the file has already are passed over: who was killed after that
-        step's checkpoint says the same again.
+        For the step from which a stage resumes, names that the file already has are skipped: a stage that was killed after
+        that step's checkpoint logs them again.
 
         Values are numbers or one-element tensors. `time/elapsed_s` is added. A value that is not finite is
-        written as null, with one warning a name, so that the file stays JSON.
+        written as null, with one warning per name, so that the file stays valid JSON.
         Raises: ValueError if the table of metrics lacks a name.
         """
         check_names(metrics)
@@ -117,7 +117,7 @@ class Tracker:
             return value
         if name not in self._warned:
             self._warned.add(name)
-            logger.warning("%s is %s: written as null (said once)", name, value)
+            logger.warning("%s is %s: written as null (only one warning per name)", name, value)
         return None
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
@@ -126,7 +126,7 @@ class Tracker:
         Give the same held-out prompts each time, by `id`. Keys: id, prompt, response; score; kl, nats of the whole
         response; length, response tokens; parts, {name: number} that the score is made of; gold, the judge's own
         parts; tokens and kl_tokens, lists of the response's tokens as text and of logp - logp_ref for each, which
-        the report shades. All but the first three may be missing.
+        the report shades. All except the first three may be missing.
         Raises: ValueError if a row lacks id, prompt or response, or its tokens and kl_tokens differ in number.
         """
         for row in rows:
@@ -212,7 +212,7 @@ def make_tracker(
     resume_step: the step of the checkpoint that training goes on from. Lines after it are dropped, since
         they will be written again; 0 empties the files.
     W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
-    keeps its run id over a resume. Its failures are told once and stop nothing.
+    keeps its run id over a resume. Its failures give one warning and stop nothing.
     Raises: UserError for an unknown kind, and for tensorboard if the package is missing.
     """
     if kind not in get_args(Kind):
@@ -230,7 +230,7 @@ def make_tracker(
 def _wandb_view(folder: Path, run: str, stage: str, config: dict[str, Any], project: str) -> Sink:
     from rlhf.tracking import wandb_run
 
-    # Read here, before this process appends to the files.
+    # read before this process appends to the files
     metrics = [row for row in read_jsonl(folder / "metrics.jsonl") if isinstance(row.get("progress/step"), int)]
     samples = [row for row in read_jsonl(folder / "samples.jsonl") if isinstance(row.get("step"), int)]
 
@@ -238,7 +238,7 @@ def _wandb_view(folder: Path, run: str, stage: str, config: dict[str, Any], proj
         return wandb_run.WandbSink(folder, run, stage, config, project, (metrics, samples))
 
     limit = wandb_run.seconds_allowed("RLHF_WANDB_FINISH_SECONDS", wandb_run.FINISH_TIMEOUT)
-    # A stage may end before W&B has started: the wait covers both.
+    # a stage may end before W&B has started, so the wait covers both
     limit += wandb_run.seconds_allowed("RLHF_WANDB_INIT_SECONDS", wandb_run.INIT_TIMEOUT)
     return Background("Weights & Biases", start, limit + FINISH_MARGIN)
 

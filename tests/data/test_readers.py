@@ -62,7 +62,7 @@ DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
     ("line", "message"),
     [
         (b"{", "not JSON"),
-        (b'{"a": 1} {"a": 2}', "got text after the object, want one object a line"),
+        (b'{"a": 1} {"a": 2}', "got text after the object, want one object per line"),
         (b"[1]", "got a list, want an object {…}"),
         (b"3", "got a number, want an object {…}"),
         (b'{"a": NaN}', "got NaN, which JSON has not: want a number or null"),

@@ -51,7 +51,7 @@ def test_rows_know_their_line_number_offset_and_bytes(table):
 def test_ragged_rows_are_rejects_at_their_line(table):
     short, long, good = read(table(b'q,a\n"1\n2"\n3,4,5\n6,7\n'))
     assert (short.line, short.number, short.message) == (
-        2, 1, "got 1 cells, want 2 as in the header: quote cells that hold the delimiter")  # fmt: skip
+        2, 1, "got 1 cells, want 2 as in the header: quote cells that contain the delimiter")  # fmt: skip
     assert (long.line, long.number, long.raw) == (4, 2, b"3,4,5\n")
     assert good.line == 5 and good.value == {"q": "6", "a": "7"}
 
@@ -127,7 +127,7 @@ def test_a_large_cell_is_read(table):
         (b"\xffq,a\n", "t.csv:1: byte 0xff is not utf-8 text: set encoding=utf-16, cp1252, … or mend the file"),
         (
             "q,a\n".encode("utf-16-le"),
-            "t.csv:1: the header holds NUL bytes: if the file is UTF-16, set encoding=utf-16",
+            "t.csv:1: the header contains NUL bytes: if the file is UTF-16, set encoding=utf-16",
         ),
         (b'"q,a\n', "t.csv:1: header: a quote opens a cell and never closes"),
     ],
@@ -348,7 +348,7 @@ def test_rows_that_share_a_long_text_are_made_a_few_at_a_time(tmp_path, monkeypa
     assert [value["b"] for value in values] == list(range(2000)) and max(sizes) <= 10
     assert values[1999]["a"] == (["x" * 100_000] if nested else "x" * 100_000)
     monkeypatch.setattr(arrow_rows, "MAX_EXPANSION", 1)
-    with pytest.raises(UserError, match=r"bomb.* its rows hold more than 1 times what the file does"):
+    with pytest.raises(UserError, match=r"bomb.* its rows contain more than 1 times what the file does"):
         list(read_table(path, path.name))
     monkeypatch.setattr(arrow_rows, "MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(arrow_rows, "MAX_EXPANSION", 10**9)
@@ -362,7 +362,9 @@ def test_cells_that_share_a_long_text_are_counted_before_the_sheet_is_opened(tmp
     path = write_xlsx(tmp_path / "bomb.xlsx", {"S": "".join(rows)}, shared="".join(shared))
     assert values(read(path)) == [{"question": "x" * 5000, "answer": "x" * 5000}] * 60
     monkeypatch.setattr(spreadsheets, "MAX_CHARACTERS", 600_013)
-    with pytest.raises(UserError, match=r'sheet "S": its cells hold 1 million characters, above 1 million: export it'):
+    with pytest.raises(
+        UserError, match=r'sheet "S": its cells contain 1 million characters, above 1 million: export it'
+    ):
         read(path)
     monkeypatch.setattr(spreadsheets, "MAX_CHARACTERS", 600_014)
     assert len(read(path)) == 60
@@ -378,5 +380,5 @@ def test_a_text_that_an_ods_file_repeats_counts_as_often_as_it_does(tmp_path, mo
     monkeypatch.setattr(spreadsheets, "MAX_CHARACTERS", 1503)
     assert len(read(path)) == 5
     monkeypatch.setattr(spreadsheets, "MAX_CHARACTERS", 1502)
-    with pytest.raises(UserError, match=r"t.ods: its cells hold 0 million characters"):
+    with pytest.raises(UserError, match=r"t.ods: its cells contain 0 million characters"):
         read(path)

@@ -61,7 +61,7 @@ def test_a_table_that_fails_costs_no_number(caplog: pytest.LogCaptureFixture) ->
     view.finish(False)
     assert [call[0] for call in sink.calls] == ["log"] * 3 + ["finish"]
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "View could not show samples (ConnectionError: broken pipe): going on without its tables" in told
+    assert "View could not show samples (ConnectionError: broken pipe): continuing without its tables" in told
 
 
 def test_a_number_that_fails_ends_it_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +90,7 @@ def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) 
     release.set()
     time.sleep(0.2)
     assert [record.getMessage() for record in caplog.records] == [
-        "View did not finish in 0 s: going on without it, metrics.jsonl has everything"
+        "View did not finish in 0 s: continuing without it, metrics.jsonl has everything"
     ]
 
 

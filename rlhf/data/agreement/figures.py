@@ -1,7 +1,7 @@
 """The statistics of labelers' agreement, computed from arrays of judgements.
 
-Records and texts are handled in `judgements.py`. The statistics themselves are the libraries'
-(statsmodels, krippendorff, scipy); here the judgements are counted into the tables that those want.
+Records and texts are handled in `judgements.py`. The libraries statsmodels, krippendorff and scipy compute the
+statistics; this module counts the judgements into the tables that they need.
 
 The unit of percent agreement, both kappas and alpha is a pair of responses (i, j) of one item, and the
 categories are "i better", "tie" and "j better". Neither response of a pair is the first one, so every pair is
@@ -18,7 +18,7 @@ import numpy as np
 
 MISSING = 2  # the verdict on a pair that was not judged
 MIN_COMMON_ITEMS = 10  # a pair of labelers with fewer common items has no kappa
-MAX_LABELERS = 50  # an item judged by more people is left out where labelers are compared two by two
+MAX_LABELERS = 50  # items judged by more people are left out of figures that compare labelers two by two
 MAX_LISTED = 1000  # labelers, or pairs of labelers, in a report
 
 _NO_SHARED_ITEMS = "no item was judged by two or more labelers"
@@ -26,9 +26,9 @@ _NO_VARIANCE = "no variance: every judgement is the same, so chance explains it 
 
 
 class Judgements(NamedTuple):
-    """Judgements of whole items that have the same number K of responses, P = K (K - 1) / 2 pairs i < j.
+    """Judgements of complete items with the same number K of responses, P = K (K - 1) / 2 pairs i < j.
 
-    One row is what one person says of one item; the R rows of an item are adjacent, people ascending.
+    One row is one person's judgement of one item; the R rows of an item are adjacent, people ascending.
     """
 
     verdicts: np.ndarray  # (R, P) int8: 1 where i is better, -1 where j is, 0 a tie, MISSING
@@ -36,7 +36,7 @@ class Judgements(NamedTuple):
     ratings: np.ndarray  # (R, K) float32 from 1 to 7, NaN unrated
     people: np.ndarray  # (R,) int64; those from `named` on have no name and occur once
     starts: np.ndarray  # (I,) the first row of each item
-    chosen: np.ndarray  # (I,) bool: in the sample for the figures that are not cheap
+    chosen: np.ndarray  # (I,) bool: in the sample for the expensive figures
 
 
 def ratio(agreements: np.ndarray, comparisons: np.ndarray) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def ratio(agreements: np.ndarray, comparisons: np.ndarray) -> dict[str, Any]:
     value = a.sum() / m.sum()
     interval = None
     if n > 1:
-        squares = fsum((a - value * m) ** 2)  # the same to the last bit whatever the order of the items
+        squares = fsum((a - value * m) ** 2)  # the same bits for any order of the items
         error = float(np.sqrt(n / (n - 1) * squares) / m.sum())
         interval = [max(0.0, float(value) - 1.96 * error), min(1.0, float(value) + 1.96 * error)]
     return {"value": float(value), "ci95": interval, "n": n, "pairs": int(m.sum())}
@@ -62,7 +62,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _quietly(function: Any, *args: Any, **kwargs: Any) -> float | None:
-    """What a library computes; None if that is no number. Its warnings stay off the screen."""
+    """The result of a library's function without its warnings; None if it is not a finite number."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         return _finite(function(*args, **kwargs))
@@ -128,7 +128,7 @@ class Figures:
         self._tied, self._judged_pairs = np.zeros(m, np.int64), np.zeros(m, np.int64)
         self._item_sums: list[np.ndarray] = []  # (2, n) agreements and comparisons of each item
         self._row_sums: list[np.ndarray] = []  # (3, n) person, agreements and comparisons with others
-        self._units: list[np.ndarray] = []  # (n, 3) how many say j better, tie, i better
+        self._units: list[np.ndarray] = []  # (n, 3) number of people who say j better, tie, i better
         self._tables: dict[int, np.ndarray] = {}  # of two people: the (9,) table, then their common items
         self._orders: Counter[bytes] = Counter()  # two rows of ranks
         self._rated: list[np.ndarray] = []  # (2, n) response and rating
@@ -172,14 +172,14 @@ class Figures:
         agree = (better * (better - 1) + worse * (worse - 1)).sum(1) // 2
         compared = (strict * (strict - 1)).sum(1) // 2
         self._item_sums.append(np.stack([agree, compared])[:, compared > 0])
-        own = np.where(batch.verdicts == 1, better[item], worse[item])  # who say the same, oneself included
+        own = np.where(batch.verdicts == 1, better[item], worse[item])  # people who say the same, oneself included
         is_strict = np.abs(batch.verdicts) == 1
         agree, compared = ((others - 1).sum(1, where=is_strict) for others in (own, strict[item]))
         rows = (batch.people < len(self.names)) & (compared > 0)
         self._row_sums.append(np.stack([batch.people, agree, compared])[:, rows])
 
     def _add_tables(self, batch: Judgements, first: np.ndarray, second: np.ndarray) -> None:
-        """Cohen's tables of two named people: what one says by what the other says."""
+        """Cohen's tables of two named people: the verdicts of one by those of the other."""
         rows = batch.people[second] < len(self.names)  # people ascend, so the first has a name too
         a, b = batch.verdicts[first[rows]], batch.verdicts[second[rows]]  # (n, P)
         both = (a != MISSING) & (b != MISSING)
@@ -209,7 +209,7 @@ class Figures:
         self._rated_responses += int(twice.sum())
 
     def compute(self) -> dict[str, Any]:
-        """Every figure but the time that labelers take. Keys: see `AgreementCounter.report`."""
+        """Every figure except the labelers' times. Keys: see `AgreementCounter.report`."""
         pairwise = ratio(*np.concatenate([np.zeros((2, 0)), *self._item_sums], 1))
         if pairwise["value"] is None:
             self.notes["pairwise"] = "no two labelers put the same pair in a strict order"

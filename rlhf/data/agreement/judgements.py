@@ -1,6 +1,6 @@
-"""How often labelers agree with each other: the yardstick beside the reward model's accuracy.
+"""How often labelers agree with each other, as a reference for the reward model's accuracy.
 
-Judgements are kept as bytes by `agreement_packing.py`; the statistics are in `agreement_figures.py`.
+Judgements are stored as bytes by `packing.py`; the statistics are in `figures.py`.
 """
 
 from array import array
@@ -14,7 +14,9 @@ from rlhf.data.agreement import packing
 from rlhf.data.agreement.figures import MAX_LABELERS, Figures, Judgements, ratio
 from rlhf.data.records import Ranking, shown
 
-MAX_COMPARISONS = 300_000  # of labelers on pairs of responses; above this, alpha, Fleiss' kappa and tau take a sample
+MAX_COMPARISONS = (
+    300_000  # comparisons of two labelers on a pair; above this, alpha, Fleiss' kappa and tau use a sample
+)
 _SHOWN = 20  # labelers on the screen
 _LINES = (  # title, figure, whether a share, its count, the unit of the count
     ("pairwise agreement", "pairwise", True, "pairs", "comparisons"),
@@ -74,7 +76,7 @@ def pairwise_agreement(rankings: Sequence[Ranking]) -> dict[str, Any]:
 
 
 class Judgement(NamedTuple):
-    """What agreement needs of a record; `packed` is None if it has too many responses."""
+    """The part of a record that agreement needs; `packed` is None if it has too many responses."""
 
     packed: tuple[bytes, int, int, bytes] | None
     labeler: str | None
@@ -94,7 +96,7 @@ class AgreementCounter:
 
     An item is a prompt with its set of response texts, whatever their order and ids; it is kept as a 128-bit
     hash. Records without a labeler count as different people. A labeler who judged an item more than once counts
-    once: a pair goes to the response preferred more often (a tie where neither is), ranks and ratings are averaged.
+    once: a pair goes to the response preferred more often (a tie if neither is), ranks and ratings are averaged.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class AgreementCounter:
         self._seconds = array("d")  # NaN: not given
         self._sizes = bytearray()  # K, the number of different response texts
         self._forms = bytearray()
-        self._judgements = bytearray()  # K ranks or K (K - 1) / 2 verdicts, then K ratings, whichever were given
+        self._judgements = bytearray()  # K ranks or K (K - 1) / 2 verdicts, then K ratings, as given
         self._too_large = 0
 
     def add(self, ranking: Ranking) -> None:
@@ -112,7 +114,7 @@ class AgreementCounter:
         self.add_judgement(judgement_of(ranking))
 
     def add_judgement(self, judgement: "Judgement | None") -> None:
-        """Count what `judgement_of` made of a record, perhaps in another process."""
+        """Count a result of `judgement_of`, perhaps from another process."""
         if judgement is None:
             return
         if judgement.packed is None:

@@ -1,6 +1,6 @@
-"""Judgements as bytes, one judgement a few of them, and back to arrays.
+"""Judgements as a few bytes each, and back to arrays.
 
-Only what the figures of agreement need is kept: neither texts nor ids. Responses are in the order of their texts.
+Only the parts that the figures of agreement need are kept: neither texts nor ids. Responses are in the order of their texts.
 """
 
 from collections import defaultdict
@@ -13,16 +13,16 @@ import numpy as np
 from rlhf.data.agreement.figures import MISSING
 from rlhf.data.records import Ranking
 
-MAX_RESPONSES = 250  # an item of more responses is left out: a rank is kept in one byte
-RANKS, PAIRS, RATINGS = 1, 2, 4  # what the bytes of a judgement hold
+MAX_RESPONSES = 250  # items with more responses are left out: a rank is stored in one byte
+RANKS, PAIRS, RATINGS = 1, 2, 4  # the form of a judgement's bytes
 _UNRANKED = 255
-_BATCH_CELLS = 500_000  # verdicts looked at together when the report is made
+_BATCH_CELLS = 500_000  # verdicts processed together for the report
 
 
 def pack(ranking: Ranking) -> tuple[bytes, int, int, bytes]:
     """The item's hash, its number K of different texts, the form, and the bytes of one judgement.
 
-    They are K ranks or K (K - 1) / 2 verdicts, then K ratings, whichever were given.
+    They are K ranks or K (K - 1) / 2 verdicts, then K ratings, as given.
     """
     texts = sorted({response.text for response in ranking.responses})
     position = {text: i for i, text in enumerate(texts)}
@@ -38,9 +38,11 @@ def pack(ranking: Ranking) -> tuple[bytes, int, int, bytes]:
 
 
 def _digest(ranking: Ranking, texts: list[str]) -> bytes:
-    """16 bytes that name the item: its prompt and its different response texts."""
+    """16 bytes that identify the item: a hash of its prompt and its different response texts."""
     parts = [part for message in ranking.prompt for part in (message.role, message.content)] + texts
-    lengths = ",".join(str(len(part)) for part in parts)  # so that no two lists of parts read alike
+    lengths = ",".join(
+        str(len(part)) for part in parts
+    )  # lengths, so that different lists of parts give different bytes
     text = f"{len(ranking.prompt)}:{lengths}:{''.join(parts)}"
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

@@ -1,1 +1,1 @@
-"""What the importers share: chat turns, column mappings, verdict words."""
+"""Shared by the importers: chat turns, column mappings, verdict words."""

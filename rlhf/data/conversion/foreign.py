@@ -1,7 +1,7 @@
-"""What foreign formats have in common: chat turns, ids, numbers, and scores as an order. It depends on no format.
+"""Shared by foreign formats: chat turns, ids, numbers, and scores as an order. It depends on no format.
 
-Text is never changed: no white space is stripped, no HTML entity decoded. Where a format does so, because it
-joins or cuts strings, its file documents that.
+Text is never changed: no white space is stripped, no HTML entity decoded. If a format does so, because it joins
+or cuts strings, its file documents that.
 """
 
 import math
@@ -29,9 +29,9 @@ Turns = list[dict[str, Any]]
 
 
 def chat_text(value: Any, field: str) -> str:
-    """What a turn says: a string as it is, or typed parts, whose texts follow each other without a gap.
+    """The text of a turn: a string, or typed parts, whose texts are joined without a gap.
 
-    Raises: BadRow if it is neither, or if a part is no text (an image, a tool call).
+    Raises: BadRow if it is neither, or if a part is not text (an image, a tool call).
     """
     if isinstance(value, str):
         return value
@@ -92,10 +92,10 @@ def _more(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dialogue_record(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """One record of a dialogue: a demonstration of its last answer, or a prompt if nothing is answered.
+    """One record of a dialogue: a demonstration of its last answer, or a prompt if it has no answer.
 
     Earlier answers are turns of its prompt, which SFT learns too (sft.turns). If turns have a `loss_weight` (or `weight`),
-    an answer of weight 0 is context. What follows the answer is kept as `metadata.later_turns`; other keys of its turn as
+    an answer of weight 0 is context. Turns after the answer are kept as `metadata.later_turns`; other keys of its turn as
     `metadata.answer`.
 
     Raises: BadRow if every answer has weight 0.
@@ -142,9 +142,9 @@ def response_of(name: str, turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def id_and_rest(row: Mapping[str, Any], *used: str, ids: Sequence[str] = ("id",)) -> tuple[str | None, dict[str, Any]]:
-    """The row's id if it has a text for one, and what else is not `used`, for `metadata`.
+    """The row's id if it is a text, and all other keys that are not `used`, for `metadata`.
 
-    A number says nothing outside of its file: it names no record and stays metadata.
+    A number means nothing outside of its file: it is not used as an id and stays in the metadata.
     """
     key = next((key for key in ids if isinstance(row.get(key), str) and row[key]), None)
     return (None if key is None else row[key]), other_keys(row, *used, *([] if key is None else [key]))
@@ -175,5 +175,5 @@ def ranking_of(scores: Mapping[str, float], *, best: str) -> list[list[str]]:
 
 
 def letters(n: int) -> Sequence[str]:
-    """Names for n responses that have none: a, b, c, …, then r27 on."""
+    """Names for n responses that have none: a, b, c, …, then r27, r28, …"""
     return [chr(ord("a") + i) if i < 26 else f"r{i + 1}" for i in range(n)]

@@ -1,6 +1,5 @@
-"""A row of a table as records, once it is known which columns hold what. The settings are read in `importers/table.py`.
-
-How words are read is in `verdicts.py`, how nested columns are found in `paths.py`. Files are read elsewhere.
+"""Converts a row of a table to records, given the meaning of its columns. `importers/table.py` reads the settings,
+`verdicts.py` the words of judgements, and `paths.py` nested columns.
 """
 
 import math
@@ -19,7 +18,7 @@ from rlhf.data.records import shown
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The columns by what they hold, each a list of paths; and how judgements are read."""
+    """The columns by meaning, each a list of paths; and how judgements are read."""
 
     columns: Mapping[str, tuple[str, ...]]
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
@@ -35,17 +34,17 @@ class Mapped:
         return None if value is MISSING or is_empty(value) else _text(value, path)
 
     def recognise(self, row: Mapping[str, Any]) -> str:
-        """How the file is read; every row is taken."""
+        """Every row matches; returns how the file is read."""
         if not self.of("winner"):
             return "columns as named"
         return f"columns as named; {', '.join(self.of('winner'))}: {self.vocabulary.described()}"
 
     def convert(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The records of one row: several where several labelers judged it.
+        """The records of one row: several if several labelers judged it.
 
-        Raises: BadRow if a cell cannot be what its column is said to be, or nobody judged.
+        Raises: BadRow if a cell does not fit the meaning of its column, or nobody judged.
         """
-        rankings = list(self._rankings(row))  # first, since a row without a judgement is worth no other complaint
+        rankings = list(self._rankings(row))  # first: for a row without a judgement no other message matters
         rest: Mapping[str, Any] = row
         for name, paths in self.columns.items():
             for path in paths if name not in ("winner", "rating") else self._read_judgements(row, name):
@@ -72,7 +71,7 @@ class Mapped:
             yield made | ranking | {"metadata": _merged(rest, own_extra | ranking["metadata"])}
 
     def _read_judgements(self, row: Mapping[str, Any], name: str) -> list[str]:
-        """The judgement columns that the record says in full: an empty one, or a thumb, stays in the metadata."""
+        """The judgement columns that the record contains completely; an empty one, or a thumb, stays in the metadata."""
         if name == "rating":
             return [] if self.thumbs else list(self.of(name))
         return [path for path in self.of(name) if not is_empty(value_at(row, path))]
@@ -81,7 +80,9 @@ class Mapped:
         value = self.one(row, name)
         if value is None or name != "created" or as_number(value) is None:
             return value
-        seconds = float(value) / (1000 if abs(float(value)) > 1e11 else 1)  # since 1970; milliseconds are that large
+        seconds = float(value) / (
+            1000 if abs(float(value)) > 1e11 else 1
+        )  # seconds since 1970; larger numbers are milliseconds
         try:
             return datetime.fromtimestamp(seconds, UTC).isoformat()
         except (ValueError, OverflowError, OSError):
@@ -202,7 +203,7 @@ class Mapped:
 
 
 def _merged(rest: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata of a record; if a column has the name of one of ours, the column wins."""
+    """Metadata of a record; if a column has the name of one of our keys, the column takes precedence."""
     return {(f"table.{key}" if key in rest else key): value for key, value in own.items()} | dict(rest)
 
 
@@ -215,7 +216,7 @@ def _unjudged(wanted: str, row: Mapping[str, Any]) -> str:
 
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """What a column holds; None if the row lacks it."""
+    """The value of a column; None if the row lacks it."""
     value = lookup(row, path)
     return None if value is MISSING else value
 
@@ -228,7 +229,7 @@ def _text(value: Any, path: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
-        return str(value)  # "True": what turns an answer into a truth value, a spreadsheet or pandas, reads that word
+        return str(value)  # "True": a spreadsheet or pandas may have converted that word to a truth value
     if isinstance(value, int | float):
         return str(value)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
@@ -238,7 +239,7 @@ def _text(value: Any, path: str) -> str:
 
 
 def _chat(value: Any) -> list[Any] | None:
-    """The turns that a cell holds, a list or one, also as JSON text; None if it holds none."""
+    """The turns in a cell, a list or a single one, also as JSON text; None if it has none."""
     value = as_json(value)
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
@@ -264,9 +265,9 @@ def _responses(cells: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cells_of(row: Mapping[str, Any], paths: Sequence[str], *, needed: bool = True) -> list[tuple[str, Any]]:
-    """(path, value) of several columns, or of the items of the list that a single one holds.
+    """(path, value) of several columns, or of the items of the list in a single one.
 
-    Raises: BadRow if a needed column is missing, or the single one holds no list.
+    Raises: BadRow if a needed column is missing, or the single one is not a list.
     """
     found = [(path, lookup(row, path)) for path in paths]
     for path, value in found:

@@ -1,7 +1,7 @@
-"""Dotted paths into a row: `answers.0.text`, `answers.*.text` for every item of a list, and keys that hold dots.
+"""Dotted paths into a row: `answers.0.text`, `answers.*.text` for every item of a list, and keys that contain dots.
 
-A key that is spelt as the whole path wins over the path; of keys with dots the longest wins. Text that is itself
-JSON, as tables keep lists in a cell, is looked into as well. The caller interprets the values.
+A key that equals the whole path takes precedence over the path; of several keys with dots, the longest does. Text that is
+itself JSON, such as a list in a table's cell, is parsed. The caller interprets the values.
 """
 
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 from rlhf.data.reading.json_rows import is_deep
 
-MISSING = object()  # no such path; a null that is there is None
+MISSING = object()  # no such path; an existing null is None
 
 
 def as_json(value: Any) -> Any:
-    """The list or object that a text spells as JSON; every other value as it is."""
+    """The list or object in a JSON text; every other value unchanged."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     try:
@@ -48,7 +48,7 @@ def lookup(value: Any, path: str) -> Any:
 
 
 def without(value: Any, path: str) -> Any:
-    """A copy of a row without the value at the path; objects and lists that this leaves empty go too, as None."""
+    """A copy of a row without the value at the path; objects and lists that become empty are removed too, as None."""
     if isinstance(value, Mapping):
         for key, rest in _splits(path):
             if key in value and (rest is None or lookup(value[key], rest) is not MISSING):
@@ -76,7 +76,7 @@ def _splits(path: str) -> list[tuple[str, str | None]]:
 
 
 def _index(step: str, length: int) -> int | None:
-    """A list's index; from the end where negative; None if it is no number or there is no such item."""
+    """A list's index, from the end if negative; None if it is not a number or there is no such item."""
     if not step.removeprefix("-").isdecimal() or not step.isascii() or len(step) > 9:
         return None
     index = int(step)

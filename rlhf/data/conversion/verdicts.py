@@ -1,11 +1,11 @@
-"""What a labeler's word says: which of K responses is better, a tie, and by how much if the scale has steps.
+"""The meaning of a labeler's word: which of K responses is better, a tie, and by how much if the scale has steps.
 
-With words given on the command line those decide and no others. Without, phrases are read as people write them
-("model_a", "B is slightly better", "left", "A>>B", "tie (bothbad)"), and numbers by all that the column holds:
+If words are given on the command line, only those count. Otherwise common phrases are read ("model_a", "B is slightly
+better", "left", "A>>B", "tie (bothbad)"), and numbers are read by all numbers of the column:
 
 - some number is K (2 of two responses): 1 is the first, K the last, 0 a tie, and 1.5 of two as well;
 - some number is negative, of two responses: a scale from the first (below 0) to the second (above 0), 0 a tie;
-- anything else, 0 and 1 alone above all, could mean two things and is refused: words must say it.
+- anything else, above all only 0 and 1, could mean two things and is refused: set words.
 """
 
 import re
@@ -49,7 +49,7 @@ _BAD = re.compile(
 )
 _NUMBER = re.compile(r"[+-]?\d{1,15}(?:\.\d{1,15})?")
 _SHOWN = 6
-_STRAY = 0.05  # of a column's numbers: so many may be slips of the pen
+_STRAY = 0.05  # share of a column's numbers that may be mistakes
 
 
 class Verdict(NamedTuple):
@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
 
 
 def normal(value: Any) -> str:
-    """A word as it is compared: "1", 1 and 1.0 are one word, capitals and outer white space do not count."""
+    """A word in the form for comparison: "1", 1 and 1.0 are one word; case and outer white space are ignored."""
     if isinstance(value, bool):
         return "true" if value else "false"
     text = str(value).strip().casefold()
@@ -82,13 +82,13 @@ def read_thumb(value: Any) -> bool | None:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, or text that is one; true and false are none."""
+    """A number, or text that is one; true and false are not numbers."""
     text = normal(value)
     return float(text) if not isinstance(value, bool) and _NUMBER.fullmatch(text) else None
 
 
 def read_phrase(text: str, k: int) -> Verdict | None:
-    """A phrase that names one of K responses or a tie; None if it does neither. A bare number is no phrase."""
+    """A phrase that names one of K responses or a tie; None if it does neither. A bare number is not a phrase."""
     words = re.sub(r"[\s_\-/,;:.!?()\[\]\"'*]+", " ", text.casefold()).strip()
     if _TIES.fullmatch(words):
         return Verdict(TIE)
@@ -129,12 +129,12 @@ def _compared(found: re.Match[str]) -> Verdict | None:
 class Vocabulary:
     """How one file's judgements are read."""
 
-    words: Mapping[str, int] = field(default_factory=dict)  # normal word -> 0, 1 or TIE; none: the usual ones
-    numbers: str = "undecided"  # places (1 … K), signed, or undecided
-    scale: bool = False  # whether some of the file's words say by how much
+    words: Mapping[str, int] = field(default_factory=dict)  # normal word -> 0, 1 or TIE; None: the usual words
+    numbers: str = "undecided"  # positions (1 … K), signed, or undecided
+    scale: bool = False  # whether some of the file's words state by how much
 
     def looked_at(self, cells: Sequence[tuple[Any, int]]) -> "Vocabulary":
-        """The vocabulary after a look at many judgements, each with the K of its row.
+        """The vocabulary for many judgements, each with the K of its row.
 
         Raises: ValueError if their numbers could mean two things.
         """
@@ -147,7 +147,7 @@ class Vocabulary:
         numbers = sorted({number for number, _ in pairs})
         if not numbers:
             return Vocabulary(self.words, self.numbers, scale)
-        rare = _STRAY * len(pairs)  # a slip in one row makes that row a reject, but must not reverse the scale of all
+        rare = _STRAY * len(pairs)  # a mistake in one row makes it a reject, but must not reverse the scale of all
         negative, beyond = (sum(test(*pair) for pair in pairs) for test in (lambda n, k: n < 0, lambda n, k: n > k))
         if negative > rare and all(k == 2 for _, k in pairs):
             return Vocabulary(self.words, "signed", scale or max(abs(numbers[0]), numbers[-1]) > 1)
@@ -158,7 +158,7 @@ class Vocabulary:
     def read(self, value: Any, names: Sequence[str], texts: Sequence[str]) -> Verdict:
         """One cell's verdict over the responses whose columns and texts these are.
 
-        Raises: ValueError if it says nothing that is known, or two things.
+        Raises: ValueError if it is unknown or ambiguous.
         """
         word = normal(value)
         if self.words:
@@ -200,7 +200,7 @@ class Vocabulary:
         return Verdict(int(number) - 1) if number.is_integer() and 1 <= number <= k else None
 
     def described(self) -> str:
-        """What is understood, in a few words."""
+        """A short description of how judgements are read."""
         if self.words:
             names = {0: "first", 1: "second", TIE: "tie"}
             return ", ".join(f"{word} ({names[outcome]})" for word, outcome in self.words.items())
@@ -213,7 +213,7 @@ class Vocabulary:
 
 
 def ambiguous(numbers: Sequence[float], k: int) -> str:
-    """Why such numbers are refused, and the way out."""
+    """Why such numbers are refused, and what to do."""
     listed = [normal(number) for number in numbers[:_SHOWN]] + ["…"] * (len(numbers) > _SHOWN)
     came = " and ".join(listed) if len(listed) < 3 else ", ".join(listed)
     asks = "is 0 the first response or a tie?" if 0 in numbers else "is 1 the first response or the second?"

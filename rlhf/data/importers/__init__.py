@@ -1,8 +1,8 @@
 """Foreign formats as records: the registry, recognition (`format=auto`), and the loop that validates.
 
-A format is one file in this folder with a `FORMAT`. It turns one row into records as plain dicts and knows
-nothing of files or of validation; a row that it cannot turn raises `BadRow` and becomes a reject, and the
-good rows go on.
+A format is one file in this folder with a `FORMAT`. It converts one row into records as plain dicts, without
+reading files or validating. If it cannot convert a row, it raises `BadRow`; the row becomes a reject, and the
+import continues.
 """
 
 import difflib
@@ -27,14 +27,14 @@ from rlhf.data.revisions import without_replaced
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
 
-LOOK_AHEAD = 20  # rows that recognition looks at
+LOOK_AHEAD = 20  # rows used for recognition
 _SHOWN_PROBLEMS = 5
 _KEYS = 12  # of a row, in a message
 _NEAREST = 3  # formats, in a message
 
 
 class BadRow(Exception):
-    """A row that a format cannot turn into records: which field, what came and what was wanted."""
+    """A row that a format cannot convert: the field, and a message `got …, want …`."""
 
     def __init__(self, field: str, message: str):
         super().__init__(message)
@@ -47,11 +47,11 @@ class Format:
     """One foreign format."""
 
     name: str
-    wants: str  # the shape of a row, in a few words, for messages
+    wants: str  # the shape of a row as a short text, for messages
     recognise: Callable[[Mapping[str, Any]], str | None]  # why a row is of this format; None if it is not
-    # records, each with its `kind`; a part of the row that is given up, as a BadRow among them
+    # records, each with its `kind`; a BadRow for each part of the row that cannot be converted
     convert: Callable[[Mapping[str, Any]], Iterable[dict[str, Any] | BadRow]]
-    joins: bool = False  # pairwise judgements over one item's responses become one ranking a labeler
+    joins: bool = False  # pairwise judgements over one item's responses become one ranking per labeler
     # Rows of a whole file that belong together, as the rows that are converted; with the file's name, for messages.
     gather: Callable[[Iterable[Row | Reject], str], Iterator[Row | Reject]] | None = None
     # The format for one file, after a look at its name and first rows, if the columns' values matter.
@@ -78,20 +78,20 @@ def require_text(row: Mapping[str, Any], key: str) -> str:
 
 
 def other_keys(row: Mapping[str, Any], *used: str) -> dict[str, Any]:
-    """What a format does not use, for `metadata`: nothing that was read is dropped."""
+    """The keys that a format does not use, for `metadata`, so that nothing is dropped."""
     return {key: value for key, value in row.items() if key not in used}
 
 
 @dataclass(slots=True)
 class FileInfo:
-    """What one file was taken for, and what came of it."""
+    """The recognised format of one file, and the number of its records."""
 
     name: str
     format: str
     why: str  # how the format was recognised; "asked for" if the user named it
     rows: int = 0
     records: Counter[str] = field(default_factory=Counter)  # by kind
-    sha256: str = ""  # of the file's bytes; of the rows for a hub data set
+    sha256: str = ""  # sha256 of the file's bytes; for a hub data set, of its rows
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class SourceInfo:
 
 
 def _nearest(row: Mapping[str, Any]) -> str:
-    """The formats whose keys are most like those of a row, with what they want; none if nothing is alike."""
+    """The formats whose keys are most similar to those of a row, with their keys; empty if none is similar."""
 
     def likeness(one: Format) -> float:
         named = set(re.findall(r"\w+", one.wants.lower()))
@@ -185,9 +185,9 @@ def choose_format(name: str, rows: list[Row], asked: str, setting: str = "data.f
 
 
 def convert_row(row: Row, chosen: Format) -> tuple[list[dict[str, Any]], list[BadRow]]:
-    """What a format makes of a row, before validation; parts that it gives up (yields as BadRow) apart.
+    """A row's records before validation, and separately the BadRow of each part that cannot be converted.
 
-    Raises: BadRow, also for a shape that the format did not reckon with.
+    Raises: BadRow, also for a shape that the format does not expect.
     """
     values: list[dict[str, Any]] = []
     parts: list[BadRow] = []
@@ -201,7 +201,7 @@ def convert_row(row: Row, chosen: Format) -> tuple[list[dict[str, Any]], list[Ba
         raise
     except RecursionError as error:
         raise BadRow("", "nested too deeply") from error
-    except Exception as error:  # a shape that no one thought of must not stop the good rows
+    except Exception as error:  # an unexpected shape must not stop the other rows
         came = shown(f"{type(error).__name__}: {error}")[1:-1]
         raise BadRow("", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}") from error
     return values, parts
@@ -280,7 +280,7 @@ def row_bytes(row: Row) -> bytes:
         return row.raw
     try:
         return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    except (ValueError, TypeError, RecursionError):  # a circle, keys of odd types, or too deep
+    except (ValueError, TypeError, RecursionError):  # circular, with keys of other types, or too deep
         return ascii(list(row.value)).encode()
 
 
@@ -331,7 +331,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
 def load_kind(
     sources: Any, format: str, wanted: type[RecordType], allow_partial: bool = False
 ) -> tuple[list[RecordType], SourceInfo]:
-    """The records of one kind; others in the same files are left out and stay counted in the info.
+    """The records of one kind; those of other kinds are left out, but counted in the info.
 
     Raises: UserError as `load_all`, and if there is no record of that kind.
     """

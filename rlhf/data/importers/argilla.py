@@ -14,7 +14,7 @@ a question has, so names decide:
 - over one response: a number is its rating; labels are flags; texts are comments.
 - without a response: a text is a demonstration.
 
-One record an annotator and question. Answers that were not submitted, or judge nothing, stay under `metadata`.
+One record per annotator and question. Answers that were not submitted, or judge nothing, stay under `metadata`.
 """
 
 import re

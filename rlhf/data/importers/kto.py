@@ -1,7 +1,7 @@
-"""KTO's forms: one answer with a thumb, up or down; it forms no pair.
+"""KTO's forms: one answer with a label true or false; there is no pair.
 
-Kept as a ranking of one response with a rating, 7 for true and 1 for false: the ends of the scale, since a
-thumb has no middle. The label itself stays under `metadata`.
+It becomes a ranking of one response with a rating, 7 for true and 1 for false: the ends of the scale. The label
+itself stays under `metadata`.
 """
 
 from collections.abc import Iterator, Mapping

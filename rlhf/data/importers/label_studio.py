@@ -1,8 +1,8 @@
 """Label Studio: exports (JSON, JSON-MIN, CSV) and task files, with pairwise, ranker, rating and choices interfaces.
 
-One annotation is one record; what was skipped is no judgement. A task without any annotation is a ranking still to be
-made. Tasks that `rlhf sample` wrote give back their ids; how a foreign task is read is in `data/label_studio.py`. Not
-here: joining the pairs of one item into a ranking, which the import does.
+One annotation is one record; a skipped one is no judgement. A task without any annotation is a ranking still to be
+made. Tasks that `rlhf sample` wrote keep their ids; `data/label_studio.py` reads other tasks. The import joins the pairs
+of one item into a ranking.
 """
 
 import json
@@ -25,7 +25,7 @@ from rlhf.data.label_studio import (
 )
 from rlhf.data.records import shown
 
-MIN_KEYS = ("annotation_id", "annotator", "lead_time")  # what a flat export (JSON-MIN, CSV) states of an annotation
+MIN_KEYS = ("annotation_id", "annotator", "lead_time")  # the keys of an annotation in a flat export (JSON-MIN, CSV)
 OWN_KEYS = ("item", "prompt", "dialogue", "about", "metadata", "responses", "left", "right", "left_id", "right_id")
 FLAT_KEYS = ("id", "annotation_id", "annotator", "created_at", "updated_at", "lead_time")
 

@@ -1,4 +1,4 @@
-"""The import format itself: rows with a `kind`. Records validate themselves, so nothing is turned here."""
+"""The import format itself: rows with a `kind`. Records validate themselves, so nothing is converted here."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

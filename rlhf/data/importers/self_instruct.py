@@ -31,7 +31,7 @@ def _instance(instruction: str, instance: Any, field: str) -> dict[str, Any]:
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any] | BadRow]:
-    """One demonstration an instance, or a BadRow in its place.
+    """One demonstration per instance, or a BadRow in its place.
 
     The prompt is the instruction and, after a blank line, the input if any; both are stripped.
     """

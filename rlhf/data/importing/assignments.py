@@ -1,6 +1,6 @@
-"""The splits of an import: users and groups stay together, what records state and earlier imports decided is kept.
+"""The splits of an import: users and groups stay together, and stated splits and those of earlier imports are kept.
 
-Nothing but hashes is held. A prompt's records have one split because it is decided by `key`, the hash of the split key
+Only hashes are stored. A prompt's records have one split because it is decided by `key`, the hash of the split key
 (`splits.py`). The first of these decides it:
 
     1. what an earlier import gave the prompt
@@ -89,9 +89,9 @@ class Assigner:
         self.assignments = Assignments()
 
     def add(self, facts: np.ndarray, kept: np.ndarray) -> None:
-        """Take notice of records, rows of `cleaning.FACT`, and which of them are kept.
+        """Add records, rows of `cleaning.FACT`, and which of them are kept.
 
-        The others connect prompts too, and may state a split: which of two duplicates came first must not matter.
+        The others connect prompts too, and may state a split: the order of two duplicates must not matter.
         """
         self._keys.append(np.unique(facts["key"][kept]))
         for row in facts[(facts["user"] != 0) | (facts["group"] != 0)]:
@@ -166,7 +166,7 @@ class Assigner:
 
 
 def describe_splits(assigner: Assigner, facts: Iterable[np.ndarray]) -> dict[str, Any]:
-    """What the report says of the splits: prompts by split, and which requests could not be met."""
+    """The report's entry on splits: prompts by split, and stated splits that could not be kept."""
     prompts = dict.fromkeys(SPLITS, 0)
     keys, splits = assigner._decided
     for index, count in zip(*np.unique(splits, return_counts=True), strict=True):

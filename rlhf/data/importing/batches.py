@@ -1,6 +1,6 @@
-"""Rows made into checked records in Arrow, a batch at a time: the part of an import that several processes can share.
+"""Converts rows to checked records in Arrow, a batch at a time: the part of an import that several processes can share.
 
-What is done here looks at one row by itself. Duplicates, splits and files are in `importer.py`.
+This module handles each row alone. Duplicates, splits and files are in `importer.py`.
 """
 
 from collections import Counter
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that turning the rows of one file depends on."""
+    """Everything that the conversion of one file's rows depends on."""
 
     name: str  # of the file, for messages
     stem: str  # for the ids of records that have none
-    format: str | None  # none: there is no row that could be read
+    format: str | None  # None: no row could be read
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     words: WordsConfig = field(default_factory=WordsConfig)
     pii: str = "flag"
     prefix_characters: int = 200
     seed: int = 0
-    replaced: Replaced = frozenset()  # records that later ones of the file put right
+    replaced: Replaced = frozenset()  # records that later ones of the file replace
     prepared: Format | None = None  # after a look at the file's first rows, if the format needs one
 
 
@@ -61,7 +61,7 @@ class Held(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What is counted of a record."""
+    """The counted properties of a record."""
 
     fact: tuple[Any, ...]
     lengths: list[tuple[int, int]]
@@ -70,11 +70,11 @@ class Look(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """What became of some rows."""
+    """The result of some rows."""
 
     rows: int = 0
     rejects: list[tuple[int, Reject]] = field(default_factory=list)  # index of the row
-    replaced: list[int] = field(default_factory=list)  # rows that do not count any more
+    replaced: list[int] = field(default_factory=list)  # rows that were replaced
     tables: "dict[str, pa.RecordBatch]" = field(default_factory=dict)  # by kind
     facts: np.ndarray = field(default_factory=lambda: np.zeros(0, FACT))  # of all records, in their order
     lengths: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))  # of all responses, in their order
@@ -84,7 +84,7 @@ class Batch:
 
 
 def format_of(plan: Plan) -> Format:
-    """The format of a plan. Raises: UserError for columns that make no sense."""
+    """The format of a plan. Raises: UserError for contradictory columns."""
     assert plan.format is not None
     if plan.prepared is not None:
         return plan.prepared
@@ -115,12 +115,12 @@ class BatchMaker:
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def look_at(self, record: Record, own_id: bool) -> "Look":
-        """What is counted of a record; nothing is taken yet, since a row is not taken in half."""
+        """The counted properties of a record; nothing is added yet, since a row is added completely or not at all."""
         fact, lengths = fact_of(record, own_id, self.plan.prefix_characters, self.plan.seed)
         return Look(fact, lengths, judgement_of(record) if isinstance(record, Ranking) else None)
 
     def add(self, record: Record, line: dict[str, Any], row: int, look: "Look") -> None:
-        """Take a record, which `line` is in Arrow, of the row with that index."""
+        """Add a record, given as `line` in Arrow, of the row with that index."""
         fact = look.fact
         pii = fact[FACT.names.index("pii")]  # type: ignore[union-attr]
         if pii and self.plan.pii == "flag" and "pii" not in record.metadata:
@@ -164,7 +164,7 @@ def process(plan: Plan, unit: Unit) -> Batch:
 
 
 def _add_row(maker: BatchMaker, chosen: Format, row: Row, index: int) -> None:
-    """Raises: BadRow, ValidationError if the row as a whole gives no record."""
+    """Convert a row. Raises: BadRow, ValidationError if it gives no record."""
     plan, batch = maker.plan, maker.batch
     values, parts = convert_row(row, chosen)
     if not values and not parts:
@@ -191,7 +191,7 @@ def _add_row(maker: BatchMaker, chosen: Format, row: Row, index: int) -> None:
 
 
 def _check_split(record: Record, chosen: Format, batch: Batch) -> Record:
-    """A split of another name that a foreign file states is kept as `metadata.source_split`; in our own it is wrong.
+    """An unknown split name of a foreign file is kept as `metadata.source_split`; in our own format it is an error.
 
     Raises: BadRow.
     """

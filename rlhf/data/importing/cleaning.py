@@ -1,7 +1,7 @@
-"""What cleaning needs to know of a record, and the steps of cleaning in their order.
+"""The properties of a record that cleaning needs, and the steps of cleaning in order.
 
-`fact_of` looks at one record by itself and can run in any process; `Cleaner` sees the records in their order and
-keeps nothing of them but hashes. Which split a record gets is in `assignments.py`.
+`fact_of` handles one record alone and can run in any process; `Cleaner` gets the records in order and keeps only hashes.
+`assignments.py` chooses the splits.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from rlhf.data.splits import SPLITS, conversation, given_split, hash64, key_hash
 
 KIND_NUMBERS = {"demonstration": 0, "ranking": 1, "prompt": 2}
 PII_KINDS = ("card", "email", "phone")  # bit i of a fact's `pii` is kind i
-# What becomes of a record; of a row, whose records may differ, the first of these that one of them has.
+# The result for a record; for a row with several records, the first of these that one of them has.
 KEPT, FILTERED, DUPLICATE, REJECTED = range(4)
 
-# What is remembered of a record; hashes are 64 bits, 0 if there is none.
+# The stored properties of a record; hashes are 64 bits, 0 if there is none.
 FACT = np.dtype(
     [
         ("kind", "u1"),  # as KIND_NUMBERS
@@ -156,7 +156,7 @@ def fact_of(
 
 
 class Cleaner:
-    """Says of each record, in their order, whether it is kept; the steps in the order of their counts."""
+    """Decides for each record in order whether it is kept; the steps in the order of their counts."""
 
     def __init__(self, duplicates: str, pii: str, filter_prefixes: bool, max_prompts_per_user: int):
         self.drop_duplicates = duplicates == "drop"

@@ -61,7 +61,7 @@ class FileReport:
     sha256: str = ""
 
     def count(self, statuses: np.ndarray) -> None:
-        """Take rows into account, by what became of each."""
+        """Count rows by their result."""
         self.counts["input"] += len(statuses)
         names = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
         for status, name in names.items():
@@ -69,11 +69,11 @@ class FileReport:
 
 
 class Importer:
-    """One import into an empty folder, which the caller names, trusts or throws away."""
+    """One import into an empty folder, which the caller renames or deletes."""
 
     def __init__(self, config: ImportConfig, folder: Path, earlier: Assignments, progress: Callable[[int], None]):
         self.config, self.folder = config, folder
-        self.progress = progress  # told how many bytes of the input are done
+        self.progress = progress  # is called with the number of bytes done
         self.cleaner = Cleaner(config.duplicates, config.pii, config.filter_prefixes, config.max_prompts_per_user)
         shares = {"train": 1.0 - config.dev - config.test, "dev": config.dev, "test": config.test}
         self.assigner = Assigner(config.seed, shares, earlier)
@@ -97,7 +97,7 @@ class Importer:
 
         Raises: UserError if no source can be read at all; OSError if the folder cannot be written.
         """
-        self._forced_format()  # a format that does not exist is said before anything is read
+        self._forced_format()  # report an unknown format before anything is read
         done = 0
         try:
             with (self.folder / "rejects.jsonl").open("w", encoding="utf-8") as self._rejects:
@@ -125,7 +125,7 @@ class Importer:
         self.files.append(report)
         meter = Meter()
         digest = Digest(source)
-        last = 0  # row that was read, for a message about a file that breaks off
+        last = 0  # last row read, for a message about a truncated file
         held: list[tuple[int, Held]] = []
         statuses: list[np.ndarray] = []
         try:
@@ -202,7 +202,7 @@ class Importer:
     # --- cleaning ---
 
     def _take(self, batch: Batch, report: FileReport) -> np.ndarray:
-        """Clean a batch and write what is kept; returns what became of each row."""
+        """Clean a batch and write the kept records; returns the result of each row."""
         rows = np.full(batch.rows, REJECTED, np.uint8)
         rows[batch.replaced] = FILTERED
         facts = batch.facts
@@ -254,7 +254,7 @@ class Importer:
             self.first_rejects.append(reject)
 
     def _join(self, held: list[tuple[int, Held]], rows: np.ndarray, report: FileReport) -> None:
-        """Join judgements that were held back; `rows` learns what became of their rows."""
+        """Join judgements that were held back; updates the result of their rows in `rows`."""
         placed = [Held(one.place._replace(row=offset + one.place.row), one.record, one.own_id) for offset, one in held]
         plan = Plan(
             report.file,
@@ -338,7 +338,7 @@ class Importer:
         }
 
     def _warn_prefixes(self, facts: list[np.ndarray]) -> list[dict[str, Any]]:
-        """Beginnings that so many prompts share that a split of them is lopsided."""
+        """Warn of prefixes that many prompts share, so that the splits become uneven."""
         if not facts:
             return []
         pairs = np.unique(np.concatenate([part[["key", "prompt"]] for part in facts]))
@@ -359,7 +359,7 @@ class Importer:
 
 
 def settings_of(config: ImportConfig) -> dict[str, Any]:
-    """The settings that decide what is written; where it is written, and by how many processes, does not."""
+    """The settings that affect the content; the output folder and the number of processes do not."""
     settings = asdict(config)
     for key, stated in settings_in(ImportConfig).items():
         if stated.changes == NOTHING:

@@ -14,7 +14,7 @@ from rlhf.data.records import CycleError, RankedResponse, Ranking, join_judgemen
 
 
 def join_held(held: list[Held], name: str) -> Iterator[tuple[list[Held], Ranking | list[Reject]]]:
-    """For each (item, labeler), in order of appearance: its judgements, and the joined record or why there is none."""
+    """For each (item, labeler), in order of appearance: its judgements, and the joined record or the reason why there is none."""
     items: dict[tuple[str, str | None], list[Held]] = {}
     for one in held:
         items.setdefault((one.record.metadata["item"], one.record.labeler), []).append(one)
@@ -101,7 +101,7 @@ def _verdicts(record: Ranking, at: dict[str, int]) -> Iterator[tuple[int, int, i
 
 
 def _metadata(records: list[Ranking]) -> dict[str, Any]:
-    """What all judgements share; what each has for itself is listed, with its id, under `judgements`."""
+    """The metadata that all judgements share; those of each alone are listed with its id under `judgements`."""
     first = records[0].metadata
     shared = {k: v for k, v in first.items() if all(k in r.metadata and r.metadata[k] == v for r in records)}
     own = [

@@ -1,4 +1,4 @@
-"""Work shared out to processes, its results in the order of the work, with a bounded number of pieces under way."""
+"""Distributes work to processes, with results in the order of the work and a bounded number of pieces in progress."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ class WorkerError(UserError):
 
 
 def _begin() -> None:
-    """In a new worker: leave Ctrl-C to the parent, end with it however it ends, and import what the work needs."""
+    """In a new worker: leave Ctrl-C to the parent, end when it ends, and import the modules that the work needs."""
     from multiprocessing import connection, parent_process
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -41,7 +41,7 @@ def _begin() -> None:
 
 
 class Pool:
-    """`processes` workers, which start with the first work that is worth sharing; none of them if it is 1."""
+    """`processes` workers, started with the first work that is worth distributing; none if it is 1."""
 
     def __init__(self, processes: int):
         self.processes = processes
@@ -50,9 +50,9 @@ class Pool:
     def in_order(
         self, work: Callable[[Any, Piece], Result], plan: Any, pieces: Iterable[Piece], share: bool = True
     ) -> Iterator[tuple[Piece, Result]]:
-        """Each piece with work(plan, piece), in order; in this process if it is one piece, or is not to be shared out.
+        """Each piece with work(plan, piece), in order; in this process if there is one piece, or work is not distributed.
 
-        Raises: WorkerError if a process dies, e.g. for want of memory.
+        Raises: WorkerError if a process dies, e.g. because memory ran out.
         """
         pieces = iter(pieces)
         begin = list(islice(pieces, 2))
@@ -74,7 +74,7 @@ class Pool:
                 first, future = under_way.popleft()
                 yield first, future.result()
         except BrokenProcessPool as error:
-            raise WorkerError("a worker process died, perhaps for want of memory: set processes=1") from error
+            raise WorkerError("a worker process died, perhaps because memory ran out: set processes=1") from error
 
     def _start(self) -> "ProcessPoolExecutor":
         if self._executor is None:

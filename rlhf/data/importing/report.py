@@ -1,5 +1,5 @@
-"""What an import tells: report.json, rejects.jsonl and the table on the screen. No times and no places of its own files,
-so that importing the same rows twice writes the same bytes.
+"""The reports of an import: report.json, rejects.jsonl and the table on the screen. They contain no times and no paths of
+their own files, so that importing the same rows twice writes the same bytes.
 """
 
 import base64
@@ -23,7 +23,7 @@ _GOT_WANT = re.compile(r"(?:got )?(.*), want (.*)", re.DOTALL)
 
 
 class Histogram:
-    """Counts of whole numbers, for exact quantiles in little memory."""
+    """Counts of integers, for exact quantiles in little memory."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -71,7 +71,7 @@ class Statistics:
         }
 
     def add(self, facts: np.ndarray, lengths: np.ndarray) -> None:
-        """Facts of kept records, and the characters and words of their responses."""
+        """Add the properties of kept records, and the characters and words of their responses."""
         for number, count in zip(*np.unique(facts["kind"], return_counts=True), strict=True):
             self.kinds[_KINDS[number]] += int(count)
         rankings = facts[facts["kind"] == KIND_NUMBERS["ranking"]]
@@ -139,7 +139,7 @@ def reject_line(reject: Reject) -> str:
     text = json.dumps(entry, ensure_ascii=False)
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:  # a message that shows what no text can hold
+    except UnicodeEncodeError:  # a message with characters that UTF-8 cannot encode
         text = json.dumps(entry)
     return text + "\n"
 

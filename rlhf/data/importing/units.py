@@ -1,4 +1,4 @@
-"""A file in parts that become batches. Their bounds depend on the file alone, so that what is written does too."""
+"""A file in parts that become batches. Their bounds depend only on the file, and so does the output."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ def table_note(source: Source, options: TableOptions) -> str:
 
 
 def first_rows(unit: Unit, name: str, count: int = LOOK_AHEAD) -> list[Row]:
-    """The rows by which a format is recognised; none if the unit has only rejects and blank lines."""
+    """The rows for recognising the format; empty if the unit has only rejects and blank lines."""
     return list(islice((item for item in rows_of(unit, name) if isinstance(item, Row)), count))
 
 
@@ -65,7 +65,7 @@ def rows_of(unit: Unit, name: str) -> Iterable[Row | Reject]:
 
 
 def last_line(unit: Unit) -> int:
-    """Of the file, where the unit ends."""
+    """The line of the file at which the unit ends."""
     if isinstance(unit, Block):
         return unit.line + max(1, unit.data.count(b"\n")) - 1
     return unit[-1].line if unit else 0
@@ -87,7 +87,7 @@ class Digest:
             yield unit
 
     def hexdigest(self) -> str:
-        """Raises: UserError if the file went away meanwhile."""
+        """Raises: UserError if the file was removed meanwhile."""
         if self._path is None:
             return self._rows.hexdigest()
         try:

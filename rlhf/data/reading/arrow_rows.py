@@ -1,8 +1,8 @@
 """Parquet and Arrow files as rows, a few hundred at a time, in bounded memory.
 
-A file of kilobytes can hold one long text that a million cells share. Texts therefore stay shared, as Arrow's
-dictionaries, until their rows are turned into Python objects, and so many rows are turned at once as are small enough
-together.
+A file of kilobytes can contain one long text that a million cells share. Texts therefore stay shared, as Arrow's
+dictionaries, until their rows are converted to Python objects, and only as many rows are converted at once as are small
+enough together.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from rlhf.data.reading.cells import check_header, plain
 from rlhf.data.reading.readers import MAX_RECORD_BYTES, Reject, Row
 from rlhf.errors import UserError
 
-_BATCH = 256  # rows turned at a time, at most
-MAX_EXPANSION = 10_000  # times the file's size, if that is above MAX_RECORD_BYTES: what its rows may hold together
+_BATCH = 256  # most rows converted at a time
+MAX_EXPANSION = 10_000  # limit of its rows' content, as a multiple of the file's size (at least MAX_RECORD_BYTES)
 
 
 def _batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
@@ -39,13 +39,13 @@ def _batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
             stream = (opened.get_batch(i) for i in range(opened.num_record_batches))
         check_header(opened.schema.names, name, 1)
         for batch in stream:
-            batch.validate(full=True)  # Arrow trusts the offsets that a file states, and would read outside of it
+            batch.validate(full=True)  # Arrow trusts the offsets in a file, and would read outside of it
             for start in range(0, batch.num_rows, _BATCH):
                 yield batch.slice(start, _BATCH)
 
 
 def _expanded(array: Any) -> int:
-    """Bytes of a column's values, those that share a text counted each; 0 for types that are small anyway.
+    """Bytes of a column's values, counting shared texts for each value; 0 for types that are always small.
 
     Raises: ValueError for a type whose values can share more than a text.
     """
@@ -81,7 +81,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _without_dictionaries(kind: Any) -> Any:
-    """The type without dictionary encoding, which becomes Python objects ten times as fast."""
+    """The type without dictionary encoding, which converts to Python objects ten times as fast."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -105,7 +105,7 @@ def _small_enough(batch: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """The rows of a batch, or for one that cannot be read what is wrong with it."""
+    """The rows of a batch; for a row that cannot be read, its problem."""
     import pyarrow as pa
 
     schema = pa.schema([(field.name, _without_dictionaries(field.type)) for field in batch.schema])
@@ -115,7 +115,7 @@ def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
         pa.ArrowException,
         ValueError,
         OverflowError,
-    ):  # text that is no UTF-8, a date before the year 1: find the row
+    ):  # invalid UTF-8, a date before the year 1: find the row
         rows = [batch.slice(i, 1) for i in range(batch.num_rows)]
     for row in rows:
         try:
@@ -136,7 +136,7 @@ def read_arrow_rows(path: Path, name: str, suffix: str) -> Iterator[Row | Reject
             total += size
             if total > most:
                 raise UserError(
-                    f"{name}: its rows hold more than {MAX_EXPANSION:,} times what the file does: export them "
+                    f"{name}: its rows contain more than {MAX_EXPANSION:,} times what the file does: export them "
                     "as JSON Lines"
                 )
             for value in _values(batch) if size <= MAX_RECORD_BYTES else [long]:

@@ -1,4 +1,4 @@
-"""Headers and cells of tables: names of columns, and cells as JSON would hold them."""
+"""Headers and cells of tables: names of columns, and cells as JSON values."""
 
 import math
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ def check_header(cells: Sequence[Any], name: str, line: int) -> list[str]:
     if twice is not None:
         raise UserError(f'{name}:{line}: the header names "{twice}" twice: rename one of these columns')
     if any("\0" in one for one in names):
-        raise UserError(f"{name}:{line}: the header holds NUL bytes: if the file is UTF-16, set encoding=utf-16")
+        raise UserError(f"{name}:{line}: the header contains NUL bytes: if the file is UTF-16, set encoding=utf-16")
     return names
 
 
 def plain(value: Any) -> Any:
-    """A cell as JSON would hold it; not-a-number, which means an empty cell, is None.
+    """A cell as a JSON value; NaN, which means an empty cell, is None.
 
-    Raises: ValueError for what JSON cannot hold.
+    Raises: ValueError for a value that JSON cannot represent.
     """
     match value:
         case None | bool() | int() | str():

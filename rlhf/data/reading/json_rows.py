@@ -15,14 +15,14 @@ from rlhf.data.reading import readers
 from rlhf.data.reading.readers import Reject, Row
 from rlhf.data.records import first_repeat, shown
 
-MAX_DEPTH = 400  # levels of lists and objects: few enough that nothing which a row goes through runs out of stack
-BLOCK_BYTES = 4 << 20  # read at once; a block is this long, and as much longer as its last line
+MAX_DEPTH = 400  # levels of lists and objects: few enough that no code that handles a row runs out of stack
+BLOCK_BYTES = 4 << 20  # bytes read at once; a block is this long, up to the end of its last line
 _UNDECODABLE = re.compile("[\udc80-\udcff]")
 _TOKEN = re.compile(r'\\[^\n]|\n[ \t]{0,99}\{|["{}\[\],]')
 _CUT_TOKEN = re.compile(r"(?:\\|\n[ \t]{0,99})\Z")
 _PARTNER = {"}": "{", "]": "["}
 _TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} levels"
-_LOOK_BACK = 32  # characters before the end of what was read in which a mistake may be a cut instead
+_LOOK_BACK = 32  # a mistake in this many characters before the end of the read text may only be incomplete text
 
 
 class Parser:
@@ -78,12 +78,12 @@ def is_deep(value: Any, most: int = MAX_DEPTH) -> bool:
 
 
 class Block(NamedTuple):
-    """Whole lines of a file, or one line that is longer than a record may be, which is not held."""
+    """Complete lines of a file, or one line that is longer than a record may be, which is not kept."""
 
     line: int  # number of its first line
     offset: int  # of its first byte
     data: bytes
-    too_long: tuple[str, int] | None = None  # sha256 and bytes of the line that is not held
+    too_long: tuple[str, int] | None = None  # sha256 and length of the line that is not kept
 
 
 def line_blocks(file: IO[bytes]) -> Iterator[Block]:
@@ -107,7 +107,7 @@ def line_blocks(file: IO[bytes]) -> Iterator[Block]:
 
 
 def _skip_line(file: IO[bytes], begin: bytes) -> tuple[str, int, bytes]:
-    """Read past a line: its sha256 and length with its end, and what was read beyond it."""
+    """Skip a line; returns its sha256, its length with the line end, and the bytes read beyond it."""
     digest, length, piece = hashlib.sha256(), 0, begin
     while piece:
         end = piece.find(b"\n") + 1
@@ -149,9 +149,9 @@ def parse_block(block: Block, name: str) -> Iterator[Row | Reject]:
         try:
             value, end, problem = parser.parse(text)
             if problem is None and end < len(text):
-                problem = "got text after the object, want one object a line"
+                problem = "got text after the object, want one object per line"
         except ValueError as error:
-            value, problem = None, f"not JSON ({error}): want one object a line"
+            value, problem = None, f"not JSON ({error}): want one object per line"
         if problem:
             yield Reject(name, number, "", problem, number, start, raw)
         else:
@@ -167,9 +167,9 @@ class _Window:
     def __init__(self, file: IO[bytes]):
         self._file = file
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-        self.text, self.at = "", 0  # what was read, and the position of the parser
+        self.text, self.at = "", 0  # the text read, and the parser's position
         self.line, self.offset = 1, 0  # of `at` in the file
-        self.lead = ""  # of the line that contains `at`, what precedes it
+        self.lead = ""  # the part of the current line before `at`
         self.ended = False
 
     def read_more(self, characters: int) -> None:
@@ -184,7 +184,7 @@ class _Window:
             self.at, self.offset = 1, 3
 
     def take(self, end: int) -> bytes:
-        """Move on to `end`: the bytes that were passed."""
+        """Move to `end`; returns the bytes passed."""
         passed = self.text[self.at : end]
         raw = passed.encode("utf-8", "surrogateescape")
         self.line += passed.count("\n")
@@ -224,7 +224,7 @@ class _ArrayReader:
             yield Reject(self.name, window.line, "", message, self.number + 1, window.offset)
 
     def _to_next_value(self) -> bool:
-        """Pass white space and commas; false at the end of the file."""
+        """Skip white space and commas; false at the end of the file."""
         window = self.window
         while True:
             at = window.at
@@ -269,7 +269,7 @@ class _ArrayReader:
         return f"byte 0x{ord(found[0]) - 0xDC00:02x} at offset {at} is not UTF-8: save the file as UTF-8"
 
     def _bad_value(self, error: ValueError, at: int) -> Reject:
-        """A reject for what is no JSON; parsing goes on behind it, as far as that can be told."""
+        """A reject for invalid JSON; parsing continues after it, as well as its end can be found."""
         window = self.window
         line = window.line + window.text.count("\n", window.at, at)
         offset = window.offset
@@ -281,7 +281,7 @@ class _ArrayReader:
         return Reject(self.name, line, "", message, self.number, offset, raw, digest)
 
     def _skip_value(self) -> tuple[bytes | None, tuple[str, int] | None]:
-        """Pass a broken value: in an array up to where its brackets close, else to the end of its line."""
+        """Skip a broken value: in an array up to where its brackets close, else to the end of its line."""
         window = self.window
         digest, length, kept = hashlib.sha256(), 0, b""
         alone = not window.lead.strip(" \t[],")
@@ -301,7 +301,7 @@ class _ArrayReader:
             kept = kept + raw if length <= readers.KEPT_BYTES else b""
             if not found:
                 if window.ended:
-                    self.in_array = False  # the reject says it; that the array does not end follows
+                    self.in_array = False  # the reject already reports it; that the array does not end follows from it
                     break
                 window.read_more(readers._CHUNK)
         return (kept, None) if length <= readers.KEPT_BYTES else (None, (digest.hexdigest(), length))

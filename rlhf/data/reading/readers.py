@@ -19,11 +19,11 @@ from rlhf.data.reading.sources import ROW_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
 from rlhf.terminal import say
 
-MAX_RECORD_BYTES = 64 * 2**20  # of one JSON record: what memory is bounded by
-KEPT_BYTES = 1 << 20  # of a reject; of a longer one its sha256 and length are kept
-HUB_SECONDS = 5  # to wait for the first answer of the hub
+MAX_RECORD_BYTES = 64 * 2**20  # of one JSON record: this bounds the memory
+KEPT_BYTES = 1 << 20  # of a reject's original; for a longer one sha256 and length are kept
+HUB_SECONDS = 5  # seconds to wait for the hub's first answer
 _CHUNK = 1 << 16
-_PACKED_CHUNK = 1 << 9  # of a .zst file: may unpack to 30,000 times as much at once
+_PACKED_CHUNK = 1 << 9  # bytes read of a .zst file, which can unpack to 30,000 times as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Row:
     value: dict[str, Any]
     number: int = 0  # ordinal in the file, from 1
     offset: int | None = None  # bytes from the beginning of the unpacked file
-    raw: bytes | None = None  # as in the file; none: `value` as JSON is all there is
+    raw: bytes | None = None  # as in the file; None: `value` as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A row that is no record: its place, which field is wrong, what came and what was wanted."""
+    """A row that is not a record: its place, the wrong field, and a message `got …, want …`."""
 
     file: str
     line: int
@@ -48,10 +48,10 @@ class Reject:
     number: int = 0
     offset: int | None = None
     raw: bytes | None = None  # as in the file, if it is kept
-    digest: tuple[str, int] | None = None  # sha256 and bytes of what is too long to keep
+    digest: tuple[str, int] | None = None  # sha256 and length of an original that is too long to keep
 
     def __str__(self) -> str:
-        # More rows than lines so far: an array on one line, for which the line number is not enough.
+        # more rows than lines so far: an array on one line, for which the line number is not enough
         row = f" (row {self.number:,})" if self.number > self.line else ""
         return f"{self.file}:{self.line}{row}: {self.message}"
 
@@ -66,7 +66,7 @@ class _ZstdReader(io.RawIOBase):
         self._new = zstandard.ZstdDecompressor().decompressobj
         self._frame: Any = None
         self._packed = b""
-        self._plain = memoryview(b"")  # of which slices are no copies
+        self._plain = memoryview(b"")  # a view, whose slices are not copies
 
     def readable(self) -> bool:
         return True
@@ -89,7 +89,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 class Meter:
-    """How far into a file reading is, for a progress bar; readers that do not move it count at their end."""
+    """The position in a file, for a progress bar; readers that do not update it count at their end."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -155,7 +155,7 @@ def read_text(path: Path, encoding: str = "utf-8", remedy: str | None = None) ->
             try:
                 text = newlines.decode(chunk, final=ended)
             except UnicodeDecodeError as error:
-                # The decoder's object is what it held back from the last chunk, then this chunk.
+                # the decoder's input: the rest of the last chunk, then this chunk
                 at = offset - (len(error.object) - len(chunk)) + error.start
                 byte = error.object[error.start]
                 cure = remedy or "set data.encoding=latin-1 (or cp1252, …), or convert the file with iconv"
@@ -167,7 +167,7 @@ def read_text(path: Path, encoding: str = "utf-8", remedy: str | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class TableOptions:
-    """What reading a table needs to be told."""
+    """Options for reading a table."""
 
     encoding: str = "utf-8"  # of CSV and TSV
     sheet: str | None = None  # of a spreadsheet; none: the first one
@@ -176,7 +176,7 @@ class TableOptions:
 def read_rows(
     source: Source, options: TableOptions | None = None, meter: Meter | None = None
 ) -> Iterator[Row | Reject]:
-    """The rows of a file, a hub data set; what is no row is a Reject.
+    """The rows of a file or a hub data set; anything else is a Reject.
 
     Raises: UserError if the source as a whole cannot be read.
     """
@@ -201,7 +201,7 @@ def _read_hub(name: str) -> Iterator[Row]:
         splits = _load_hub(name)
         split = "train" if "train" in splits else next(iter(splits))
         rows = splits[split]
-    except Exception as error:  # the hub's client raises dozens of kinds: no network, no such name, gated, scripts
+    except Exception as error:  # the hub's client raises many kinds of errors: no network, no such name, gated, scripts
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
@@ -221,8 +221,8 @@ def _load_hub(name: str) -> Any:
     try:
         HfApi().dataset_info(name, timeout=HUB_SECONDS)
     except HfHubHTTPError:
-        pass  # the hub answered: what is wrong is told by what follows
-    except Exception:  # no answer; the kind depends on the library that the client uses
+        pass  # the hub answered: the following calls report the problem
+    except Exception:  # no answer; the kind of error depends on the client's library
         datasets.config.HF_HUB_OFFLINE = True  # read at each call
     try:
         return datasets.load_dataset(name)

@@ -1,6 +1,6 @@
-"""What a setting such as `path` or `data.comparisons` names: files, folders, finished imports, data sets of the hub.
+"""Resolves a setting such as `path` or `data.comparisons`: files, folders, finished imports, data sets of the hub.
 
-This module finds the files. `readers.py` reads them; `storage.py` reads finished imports.
+`readers.py` reads the files; `storage.py` reads finished imports.
 """
 
 import os
@@ -17,7 +17,7 @@ TEXT_SUFFIXES = (".txt",)
 ROW_SUFFIXES = (".jsonl", ".json")
 TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".xls", ".ods", ".parquet", ".arrow")
 RECORD_SUFFIXES = ROW_SUFFIXES + TABLE_SUFFIXES  # of files whose rows can be records
-MANIFEST = "dataset.json"  # what makes a folder an import, see storage.py
+MANIFEST = "dataset.json"  # the file that marks a folder as an import, see storage.py
 _PACKED = ("", ".gz", ".zst")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}")
@@ -26,7 +26,7 @@ _SAVED_SPLITS = "dataset_dict.json"  # in one that `DatasetDict.save_to_disk` wr
 
 
 def printable_path(path: Path | str) -> str:
-    """A path as text, whatever bytes its names are: those that are not UTF-8 as \\xe9."""
+    """A path as text; bytes that are not UTF-8 are shown as \\xe9."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
@@ -49,10 +49,10 @@ def has_suffix(path: Path, suffixes: Iterable[str]) -> bool:
 
 
 def is_import(folder: Path) -> bool:
-    """Whether a folder says that it is an import; `storage.read_manifest` tells whether it is complete."""
+    """Whether a folder is marked as an import; `storage.read_manifest` checks whether it is complete."""
     path = folder / MANIFEST
     try:
-        if not path.is_file():  # a pipe of that name would be waited for
+        if not path.is_file():  # reading a pipe of that name would block
             return False
         with path.open("rb") as file:
             return b'"rlhf_import"' in file.read(200)
@@ -71,7 +71,7 @@ def size_of(source: Source) -> int:
 def given_names(setting: str, value: Any, wanted: str) -> list[str]:
     """The value of a setting that is a path, or a list of them, as a list of names.
 
-    Raises: UserError if it is something else, or if a name is empty, as that of an unset shell variable is.
+    Raises: UserError if it is something else, or if a name is empty, as from an unset shell variable.
     """
     names = list(value) if isinstance(value, list | tuple) else [value]
     for name in names:
@@ -121,12 +121,12 @@ def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """Whether a name that is no file can be owner/name; one with an extension is a mistyped path."""
+    """Whether a name without a file can be owner/name; one with an extension is a mistyped path."""
     return _HUB_ID.fullmatch(name) is not None and _EXTENSION.fullmatch(Path(name).suffix) is None
 
 
 def _mode(path: Path) -> int | None:
-    """What a path is, as stat tells; None if nothing is there. Raises: UserError if the system does not say."""
+    """The mode of a path from stat; None if it does not exist. Raises: UserError if stat fails."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -156,7 +156,7 @@ def _files_below(
 
     A link to a folder `above` is skipped: it would give every file dozens of times.
 
-    Raises: UserError for a link that leads out of `root`, and for what is no file.
+    Raises: UserError for a link that leads out of `root`, and for pipes, sockets and devices.
     """
     if is_import(folder):
         if imports:
@@ -192,9 +192,8 @@ def _files_below(
 
 
 def _saved(folder: Path) -> list[Path]:
-    """What to read of a folder that `save_to_disk` wrote: its Arrow files; of several splits `train`, or the first one.
-
-    The same choice of a split as for a data set of the hub. Empty for any other folder.
+    """The Arrow files of a folder that `save_to_disk` wrote; of several splits `train`, or the first one, as for a data set of
+    the hub. Empty for any other folder.
     """
     if (folder / _SAVED_SPLITS).is_file():
         splits = sorted(path for path in folder.iterdir() if all((path / name).is_file() for name in _SAVED))

@@ -1,8 +1,8 @@
 """Spreadsheets (.xlsx, .xls, .ods) as rows of cells, through calamine; formulas give the value that was saved.
 
-Calamine holds a sheet as one dense block from its first to its last value, so a file of a kilobyte with two cells
-far apart takes the machine's memory. Files are therefore measured before they are opened: what they unpack to, and
-the block that their cells span.
+Calamine stores a sheet as one dense block from its first to its last value, so a file of a kilobyte with two cells
+far apart can use all memory. Files are therefore measured before they are opened: their unpacked size, and the block
+that their cells span.
 """
 
 import re
@@ -24,18 +24,18 @@ MAX_CELLS = 20_000_000  # of the block between a sheet's first and last value
 MAX_CHARACTERS = 1 << 29  # of the cells of one sheet
 _CHUNK = 1 << 16
 _REFERENCE = re.compile(r"([A-Z]+)([0-9]+)")
-# What zipfile, zlib and expat raise on bytes that are no archive or no XML.
+# Errors of zipfile, zlib and expat for bytes that are not an archive or not XML.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, expat.ExpatError, EOFError, LookupError, ValueError, RuntimeError, OSError)
 Merge = tuple[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(slots=True)
 class Extent:
-    """How far a sheet's values reach, and which of its rows the file stores; rows and columns from 1."""
+    """The extent of a sheet's values, and the rows that the file stores; rows and columns from 1."""
 
     rows: int = 0
     columns: int = 0
-    characters: int = 0  # of all cells; a text that several cells share counts for each, since each gets a copy
+    characters: int = 0  # characters of all cells; a shared text counts for each cell, since each gets a copy
     stored: list[int] = field(default_factory=list)  # rows that have cells, with a value or without
 
     @property
@@ -66,7 +66,7 @@ class Sheet:
         """(number as the program shows it, cells) of every row that the file stores; an empty cell is None.
 
         A cell merged over several rows appears in each of them. After the last value only rows that have cells
-        count, such as those that somebody formatted; ranges that are merely repeated or never touched do not.
+        count, such as formatted ones; ranges that are only repeated or never used do not.
         """
         left = (self._sheet.start or (0, 0))[1]
         merges = sorted(self._sheet.merged_cell_ranges or [], reverse=True)
@@ -89,7 +89,7 @@ class Sheet:
 
 
 def _cell(value: Any) -> Any:
-    """Spreadsheets know one kind of number: a whole one is an int here."""
+    """A cell's value; spreadsheets have one kind of number, and whole ones become int."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, datetime | date | time | timedelta | bool | int | float):
@@ -129,13 +129,13 @@ def open_sheet(path: Path, name: str, sheet: str | None) -> Iterator[Sheet]:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{name}: damaged {path.suffix} file ({reason}): save it again or export it as CSV") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # what a Rust library raises where its own assumptions fail
+        if type(error).__name__ != "PanicException":  # raised by the Rust library when one of its assertions fails
             raise
         raise UserError(f"{name}: damaged {path.suffix} file: save it again or export it as CSV") from error
 
 
 def _check_unpacked_size(path: Path, name: str) -> None:
-    """Unpack every part, keep nothing, count: what a header states may be false. Raises: UserError."""
+    """Unpack every part and count the bytes, since the header's sizes may be false. Raises: UserError."""
     with path.open("rb") as file:
         if file.read(4) == b"\xd0\xcf\x11\xe0":
             raise UserError(f"{name}: protected by a password, or an .xls file by another name: save it again as .xlsx")
@@ -160,7 +160,7 @@ def _check_cells(extent: Extent, name: str) -> None:
         )
     if extent.characters > MAX_CHARACTERS:
         raise UserError(
-            f"{name}: its cells hold {extent.characters / 1e6:,.0f} million characters, above "
+            f"{name}: its cells contain {extent.characters / 1e6:,.0f} million characters, above "
             f"{MAX_CHARACTERS / 1e6:,.0f} million: export it as CSV"
         )
 
@@ -203,7 +203,7 @@ def _column(letters: str) -> int:
 
 
 def _xlsx_extent(path: Path, index: int) -> Extent:
-    """Measure one sheet. A cell without a reference follows the one before it, as calamine has it."""
+    """Measure one sheet. A cell without a reference follows the one before it, as in calamine."""
     extent = Extent()
     shared = _shared_lengths(path)
     row = column = 0
@@ -273,7 +273,7 @@ def _ods_extent(path: Path) -> Extent:
     """Measure all sheets together. Rows and cells that repeat count as often as they say, once they have a value."""
     extent = Extent()
     row = last_row = column = last_column = repeats = 0
-    in_cells = in_row = 0  # of how many cells the text that follows is; characters of one row
+    in_cells = in_row = 0  # number of cells with the following text; characters of one row
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         nonlocal row, column, last_column, repeats, in_cells, in_row

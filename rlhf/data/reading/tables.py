@@ -1,7 +1,7 @@
 """Tables as rows: CSV and TSV (plain, .gz, .zst), spreadsheets, Parquet and Arrow, each row under its header's names.
 
-Cells become strings, numbers, true and false, lists and objects; an empty one is None; dates become ISO text. What
-the columns mean is said in `importers/table.py`; JSON is read in `readers.py`, spreadsheets in `spreadsheets.py`.
+Cells become strings, numbers, true and false, lists and objects; an empty one is None; dates become ISO text. `importers/table.py`
+interprets the columns; JSON is read in `json_rows.py`, spreadsheets in `spreadsheets.py`.
 """
 
 import codecs
@@ -19,15 +19,15 @@ from rlhf.data.reading.spreadsheets import SPREADSHEET_SUFFIXES, open_sheet
 from rlhf.errors import UserError
 
 _DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
-_HEAD = 1 << 20  # characters of a CSV file in which the header must end
-_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how Python keeps a byte that it cannot decode
-_RESTARTS = 100  # after a quote that never closes, reading begins again this often a file
+_HEAD = 1 << 20  # characters of a CSV file within which the header must end
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # Python's replacement for a byte that it cannot decode
+_RESTARTS = 100  # how often per file reading restarts after a quote that never closes
 
 
 def read_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str | None = None) -> Iterator[Row | Reject]:
-    """The rows of a table; a row that cannot be read is a Reject. `line` counts as the table's program shows it.
+    """The rows of a table; a row that cannot be read is a Reject. `line` is the number that the table's program shows.
 
-    Raises: UserError if the file as a whole cannot be read, or its header is no header.
+    Raises: UserError if the file as a whole cannot be read, or its header is not valid.
     """
     suffix = _suffix(path)
     if suffix in (".csv", ".tsv"):
@@ -39,7 +39,7 @@ def read_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str | N
 
 
 def describe_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str | None = None) -> str:
-    """How a table is read, in a few words for the report: its delimiter, or which of its sheets.
+    """How a table is read, as a short text for the report: its delimiter, or which of its sheets.
 
     Raises: UserError as `read_table`.
     """
@@ -53,7 +53,7 @@ def describe_table(path: Path, name: str, *, encoding: str = "utf-8", sheet: str
 
 
 def _suffix(path: Path) -> str:
-    """The suffix that says the kind; that of packing is not one."""
+    """The suffix of the table's kind, without that of the compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in (".gz", ".zst") else suffixes[-1]
 
@@ -66,12 +66,12 @@ class _TooLong(Exception):
 
 
 class _Lines:
-    """The physical lines of a text, with those of the record being read. Bytes that are no text are lone surrogates."""
+    """The physical lines of a text, with those of the current record. Undecodable bytes are lone surrogates."""
 
     def __init__(self, file: IO[bytes], encoding: str):
         self._text = _decoded(file, encoding)
         self._pushed: list[str] = []
-        # Where a line feed is one byte, and no mark of the byte order is written, text and bytes are the same thing.
+        # encodings with one-byte line feeds and no byte order mark
         self._encoding = encoding if "\n".encode(encoding) == b"\n" else None
         self.number = 0  # of the last line read
         self._offset = 0  # bytes before the record
@@ -108,7 +108,7 @@ class _Lines:
 
     @property
     def offset(self) -> int | None:
-        """Where the record begins."""
+        """The byte at which the record begins."""
         return self._offset if self._encoding else None
 
     def keep_first_line(self) -> None:
@@ -134,7 +134,7 @@ def _check_encoding(encoding: str) -> str:
     """The encoding, with UTF-8's byte order mark left to `_Lines`."""
     try:
         codec = codecs.lookup(encoding)
-        "\n".encode(encoding)  # refuses what is no text encoding, such as base64
+        "\n".encode(encoding)  # refuses codecs that are not text encodings, such as base64
     except (LookupError, UnicodeError) as error:
         raise UserError(
             f"encoding={encoding}: no such text encoding: want utf-8, cp1252, latin-1, utf-16, …"
@@ -143,7 +143,7 @@ def _check_encoding(encoding: str) -> str:
 
 
 def _delimiter(path: Path, name: str, encoding: str) -> str:
-    """What divides the header into most columns: a tab for .tsv; else a comma, a semicolon or a tab.
+    """The delimiter: a tab for .tsv; else a comma, semicolon or tab, whichever gives the header most columns.
 
     Raises: UserError if there is no header.
     """
@@ -163,7 +163,7 @@ def _delimiter(path: Path, name: str, encoding: str) -> str:
         except csv.Error:
             return 0
 
-    return max(_DELIMITERS, key=columns)  # the first of equals, which is the comma
+    return max(_DELIMITERS, key=columns)  # of equals the first, the comma
 
 
 def _excel_hint(line: str) -> str | None:
@@ -188,7 +188,7 @@ def _read_delimited(path: Path, name: str, encoding: str, delimiter: str) -> Ite
 
 
 def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterator[Row | Reject]:
-    """The rows after the header. Each record is read on its own, so that a bad one ends with its own lines."""
+    """The rows after the header. Each record is read separately, so that a bad one does not affect the next."""
     header: list[str] | None = None
     number = restarts = 0
     while True:
@@ -238,7 +238,7 @@ def _undecodable(text: str) -> int | None:
 
 
 def _wrong_byte(byte: int, encoding: str) -> str:
-    if byte in (0xFE, 0xFF):  # the mark of UTF-16, which no text in UTF-8 can hold
+    if byte in (0xFE, 0xFF):  # the byte order mark of UTF-16, which cannot occur in UTF-8
         return f"byte 0x{byte:02x} is not {encoding} text: set encoding=utf-16, cp1252, … or mend the file"
     return f"byte 0x{byte:02x} is not {encoding} text: set encoding=cp1252, latin-1, … or mend the file"
 
@@ -249,7 +249,7 @@ def _problem(cells: list[str], text: str, header: list[str], encoding: str) -> s
     if any("\0" in cell for cell in cells):
         return "got a NUL byte, want text: remove it"
     if len(cells) != len(header):
-        return f"got {len(cells)} cells, want {len(header)} as in the header: quote cells that hold the delimiter"
+        return f"got {len(cells)} cells, want {len(header)} as in the header: quote cells that contain the delimiter"
     return None
 
 
