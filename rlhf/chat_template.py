@@ -223,9 +223,7 @@ def is_completion(tokenizer: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------ public
 
 
-def encode_prompts(
-    tokenizer: Any, prompts: Sequence[str | Sequence[Any]], add_generation_prompt: bool = True
-) -> list[list[int]]:
+def encode_prompts(tokenizer: Any, prompts: Sequence[str | Sequence[Any]]) -> list[list[int]]:
     """Prompts as the template renders them, generation prompt included.
 
     A prompt is a list of messages (with keys or attributes `role` and `content`); a string means one user turn.
@@ -233,12 +231,12 @@ def encode_prompts(
     Raises: UserError if the tokenizer has no template, or its template refuses a dialogue.
     """
     chats, marks = _marked(tokenizer, [_turns(prompt) for prompt in prompts])
-    return _encode_rendered(tokenizer, [_render(tokenizer, c, add_generation_prompt)[0] for c in chats], marks)
+    return _encode_rendered(tokenizer, [_render(tokenizer, c, True)[0] for c in chats], marks)
 
 
-def encode_prompt(tokenizer: Any, messages: str | Sequence[Any], add_generation_prompt: bool = True) -> list[int]:
+def encode_prompt(tokenizer: Any, messages: str | Sequence[Any]) -> list[int]:
     """One prompt, see `encode_prompts`."""
-    return encode_prompts(tokenizer, [messages], add_generation_prompt)[0]
+    return encode_prompts(tokenizer, [messages])[0]
 
 
 def encode_dialogue(

@@ -220,8 +220,8 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
-    def sum_tensors(self, tensors: "list[Tensor]", most: int = BUCKET) -> "list[Tensor]":
-        """The sums of tensors of one type, in messages of up to `most` elements (of one tensor at least)."""
+    def sum_tensors(self, tensors: "list[Tensor]") -> "list[Tensor]":
+        """The sums of tensors of one type, in messages of up to BUCKET elements (of one tensor at least)."""
         import torch
 
         if self.count == 1:
@@ -229,7 +229,7 @@ class Ranks:
         sums, bucket = [], []
         for i, x in enumerate(tensors):
             bucket.append(x)
-            if i + 1 == len(tensors) or sum(map(torch.numel, bucket)) + tensors[i + 1].numel() > most:
+            if i + 1 == len(tensors) or sum(map(torch.numel, bucket)) + tensors[i + 1].numel() > BUCKET:
                 total = self.sum_tensor(torch.cat([t.flatten() for t in bucket]))
                 parts = total.split([t.numel() for t in bucket])
                 sums += [part.view(t.shape) for part, t in zip(parts, bucket, strict=True)]

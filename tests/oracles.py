@@ -133,3 +133,8 @@ def value_loss(values, values_old, returns, mask, clip_range):
 def explained_variance(values, returns, mask):
     V, R = kept(values, mask), kept(returns, mask)
     return 1.0 - np.var(R - V) / np.var(R)
+
+
+def token_values(model, tokens):
+    """Values (B, T) of a critic after every token of right-padded tokens (B, T): all of them, not only those that count."""
+    return model._score(model.trunk(input_ids=tokens, use_cache=False).last_hidden_state, True)

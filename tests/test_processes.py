@@ -32,6 +32,7 @@ def test_a_launch_and_a_process_of_its_own(monkeypatch):
 GRADIENTS = """
 import sys
 import torch, torch.distributed as dist
+from rlhf import processes
 from rlhf.processes import Ranks, connect, disconnect, rank
 from rlhf.interrupts import leave
 connect(torch.device("cpu"))
@@ -41,7 +42,8 @@ before, sent = [x.clone() for x in own], []
 each = [Ranks(torch.device("cpu")).sum_tensor(x) for x in own]
 reduce = dist.all_reduce
 dist.all_reduce = lambda x, *more: (sent.append(x.numel()), reduce(x, *more))
-together = Ranks(torch.device("cpu")).sum_tensors(own, most=32)
+processes.BUCKET = 32
+together = Ranks(torch.device("cpu")).sum_tensors(own)
 assert sent == [16, 40, 15], sent
 assert all(a.equal(b) for a, b in zip(together, each, strict=True)), "to the digit"
 assert all(a.equal(b) for a, b in zip(own, before, strict=True)), "what was given is left alone"

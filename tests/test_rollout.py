@@ -26,6 +26,7 @@ from rlhf.ppo.rollout import (
     sample_responses,
     score_responses,
 )
+from tests.oracles import token_values
 from tests.presets import preset
 
 VOCAB, EOS, PAD = 29, 5, 0
@@ -118,10 +119,10 @@ def test_values_are_read_before_each_token_and_scores_at_the_last(rollout, model
     for row in range(len(PROMPTS)):
         start, end = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
         tokens = rollout.tokens[row : row + 1, :end]
-        values = models["critic"].token_values(tokens)[0]
+        values = token_values(models["critic"], tokens)[0]
         assert torch.allclose(rollout.values[row, : end - start], values[start - 1 : end - 1], atol=1e-5)
         assert not rollout.values[row, end - start :].any()
-        score = models["reward_model"].token_values(tokens)[0, -1]
+        score = token_values(models["reward_model"], tokens)[0, -1]
         assert torch.allclose(rollout.scores[row], score, atol=1e-5)
 
 
@@ -185,7 +186,7 @@ def test_a_shared_trunk_gives_logprobs_and_values_in_one_forward(rollout, models
 def test_the_last_value_is_read_after_the_last_token(rollout, models):
     for row in range(len(PROMPTS)):
         tokens = rollout.tokens[row : row + 1, : int(rollout.lengths[row])]
-        assert torch.allclose(rollout.last_values[row], models["critic"].token_values(tokens)[0, -1], atol=1e-5)
+        assert torch.allclose(rollout.last_values[row], token_values(models["critic"], tokens)[0, -1], atol=1e-5)
 
 
 # --- placement, by hand --------------------------------------------------------------------------------------------

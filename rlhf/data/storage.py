@@ -10,7 +10,7 @@ become records is in `importing/importer.py`.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -266,9 +266,9 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
     return manifest
 
 
-def read_records(folder: Path, kinds: Iterable[str] = tuple(KINDS)) -> Iterator[Record]:
+def read_records(folder: Path) -> Iterator[Record]:
     """The records of an import by kind and split, each with the split of its file, mapped into memory."""
-    for kind in kinds:
+    for kind in KINDS:
         for split in SPLITS:
             path = folder / kind / f"{split}.arrow"
             if path.is_file():

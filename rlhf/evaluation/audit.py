@@ -6,7 +6,7 @@ standard deviation of the scores of SFT samples. docs/audit.md says what each fi
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -320,7 +320,6 @@ def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], lim
 
 
 Drawn = dict[str, list[list[Any]]]
-Judge = Callable[[Config, Audited, Sequence[PromptRecord], Sequence[list[int]], Drawn], Scores | None]
 
 
 def check_scores(

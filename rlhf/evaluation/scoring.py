@@ -58,10 +58,10 @@ def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
     return dict(zip(("tokens", "lengths"), right_pad(list(rows), pad), strict=True))
 
 
-def score_items(model: Any, items: list[Item], pad: int, device: torch.device, calibrated: bool = False) -> Tensor:
-    """Scores (N, K) of items with up to K answers in one forward; 0 if an item has fewer."""
+def score_items(model: Any, items: list[Item], pad: int, device: torch.device) -> Tensor:
+    """Raw scores (N, K) of items with up to K answers in one forward; 0 if an item has fewer."""
     inputs = make_inputs(model, [row for item in items for row in item.rows], pad)
-    flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=calibrated)
+    flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=False)
     return by_item(items, flat)
 
 

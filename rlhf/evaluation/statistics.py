@@ -82,15 +82,15 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     }
 
 
-def prompts_needed(figure: dict[str, Any], chance: float = 0.5) -> int | None:
-    """Prompts at which an effect of this size would be detected in 80% of samples at the 5% level: n (2.8 SE / |value - chance|)².
+def prompts_needed(figure: dict[str, Any]) -> int | None:
+    """Prompts at which an effect of this size would be detected in 80% of samples at the 5% level: n (2.8 SE / |value - 1/2|)².
 
     None if the figure has no value, no spread or no effect.
     """
-    if figure["value"] is None or figure["value"] == chance or figure["ci95"][0] == figure["ci95"][1]:
+    if figure["value"] is None or figure["value"] == 0.5 or figure["ci95"][0] == figure["ci95"][1]:
         return None
     error = (figure["ci95"][1] - figure["ci95"][0]) / (2 * 1.96)
-    return math.ceil(figure["n"] * (DETECTED * error / (figure["value"] - chance)) ** 2)
+    return math.ceil(figure["n"] * (DETECTED * error / (figure["value"] - 0.5)) ** 2)
 
 
 def told(figure: dict[str, Any] | None) -> str:

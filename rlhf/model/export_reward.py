@@ -48,7 +48,7 @@ def export_reward(model: RewardModel | TextRewardModel, tokenizer: Any, out: str
                 f"export: no class of transformers scores with the encoder of a {model.network.config.model_type}"
             )
         result, tokenizer = copy.deepcopy(model.network), model.tokenizer
-        offset = fold(result, _head(result), model.gain, model.shift, None)
+        offset = fold(_head(result), model.gain, model.shift, None)
     elif model.config.read_tokens > 1:
         raise UserError(
             f"export: no class of transformers reads a score at {model.config.read_tokens} tokens (reward.read_tokens)"
@@ -62,7 +62,7 @@ def export_reward(model: RewardModel | TextRewardModel, tokenizer: Any, out: str
         with torch.no_grad():
             head.weight.copy_(model.head.weight)
         bias = model.head.bias.item()
-        offset = fold(result, head, model.gain, model.shift - bias, _last_norm(result, model))
+        offset = fold(head, model.gain, model.shift - bias, _last_norm(result, model))
         _check(model, result, tokenizer, offset)
     result.config.score_offset = offset
     result.save_pretrained(out)
@@ -71,7 +71,7 @@ def export_reward(model: RewardModel | TextRewardModel, tokenizer: Any, out: str
 
 
 @torch.no_grad()
-def fold(model: Any, head: nn.Linear, gain: float, shift: float, norm: nn.Module | None) -> float:
+def fold(head: nn.Linear, gain: float, shift: float, norm: nn.Module | None) -> float:
     """Fold gain (w . h + b - shift) into the weights; returns the constant that cannot be folded.
 
     norm: a layer whose output only the head reads.

@@ -223,8 +223,6 @@ def stream(
     max_new_tokens: int,
     eos_token_id: int | Sequence[int] | None,
     temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
     greedy: bool = False,
     key: Key = 0,
     seed: int = 0,
@@ -233,7 +231,7 @@ def stream(
 
     Raises: UserError as `sample` does, at the call.
     """
-    choice = Choice(temperature, top_p, top_k, greedy)
+    choice = Choice(temperature, greedy=greedy)
     _check_room(model, [prompt], max_new_tokens)
     device = next(model.parameters()).device
     eos, uniforms = _as_tensor(eos_token_id, device), make_uniforms(seed, [key], max_new_tokens).to(device)

@@ -18,15 +18,15 @@ def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
     return cast_frozen_products(model) if wants_bfloat16(config, device) else model
 
 
-def cast_frozen_products(model: nn.Module, kind: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Cast the weights of linear layers to `kind`, in place, and freeze the model; everything else stays as it is.
+def cast_frozen_products(model: nn.Module) -> nn.Module:
+    """Cast the weights of linear layers to bfloat16, in place, and freeze the model; everything else stays as it is.
 
-    Under autocast to `kind` no result changes: embeddings, norms and scalar heads keep their precision, and so does an
+    Under autocast to bfloat16 no result changes: embeddings, norms and scalar heads keep their precision, and so does an
     unembedding that is tied to an embedding.
     """
     model.requires_grad_(False)
     for p in product_weights(model):
-        p.data = p.data.to(kind)
+        p.data = p.data.to(torch.bfloat16)
     return model
 
 

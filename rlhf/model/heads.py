@@ -174,15 +174,11 @@ class RewardModel(PreTrainedModel):
         """The mean per row over the entries that are `real` (B, N), of values (B * N,)."""
         return masked_sum(values.view_as(real), real, dim=1) / real.sum(1)
 
-    def token_values(self, tokens: Tensor, calibrated: bool = True) -> Tensor:
-        """Values (B, T) float32 after each token of right-padded tokens (B, T).
-
-        Entry [:, t] depends on tokens 0…t: the value before token t is chosen is entry t - 1.
-        """
-        return self._score(self.trunk(input_ids=tokens, use_cache=False).last_hidden_state, calibrated)
-
     def values_at(self, tokens: Tensor, kept: Tensor, calibrated: bool = True) -> Tensor:
-        """The values (N,) of the tokens in `kept` (N,), row * T + position."""
+        """Values (N,) float32 after the tokens in `kept` (N,), row * T + position, of right-padded tokens (B, T).
+
+        The value at position t depends on tokens 0…t; it is the value before token t + 1 is chosen.
+        """
         return self._score(hidden_at(self.trunk, tokens, kept), calibrated)
 
     @property

@@ -172,14 +172,14 @@ def nearest(xs: Sequence[float], ys: Sequence[float], x: float) -> tuple[float, 
     return xs[best], ys[best]
 
 
-def _choose(xs: list[float], counts: dict[float, int], limit: int = MAX_HOVERS) -> list[float]:
-    """At most `limit` of the sorted xs, evenly spread; of each stretch the last x that most curves have."""
-    if len(xs) <= limit:
+def _choose(xs: list[float], counts: dict[float, int]) -> list[float]:
+    """At most MAX_HOVERS of the sorted xs, evenly spread; of each stretch the last x that most curves have."""
+    if len(xs) <= MAX_HOVERS:
         return xs
     low, span = xs[0], xs[-1] - xs[0]
     best: dict[int, float] = {}
     for x in xs:
-        stretch = min(int(limit * (x - low) / span), limit - 1)
+        stretch = min(int(MAX_HOVERS * (x - low) / span), MAX_HOVERS - 1)
         if stretch not in best or counts[x] >= counts[best[stretch]]:
             best[stretch] = x
     return [best[stretch] for stretch in sorted(best)]

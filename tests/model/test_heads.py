@@ -9,6 +9,7 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardConfig, RewardModel
+from tests.oracles import token_values
 from tests.presets import preset
 
 VOCAB, WIDTH = 53, 32
@@ -41,14 +42,14 @@ def test_score_is_the_head_at_the_last_real_token(reward, tokens):
     raw = hidden @ reward.head.weight[0] + reward.head.bias
     assert torch.allclose(reward(tokens, LENGTHS, calibrated=False), raw, atol=1e-6)
     assert torch.allclose(reward(tokens, LENGTHS), 2.0 * (raw - 0.25), atol=1e-6)
-    values = reward.token_values(tokens)
+    values = token_values(reward, tokens)
     assert values.shape == (3, 9) and values.dtype == torch.float32
     assert torch.allclose(values[torch.arange(3), LENGTHS - 1], reward(tokens, LENGTHS), atol=1e-6)
 
 
 @torch.no_grad()
 def test_score_is_the_mean_over_the_last_tokens(reward, tokens):
-    values = reward.token_values(tokens)
+    values = token_values(reward, tokens)
     reward.config.read_tokens = 5
     means = [row[max(0, n - 5) : n].mean() for row, n in zip(values, LENGTHS, strict=True)]  # the second has 4 tokens
     assert torch.allclose(reward(tokens, LENGTHS), torch.stack(means), atol=1e-6)
@@ -76,7 +77,7 @@ def test_scores_in_bfloat16_do_not_collapse(reward):
     exact = reward(tokens, lengths)
     with torch.autocast("cpu", torch.bfloat16):
         found = reward(tokens, lengths)
-        values = reward.token_values(tokens)[:, -1]
+        values = token_values(reward, tokens)[:, -1]
     assert found.dtype == torch.float32 and torch.equal(values, found)
     assert found.unique().numel() > 700
     assert (found - exact).abs().max() < 0.05 * exact.std(), "what is left is the trunk's rounding"

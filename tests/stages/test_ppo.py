@@ -23,6 +23,7 @@ from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
 from rlhf.tracking.writers import make_tracker
 from rlhf.training.setup import load_policy, set_up
+from tests.oracles import token_values
 
 from .conftest import Run, collect
 
@@ -235,7 +236,7 @@ def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
     rollout = respond(trainer)
     critic = trainer.actor_critic.critic
     with torch.no_grad():
-        last = critic.token_values(rollout.tokens).gather(1, rollout.lengths[:, None] - 1)[:, 0]
+        last = token_values(critic, rollout.tokens).gather(1, rollout.lengths[:, None] - 1)[:, 0]
     assert critic.config.gain == 1.0 and torch.allclose(last, rollout.scores, atol=1e-4)
 
 

@@ -132,7 +132,7 @@ def forward_alone(trainer: PpoRun, tokens: torch.Tensor, start: int, end: int) -
     """Logits (A, V) and values (A,) in float64 before each response token of one row, without padding."""
     policy, critic = trainer.actor_critic.policy, trainer.actor_critic.critic
     row, before = tokens[None, :end], slice(start - 1, end - 1)
-    return policy(row).logits[0, before].double(), critic.token_values(row)[0, before].double()
+    return policy(row).logits[0, before].double(), oracles.token_values(critic, row)[0, before].double()
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ def open_bytes(path: Path, meter: Meter | None = None) -> Iterator[IO[bytes]]:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def read_text(path: Path, encoding: str = "utf-8", remedy: str | None = None) -> Iterator[str]:
+def read_text(path: Path, encoding: str = "utf-8") -> Iterator[str]:
     """Decode a file chunk by chunk; a BOM is dropped and line ends become a single newline.
 
     Raises: UserError if the encoding is unknown or the bytes are not in it, naming the byte's offset.
@@ -158,7 +158,7 @@ def read_text(path: Path, encoding: str = "utf-8", remedy: str | None = None) ->
                 # the decoder's input: the rest of the last chunk, then this chunk
                 at = offset - (len(error.object) - len(chunk)) + error.start
                 byte = error.object[error.start]
-                cure = remedy or "set data.encoding=latin-1 (or cp1252, …), or convert the file with iconv"
+                cure = "set data.encoding=latin-1 (or cp1252, …), or convert the file with iconv"
                 raise UserError(f"{path}: byte 0x{byte:02x} at offset {at} is not {encoding} text: {cure}") from error
             offset += len(chunk)
             if text:
