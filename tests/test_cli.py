@@ -258,9 +258,14 @@ def test_a_users_mistake_within_a_command_is_one_line(call, monkeypatch):
     assert call("report") == (2, "", "rlhf: error: x.txt: came to nothing: mend it\n")
 
 
-@pytest.mark.parametrize(("command", "told"), [
-    (pipeline, "interrupted: run the same command again, it resumes from the last checkpoint"), (report, "interrupted"),
-    (chat, "interrupted")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (pipeline, "interrupted: run the same command again, it resumes from the last checkpoint"),
+        (report, "interrupted"),
+        (chat, "interrupted"),
+    ],
+)
 def test_an_interrupted_command_says_how_to_go_on_if_it_can(call, monkeypatch, command, told):
     def interrupt(config):
         raise KeyboardInterrupt

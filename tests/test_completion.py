@@ -36,8 +36,10 @@ def offered(*lines: str) -> list[str]:
 
 def test_bash_completes_commands_settings_and_values():
     assert offered("rlhf pip", "rlhf ppo deepspeed=zero3", "rlhf sft sft.lr") == [
-        "pipeline ,", "zero3,zero3_offload,", "sft.lr=,",
-    ]  # fmt: skip
+        "pipeline ,",
+        "zero3,zero3_offload,",
+        "sft.lr=,",
+    ]
 
 
 @pytest.mark.parametrize(

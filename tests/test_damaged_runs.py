@@ -69,8 +69,23 @@ def test_other_run_files_have_schemas_too(tmp_path, kind, value):
     assert read_record(tmp_path / "b.json", kind) is None
 
 
-READERS = ["chat", "export", "generate", "sample", "study", "pipeline", "evaluate", "rejection", "dpo", "ppo", "reward", "label",
-           "sft", "pretrain", "tokenizer"]  # fmt: skip
+READERS = [
+    "chat",
+    "export",
+    "generate",
+    "sample",
+    "study",
+    "pipeline",
+    "evaluate",
+    "rejection",
+    "dpo",
+    "ppo",
+    "reward",
+    "label",
+    "sft",
+    "pretrain",
+    "tokenizer",
+]
 
 
 @pytest.mark.parametrize(("command", "name"), zip(READERS, itertools.cycle(DAMAGE), strict=False))
@@ -79,16 +94,35 @@ def test_every_command_that_reads_a_damaged_record_says_so_in_one_line(tmp_path,
         damage(tmp_path / "x" / stage / "stage.json", DAMAGE[name])
     more = ["study.kind=details"] if command == "study" else []
     with pytest.raises(SystemExit) as ended:
-        main([command, "experiment=gold", f"runs_dir={tmp_path}", "run=x", "gold.rounds=1", "device=cpu", "tracking=off",
-              "--shared-settings", *more])  # fmt: skip
+        main(
+            [
+                command,
+                "experiment=gold",
+                f"runs_dir={tmp_path}",
+                "run=x",
+                "gold.rounds=1",
+                "device=cpu",
+                "tracking=off",
+                "--shared-settings",
+                *more,
+            ]
+        )
     [line] = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and line.startswith("rlhf: error: ") and "/stage.json: " in line, line
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_report_and_watch_show_what_is_there_and_name_what_is_damaged(tmp_path, capsys, name):
-    files = ["sft/stage.json", "evaluate/results.json", "pipeline.json", "study/details.json", "sft/metrics.jsonl", "sft/samples.jsonl",
-             "sft/config.yaml", "evaluate/samples.jsonl"]  # fmt: skip
+    files = [
+        "sft/stage.json",
+        "evaluate/results.json",
+        "pipeline.json",
+        "study/details.json",
+        "sft/metrics.jsonl",
+        "sft/samples.jsonl",
+        "sft/config.yaml",
+        "evaluate/samples.jsonl",
+    ]
     for file in files:
         damage(tmp_path / "x" / file, DAMAGE[name])
     notes = make_skipped(read_run(tmp_path / "x"))

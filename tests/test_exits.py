@@ -49,11 +49,23 @@ def test_a_full_standard_output_is_one_line(arguments, tmp_path):
 
 
 def test_standard_output_and_error_may_be_closed(tmp_path):
-    done = subprocess.run(f"'{sys.executable}' -m rlhf dashboard >&-; echo $?", shell=True, env=ENVIRONMENT, cwd=tmp_path,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        f"'{sys.executable}' -m rlhf dashboard >&-; echo $?",
+        shell=True,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert (done.stdout, done.stderr) == ("0\n", "")
-    done = subprocess.run(f"'{sys.executable}' -m rlhf watch >&- 2>&-; echo $?", shell=True, env=ENVIRONMENT, cwd=tmp_path,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        f"'{sys.executable}' -m rlhf watch >&- 2>&-; echo $?",
+        shell=True,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert (done.stdout, done.stderr) == ("2\n", "")
 
 
@@ -201,8 +213,12 @@ def test_a_later_signal_ends_at_once():
 
 def start_slow_end(seconds: float) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_END, str(seconds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=ENVIRONMENT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+        [sys.executable, "-c", SLOW_END, str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     return process

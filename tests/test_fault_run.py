@@ -28,8 +28,14 @@ def load_script() -> ModuleType:
 @pytest.mark.long
 def test_a_few_kills_change_nothing(tmp_path: Path) -> None:
     out = tmp_path / "faults"
-    done = subprocess.run([sys.executable, str(SCRIPT), str(out), "kills=10", "saves=2"], cwd=ROOT, timeout=900,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(out), "kills=10", "saves=2"],
+        cwd=ROOT,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((out / "faults.json").read_text())
     assert found["kills"] >= 10 and found["in_save"] >= 2 and all(not told for told in found["runs"].values())

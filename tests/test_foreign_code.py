@@ -24,8 +24,16 @@ from transformers import PretrainedConfig
 class PlantedConfig(PretrainedConfig):
     model_type = "planted"
 """
-AUTO_MAP = {name: "planted.PlantedConfig" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM",
-            "AutoModelForSequenceClassification", "AutoTokenizer")}  # fmt: skip
+AUTO_MAP = {
+    name: "planted.PlantedConfig"
+    for name in (
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForCausalLM",
+        "AutoModelForSequenceClassification",
+        "AutoTokenizer",
+    )
+}
 TAKES = ("from_pretrained", "from_config")
 
 
@@ -37,8 +45,16 @@ def planted(tmp_path, monkeypatch):
     ran = tmp_path / "ran"
     (model / "planted.py").write_text(CODE.format(ran=str(ran)))
     (model / "config.json").write_text(json.dumps({"model_type": "planted", "auto_map": AUTO_MAP, "vocab_size": 290}))
-    record = {"stage": "sft", "status": "complete", "settings": {}, "parents": {}, "data": {}, "run": "x",
-              "seconds": 1.0, "files": hash_files(model.parent)}  # fmt: skip
+    record = {
+        "stage": "sft",
+        "status": "complete",
+        "settings": {},
+        "parents": {},
+        "data": {},
+        "run": "x",
+        "seconds": 1.0,
+        "files": hash_files(model.parent),
+    }
     (model.parent / "stage.json").write_text(json.dumps(record | {"hash": hash_of(record)}))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     monkeypatch.chdir(tmp_path)
@@ -46,8 +62,14 @@ def planted(tmp_path, monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize(("command", "more"), [
-    ("chat", ["chat.stage=sft", "chat.message=hello"]), ("export", ["export.stage=sft"]), ("sample", ["sample.out=round"])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("chat", ["chat.stage=sft", "chat.message=hello"]),
+        ("export", ["export.stage=sft"]),
+        ("sample", ["sample.out=round"]),
+    ],
+)
 def test_a_command_does_not_run_a_models_own_code(planted, command, more):
     config = cli.compose_config(["run=x", "device=cpu", "data.prompts=prompts.jsonl", "tracking=off", *more])
     with pytest.raises(UserError, match=r"needs code of its own .*which is never run"):
@@ -85,6 +107,9 @@ def test_every_load_says_that_code_is_not_trusted():
 def test_standard_input_is_read_by_the_chat_alone():
     for path in (ROOT / "rlhf").rglob("*.py"):
         if path.name != "chat.py":
-            names = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                     if isinstance(node, ast.Name | ast.Attribute)]  # fmt: skip
+            names = [
+                ast.unparse(node)
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.Name | ast.Attribute)
+            ]
             assert not {"input", "sys.stdin"} & set(names), path

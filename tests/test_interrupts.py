@@ -127,9 +127,13 @@ main(["watch", "run=x"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_outside_of_a_loop_a_command_ends_with_130(number: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        [sys.executable, "-c", COMMAND],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     process.send_signal(number)
     _, told = process.communicate(timeout=10)
@@ -153,9 +157,15 @@ with finish_step("ppo"):
 def test_a_terminal_that_is_closed_does_not_keep_a_loop_from_its_checkpoint(tmp_path: Path) -> None:
     """A pseudo-terminal whose other end goes away, as when a window is closed or a connection breaks: SIGHUP."""
     main, child = os.openpty()
-    process = subprocess.Popen([sys.executable, "-c", HANGUP, str(tmp_path / "step-1")], stdin=child, stdout=child,
-                               stderr=child, cwd=ROOT, start_new_session=True,
-                               preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGUP, str(tmp_path / "step-1")],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        cwd=ROOT,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
     os.close(child)
     assert os.read(main, 100).startswith(b"begun")
     os.close(main)

@@ -76,8 +76,14 @@ def test_a_row_and_a_file_add_a_stage(toy: Path, gold_run: Run, tmp_path: Path):
     run = gold_run.copy(tmp_path / "runs", None)
 
     def rlhf(*arguments: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "rlhf", *arguments], capture_output=True, text=True, cwd=toy,
-                              env=os.environ | {"PYTHONPATH": str(toy)}, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=toy,
+            env=os.environ | {"PYTHONPATH": str(toy)},
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -60,8 +60,14 @@ def alone(**variables: str) -> subprocess.Popen[str]:
         "with ending(): print('begun', flush=True); connect(torch.device('cpu'))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"} | variables
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     return process
 
@@ -89,10 +95,13 @@ def test_a_signal_ends_the_wait():
     assert time.monotonic() - started < 1.5, "the wait itself would be longer"
 
 
-@pytest.mark.parametrize(("variables", "said"), [
-    ({}, "WORLD_SIZE=2 without RANK and MASTER_ADDR and MASTER_PORT: start the processes with torchrun"),
-    ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK=2: want 0 to 1, since WORLD_SIZE=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "WORLD_SIZE=2 without RANK and MASTER_ADDR and MASTER_PORT: start the processes with torchrun"),
+        ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK=2: want 0 to 1, since WORLD_SIZE=2"),
+    ],
+)
 def test_a_launch_that_nobody_leads_is_one_line(variables, said):
     process = alone(**variables)
     _, told = process.communicate(timeout=60)

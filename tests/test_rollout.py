@@ -73,12 +73,19 @@ def collect(
         return lambda *where: response_logprobs(models[name], *where)[0]
 
     setup = RolloutSetup(
-        policy=lambda: nullcontext(models["policy"]), recompute=logprobs("policy") if recompute else None,
-        reference=logprobs("reference"), values=models["critic"].values_at,
+        policy=lambda: nullcontext(models["policy"]),
+        recompute=logprobs("policy") if recompute else None,
+        reference=logprobs("reference"),
+        values=models["critic"].values_at,
         reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
-        texts=lambda responses: [""] * len(responses), seed=4, max_new_tokens=12, eos=EOS, pad=PAD,
-        decode_batch=decode_batch, forward_batch=forward_batch,
-    )  # fmt: skip
+        texts=lambda responses: [""] * len(responses),
+        seed=4,
+        max_new_tokens=12,
+        eos=EOS,
+        pad=PAD,
+        decode_batch=decode_batch,
+        forward_batch=forward_batch,
+    )
     prompts = [(PromptRecord(id=str(i), prompt="any"), PROMPTS[i]) for i in rows]
     return score_responses(setup, prompts, sample_responses(setup, prompts, [(key, i) for i in rows]))
 
@@ -281,10 +288,19 @@ def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> R
     prompts = [(PromptRecord(id=str(i), prompt="any"), tokens) for i, tokens in enumerate(asked)]
     forward = lambda *where: response_logprobs(policy, *where)[0]  # noqa: E731
     setup = RolloutSetup(
-        policy=lambda: nullcontext(policy), recompute=forward, reference=forward, values=None,
-        reward=lambda episodes: torch.zeros(len(episodes.prompts)), texts=lambda responses: [""] * len(responses), seed=4,
-        max_new_tokens=32, eos=1023, pad=0, decode_batch=40, forward_batch=8,
-    )  # fmt: skip
+        policy=lambda: nullcontext(policy),
+        recompute=forward,
+        reference=forward,
+        values=None,
+        reward=lambda episodes: torch.zeros(len(episodes.prompts)),
+        texts=lambda responses: [""] * len(responses),
+        seed=4,
+        max_new_tokens=32,
+        eos=1023,
+        pad=0,
+        decode_batch=40,
+        forward_batch=8,
+    )
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
         if fault == "temperature":
             patch.setattr(rollout_module, "sample", partial(sample, temperature=1.3))

@@ -67,8 +67,18 @@ def test_a_disk_that_fills_under_a_library_is_one_line_too(config):
 def test_identity_settings_exist_in_the_schema_and_cover_what_trains():
     named = {key for row in STAGES.values() for key in row.settings}
     assert named <= set(schema_keys()) and named >= {
-        "model", "tokenizer", "pretrain", "sft", "reward", "ppo", "kl", "rollout", "evaluate", "gold", "seed",
-    }  # fmt: skip
+        "model",
+        "tokenizer",
+        "pretrain",
+        "sft",
+        "reward",
+        "ppo",
+        "kl",
+        "rollout",
+        "evaluate",
+        "gold",
+        "seed",
+    }
 
 
 def test_settings_of_a_stage_are_its_own_less_what_only_sets_the_pace(config):

@@ -83,8 +83,16 @@ def test_a_command_line_is_answered_without_controls(capsys, tmp_path, monkeypat
 def test_records_of_others_are_quoted_without_controls(capsys, tmp_path):
     """stage.json's contents, in an error line and in the pipeline's table."""
     (tmp_path / "sft").mkdir()
-    record = {"stage": HOSTILE, "status": "complete", "settings": {}, "parents": {}, "data": {}, "run": "x", "seconds": 1.0,
-              "files": {}}  # fmt: skip
+    record = {
+        "stage": HOSTILE,
+        "status": "complete",
+        "settings": {},
+        "parents": {},
+        "data": {},
+        "run": "x",
+        "seconds": 1.0,
+        "files": {},
+    }
     (tmp_path / "sft" / "stage.json").write_text(json.dumps(record | {"hash": hash_of(record)}))
     with pytest.raises(UserError, match="was written by") as refusal:
         check_output(tmp_path / "sft")

@@ -23,9 +23,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
         "BENCH_PEERS": "/nonexistent",
     }
     return subprocess.run(
-        ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=1200,
+        ["bash", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=1200,
         env={**os.environ, **settings, **environment},
-    )  # fmt: skip
+    )
 
 
 def figures_of(folder: Path, part: str) -> dict:

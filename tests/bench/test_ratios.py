@@ -146,8 +146,20 @@ def test_a_benchmark_runs(subject, tmp_path):
     """The scripts themselves, at their smallest."""
     out = tmp_path / "figures.json"
     done = subprocess.run(
-        [sys.executable, str(BENCH / f"{subject}.py"), "--quick", "--threads", "1", "--device", "cpu", "--out", str(out)],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(BENCH / f"{subject}.py"),
+            "--quick",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "over " in done.stdout and out.stat().st_size > 500

@@ -47,10 +47,13 @@ def run_import(folder: Path, files: list[list[dict]], earlier: list[Path] = [], 
 def splits_in(folder: Path) -> list[tuple[str, str | None, str]]:
     """(split key, user, split) of every record, its split by its file."""
     return [
-        (split_key(record.prompt), getattr(record, "user", None) or record.metadata.get("user"),
-         record.split if record.kind == "demonstration" else record.metadata["split"])
+        (
+            split_key(record.prompt),
+            getattr(record, "user", None) or record.metadata.get("user"),
+            record.split if record.kind == "demonstration" else record.metadata["split"],
+        )
         for record in read_records(folder)
-    ]  # fmt: skip
+    ]
 
 
 def report_of(folder: Path) -> dict:
@@ -142,8 +145,12 @@ def test_the_first_stated_split_counts_for_all_records_of_a_prompt(tmp_path):
     other = next(split for split in SPLITS if split != hash_split("Hi"))
     third = next(split for split in SPLITS if split not in (other, hash_split("Hi")))
     said = {"kind": "demonstration", "prompt": "Hi"}
-    given_rows = [said | {"response": "1"}, said | {"response": "2", "split": other},
-                  said | {"response": "3", "split": third}, {"kind": "prompt", "prompt": "hi!"}]  # fmt: skip
+    given_rows = [
+        said | {"response": "1"},
+        said | {"response": "2", "split": other},
+        said | {"response": "3", "split": third},
+        {"kind": "prompt", "prompt": "hi!"},
+    ]
     folder = run_import(tmp_path, [given_rows])
     assert {split for _, _, split in splits_in(folder)} == {other}
     assert report_of(folder)["stated_splits_overruled"] == 1
@@ -160,8 +167,14 @@ def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
     assert {split for _, _, split in splits_in(two)} == {kept}
     assert report_of(two)["stated_splits_overruled"] == 1 and report_of(two)["kept_from_earlier"] == 1
     # a third import, told only of the second, knows the user, and the prompt of the first
-    three = run_import(tmp_path / "three", [[{"kind": "prompt", "prompt": f"Where {i}?", "user": "u"} for i in range(20)]
-                                            + [{"kind": "prompt", "prompt": "hi"}]], [two])  # fmt: skip
+    three = run_import(
+        tmp_path / "three",
+        [
+            [{"kind": "prompt", "prompt": f"Where {i}?", "user": "u"} for i in range(20)]
+            + [{"kind": "prompt", "prompt": "hi"}]
+        ],
+        [two],
+    )
     assert {split for _, _, split in splits_in(three)} == {kept}
     assert read_assignments(three, 200).prompts[key_hash("Hi")] == SPLITS.index(kept)
     # of two earlier imports that differ, the first one counts

@@ -167,8 +167,27 @@ def mutate(line: bytes, random_: random.Random) -> bytes:
     data = bytearray(line)
     for _ in range(random_.randint(1, 4)):
         at = random_.randrange(len(data) + 1)
-        hurt = random_.choice([b"\x00", b"\xff", b"{", b"}", b"[" * 50, b'"', b"\\", b"\\ud800", b"NaN", b"1e999",
-                               b"null", b"true", b"9" * 30, b"\r", b"\xed\xa0\x80", b",", b":"])  # fmt: skip
+        hurt = random_.choice(
+            [
+                b"\x00",
+                b"\xff",
+                b"{",
+                b"}",
+                b"[" * 50,
+                b'"',
+                b"\\",
+                b"\\ud800",
+                b"NaN",
+                b"1e999",
+                b"null",
+                b"true",
+                b"9" * 30,
+                b"\r",
+                b"\xed\xa0\x80",
+                b",",
+                b":",
+            ]
+        )
         action = random_.randrange(4)
         if action == 0:
             data[at:at] = hurt

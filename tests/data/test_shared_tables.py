@@ -63,8 +63,13 @@ def test_pandalm(shared, imported):
 
 def test_alpaca_eval(shared, imported):
     name = "comparisons/alpaca-eval-annotations-805.json.gz"
-    records, rejects, _ = imported(name, "columns.prompt=instruction", "columns.responses=[output_1,output_2]",
-                                   "columns.winner=preference", "columns.labeler=annotator")  # fmt: skip
+    records, rejects, _ = imported(
+        name,
+        "columns.prompt=instruction",
+        "columns.responses=[output_1,output_2]",
+        "columns.winner=preference",
+        "columns.labeler=annotator",
+    )
     items = read_json(shared / name)
     nulls = sum(item["preference"] is None for item in items)
     assert (len(items), nulls, len(records), len(rejects)) == (805, 1, 804, 1)
@@ -106,7 +111,12 @@ def test_the_spreadsheet_of_annotations(shared, imported):
     assert [one["line"] for one in rejects] == list(range(1152, 1304))  # the header is line 1
     assert {one["field"] for one in rejects} == {"preference"}
     assert {one.metadata["preference_scale"] for one in records} == {
-        "a-is-better", "a-is-slightly-better", "tie", "b-is-slightly-better", "b-is-better"}  # fmt: skip
+        "a-is-better",
+        "a-is-slightly-better",
+        "tie",
+        "b-is-slightly-better",
+        "b-is-better",
+    }
     by_id = {one.id: one for one in records}
     for one in judged:
         made = by_id[str(int(float(one["A"])))]

@@ -51,7 +51,10 @@ def test_rows_know_their_line_number_offset_and_bytes(table):
 def test_ragged_rows_are_rejects_at_their_line(table):
     short, long, good = read(table(b'q,a\n"1\n2"\n3,4,5\n6,7\n'))
     assert (short.line, short.number, short.message) == (
-        2, 1, "got 1 cells, want 2 as in the header: quote cells that contain the delimiter")  # fmt: skip
+        2,
+        1,
+        "got 1 cells, want 2 as in the header: quote cells that contain the delimiter",
+    )
     assert (long.line, long.number, long.raw) == (4, 2, b"3,4,5\n")
     assert good.line == 5 and good.value == {"q": "6", "a": "7"}
 

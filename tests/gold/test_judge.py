@@ -86,9 +86,16 @@ def test_the_answers_to_other_tasks_are_mostly_wrong(kind):
 
 
 TASK = Task(
-    "closed_qa", "q", "q", "Rome.", "Anna lives in Rome.", "Anna lives in Oslo.",
-    [["Rome"]], ["Oslo", "Tom"], ["Anna lives in"],
-)  # fmt: skip
+    "closed_qa",
+    "q",
+    "q",
+    "Rome.",
+    "Anna lives in Rome.",
+    "Anna lives in Oslo.",
+    [["Rome"]],
+    ["Oslo", "Tom"],
+    ["Anna lives in"],
+)
 
 
 @pytest.mark.parametrize(

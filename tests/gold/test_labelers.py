@@ -164,6 +164,9 @@ def test_the_tuned_noise_gives_the_agreement_that_was_asked_for():
     seen = [[(judge(task, text), text) for text, _ in rows] for task, rows in zip(tasks, drawn, strict=True)]
     noise = tune_noise(make_labelers, seen, 0.7)
     assert expected_agreement(make_labelers(noise), seen) == pytest.approx(0.7, abs=1e-4)
-    rankings = [rank(t, rows, labeler, rng) for t, rows in zip(tasks, drawn, strict=True)
-                for labeler in rng.sample(make_labelers(noise), 2)]  # fmt: skip
+    rankings = [
+        rank(t, rows, labeler, rng)
+        for t, rows in zip(tasks, drawn, strict=True)
+        for labeler in rng.sample(make_labelers(noise), 2)
+    ]
     assert pairwise_agreement(rankings)["value"] == pytest.approx(0.7, abs=0.05)  # 900 pairs, in clusters of 6

@@ -73,6 +73,10 @@ def make_tokenizer(kind: str) -> Any:
     backend.train_from_iterator(TEXT, trainer)
     backend.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], 0)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=special[0], eos_token=special[1], pad_token=special[1],
-        extra_special_tokens=special[2:], chat_template=template,
-    )  # fmt: skip
+        tokenizer_object=backend,
+        bos_token=special[0],
+        eos_token=special[1],
+        pad_token=special[1],
+        extra_special_tokens=special[2:],
+        chat_template=template,
+    )

@@ -206,9 +206,13 @@ def test_exported_folders_load(tokenizer, tmp_path, package):
         assert answer["type"] == wanted
         assert torch.allclose(torch.tensor(answer["logits"]), model(TOKENS).logits, rtol=0, atol=1e-5)
         own = model.generate(
-            TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=4, do_sample=False, eos_token_id=[2, 7],
+            TOKENS,
+            attention_mask=torch.ones_like(TOKENS),
+            max_new_tokens=4,
+            do_sample=False,
+            eos_token_id=[2, 7],
             pad_token_id=0,
-        )  # fmt: skip
+        )
         assert answer["generated"] == own.tolist()
         assert answer["ids"] == [[2, 7], 0] and answer["tokenizer"] == 2
 

@@ -18,8 +18,13 @@ from rlhf.tokenizer import train_tokenizer
 from .chats import make_tokenizer
 from .classifiers import save_classifier
 
-LLAMA_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-              "max_position_embeddings": 64}  # fmt: skip
+LLAMA_LIKE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
 SIZES = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},

@@ -108,9 +108,18 @@ def test_a_trainer_takes_the_same_steps(tmp_path, accumulation):
     for kind in (Trainer, Ragged):
         model = make()
         arguments = TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=accumulation, max_steps=2,
-            learning_rate=1e-3, optim="sgd", report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, seed=1,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=3,
+            gradient_accumulation_steps=accumulation,
+            max_steps=2,
+            learning_rate=1e-3,
+            optim="sgd",
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=1,
+        )
         kind(model=model, args=arguments, train_dataset=rows).train()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=0)

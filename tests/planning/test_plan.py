@@ -79,10 +79,22 @@ def test_activations_and_cache_of_a_stage_by_hand():
 
 
 def test_micro_batches_are_at_most_a_gpus_share():
-    assert micro_batches(planned(), 1) == {"pretrain": 16, "sft": 32, "reward": 64, "ppo rollout": 256, "ppo score": 128,
-                                           "ppo update": 64}  # fmt: skip
-    assert micro_batches(planned(), 100) == {"pretrain": 6, "sft": 1, "reward": 6, "ppo rollout": 6, "ppo score": 6,
-                                             "ppo update": 1}  # fmt: skip
+    assert micro_batches(planned(), 1) == {
+        "pretrain": 16,
+        "sft": 32,
+        "reward": 64,
+        "ppo rollout": 256,
+        "ppo score": 128,
+        "ppo update": 64,
+    }
+    assert micro_batches(planned(), 100) == {
+        "pretrain": 6,
+        "sft": 1,
+        "reward": 6,
+        "ppo rollout": 6,
+        "ppo score": 6,
+        "ppo update": 1,
+    }
 
 
 @settings(max_examples=15, deadline=None)

@@ -24,8 +24,12 @@ PRINTED = {
 }  # fmt: skip
 # Rounding of the printed figure explains the rest; GPT-3 medium is printed as 350M and has 356M.
 TOLERANCE = dict.fromkeys(PRINTED, 0.01) | {
-    "gpt3-medium": 0.02, "gpt3-xl": 0.015, "gpt3-2.7b": 0.02, "gpt3-13b": 0.015, "gopher-1.4b": 0.02,
-}  # fmt: skip
+    "gpt3-medium": 0.02,
+    "gpt3-xl": 0.015,
+    "gpt3-2.7b": 0.02,
+    "gpt3-13b": 0.015,
+    "gopher-1.4b": 0.02,
+}
 
 # Preset: tokens in billions, tokens per step in millions, learning rate, warm-up steps, final fraction of lr, weight decay.
 # The same tables, and: GPT-1, section 4.1 (tokens: an estimate); GPT-3, appendix B (375M tokens of warm-up; decay to 10% at

@@ -47,13 +47,24 @@ def test_gpt2_by_hand():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    n_layer=st.integers(1, 3), heads=st.sampled_from([(4, None), (4, 1), (4, 2), (6, 3)]), factor=st.integers(1, 9),
-    mlp_width=st.none() | st.integers(1, 70), positions=st.sampled_from(["learned", "rotary", "sinusoidal"]),
-    norm=st.sampled_from(["layernorm", "rmsnorm"]), mlp=st.sampled_from(["gelu", "relu", "swiglu"]), bias=st.booleans(),
-    tie_word_embeddings=st.booleans(), vocab_size=st.integers(1, 300), context_length=st.integers(1, 64),
-    head_dim=st.none() | st.sampled_from([2, 6]), block=st.sampled_from(["pre", "post", "parallel", "one_norm"]),
-    qk_norm=st.booleans(), experts=st.integers(0, 3), expert_every=st.integers(1, 3), window=st.none() | st.just(4),
-)  # fmt: skip
+    n_layer=st.integers(1, 3),
+    heads=st.sampled_from([(4, None), (4, 1), (4, 2), (6, 3)]),
+    factor=st.integers(1, 9),
+    mlp_width=st.none() | st.integers(1, 70),
+    positions=st.sampled_from(["learned", "rotary", "sinusoidal"]),
+    norm=st.sampled_from(["layernorm", "rmsnorm"]),
+    mlp=st.sampled_from(["gelu", "relu", "swiglu"]),
+    bias=st.booleans(),
+    tie_word_embeddings=st.booleans(),
+    vocab_size=st.integers(1, 300),
+    context_length=st.integers(1, 64),
+    head_dim=st.none() | st.sampled_from([2, 6]),
+    block=st.sampled_from(["pre", "post", "parallel", "one_norm"]),
+    qk_norm=st.booleans(),
+    experts=st.integers(0, 3),
+    expert_every=st.integers(1, 3),
+    window=st.none() | st.just(4),
+)
 def test_any_shape_is_counted_exactly(heads, factor, vocab_size, **kinds):
     model = ModelConfig(n_head=heads[0], n_kv_head=heads[1], width=heads[0] * 2 * factor, **kinds)
     shape = make_shape(model, vocab_size)

@@ -71,8 +71,16 @@ def models(served) -> Any:
 def access(**changes: Any) -> Any:
     from rlhf.serving.security import Access
 
-    return Access(**{"token": None, "labelers": {}, "loopback": True, "max_body_bytes": 2**20,
-                     "requests_per_minute": 10**6, **changes})  # fmt: skip
+    return Access(
+        **{
+            "token": None,
+            "labelers": {},
+            "loopback": True,
+            "max_body_bytes": 2**20,
+            "requests_per_minute": 10**6,
+            **changes,
+        }
+    )
 
 
 def tasks(count: int, responses: int = 3) -> list[Any]:
@@ -80,11 +88,17 @@ def tasks(count: int, responses: int = 3) -> list[Any]:
     from rlhf.data.records import RankedResponse, Ranking
 
     return [
-        Ranking(id=f"t{i}", prompt=f"what is number {i} ?", metadata={"prompt_id": f"p{i}"},
-                responses=[RankedResponse(id="abcdefg"[j], text=f"answer {j} to {i}", policy="gold/sft@12345678")
-                           for j in range(responses)])
+        Ranking(
+            id=f"t{i}",
+            prompt=f"what is number {i} ?",
+            metadata={"prompt_id": f"p{i}"},
+            responses=[
+                RankedResponse(id="abcdefg"[j], text=f"answer {j} to {i}", policy="gold/sft@12345678")
+                for j in range(responses)
+            ],
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def make_desk(path: Any, count: int = 4, labelers: tuple[str, ...] = ("anna", "ben"), per_prompt: int = 2) -> Any:

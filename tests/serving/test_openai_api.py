@@ -19,8 +19,16 @@ def lines(gold_run, tmp_path_factory):
     prompts = (gold_run.folder / "world" / "prompts.jsonl").read_text().splitlines()[:40]
     rows = [{"id": f"p{i}", "prompt": json.loads(line)["prompt"]} for i, line in enumerate(prompts)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    generate(gold_run.config(f"data.prompts='{folder}/in.jsonl'", f"generate.out='{folder}/out.jsonl'", "seed=3",
-                             "generate.samples=3", "generate.logprobs=true", "generate.stage=sft"))  # fmt: skip
+    generate(
+        gold_run.config(
+            f"data.prompts='{folder}/in.jsonl'",
+            f"generate.out='{folder}/out.jsonl'",
+            "seed=3",
+            "generate.samples=3",
+            "generate.logprobs=true",
+            "generate.stage=sft",
+        )
+    )
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
@@ -48,8 +56,15 @@ async def test_the_server_answers_as_generate_does_whatever_else_is_asked(client
 
     async def one(row):
         async with gate:
-            body = {"model": "gold/sft", "messages": row["prompt"], "seed": 3, "n": 3, "max_tokens": 24,
-                    "logprobs": True, "return_token_ids": True}  # fmt: skip
+            body = {
+                "model": "gold/sft",
+                "messages": row["prompt"],
+                "seed": 3,
+                "n": 3,
+                "max_tokens": 24,
+                "logprobs": True,
+                "return_token_ids": True,
+            }
             while (answer := await client.post("/v1/chat/completions", json=body)).status_code == 429:
                 await asyncio.sleep(0.02)
             return answer.json()

@@ -20,8 +20,20 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 @pytest.fixture(params=["float32", "bfloat16"])
 def process(request, gold_run, tmp_path):
     """The server of one precision, and its address."""
-    command = [sys.executable, "-m", "rlhf", "serve", f"run={gold_run.name}", f"runs_dir={gold_run.runs_dir}", "serve.port=0", "threads=1",
-               "device=cpu", f"precision={request.param}", f"serve.labels={tmp_path}/labels.jsonl", "serve.stages=sft"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf",
+        "serve",
+        f"run={gold_run.name}",
+        f"runs_dir={gold_run.runs_dir}",
+        "serve.port=0",
+        "threads=1",
+        "device=cpu",
+        f"precision={request.param}",
+        f"serve.labels={tmp_path}/labels.jsonl",
+        "serve.stages=sft",
+    ]
     made = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = []
     while not said or "http://" not in said[-1]:
@@ -47,10 +59,21 @@ def is_running(pid: int) -> bool:
 def test_precision_is_generates_and_the_worker_ends_with_the_server(process, gold_run, tmp_path):
     server, address, precision = process
     prompts = (gold_run.folder / "world" / "prompts.jsonl").read_text().splitlines()[:8]
-    (tmp_path / "in.jsonl").write_text("".join(f'{{"id": "p{i}", "prompt": {json.dumps(json.loads(line)["prompt"])}}}\n'
-                                               for i, line in enumerate(prompts)))  # fmt: skip
-    generate(gold_run.config(f"data.prompts='{tmp_path}/in.jsonl'", f"generate.out='{tmp_path}/out.jsonl'", "seed=3",
-                             "generate.logprobs=true", "generate.stage=sft", f"precision={precision}"))  # fmt: skip
+    (tmp_path / "in.jsonl").write_text(
+        "".join(
+            f'{{"id": "p{i}", "prompt": {json.dumps(json.loads(line)["prompt"])}}}\n' for i, line in enumerate(prompts)
+        )
+    )
+    generate(
+        gold_run.config(
+            f"data.prompts='{tmp_path}/in.jsonl'",
+            f"generate.out='{tmp_path}/out.jsonl'",
+            "seed=3",
+            "generate.logprobs=true",
+            "generate.stage=sft",
+            f"precision={precision}",
+        )
+    )
     for line in (tmp_path / "out.jsonl").read_text().splitlines():
         row = json.loads(line)
         body = {

@@ -35,8 +35,14 @@ def held(chosen: list[torch.Tensor]) -> int:
 
 
 def measure_state(name: str, precision: str, threshold: int) -> dict[str, int]:
-    config = compose_config([f"deepspeed={name}", f"sharding.persistence_threshold={threshold}",
-                             "sharding.bucket_elements=5000", "device=cpu"])  # fmt: skip
+    config = compose_config(
+        [
+            f"deepspeed={name}",
+            f"sharding.persistence_threshold={threshold}",
+            "sharding.bucket_elements=5000",
+            "device=cpu",
+        ]
+    )
     before = held(tensors())
     model = GPTForCausalLM(preset("tiny", vocab_size=64))
     parameters = sum(p.numel() for p in model.parameters())
@@ -60,5 +66,10 @@ def measure_state(name: str, precision: str, threshold: int) -> dict[str, int]:
     gradients = held(tensors()) - before - rested
     ready = held([engine.optimizer.grad_partitions_flat_buffer]) if name == "zero3" else 0  # made before any backward
     engine.destroy()
-    return {"parameters": parameters, "persistent": persistent, "weights": own, "gradients": gradients + ready,
-            "optimizer": rested - own - ready}  # fmt: skip
+    return {
+        "parameters": parameters,
+        "persistent": persistent,
+        "weights": own,
+        "gradients": gradients + ready,
+        "optimizer": rested - own - ready,
+    }

@@ -109,8 +109,19 @@ def test_an_adopted_model_goes_through_every_stage(tmp_path, labels, name):
     assert any(not torch.equal(value, base[key]) for key, value in policy.state_dict().items())
 
 
-TAUGHT = ["sft.lr=0.01", "sft.epochs=12", "sft.dropout=0", "ppo.lr=1e-4", "rejection.prompts=4", "rejection.samples=2",
-          "rejection.epochs=1", "dpo.batch_prompts=2", "evaluate.prompts=2", "evaluate.samples=1", "evaluate.best_of=2"]  # fmt: skip
+TAUGHT = [
+    "sft.lr=0.01",
+    "sft.epochs=12",
+    "sft.dropout=0",
+    "ppo.lr=1e-4",
+    "rejection.prompts=4",
+    "rejection.samples=2",
+    "rejection.epochs=1",
+    "dpo.batch_prompts=2",
+    "evaluate.prompts=2",
+    "evaluate.samples=1",
+    "evaluate.best_of=2",
+]
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the 3 cat?"}]
 
 
@@ -210,10 +221,20 @@ def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, name, 
 def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
     save(tmp_path / "hf", "llama")
     (tmp_path / "corpus.txt").write_text("The cat sat on the mat. " * 800)
-    run = Run(tmp_path, "run", [*SMALL, f"model.pretrained='{tmp_path}/hf'", f"model.native={native}",
-                                f"data.corpus='{tmp_path}/corpus.txt'", "pretrain.tokens=4096",
-                                "pretrain.global_batch_tokens=384", "pretrain.warmup_tokens=384",
-                                "pretrain.lr=1e-2"])  # fmt: skip
+    run = Run(
+        tmp_path,
+        "run",
+        [
+            *SMALL,
+            f"model.pretrained='{tmp_path}/hf'",
+            f"model.native={native}",
+            f"data.corpus='{tmp_path}/corpus.txt'",
+            "pretrain.tokens=4096",
+            "pretrain.global_batch_tokens=384",
+            "pretrain.warmup_tokens=384",
+            "pretrain.lr=1e-2",
+        ],
+    )
     run.stage("tokenizer")
     policy = load_policy(run.stage("pretrain") / "model")
     assert isinstance(policy, GPTForCausalLM) == (native == "auto")

@@ -85,9 +85,17 @@ def test_without_lm_eval_it_says_what_to_install(gold_run):
 
 def test_figures_of_lm_evals_results_by_hand():
     results = {
-        "results": {"arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 0.25, "f1_stderr,strict": "N/A"}},
+        "results": {
+            "arc": {
+                "alias": "arc",
+                "acc,none": 0.5,
+                "acc_stderr,none": 0.1,
+                "f1,strict": 0.25,
+                "f1_stderr,strict": "N/A",
+            }
+        },
         "n-samples": {"arc": {"original": 9, "effective": 4}},
-    }  # fmt: skip
+    }
     found = benchmarks.task_figures(results)
     assert found == {
         "arc acc": {"value": 0.5, "ci95": [0.304, 0.696], "n": 4},

@@ -43,8 +43,13 @@ def exact_kl(p: np.ndarray, scores: list[float], n: int) -> float:
 
 def levels_of(p: np.ndarray, scores: list[float]) -> list[tuple[float, float]]:
     """(mass above, mass) of each score."""
-    return [(sum(q for q, t in zip(p, scores, strict=True) if t > s),
-             sum(q for q, t in zip(p, scores, strict=True) if t == s)) for s in sorted(set(scores))]  # fmt: skip
+    return [
+        (
+            sum(q for q, t in zip(p, scores, strict=True) if t > s),
+            sum(q for q, t in zip(p, scores, strict=True) if t == s),
+        )
+        for s in sorted(set(scores))
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

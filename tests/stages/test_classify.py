@@ -244,9 +244,15 @@ def test_an_adopted_model_without_our_tokens_gets_new_ones(tmp_path, capfd):
     folder = tmp_path / "adopted"
     tokenizer = make_tokenizer("chatml")
     model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                                 intermediate_size=32, max_position_embeddings=64)
-    )  # fmt: skip
+        transformers.LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=64,
+        )
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     run = Run(

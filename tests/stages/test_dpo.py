@@ -29,15 +29,24 @@ QUICK = ["dpo.lr=1e-3", "dpo.batch_prompts=20", "checkpoints.every_seconds=1000"
 
 def ranking(key: str, prompt: str, texts: list[str], order: list[list[str]]) -> Ranking:
     """order: names (a, b, …) best first; names of one list are tied."""
-    return Ranking(id=key, prompt=[Message(role="user", content=prompt)], ranking=order,
-                   responses=[RankedResponse(id="abcdef"[i], text=text) for i, text in enumerate(texts)])  # fmt: skip
+    return Ranking(
+        id=key,
+        prompt=[Message(role="user", content=prompt)],
+        ranking=order,
+        responses=[RankedResponse(id="abcdef"[i], text=text) for i, text in enumerate(texts)],
+    )
 
 
 # a > b = c > d: five ordered pairs, and a prompt of one pair
 RANKINGS = [
-    ranking("one", "What colour is the sky?", ["Blue.", "It is green, I think.", "Red", "A dog ran."], [["a"], ["b", "c"], ["d"]]),
+    ranking(
+        "one",
+        "What colour is the sky?",
+        ["Blue.", "It is green, I think.", "Red", "A dog ran."],
+        [["a"], ["b", "c"], ["d"]],
+    ),
     ranking("two", "Hi", ["Hello to you!", "No"], [["b"], ["a"]]),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -126,8 +135,12 @@ def test_the_reference_in_bfloat16_holds_what_is_planned_and_computes_what_float
 
 
 def test_labelers_weights_and_ties_reach_the_batch(trainer):
-    other = ranking("one", "What colour is the sky?", ["Blue.", "It is green, I think.", "Red", "A dog ran."],
-                    [["b"], ["a"], ["c", "d"]]).model_copy(update={"labeler": "anna"})  # fmt: skip
+    other = ranking(
+        "one",
+        "What colour is the sky?",
+        ["Blue.", "It is green, I think.", "Red", "A dog ran."],
+        [["b"], ["a"], ["c", "d"]],
+    ).model_copy(update={"labeler": "anna"})
     items, _ = join_rankings(
         [*RANKINGS, other], token_encoder(trainer.processing_class, 64, 24), labeler_weights={"anna": 0.5}
     )

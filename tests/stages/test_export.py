@@ -77,12 +77,22 @@ def test_the_policy_answers_alike_in_a_process_without_this_package(gold_run, ex
 
     folder = gold_run.folder / "ppo" / "model"
     ours, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(folder)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What colour is snow?"}], add_generation_prompt=True,
-                                        return_tensors="pt", return_dict=True)["input_ids"]  # fmt: skip
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What colour is snow?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )["input_ids"]
     from rlhf.model.generate import sample
 
-    expected = sample(ours, ids.tolist(), max_new_tokens=16, eos_token_id=tokenizer.eos_token_id,
-                      pad_token_id=tokenizer.pad_token_id, greedy=True).responses[0]  # fmt: skip
+    expected = sample(
+        ours,
+        ids.tolist(),
+        max_new_tokens=16,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        greedy=True,
+    ).responses[0]
     assert json.loads(done.stdout) == expected
 
 
@@ -110,9 +120,15 @@ def test_the_card_says_what_the_records_say(gold_run, exported):
 def test_the_card_of_an_adopted_model_names_it_and_its_licence(copy_until, tmp_path):
     """And where evaluate measured another model, the card says that there are no figures."""
     run_ = copy_until("evaluate")
-    write_json(run_.folder / "pretrain" / "adopted.json", {
-        "source": "someone/model", "revision": "abc", "licence": "apache-2.0", "sha256": {"model.safetensors": "f" * 64},
-    })  # fmt: skip
+    write_json(
+        run_.folder / "pretrain" / "adopted.json",
+        {
+            "source": "someone/model",
+            "revision": "abc",
+            "licence": "apache-2.0",
+            "sha256": {"model.safetensors": "f" * 64},
+        },
+    )
     run(run_.config("export.stage=sft", f"export.out='{tmp_path / 'out'}'"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'license: apache-2.0\nbase_model: "someone/model"\n' in card
@@ -139,8 +155,18 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_made(
         if file == "weights":
             fill_the_disk()
         with pytest.raises(SystemExit) as ended:
-            main(["export", *gold_run.overrides, f"runs_dir={gold_run.runs_dir}", f"run={gold_run.name}", "overwrite=true",
-                  f"export.stage={stage}", f"export.out={out}", "--shared-settings"])  # fmt: skip
+            main(
+                [
+                    "export",
+                    *gold_run.overrides,
+                    f"runs_dir={gold_run.runs_dir}",
+                    f"run={gold_run.name}",
+                    "overwrite=true",
+                    f"export.stage={stage}",
+                    f"export.out={out}",
+                    "--shared-settings",
+                ]
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [line] = capsys.readouterr().err.splitlines()

@@ -144,8 +144,12 @@ def test_the_ranking_by_hand_and_the_filter():
             self.safety, self.device, self.seen, self.dropped = 0.5, torch.device("cpu"), 0, 0
 
         def rate(self, rows):
-            return {"SENSIBLE": torch.tensor([0.8, 1.0]), "SPECIFIC": torch.tensor([0.5, 1.0]),
-                    "INTERESTING": torch.tensor([0.25, 1.0]), "SAFE": torch.tensor([0.5, 0.4])}  # fmt: skip
+            return {
+                "SENSIBLE": torch.tensor([0.8, 1.0]),
+                "SPECIFIC": torch.tensor([0.5, 1.0]),
+                "INTERESTING": torch.tensor([0.25, 1.0]),
+                "SAFE": torch.tensor([0.5, 0.4]),
+            }
 
     rater = Fixed()
     # 3 x 0.8 + 0.5 + 0.25; the second is better in everything but safety, and gets 0.4 - 1

@@ -234,15 +234,26 @@ def test_report_is_one_page_with_the_run_in_it(gold_run, capsys):
     assert "</html>" in page and "held-out prompts" in page
 
 
-@pytest.mark.parametrize(("shell", "said"), [
-    ("<&-", "chat: standard input is closed"), ("< bytes", "chat: the message is not UTF-8"),
-    ("< bytes LC_ALL=C", "chat: the message is not UTF-8")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shell", "said"),
+    [
+        ("<&-", "chat: standard input is closed"),
+        ("< bytes", "chat: the message is not UTF-8"),
+        ("< bytes LC_ALL=C", "chat: the message is not UTF-8"),
+    ],
+)
 def test_chat_with_an_input_that_cannot_be_read_is_one_line(gold_run, tmp_path, shell, said):
     (tmp_path / "bytes").write_bytes(b"caf\xe9\n")
     redirect = shell.removesuffix(" LC_ALL=C")
     locale = {"LC_ALL": "C"} if "LC_ALL" in shell else {}
     line = f"'{sys.executable}' -m rlhf chat run=gold runs_dir='{gold_run.runs_dir}' device=cpu {redirect}"
-    done = subprocess.run(line, shell=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path.cwd())} | locale,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        line,
+        shell=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())} | locale,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert said in done.stderr

@@ -167,9 +167,13 @@ def test_damaged_files_are_read_with_patience(server, gold_run, tmp_path):
     assert client(server, tmp_path).ask(MESSAGES) == "A"
     shutil.copytree(gold_run.folder / "evaluate", tmp_path / "runs" / "x" / "evaluate")
     path, pair = tmp_path / "runs" / "x" / "evaluate" / "samples.jsonl", {"ppo": "a b", "sft": "a"}
-    rows = [{"responses": ["ppo", "sft"]}, {"responses": pair}, {"prompt": 5, "responses": pair},
-            {"prompt": "p", "responses": {"ppo": 1, "sft": None}},
-            {"prompt": "p", "responses": pair, "scores": 3, "gold": {"ppo": "x", "sft": 1}}]  # fmt: skip
+    rows = [
+        {"responses": ["ppo", "sft"]},
+        {"responses": pair},
+        {"prompt": 5, "responses": pair},
+        {"prompt": "p", "responses": {"ppo": 1, "sft": None}},
+        {"prompt": "p", "responses": pair, "scores": 3, "gold": {"ppo": "x", "sft": 1}},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = Run(tmp_path / "runs", "x", gold_run.overrides)
     found = judging.judge_answers(run.config(f"evaluate.judge='{server.url}'"), torch.device("cpu"))

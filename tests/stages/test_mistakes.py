@@ -102,8 +102,13 @@ def test_demonstrations_that_cannot_be_used(refused, copy_until, folder, name, c
 
 
 def test_comparisons_without_an_ordered_pair(refused, copy_until, folder):
-    row = {"kind": "ranking", "id": "1", "prompt": "Hello", "ranking": [["a", "b"]],
-           "responses": [{"id": "a", "text": "Hi"}, {"id": "b", "text": "Ho"}]}  # fmt: skip
+    row = {
+        "kind": "ranking",
+        "id": "1",
+        "prompt": "Hello",
+        "ranking": [["a", "b"]],
+        "responses": [{"id": "a", "text": "Hi"}, {"id": "b", "text": "Ho"}],
+    }
     (folder / "ties.jsonl").write_text(json.dumps(row) + "\n")
     told = refused("reward", *place(copy_until("reward")), f"data.comparisons={folder / 'ties.jsonl'}")
     assert "data.comparisons" in told and "ordered pair" in told

@@ -19,9 +19,15 @@ from .conftest import GOLD, Run
 def row(prompt: str, chosen: int, rejected: int, subset: str) -> Item:
     """Answers 0 … chosen - 1 beat the others."""
     record = Ranking.model_validate(
-        {"kind": "ranking", "id": "r", "prompt": prompt, "responses": [{"id": "a", "text": "x"}, {"id": "b", "text": "y"}],
-         "ranking": [["a"], ["b"]], "metadata": {"subset": subset}}
-    )  # fmt: skip
+        {
+            "kind": "ranking",
+            "id": "r",
+            "prompt": prompt,
+            "responses": [{"id": "a", "text": "x"}, {"id": "b", "text": "y"}],
+            "ranking": [["a"], ["b"]],
+            "metadata": {"subset": subset},
+        }
+    )
     order = [(i, j) for i in range(chosen) for j in range(chosen, chosen + rejected)]
     sizes = [1] * (chosen + rejected)
     return Item("k", [[1]] * len(sizes), sizes, record, judgements=[Judgement(None, order, None)])
@@ -58,10 +64,26 @@ def test_styles_of_rm_bench():
 @pytest.fixture
 def files(tmp_path):
     """RewardBench-like and RM-Bench-like files."""
-    bench = [{"prompt": f"Name colour {i}.", "chosen": "It is red.", "rejected": "No.", "subset": "chat" if i % 2 else "safety", "id": i}
-             for i in range(6)]  # fmt: skip
-    styles = [{"id": f"m{i}", "prompt": f"Name animal {i}.", "chosen": ["A cow.", "A big cow.", "A *big* cow."],
-               "rejected": ["Soil.", "Wet soil.", "*Wet* soil."], "domain": "math"} for i in range(4)]  # fmt: skip
+    bench = [
+        {
+            "prompt": f"Name colour {i}.",
+            "chosen": "It is red.",
+            "rejected": "No.",
+            "subset": "chat" if i % 2 else "safety",
+            "id": i,
+        }
+        for i in range(6)
+    ]
+    styles = [
+        {
+            "id": f"m{i}",
+            "prompt": f"Name animal {i}.",
+            "chosen": ["A cow.", "A big cow.", "A *big* cow."],
+            "rejected": ["Soil.", "Wet soil.", "*Wet* soil."],
+            "domain": "math",
+        }
+        for i in range(4)
+    ]
     for name, rows in (("bench", bench), ("styles", styles)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return tmp_path / "bench.jsonl", tmp_path / "styles.jsonl"

@@ -188,12 +188,23 @@ class Rigged(nn.Module):
 )
 def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
     """The share of a common word goes where the reward wants it; with a learning rate of nothing it stays."""
-    settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_rule=none", f"ppo.lr={lr}", "ppo.critic_lr=3e-3",
-                "ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=4"]  # fmt: skip
+    settings = [
+        "kl.target=null",
+        "kl.coef=0.0",
+        "ppo.missing_eos_rule=none",
+        f"ppo.lr={lr}",
+        "ppo.critic_lr=3e-3",
+        "ppo.episodes_per_update=32",
+        "ppo.episodes=32",
+        "ppo.minibatches=4",
+    ]
     with open_trainer(copy_until("ppo"), *AT_ONCE, *settings) as trainer:
         rollout = respond(trainer, 64)
-        answers = [t for i, row in enumerate(rollout.tokens.tolist())
-                   for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]]  # fmt: skip
+        answers = [
+            t
+            for i, row in enumerate(rollout.tokens.tolist())
+            for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]
+        ]
         trainer.reward = pay(Rigged(Counter(answers).most_common(1)[0][0], sign))
         updates = 8 if lr > 1e-6 else 2
         scores = [update(trainer, number)["objective/scores"] for number in range(1, updates + 1)]

@@ -75,9 +75,13 @@ def disturbed(rollout: Rollout, seed: int) -> Rollout:
         return torch.where(mask, x + torch.randn(mask.shape, generator=generator) * scale, 0.0)
 
     return rollout._replace(
-        lengths=rollout.prompt_lengths + answers, response_mask=mask, ended=torch.arange(count) % 3 > 0,
-        logp_old=off(rollout.logp_old, 0.2), logp_ref=off(rollout.logp_ref, 0.3), values=off(rollout.values, 0.4),
-    )  # fmt: skip
+        lengths=rollout.prompt_lengths + answers,
+        response_mask=mask,
+        ended=torch.arange(count) % 3 > 0,
+        logp_old=off(rollout.logp_old, 0.2),
+        logp_ref=off(rollout.logp_ref, 0.3),
+        values=off(rollout.values, 0.4),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -302,8 +306,13 @@ def throughput_wanted(seen: Seen) -> dict[str, float]:
 
 
 WANTED: list[Callable[[Seen], dict[str, float]]] = [
-    rollout_wanted, update_wanted, gradients_wanted, pretraining_wanted, held_out_wanted, throughput_wanted,
-]  # fmt: skip
+    rollout_wanted,
+    update_wanted,
+    gradients_wanted,
+    pretraining_wanted,
+    held_out_wanted,
+    throughput_wanted,
+]
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=[function.__name__ for function in WANTED])

@@ -21,8 +21,15 @@ from rlhf.training.setup import load_policy, set_up
 
 from .conftest import Run, collect
 
-SMALL = ["ppo.critic_warmup_updates=0", "ppo.warmup_updates=0", "ppo.episodes_per_update=32", "ppo.episodes=32",
-         "ppo.minibatches=2", "ppo.epochs=1", "kl.target=null"]  # fmt: skip
+SMALL = [
+    "ppo.critic_warmup_updates=0",
+    "ppo.warmup_updates=0",
+    "ppo.episodes_per_update=32",
+    "ppo.episodes=32",
+    "ppo.minibatches=2",
+    "ppo.epochs=1",
+    "kl.target=null",
+]
 PTX = ["ppo.ptx_coef=0.5", "ppo.ptx_blocks_per_episode=0.1"]
 RLOO = ["ppo.advantages=rloo", "ppo.responses_per_prompt=4"]
 

@@ -15,8 +15,16 @@ from tests.stages.conftest import collect, run_ranks
 
 # Updates that begin with the same policy but for rounding draw the same responses, unless a random number falls between
 # the two roundings of a token's bound: with seed 0 one of 26 responses does so in the third update.
-SETTINGS = ["seed=11", "ppo.critic_warmup_updates=1", "ppo.warmup_updates=1", "ppo.episodes_per_update=26", "ppo.episodes=78",
-            "ppo.minibatches=2", "ppo.epochs=1", "ppo.micro_batch_episodes=4"]  # fmt: skip
+SETTINGS = [
+    "seed=11",
+    "ppo.critic_warmup_updates=1",
+    "ppo.warmup_updates=1",
+    "ppo.episodes_per_update=26",
+    "ppo.episodes=78",
+    "ppo.minibatches=2",
+    "ppo.epochs=1",
+    "ppo.micro_batch_episodes=4",
+]
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,11 @@ def write_data(folder: Path) -> list[str]:
     """Small files with the oddities of real ones; returns the overrides that name them."""
     folder.mkdir()
     (folder / "text").mkdir()
-    stories = [f"{a} has a {t}. The {t} is {'old' if i % 2 else 'new'}, and {a} likes it “very” much…"
-               for i, a in enumerate(NAMES) for t in THINGS]  # fmt: skip
+    stories = [
+        f"{a} has a {t}. The {t} is {'old' if i % 2 else 'new'}, and {a} likes it “very” much…"
+        for i, a in enumerate(NAMES)
+        for t in THINGS
+    ]
     (folder / "text" / "one.txt").write_bytes("\r\n\r\n<|endoftext|>\r\n".join(stories * 4).encode())
     (folder / "text" / "two.txt").write_text("\n\n".join(reversed(stories)) * 3 + "\n")
 
@@ -55,8 +58,11 @@ def write_data(folder: Path) -> list[str]:
         {"chosen": dialogue("Max", "cup " * 300, "Yes."), "rejected": dialogue("Max", "cup " * 300, "No.")}
     )
     (folder / "hh.jsonl").write_text("".join(json.dumps(row) + "\n" for row in comparisons))
-    return [f"data.corpus={folder / 'text'}", f"data.demonstrations={folder / 'alpaca.json'}",
-            f"data.comparisons={folder / 'hh.jsonl'}"]  # fmt: skip
+    return [
+        f"data.corpus={folder / 'text'}",
+        f"data.demonstrations={folder / 'alpaca.json'}",
+        f"data.comparisons={folder / 'hh.jsonl'}",
+    ]
 
 
 @pytest.fixture(scope="module")

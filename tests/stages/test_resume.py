@@ -66,8 +66,12 @@ SHORT = {  # so that each stage has few steps; every other setting is that of th
     "reward": ["reward.epochs=2"],  # 10 steps: across the epochs' border
     "ppo": [],  # 3 updates
 }
-CASES = [("pretrain", 5, "pretrain/loss", 8), ("sft", 2, "sft/loss", 4), ("reward", 6, "reward/loss", 10),
-         ("ppo", 2, "objective/scores", 3)]  # fmt: skip
+CASES = [
+    ("pretrain", 5, "pretrain/loss", 8),
+    ("sft", 2, "sft/loss", 4),
+    ("reward", 6, "reward/loss", 10),
+    ("ppo", 2, "objective/scores", 3),
+]
 
 
 @pytest.fixture(scope="module")

@@ -55,11 +55,14 @@ def make_ranking(
     ids = [chr(ord("a") + i) for i in range(len(texts))]
     return Ranking.model_validate(
         {
-            "kind": "ranking", "id": name, "prompt": prompt, "labeler": labeler,
+            "kind": "ranking",
+            "id": name,
+            "prompt": prompt,
+            "labeler": labeler,
             "responses": [{"id": i, "text": t} | more for i, t in zip(ids, texts, strict=True)],
             "ranking": [[ids[i] for i in group] for group in order],
         }
-    )  # fmt: skip
+    )
 
 
 # --- items ---------------------------------------------------------------------------------------------------------
@@ -250,17 +253,28 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
         return model(row, torch.tensor([row.shape[1]])).item()
 
     written = load_demonstrations(str(gold_run.folder / "world" / "demonstrations.jsonl"))[0]
-    scores = {split: [score(encode_prompt(tokenizer, d.prompt), encode_response(tokenizer, d.response))
-                      for d in written if d.split == split] for split in ("train", "dev")}  # fmt: skip
+    scores = {
+        split: [
+            score(encode_prompt(tokenizer, d.prompt), encode_response(tokenizer, d.response))
+            for d in written
+            if d.split == split
+        ]
+        for split in ("train", "dev")
+    }
     assert sum(scores["train"]) / len(scores["train"]) == pytest.approx(0.0, abs=1e-4)
     assert abs(sum(scores["dev"]) / len(scores["dev"])) > 1e-2
 
     trained = [r for r in records if r.metadata["split"] == "train"]
     prompts = [encode_prompt(tokenizer, record.prompt) for record in prompts_of(trained)[:32]]
     drawn = sample(
-        load_policy(gold_run.folder / "sft" / "model"), prompts, max_new_tokens=24, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, seed=0, keys=[("calibrate", i) for i in range(32)],
-    )  # fmt: skip
+        load_policy(gold_run.folder / "sft" / "model"),
+        prompts,
+        max_new_tokens=24,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=0,
+        keys=[("calibrate", i) for i in range(32)],
+    )
     found = [score(prompt, response) for prompt, response in zip(prompts, drawn.responses, strict=True)]
     assert torch.tensor(found).std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
 

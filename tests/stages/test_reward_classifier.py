@@ -34,10 +34,16 @@ def comparisons(tmp_path_factory) -> str:
         texts = [f"{rng.choice(FILLERS)} {rng.choice(FILLERS)}" for _ in range(3)]
         texts[i % 3] = f"{rng.choice(FILLERS)} Blood is red."
         order = [["abc"[i % 3]], [name for name in "abc" if name != "abc"[i % 3]]]
-        rows.append({
-            "kind": "ranking", "id": f"r{i}", "prompt": f"What is it like, {i}?", "labeler": "x", "ranking": order,
-            "responses": [{"id": name, "text": text} for name, text in zip("abc", texts, strict=True)],
-        })  # fmt: skip
+        rows.append(
+            {
+                "kind": "ranking",
+                "id": f"r{i}",
+                "prompt": f"What is it like, {i}?",
+                "labeler": "x",
+                "ranking": order,
+                "responses": [{"id": name, "text": text} for name, text in zip("abc", texts, strict=True)],
+            }
+        )
     path = tmp_path_factory.mktemp("comparisons") / "red.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -31,10 +31,14 @@ def drawn(config: Config, folder: Path, record: PromptRecord) -> list[str]:
     count = responses_wanted(config, record)
     most = count + config.gold.spare_responses
     found = sample(
-        policy, encode_prompts(tokenizer, [record.prompt]) * most, seed=config.seed,
-        keys=[("label", record.id, i) for i in range(most)], max_new_tokens=config.rollout.max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        policy,
+        encode_prompts(tokenizer, [record.prompt]) * most,
+        seed=config.seed,
+        keys=[("label", record.id, i) for i in range(most)],
+        max_new_tokens=config.rollout.max_new_tokens,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     both = zip((decode_response(tokenizer, ids).strip() for ids in found.responses), found.ended.tolist(), strict=True)
     return [text for text, _ in list(dict.fromkeys(both))[:count]]
 

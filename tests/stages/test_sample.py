@@ -133,8 +133,11 @@ def test_label_studio_files_hold_the_same_responses(gold_run, tasks, interface, 
     wanted = {task.id: {r.id: r.text for r in task.responses} for task in found}
     got: dict[str, dict[str, str]] = {}
     for data in rows:
-        texts = {r["id"]: r["body"] for r in data["responses"]} if interface == "ranker" else {
-            data["left_id"]: data["left"], data["right_id"]: data["right"]}  # fmt: skip
+        texts = (
+            {r["id"]: r["body"] for r in data["responses"]}
+            if interface == "ranker"
+            else {data["left_id"]: data["left"], data["right_id"]: data["right"]}
+        )
         got.setdefault(data["item"], {}).update(texts)
     assert got == wanted
     assert "config.xml" in json.loads((out / "sample.json").read_text())["files"]

@@ -22,10 +22,14 @@ QUICK = (("pretrain", "none"), ("pretrain", "zero3"), ("sft", "zero1"), ("sft", 
 REST = (("pretrain", "zero1"), ("pretrain", "zero2"), ("sft", "none"), ("sft", "zero3"))
 # Six steps each. SFT's last batch is smaller (400 rows: 4 x 90 + 40), and 40 rows leave 8 over micro-batches of 2 x 16.
 SETTINGS = {
-    "pretrain": ["pretrain.tokens=12288", "pretrain.eval_sequences=8", "pretrain.micro_batch_sequences=4",
-                 "pretrain.optimizer=adamw"],
+    "pretrain": [
+        "pretrain.tokens=12288",
+        "pretrain.eval_sequences=8",
+        "pretrain.micro_batch_sequences=4",
+        "pretrain.optimizer=adamw",
+    ],
     "sft": ["sft.epochs=1", "sft.batch_size=90", "sft.micro_batch_size=16", "sft.dropout=0"],
-}  # fmt: skip
+}
 SHARDING = "sharding.persistence_threshold=0"
 CUT_AT = 3
 RESUMED = (("pretrain", "zero3"), ("sft", "zero2"))

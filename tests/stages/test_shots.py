@@ -36,8 +36,9 @@ def test_the_prompt_is_k_answered_examples_and_the_question(tokenizer):
         tokenizer, 128, Columns("text", "label"), ["animal", "colour"], labelled[1:], [labelled[:1]]
     )
     assert [tokenizer.decode(prompt + answer) for prompt, answer in rows] == [
-        "<|endoftext|>red is colour\n\na dog is animal", "<|endoftext|>red is colour\n\na dog is colour"
-    ]  # fmt: skip
+        "<|endoftext|>red is colour\n\na dog is animal",
+        "<|endoftext|>red is colour\n\na dog is colour",
+    ]
 
 
 def test_examples_that_do_not_fit_are_left_out_and_counted(tokenizer):
@@ -79,8 +80,14 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     train, held_out = load_task(config, columns_of(config), run.folder / "evaluations")
     model, tokenizer = (load(run.folder / "pretrain" / "model") for load in (load_policy, load_tokenizer))
     classes = classes_of(train + held_out, columns_of(config))
-    rows, _ = make_rows(tokenizer, 128, columns_of(config), classes, held_out[:24],
-                        [d[:2] for d in draw_examples(train, 24, 2, config.seed)])  # fmt: skip
+    rows, _ = make_rows(
+        tokenizer,
+        128,
+        columns_of(config),
+        classes,
+        held_out[:24],
+        [d[:2] for d in draw_examples(train, 24, 2, config.seed)],
+    )
     right = 0
     for i, example in enumerate(held_out[:24]):
         means = []

@@ -95,9 +95,14 @@ def test_a_pipeline_passes_signals_on(copy_until: Callable[..., Run], gold_run: 
     run = copy_until("sft")
     full = [sys.executable, "-m", "rlhf", "pipeline", *run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
     process = subprocess.Popen(
-        full, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+        full,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     folder = run.folder / "sft"
     until = time.monotonic() + 120
     while len(list(read_jsonl(folder / "metrics.jsonl"))) < 2:
@@ -189,8 +194,13 @@ def test_a_full_disk_under_the_trainer_is_one_line(copy_until: Callable[..., Run
         "checkpoints.every_seconds=0",
         "--shared-settings",
     ]
-    done = subprocess.run([sys.executable, "-c", script, "sft", *overrides], env=os.environ | {"PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=200)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script, "sft", *overrides],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 2, done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "cannot write" in done.stderr
     newest = latest_checkpoint(run.folder / "sft" / "checkpoints", lambda text: None)

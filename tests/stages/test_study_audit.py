@@ -90,7 +90,15 @@ def test_the_table_of_a_study_prints(tmp_path: Path, capsys):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     x = np.arange(6.0)[:, None]
-    runs = [{"parent": "p", "cell": "labels_100", "figures": {"accuracy": 0.6, "worst_flips": 0.1}, "verdict": "go", "kl": 1.0,
-             "gold_gain": 0.1}]  # fmt: skip
+    runs = [
+        {
+            "parent": "p",
+            "cell": "labels_100",
+            "figures": {"accuracy": 0.6, "worst_flips": 0.1},
+            "verdict": "go",
+            "kl": 1.0,
+            "gold_gain": 0.1,
+        }
+    ]
     script.audit({"rows": {"accuracy": study_audit.judged(x, np.arange(6.0))}, "runs": runs})
     assert "| accuracy | +1.00" in capsys.readouterr().out

@@ -21,12 +21,15 @@ NOISE = 0.0125  # sd of gold on a study's held-out prompts
 def noisy_runs(truth: list[float], seeds: int, rng: random.Random) -> list[dict]:
     """One curve a seed: the truth with noise of its own, and a score that rises by 0.1 an update."""
     return [
-        {"seed": seed, "path": [
-            {"update": t, "kl": float(t), "score": 0.1 * t, "gold": gold + rng.gauss(0, NOISE), "correct": 0.0}
-            for t, gold in enumerate(truth)
-        ]}
+        {
+            "seed": seed,
+            "path": [
+                {"update": t, "kl": float(t), "score": 0.1 * t, "gold": gold + rng.gauss(0, NOISE), "correct": 0.0}
+                for t, gold in enumerate(truth)
+            ],
+        }
         for seed in range(seeds)
-    ]  # fmt: skip
+    ]
 
 
 def losses(truth: list[float], seeds: int = 3, studies: int = 200) -> list[float]:
@@ -97,8 +100,13 @@ def make_cell(folder: Path, *overrides: str) -> Cell:
     stages = {stage: folder / "parent" / stage for stage in PARENTS}
     cell = Cell("kl_coef_0.1", 0, folder / "parent", folder / "study", ("experiment=gold", *overrides), stages)
     cell.ppo.mkdir(parents=True, exist_ok=True)
-    row = {"progress/step": 0, "eval/dev/kl": 0.0, "eval/dev/scores": 0.0, "eval/dev/gold/total": 0.0,
-           "eval/dev/gold/correct": 0.0}  # fmt: skip
+    row = {
+        "progress/step": 0,
+        "eval/dev/kl": 0.0,
+        "eval/dev/scores": 0.0,
+        "eval/dev/gold/total": 0.0,
+        "eval/dev/gold/correct": 0.0,
+    }
     (cell.ppo / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     return cell
 
@@ -134,8 +142,16 @@ def test_what_sft_answers_does_not_depend_on_what_pays(tmp_path):
 
 def fake_stage(folder: Path, parents: dict[str, str] | None = None) -> None:
     folder.mkdir(parents=True)
-    record = {"stage": folder.name, "status": "complete", "config": {"parents": parents or {}}, "settings": {}, "parents": {},
-              "data": {}, "files": {}, "hash": "0" * 64}  # fmt: skip
+    record = {
+        "stage": folder.name,
+        "status": "complete",
+        "config": {"parents": parents or {}},
+        "settings": {},
+        "parents": {},
+        "data": {},
+        "files": {},
+        "hash": "0" * 64,
+    }
     write_json(folder / "stage.json", record)
 
 
@@ -151,9 +167,14 @@ def test_a_study_builds_on_what_its_parent_built_on(tmp_path):
     fake_stage(runs / "second" / "reward", recorded)
     config = compose_config(["experiment=gold", "study.kind=frontier", f"runs_dir='{runs}'", "run=second"])
     cell = make_cells(config, [])[0]
-    wanted = {"world": runs / "first" / "world", "sft": runs / "second" / "sft", "pretrain": elsewhere,
-              "label": runs / "second" / "label", "reward": runs / "second" / "reward",
-              "tokenizer": runs / "second" / "tokenizer"}  # fmt: skip
+    wanted = {
+        "world": runs / "first" / "world",
+        "sft": runs / "second" / "sft",
+        "pretrain": elsewhere,
+        "label": runs / "second" / "label",
+        "reward": runs / "second" / "reward",
+        "tokenizer": runs / "second" / "tokenizer",
+    }
     assert cell.stages == wanted
     own = study_results.cell_config(cell)
     for stage in ("world", "sft", "pretrain", "label", "reward"):

@@ -154,12 +154,21 @@ def test_training_against_a_broken_server_ends_with_the_same_numbers(gold_run: R
     inherited = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
     with serve(mode) as server:
         environment = inherited | {
-            "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "RLHF_PROGRESS": "off",
-            "RLHF_WANDB_INIT_SECONDS": "3", "RLHF_WANDB_FINISH_SECONDS": "2",
-        }  # fmt: skip
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": "0" * 40,
+            "RLHF_PROGRESS": "off",
+            "RLHF_WANDB_INIT_SECONDS": "3",
+            "RLHF_WANDB_FINISH_SECONDS": "2",
+        }
         overrides = [*run.overrides, f"runs_dir={tmp_path}", "run=broken", "tracking=wandb", "--shared-settings"]
-        done = subprocess.run([sys.executable, "-c", STAGE, "ppo", *overrides], env=environment, cwd=ROOT,
-                              capture_output=True, text=True, timeout=250)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", STAGE, "ppo", *overrides],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
         assert server.paths
     assert done.returncode == 0, done.stderr
 

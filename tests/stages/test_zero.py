@@ -25,9 +25,16 @@ from tests.stages.conftest import run_ranks
 from tests.stages.test_ppo_ranks import SETTINGS, recorded  # noqa: F401 (a fixture)
 
 WAYS = ("zero1", "zero2", "zero3")
-SIZES = ["ppo.micro_batch_episodes=3", "ppo.critic_warmup_updates=0", "ppo.ema_decay=0.9",
-         "sharding.bucket_elements=100000", "sharding.persistence_threshold=200",
-         "reward.micro_batch_responses=12", "ppo.lr=1e-3", "ppo.critic_lr=1e-3"]  # fmt: skip
+SIZES = [
+    "ppo.micro_batch_episodes=3",
+    "ppo.critic_warmup_updates=0",
+    "ppo.ema_decay=0.9",
+    "sharding.bucket_elements=100000",
+    "sharding.persistence_threshold=200",
+    "reward.micro_batch_responses=12",
+    "ppo.lr=1e-3",
+    "ppo.critic_lr=1e-3",
+]
 
 
 def launch(gold_run, folder: Path, rollouts: Path, processes: int, ways: tuple[str, ...], *more: str) -> Path:
@@ -190,10 +197,22 @@ def test_the_average_of_slices_is_the_average(single, sharded, way):
 def test_one_process_needs_no_launcher(gold_run, tmp_path):
     run = gold_run.copy(tmp_path, "reward", "alone")
     found = subprocess.run(
-        [sys.executable, "-m", "rlhf", "reward", "--shared-settings", *run.overrides,
-         f"runs_dir={tmp_path}", "run=alone", "deepspeed=zero2"],
-        capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "rlhf",
+            "reward",
+            "--shared-settings",
+            *run.overrides,
+            f"runs_dir={tmp_path}",
+            "run=alone",
+            "deepspeed=zero2",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+    )
     assert found.returncode == 0 and "reward: complete" in found.stdout, found.stderr
 
 

@@ -80,8 +80,14 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
             average["after"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
         prompts = [tokens for _, tokens in trainer.prompts[:8]]
         with trainer.engine.whole(trainer.actor_critic.policy) as policy:
-            greedy = sample(policy, prompts, max_new_tokens=16, eos_token_id=trainer.tokenizer.eos_token_id, greedy=True,
-                            pad_token_id=trainer.tokenizer.pad_token_id).responses  # fmt: skip
+            greedy = sample(
+                policy,
+                prompts,
+                max_new_tokens=16,
+                eos_token_id=trainer.tokenizer.eos_token_id,
+                greedy=True,
+                pad_token_id=trainer.tokenizer.pad_token_id,
+            ).responses
         live = collect(trainer, trainer.prompts[:4], [("live", i) for i in range(4)])
         # Back to the third step, in an engine of its own, and on from there
         wait_for_all()

@@ -20,16 +20,28 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_stage(folder: Path) -> dict[str, object]:
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "weights.bin").write_bytes(b"weights")
-    return {"stage": "sft", "run": "r", "seed": 0, "hash": "ab" * 32, "parents": {"pretrain": "cd" * 32},
-            "data": {"demonstrations:d.jsonl": "ef" * 32}, "settings": {"sft.lr": 1.0}, "versions": {}, "config": {},
-            "files": {"model/weights.bin": "01" * 32}}  # fmt: skip
+    return {
+        "stage": "sft",
+        "run": "r",
+        "seed": 0,
+        "hash": "ab" * 32,
+        "parents": {"pretrain": "cd" * 32},
+        "data": {"demonstrations:d.jsonl": "ef" * 32},
+        "settings": {"sft.lr": 1.0},
+        "versions": {},
+        "config": {},
+        "files": {"model/weights.bin": "01" * 32},
+    }
 
 
 def test_a_stage_is_an_artifact_with_its_lineage(tmp_path: Path, offline: None) -> None:
     publish(tmp_path, make_stage(tmp_path), "rlhf")
     (path,) = run_files(tmp_path / "wandb", (tmp_path / "wandb" / "run-id").read_text().strip())
-    found = [r.request.log_artifact.artifact if r.WhichOneof("record_type") == "request" else r.artifact
-             for r in read_records(path) if r.WhichOneof("record_type") == "artifact"]  # fmt: skip
+    found = [
+        r.request.log_artifact.artifact if r.WhichOneof("record_type") == "request" else r.artifact
+        for r in read_records(path)
+        if r.WhichOneof("record_type") == "artifact"
+    ]
     (artifact,) = found
     assert (artifact.name, artifact.type, set(artifact.aliases)) == ("r-sft", "model", {"latest", "abababab"})
     metadata = json.loads(artifact.metadata)

@@ -32,10 +32,19 @@ def tracker(folder: Path, resume_step: int = 0) -> Any:
 
 def sample(step: int, text: str = "answer") -> list[dict[str, Any]]:
     return [
-        {"id": f"p-{i}", "prompt": "<b>Who?</b>", "response": f"{text} {step}", "score": 0.5, "kl": 1.0,
-         "parts": {"reward_model": 0.75}, "gold": {"total": 0.25}, "tokens": ["a"], "kl_tokens": [0.5]}
+        {
+            "id": f"p-{i}",
+            "prompt": "<b>Who?</b>",
+            "response": f"{text} {step}",
+            "score": 0.5,
+            "kl": 1.0,
+            "parts": {"reward_model": 0.75},
+            "gold": {"total": 0.25},
+            "tokens": ["a"],
+            "kl_tokens": [0.5],
+        }
         for i in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def write(folder: Path, steps: range, resume_step: int = 0, text: str = "answer") -> None:
@@ -73,12 +82,21 @@ def test_the_offline_file_holds_metrics_axes_tables_and_config(tmp_path: Path, o
     assert [(m.glob_name, m.step_metric) for m in metrics if m.glob_name] == [("*", "progress/episodes")]
     ((step, row),) = read_history(path)
     assert step == 1
-    assert {name: row[name] for name in ("progress/step", "progress/episodes", "objective/kl", "objective/sqrt_kl")} == {
-        "progress/step": 1, "progress/episodes": 64, "objective/kl": 4, "objective/sqrt_kl": 2,
-    }  # fmt: skip
+    assert {
+        name: row[name] for name in ("progress/step", "progress/episodes", "objective/kl", "objective/sqrt_kl")
+    } == {"progress/step": 1, "progress/episodes": 64, "objective/kl": 4, "objective/sqrt_kl": 2}
     table = json.loads((path.parent / "files" / row["samples.path"]).read_text())
-    assert table["columns"] == ["step", "id", "prompt", "response", "score", "kl", "length", "parts/reward_model",
-                                "gold/total"]  # fmt: skip
+    assert table["columns"] == [
+        "step",
+        "id",
+        "prompt",
+        "response",
+        "score",
+        "kl",
+        "length",
+        "parts/reward_model",
+        "gold/total",
+    ]
     assert table["data"][1] == [1, "p-1", "<b>Who?</b>", "answer 1", 0.5, 1.0, None, 0.75, 0.25]
     levels = json.loads((path.parent / "files" / row["calibration.path"]).read_text())
     assert levels["data"] == [[0.5, 0.6], [1.0, 0.7]]
@@ -185,15 +203,21 @@ with make_tracker("wandb", folder=Path(sys.argv[1]), run="r", stage="sft", confi
 def test_online_the_server_gets_what_is_logged(tmp_path: Path, offline: None) -> None:
     with serve("answers") as server:
         inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-        environment = inherited | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40,
-                                   "PYTHONPATH": str(Path(__file__).parents[2])}  # fmt: skip
+        environment = inherited | {
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": "0" * 40,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
         done = subprocess.run(
             [sys.executable, "-c", ONLINE, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0 and done.stderr == done.stdout == ""
         (made,) = [body["variables"] for body in server.bodies if "upsertBucket" in body.get("query", "")][:1]
-        sent = [json.loads(line) for body in server.bodies
-                for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])]  # fmt: skip
+        sent = [
+            json.loads(line)
+            for body in server.bodies
+            for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
+        ]
     assert (made["groupName"], made["jobType"], made["displayName"]) == ("r", "sft", "r/sft")
     assert json.loads(made["config"])["parents"]["value"] == {"pretrain": "ab12"}
     assert [(row["_step"], row["sft/loss"]) for row in sent] == [
@@ -240,10 +264,21 @@ def test_online_without_a_key_asks_for_none(tmp_path: Path, offline: None) -> No
     """A process of its own, since W&B remembers a key that it has seen; no terminal, no key, no .netrc."""
     code = "import wandb; from rlhf.tracking.wandb_run import choose_mode; print(choose_mode(wandb))"
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    environment |= {"WANDB_MODE": "online", "NETRC": str(tmp_path / "netrc"), "HOME": str(tmp_path), "WANDB_SILENT": "true",
-                    "PYTHONPATH": str(Path(__file__).parents[2])}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60,
-                          stdin=subprocess.DEVNULL)  # fmt: skip
+    environment |= {
+        "WANDB_MODE": "online",
+        "NETRC": str(tmp_path / "netrc"),
+        "HOME": str(tmp_path),
+        "WANDB_SILENT": "true",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.stdout.strip() == "offline", done.stderr
 
 
@@ -254,8 +289,16 @@ def test_columns_hold_the_parts_and_no_lists() -> None:
 
 
 def test_lineage_stands_at_the_top_of_the_configuration(tmp_path: Path) -> None:
-    record = {"stage": "sft", "run": "r", "seed": 0, "parents": {"pretrain": "ab"}, "data": {}, "versions": {},
-              "settings": {"sft.lr": 1.0}, "config": {"run": "r", "seed": 0, "sft": {"lr": 1.0}}}  # fmt: skip
+    record = {
+        "stage": "sft",
+        "run": "r",
+        "seed": 0,
+        "parents": {"pretrain": "ab"},
+        "data": {},
+        "versions": {},
+        "settings": {"sft.lr": 1.0},
+        "config": {"run": "r", "seed": 0, "sft": {"lr": 1.0}},
+    }
     config = tracking_config(record)
     assert (config["parents"], config["sft"], config["stage"]) == ({"pretrain": "ab"}, {"lr": 1.0}, "sft")
     assert "settings" not in config and "config" not in config

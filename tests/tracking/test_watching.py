@@ -27,10 +27,15 @@ def write_stage(run: Path, name: str, status: str, steps: int = 0, **record: Any
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stage.json").write_text(json.dumps({"stage": name, "status": status, "config": CONFIG} | record))
     rows = [
-        {"progress/step": i, "time/elapsed_s": 3.0 * i, "objective/scores": 0.1 * i, "objective/kl": 0.5 * i,
-         "rollout/response_len": 20.0}
+        {
+            "progress/step": i,
+            "time/elapsed_s": 3.0 * i,
+            "objective/scores": 0.1 * i,
+            "objective/kl": 0.5 * i,
+            "rollout/response_len": 20.0,
+        }
         for i in range(1, steps + 1)
-    ]  # fmt: skip
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -159,10 +164,13 @@ def test_an_interrupt_is_clean(tmp_path: Path) -> None:
     with locked(folder):
         watcher = subprocess.Popen(
             [sys.executable, "-c", RUN, "watch", "run=x", f"runs_dir={tmp_path}", "watch.every_seconds=0.05"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
             # who runs the tests in the background has SIGINT ignored, which children inherit
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+        )
         assert watcher.stdout is not None
         watcher.stdout.readline()
         watcher.send_signal(signal.SIGINT)

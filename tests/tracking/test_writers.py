@@ -30,8 +30,13 @@ def test_a_line_has_the_axes_and_is_there_at_once(tmp_path: Path) -> None:
         writer.log({"objective/kl": 2.25}, step=3, episodes=96, tokens=4096)
         (row,) = lines(tmp_path / "metrics.jsonl")  # before finish: flushed
     assert row.pop("time/elapsed_s") >= 0
-    assert row == {"progress/step": 3, "progress/episodes": 96, "progress/tokens": 4096, "objective/kl": 2.25,
-                   "objective/sqrt_kl": 1.5}  # fmt: skip
+    assert row == {
+        "progress/step": 3,
+        "progress/episodes": 96,
+        "progress/tokens": 4096,
+        "objective/kl": 2.25,
+        "objective/sqrt_kl": 1.5,
+    }
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "off"])
@@ -100,8 +105,15 @@ def test_samples_keep_their_text(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="a row lacks prompt, response"):
             writer.samples(4, [{"id": "p"}])
     (row,) = list(read_jsonl(tmp_path / "samples.jsonl"))
-    assert row == {"step": 4, "id": "p", "prompt": text, "response": text, "score": 1, "kl": None,
-                   "gold": {"total": 0.5}}  # fmt: skip
+    assert row == {
+        "step": 4,
+        "id": "p",
+        "prompt": text,
+        "response": text,
+        "score": 1,
+        "kl": None,
+        "gold": {"total": 0.5},
+    }
 
 
 def test_what_was_said_after_the_checkpoint_is_not_said_twice(tmp_path: Path) -> None:
@@ -118,7 +130,11 @@ def test_what_was_said_after_the_checkpoint_is_not_said_twice(tmp_path: Path) ->
                 writer.log({"eval/dev/kl": 0.3, "eval/dev/scores": 1.0}, step=2)
     rows = lines(tmp_path / "metrics.jsonl")
     assert [sorted(n for n in row if not n.startswith(("progress", "time"))) for row in rows] == [
-        ["optim/lr"], ["optim/lr"], ["eval/dev/kl"], ["eval/dev/scores"]]  # fmt: skip
+        ["optim/lr"],
+        ["optim/lr"],
+        ["eval/dev/kl"],
+        ["eval/dev/scores"],
+    ]
     assert [row["progress/episodes"] for row in rows] == [8, 16, 16, 16], "each stands where its step does"
     assert len(lines(tmp_path / "samples.jsonl")) == 1
 
@@ -162,8 +178,15 @@ def test_a_negative_kl_estimate_has_no_root(tmp_path: Path) -> None:
 
 
 def test_tokens_and_their_kl_go_together(tmp_path: Path) -> None:
-    row = {"id": "p", "prompt": "a", "response": "b c", "tokens": ["b", " c"], "kl_tokens": [0.5, math.nan],
-           "parts": {"reward_model": 1.5}, "length": 2}  # fmt: skip
+    row = {
+        "id": "p",
+        "prompt": "a",
+        "response": "b c",
+        "tokens": ["b", " c"],
+        "kl_tokens": [0.5, math.nan],
+        "parts": {"reward_model": 1.5},
+        "length": 2,
+    }
     with tracker(tmp_path) as writer:
         writer.samples(0, [row])
         with pytest.raises(ValueError, match="tokens and kl_tokens must be as many"):

@@ -97,8 +97,11 @@ def test_ids_texts_policies_and_the_prompts_split_survive(interface, name, tmp_p
     shown: dict[str, dict[str, str]] = {}
     for task in json.loads((folder / "tasks.json").read_text()):
         data = task["data"]
-        texts = {data["left_id"]: data["left"], data["right_id"]: data["right"]} if "left" in data else {
-            response["id"]: response["body"] for response in data["responses"]}  # fmt: skip
+        texts = (
+            {data["left_id"]: data["left"], data["right_id"]: data["right"]}
+            if "left" in data
+            else {response["id"]: response["body"] for response in data["responses"]}
+        )
         shown.setdefault(data["item"], {}).update(texts)
     for record in imported(folder / name, tmp_path):
         assert {r.id: r.text for r in record.responses} == shown[record.metadata["item"]]
@@ -207,8 +210,14 @@ def task(data: dict[str, Any], *results: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_who_judged_when_and_for_how_long():
-    row = task(TWO, result("pairwise", {"selected": "left"}), lead_time=12, created_at="2026-05-01T10:00:00Z",
-               unique_id="u-1", completed_by={"id": 3, "email": "annotator-3@example.com"})  # fmt: skip
+    row = task(
+        TWO,
+        result("pairwise", {"selected": "left"}),
+        lead_time=12,
+        created_at="2026-05-01T10:00:00Z",
+        unique_id="u-1",
+        completed_by={"id": 3, "email": "annotator-3@example.com"},
+    )
     [record] = convert(row)
     assert (record.id, record.labeler, record.seconds) == ("u-1", "annotator-3@example.com", 12)
     assert record.created == "2026-05-01T10:00:00Z"
@@ -361,10 +370,37 @@ def test_a_bad_row_says_what_came_and_what_was_wanted(row, message):
 
 
 scalars = st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=5)
-words = st.sampled_from([
-    "left", "right", "a", "b", "1", "tie", "prompt", "answer1", "answer2", "responses", "id", "body", "rank", "item", "dialogue",
-    "about", "left_id", "right_id", "metadata", "role", "user", "content", "selected", "ranker", "rating", "choices", "source",
-])  # fmt: skip
+words = st.sampled_from(
+    [
+        "left",
+        "right",
+        "a",
+        "b",
+        "1",
+        "tie",
+        "prompt",
+        "answer1",
+        "answer2",
+        "responses",
+        "id",
+        "body",
+        "rank",
+        "item",
+        "dialogue",
+        "about",
+        "left_id",
+        "right_id",
+        "metadata",
+        "role",
+        "user",
+        "content",
+        "selected",
+        "ranker",
+        "rating",
+        "choices",
+        "source",
+    ]
+)
 anything = st.recursive(
     scalars | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | st.text(max_size=3), inner, max_size=5),
@@ -377,9 +413,14 @@ results_of = st.fixed_dictionaries(
 )
 annotations_of = st.fixed_dictionaries(
     {"result": st.lists(results_of | anything, max_size=3) | anything},
-    optional={"completed_by": anything, "was_cancelled": anything, "lead_time": anything, "created_at": anything,
-              "unique_id": anything},
-)  # fmt: skip
+    optional={
+        "completed_by": anything,
+        "was_cancelled": anything,
+        "lead_time": anything,
+        "created_at": anything,
+        "unique_id": anything,
+    },
+)
 exports = st.fixed_dictionaries(
     {
         "data": objects | st.just(TWO) | st.just(MANY),

@@ -146,7 +146,12 @@ def test_labelers_side_by_side():
     ]
     made = convert(rows, **PAIR, winner=["x", "y", "z"], id="id")
     assert [(one.id, one.labeler, one.ranking) for one in made] == [
-        ("i:x", "x", A), ("i:y", "y", B), ("i:z", "z", TIE), ("t.csv:2.0", "x", B), ("t.csv:2.1", "z", A)]  # fmt: skip
+        ("i:x", "x", A),
+        ("i:y", "y", B),
+        ("i:z", "z", TIE),
+        ("t.csv:2.0", "x", B),
+        ("t.csv:2.1", "z", A),
+    ]
     assert made[0].metadata == {} and made[3].metadata == {"y": None}  # nothing that was read is lost
     bad = problem(rows[0] | {"y": 9}, rows * 9, **PAIR, winner=["x", "y"])  # one number of 29 is a slip
     assert bad.startswith("y: got 9, want numbers: 1 the first")
@@ -252,7 +257,10 @@ def test_prompts_of_several_columns_and_messages():
     first, second = convert(rows, prompt=["c", "i", "x"])
     assert [turn.content for turn in first.prompt] == ["Do it."]
     assert [(turn.role, turn.content) for turn in second.prompt] == [
-        ("user", "Hi"), ("assistant", "Yes?"), ("user", "Do it.\n\nTo this")]  # fmt: skip
+        ("user", "Hi"),
+        ("assistant", "Yes?"),
+        ("user", "Do it.\n\nTo this"),
+    ]
     assert problem({"i": " ", "x": "", "c": None}, prompt=["c", "i", "x"]).startswith("c: got nothing, want the prompt")
     assert 'its last turn is "assistant"' in problem({"c": chat}, prompt="c")
     assert problem({"c": {"t": "x"}}, prompt="c") == "c: got {'t': 'x'}, want text: name what is inside, as c.t"
