@@ -99,12 +99,12 @@ def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[floa
 
 
 def volumes(way: str, element: int) -> float:
-    """Bytes a parameter that a rank sends in a step among many ranks (Rajbhandari et al. 2020, section 7)."""
+    """Bytes per parameter that a rank sends in a step among many ranks (Rajbhandari et al. 2020, section 7)."""
     return {"none": 2.0, "zero1": 2.0, "zero2": 2.0, "zero3": 3.0}[way] * element
 
 
 def on_paper(parameters: float = 1.3e9, tokens: int = 16 * 2048) -> list[dict[str, Any]]:
-    """Shares of a step that communication takes where nothing of it is hidden: bfloat16, so many tokens a GPU and step."""
+    """Communication's share of a step without overlap: bfloat16, `tokens` per GPU and step."""
     compute = 6 * parameters * tokens / (PEAK * MFU)
     return [
         {"link": name, "way": way, "compute_s": compute, "communication_s": volumes(way, 2) * parameters / speed}
@@ -133,7 +133,7 @@ def main() -> None:
         for way, times in seconds.items()
     }  # fmt: skip
     print(
-        f"{arguments.size}, {process_count()} processes on {device}, {arguments.rounds} steps each, {ROWS} rows a step"
+        f"{arguments.size}, {process_count()} processes on {device}, {arguments.rounds} steps each, {ROWS} rows per step"
     )
     for way, row in found.items():
         print(
@@ -141,7 +141,7 @@ def main() -> None:
             f"({1000 * row['least_s']:.1f} to {1000 * row['most_s']:.1f})"
         )
     paper = on_paper()
-    print("on paper, 1.3 B parameters in bfloat16, 32,768 tokens a GPU and step, an H100 at 40 % MFU, nothing hidden:")
+    print("on paper, 1.3 B parameters in bfloat16, 32,768 tokens per GPU and step, an H100 at 40% MFU, no overlap:")
     for row in paper:
         share = row["communication_s"] / (row["communication_s"] + row["compute_s"])
         times = f"{1000 * row['communication_s']:7.1f} ms beside {1000 * row['compute_s']:.0f} ms"

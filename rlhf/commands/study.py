@@ -13,22 +13,16 @@ trains its reward model and is evaluated; in a study of sizes it also pretrains 
 `rlhf classify`, in a scaling study one pretraining. Complete cells are not run again. The result is runs/<run>/study/<name>.json.
 """
 
-import hashlib
-import json
-import math
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlhf.commands.pipeline import forwarded_overrides, misfit
+from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, run_cell
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
-from rlhf.files import read_json, write_json
+from rlhf.files import write_json
 from rlhf.gold.truth import need_truth
 from rlhf.recipe import ancestors
 from rlhf.runs.folders import collect_parents, is_complete, read_stage, run_folder
@@ -39,7 +33,6 @@ PARENTS = ancestors("ppo")
 LABELLED = ancestors("label")  # the stages that the cells of an audit study share
 WITHOUT_TRUTH = ("transfer", "scaling")
 FRONTIER_COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
-EVAL_PROMPTS = 256
 WITHOUT_CRITIC = ("ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
 # The settings that each cell of `details` changes.
 DETAILS: dict[str, list[str]] = {
@@ -92,37 +85,6 @@ KINDS = {
     "transfer": Kind("pretrain", (*ancestors("pretrain"), "pretrain"), ("classify",), "classify"),
     "scaling": Kind("tokenizer", ancestors("pretrain"), ("pretrain",), "pretrain"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One PPO run of a study."""
-
-    name: str
-    seed: int
-    parent: Path  # the run whose stages it builds on
-    folder: Path  # runs_dir of the study
-    overrides: tuple[str, ...]  # all overrides of its PPO run
-    stages: dict[str, Path]  # the folder of each stage that it does not run itself
-    commands: tuple[str, ...] = ("ppo",)
-    last: str = "ppo"  # the stage that is complete when the cell is
-
-    @property
-    def run(self) -> str:
-        return f"{self.name}-seed{self.seed}"
-
-    @property
-    def ppo(self) -> Path:
-        return self.folder / self.run / "ppo"
-
-    @property
-    def builds_on_cell(self) -> bool:
-        return any(path.is_relative_to(self.folder) for path in self.stages.values())
-
-    @property
-    def compared(self) -> str:
-        """The stage whose recorded settings must equal the cell's, or the cell is run again."""
-        return "ppo" if self.last == "evaluate" else self.last
 
 
 def run(config: Config) -> None:
@@ -335,41 +297,3 @@ def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
         minutes = len(missing) * per_episode * episodes / 60 / config.study.processes
         cost = f"; about {minutes:.0f} minutes of PPO, {config.study.processes} at a time, and the evaluations"
     say(f"study: {len(cells)} runs of PPO with {episodes:,} episodes, {len(cells) - len(missing)} done{cost}")
-
-
-def run_cell(cell: Cell) -> int:
-    """Run the cell's missing stages in separate processes, logging next to its folder; returns the exit code."""
-    cell.folder.mkdir(parents=True, exist_ok=True)
-    started, code, anew = time.monotonic(), 0, "overwrite=true" in cell.overrides
-    with (cell.folder / f"{cell.run}.log").open("a") as log:
-        for name in cell.commands:
-            if not code and (anew or not is_complete(cell.folder / cell.run / name)):
-                flag = [] if name == "pipeline" else ["--shared-settings"]
-                command = [sys.executable, "-m", "rlhf", name, *flag, *cell.overrides]
-                code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
-    say(f"study: {cell.run}: {'done' if not code else 'failed'} in {time.monotonic() - started:.0f} s")
-    return code
-
-
-def mean_interval(values: list[float]) -> dict[str, Any]:
-    """{"mean", "ci95", "n"} over seeds, by Student's t; the interval is None for one seed."""
-    from scipy import stats
-
-    n, mean = len(values), sum(values) / len(values)
-    if n < 2:
-        return {"mean": mean, "ci95": None, "n": n}
-    error = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
-    half = float(stats.t.ppf(0.975, n - 1)) * error
-    return {"mean": mean, "ci95": [mean - half, mean + half], "n": n}
-
-
-def cached(folder: Path, name: str, basis: Any, make: Any) -> Any:
-    """The result of `make()`, cached in a JSON file for the same `basis`, so that an interrupted study can be resumed."""
-    path = folder / f"{name}.json"
-    digest = hashlib.sha256(json.dumps(basis, sort_keys=True, default=str).encode()).hexdigest()
-    found = read_json(path)
-    if found.get("basis") != digest or "value" not in found:
-        found = {"basis": digest, "value": make()}
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
-    return found["value"]

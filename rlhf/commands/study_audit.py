@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.commands.study import Cell
+from rlhf.commands.study_cells import Cell
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import read_json

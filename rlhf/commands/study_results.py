@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhf.commands.study import EVAL_PROMPTS, Cell, cached, mean_interval
+from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, cached, mean_interval
 from rlhf.composing import compose_config
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus

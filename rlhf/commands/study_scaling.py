@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf.checks import check_config
-from rlhf.commands.study import Cell, mean_interval
+from rlhf.commands.study_cells import Cell, mean_interval
 from rlhf.composing import compose_config
 from rlhf.config import Config
 from rlhf.config.setting import listed

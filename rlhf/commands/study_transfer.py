@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rlhf.commands.study import Cell, cached, mean_interval
+from rlhf.commands.study_cells import Cell, cached, mean_interval
 from rlhf.commands.study_results import hashes
 from rlhf.composing import compose_config
 from rlhf.config import Config

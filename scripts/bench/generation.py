@@ -35,7 +35,7 @@ CUDA_CASES = {
 
 
 def make_model(spec: Spec) -> Any:
-    """GPT-2 whose end token has the probability `stop` whatever came before.
+    """GPT-2 whose end token always has the probability `stop`.
 
     The unembedding is a matrix of its own here; the other tokens' rows are scaled down and the end token's is 0, so that
     the logits of the others are nearly equal and the end token's is the only one that a shift moves: it is set through
@@ -46,12 +46,12 @@ def make_model(spec: Spec) -> Any:
     import torch
 
     if spec["size"] not in harness.SIZES:
-        return harness.gpt2(spec["size"]).eval()  # a checkpoint, as it is
+        return harness.gpt2(spec["size"]).eval()  # an unchanged checkpoint
     model = harness.gpt2(spec["size"], tie_word_embeddings=False)
     width, vocabulary = harness.SIZES[spec["size"]]["n_embd"], harness.shape_of(spec["size"])["vocab_size"]
     with torch.no_grad():
         head = model.lm_head.weight
-        head[:, 0] = 0.0  # one direction of the hidden state speaks of the end token alone
+        head[:, 0] = 0.0  # one direction of the hidden state affects only the end token
         head[harness.EOS] = 0.0
         head[harness.EOS, 0] = 1.0
         model.transformer.ln_f.weight[0] = 0.0
@@ -216,9 +216,9 @@ def weights_of(spec: Spec) -> int:
 
 
 def roofline(spec: Spec, threads: int) -> dict[str, float]:
-    """Tokens a second that products alone, or reading the weights alone, would allow at the rates measured here.
+    """Tokens per second if only the products, or only reading the weights, took time, at the rates measured here.
 
-    A step reads every weight once and multiplies `batch` rows with it: 2 flops a weight and token, and 4 L D t more for
+    A step reads every weight once and multiplies `batch` rows with it: 2 flops per weight and token, plus 4 L D t for
     attention over t tokens. The rate is that of the fastest product of one of these shapes, the bandwidth that of a sum.
     """
     import torch

@@ -1,9 +1,9 @@
-"""What the benchmarks share: contestants in processes of their own that work by turns, medians, ratios, spread, JSON.
+"""Shared by the benchmarks: contestants in separate processes that take turns, medians, ratios, spread, JSON.
 
 A benchmark names its contestants: functions f(spec, turns) that set up and then do one repeat a turn. Each runs in a
-process of its own (the peer of PPO in an environment of its own), all are started by one parent, and only one works at a
-time. Rounds alternate the order, so that what drifts falls on all. Ratios are taken within a round. Beside the time that
-passed stands the processor time, which other jobs on the machine hardly change. Not here: what is compared.
+separate process (the peer of PPO in a separate environment), all are started by one parent, and only one works at a time.
+Rounds alternate the order, so that drift affects all equally. Ratios are taken within a round. Next to the elapsed time
+the processor time is reported, which other jobs on the machine hardly change.
 
 Needs only the standard library and torch, since it also runs in the environment of a peer.
 """
@@ -35,7 +35,7 @@ Spec = dict[str, Any]
 
 
 class Turns:
-    """The contestant's side: `for _ in turns:` does one repeat a turn; `done` ends the turn's clock and tells figures."""
+    """The contestant's side: `for _ in turns:` does one repeat per turn; `done` stops the turn's clock and reports figures."""
 
     def __init__(self, device: str, answers: int) -> None:
         self._answers = os.fdopen(answers, "w", buffering=1)
@@ -56,11 +56,11 @@ class Turns:
         self._answer({"peak_mb": peak_mb(self.device), "base_mb": self.base / 1e6})
 
     def restart(self) -> None:
-        """Start the clock again: what came before in this turn was preparation."""
+        """Restart the clock: the work so far in this turn was preparation."""
         self._begun = (time.perf_counter(), time.process_time())
 
     def done(self, **figures: float) -> None:
-        """The turn's work is finished. figures: `units` of work (1 unless told), and what else is worth keeping."""
+        """The turn's work is finished. figures: `units` of work (default 1), and other figures to keep."""
         if self.device == "cuda":
             import torch
 
@@ -118,10 +118,10 @@ def versions() -> dict[str, str]:
 
 
 def serve(contestants: dict[str, Contestant]) -> None:
-    """Be the contestant that the command line names: `--worker NAME SPEC`."""
+    """Run as the contestant of the command line: `--worker NAME SPEC`."""
     name, spec = sys.argv[2], json.loads(sys.argv[3])
     answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print goes to stderr, so that the parent reads answers only
+    os.dup2(2, 1)  # libraries' output goes to stderr, so that the parent reads only answers
     sys.path.insert(0, str(HERE.parents[1]))
     import torch
     import transformers
@@ -201,9 +201,9 @@ def compare(
     script: str, names: list[str], spec: Spec, options: argparse.Namespace, pythons: dict[str, str] | None = None,
     warmup: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """Let the contestants of `script` work by turns; returns the figures of each and the ratios to the first one.
+    """Run the contestants of `script` in turns; returns the figures of each and the ratios to the first one.
 
-    pythons: interpreters of those that need another environment.
+    pythons: interpreters of contestants that need another environment.
     """
     spec = spec | {"threads": options.threads, "device": options.device}
     names = only(options, names)
@@ -216,7 +216,7 @@ def compare(
 
 
 def keep(worker: Worker, spec: Spec, options: argparse.Namespace) -> None:
-    """Tell a contestant's figures as soon as it has ended, in a file of lines too: a time limit may stop those after it."""
+    """Report a contestant's figures as soon as it has ended, also to a JSON Lines file, since a time limit may stop later ones."""
     line = {
         "contestant": worker.name,
         "commit": commit(),
@@ -242,7 +242,7 @@ def only(options: argparse.Namespace, names: list[str]) -> list[str]:
 def take_turns(
     script: str, names: list[str], spec: Spec, options: argparse.Namespace, pythons: dict[str, str], warmup: int
 ) -> list[Worker]:
-    """Start these contestants, let them work by turns, and end them."""
+    """Start these contestants, run them in turns, and stop them."""
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
     workers: list[Worker] = []
     try:
@@ -304,7 +304,7 @@ def ratios_of(workers: list[Worker]) -> dict[str, Any]:
 
 
 def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
-    """Print a table a case, and write everything as JSON where asked."""
+    """Print a table per case, and write everything as JSON if requested."""
     print(f"{subject}: {machine(options)}")
     for case, found in cases.items():
         print(f"\n{case}, median of {options.repeats} rounds [range]; {unit}/s by the clock and by processor time")
@@ -328,7 +328,7 @@ def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: a
 
 
 def machine(options: argparse.Namespace) -> str:
-    """Device, threads and load, in words."""
+    """Device, threads and load, as text."""
     if options.device == "cuda":
         import torch
 

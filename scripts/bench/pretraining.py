@@ -15,12 +15,12 @@ from typing import Any
 import harness
 from harness import Spec, Turns
 
-CASES = {"tiny": (16, 4), "small": (8, 1)}  # size: (sequences a batch, steps a turn)
+CASES = {"tiny": (16, 4), "small": (8, 1)}  # size: (sequences per batch, steps per turn)
 CUDA_CASES = {"gpt2": (16, 10), "gpt2-xl": (4, 4)}
 
 
 def train(model: Any, spec: Spec, turns: Turns, loss_of: Any, parts: int = 1) -> None:
-    """Turns of `steps` optimizer steps over the same random blocks, each batch in so many parts of equal size."""
+    """Turns of `steps` optimizer steps over the same random blocks, each batch in `parts` parts of equal size."""
     import torch
 
     device = torch.device(spec["device"])
@@ -125,7 +125,7 @@ def main() -> None:
 def mfu(size: str, rate: float, device: str) -> float | None:
     """Share of the device's dense bf16 peak: 6 N + 12 L D T FLOPs per token (N without embeddings but the unembedding).
 
-    None where the peak is not known, as on a CPU.
+    None if the peak is unknown, as on a CPU.
     """
     if device != "cuda":
         return None

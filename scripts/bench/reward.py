@@ -1,8 +1,8 @@
-"""Reward model, K answers a prompt: pairs a second against the same pairs through a pairwise trainer.
+"""Reward model with K answers per prompt: pairs per second, against the same pairs through a pairwise trainer.
 
     python scripts/bench/reward.py --out /tmp/reward.json
 
-Ours scores each answer once and takes the loss over all C(K, 2) pairs of the prompt; trl's RewardTrainer and the bare loop
+Ours scores each answer once and computes the loss over all C(K, 2) pairs of the prompt; trl's RewardTrainer and the bare loop
 score both answers of every pair. Same weights, answers and optimizer. A turn is one optimizer step over the same prompts;
 units are pairs.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import harness
 from harness import Spec, Turns
 
-# size: (prompts a step, K, pairs a forward of the peer, answers a forward of ours)
+# size: (prompts per step, K, pairs per forward of the peer, answers per forward of ours)
 CASES = {"tiny": (4, 9, 36, 36), "tiny, K = 2": (36, 2, 36, 36)}
 QUICK = {"quick": (2, 4, 6, 8)}
 CUDA_CASES = {"gpt2": (64, 9, 144, 288)}
@@ -81,7 +81,7 @@ def ours(spec: Spec, turns: Turns) -> None:
 
 
 def bare(spec: Spec, turns: Turns) -> None:
-    """A bare loop over transformers' classifier, a pair an element."""
+    """A bare loop over transformers' classifier, one pair per element."""
     import torch
 
     device = torch.device(spec["device"])

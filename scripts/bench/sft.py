@@ -1,11 +1,11 @@
-"""SFT: demonstrations a second on mixed lengths, against trl's SFTTrainer as it comes and a bare loop over transformers.
+"""SFT: demonstrations per second on mixed lengths, against trl's SFTTrainer with its defaults and a bare loop over transformers.
 
     python scripts/bench/sft.py --out /tmp/sft.json
 
 Same weights (GPT-2), rows, order, batches, optimizer and loss: the response's tokens, prompts masked. `ours` is the
-Trainer that the SFT stage makes; `SFTTrainer` and `SFTTrainer, by length` hold transformers' GPT-2 with the fused form of
-its activation, the latter with group_by_length, which changes which rows share a batch; `bare` pads each batch to its
-longest row. With --checkpoint FOLDER the bare loops hold that model, with 8 rows a batch. A turn is a number of optimizer
+Trainer of the SFT stage; `SFTTrainer` and `SFTTrainer, by length` train transformers' GPT-2 with the fused form of its
+activation, the latter with group_by_length, which changes which rows share a batch; `bare` pads each batch to its
+longest row. With --checkpoint FOLDER the bare loops train that model, with 8 rows per batch. A turn is a number of optimizer
 steps; units are rows.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import harness
 from harness import Spec, Turns
 
-CASES = {"tiny": (32, 4), "small": (32, 1)}  # size: (rows a batch, steps a turn)
+CASES = {"tiny": (32, 4), "small": (32, 1)}  # size: (rows per batch, steps per turn)
 QUICK = {"quick": (8, 2)}
 CUDA_CASES = {"gpt2": (64, 8)}
 IGNORED = -100

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from rlhf.commands.study import DETAILS, make_cells, mean_interval
+from rlhf.commands.study import DETAILS, make_cells
+from rlhf.commands.study_cells import mean_interval
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import (
     SHARES,

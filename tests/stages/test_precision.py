@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rlhf.commands import chat, generate, sample, study_results
-from rlhf.commands.study import Cell
+from rlhf.commands.study_cells import Cell
 from rlhf.data.comparisons import load_comparisons
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import ResidualLinear

@@ -9,7 +9,8 @@ import pytest
 from scipy.stats import spearmanr
 
 from rlhf.commands import study_audit
-from rlhf.commands.study import LABELLED, Cell, cells_to_run, make_cells
+from rlhf.commands.study import LABELLED, cells_to_run, make_cells
+from rlhf.commands.study_cells import Cell
 from rlhf.runs.folders import stage_folder
 
 

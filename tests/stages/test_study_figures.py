@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.commands import study_results
-from rlhf.commands.study import PARENTS, Cell, make_cells, mean_interval
+from rlhf.commands.study import PARENTS, make_cells
+from rlhf.commands.study_cells import Cell, mean_interval
 from rlhf.composing import compose_config
 from rlhf.errors import UserError
 from rlhf.files import read_json, write_json
