@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.data.reading.readers import Reject, read_rows, read_text
+from rlhf.data.reading.readers import Reject, read_text
+from rlhf.data.reading.rows import read_rows
 from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resolve_sources
 from rlhf.data.records import shown
 from rlhf.data.splits import uniform

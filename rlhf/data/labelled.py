@@ -14,7 +14,8 @@ from typing import Any
 
 from rlhf.composing import nearest
 from rlhf.data.conversion.paths import MISSING, lookup
-from rlhf.data.reading.readers import Reject, Row, TableOptions, read_rows
+from rlhf.data.reading.readers import Reject, Row
+from rlhf.data.reading.rows import TableOptions, read_rows
 from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.splits import split_of
 from rlhf.errors import UserError

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data.reading import readers
-from rlhf.data.reading.readers import Reject, Row, read_rows, read_text
+from rlhf.data.reading.readers import Reject, Row, read_text
+from rlhf.data.reading.rows import read_rows
 from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resolve_sources
 from rlhf.errors import UserError
 
@@ -209,7 +210,9 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_a_hub_data_set_is_read_from_its_training_split(monkeypatch):
-    monkeypatch.setattr(readers, "_load_hub", lambda name: {"test": [{"a": 0}], "train": [{"a": 1}, {"a": 2}]})
+    monkeypatch.setattr(
+        "rlhf.data.reading.rows._load_hub", lambda name: {"test": [{"a": 0}], "train": [{"a": 1}, {"a": 2}]}
+    )
     assert list(read_rows(Source("owner/name", None))) == [Row(1, {"a": 1}, 1), Row(2, {"a": 2}, 2)]
 
 

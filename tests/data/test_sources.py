@@ -96,7 +96,7 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without permission, and come back")
 @pytest.mark.parametrize("what", ["folder", "file", "parent"])
 def test_no_permission_is_one_line(tmp_path, what):
-    from rlhf.data.reading.readers import read_rows
+    from rlhf.data.reading.rows import read_rows
 
     folder = tmp_path / "in"
     folder.mkdir()

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.data.reading.readers import Reject, Row, read_rows
+from rlhf.data.reading.readers import Reject, Row
+from rlhf.data.reading.rows import read_rows
 from rlhf.data.reading.sources import RECORD_SUFFIXES, Source, printable_path, resolve_sources
 from rlhf.data.records import KINDS, Demonstration, PromptRecord, Ranking, Record, first_problem, one_line, shown
 from rlhf.data.revisions import without_replaced

@@ -37,7 +37,8 @@ from rlhf.data.importing.units import (
     table_note,
 )
 from rlhf.data.reading.json_rows import Block
-from rlhf.data.reading.readers import Meter, Reject, TableOptions
+from rlhf.data.reading.readers import Meter, Reject
+from rlhf.data.reading.rows import TableOptions
 from rlhf.data.reading.sources import Source, size_of
 from rlhf.data.revisions import find_replaced
 from rlhf.data.splits import SPLITS

@@ -6,14 +6,8 @@ from itertools import islice
 
 from rlhf.data.importers import LOOK_AHEAD, row_bytes
 from rlhf.data.reading.json_rows import Block, line_blocks, parse_block
-from rlhf.data.reading.readers import (
-    Meter,
-    Reject,
-    Row,
-    TableOptions,
-    open_bytes,
-    read_rows,
-)
+from rlhf.data.reading.readers import Meter, Reject, Row, open_bytes
+from rlhf.data.reading.rows import TableOptions, read_rows
 from rlhf.data.reading.sources import TABLE_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
 from rlhf.files import sha256_file

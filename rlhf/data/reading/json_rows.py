@@ -1,7 +1,7 @@
 """JSON as rows: lines in blocks, which several processes can share, and arrays whose objects are parsed as they stream by.
 
 Stricter than the json module: NaN, Infinity, repeated keys, lone surrogates and bytes that are no UTF-8 are rejects.
-What a source is, and packed files, are in `readers.py`.
+`readers.py` opens packed files.
 """
 
 import codecs

@@ -1,13 +1,12 @@
-"""Files as rows or as text, streamed: plain, .gz or .zst.
+"""Files as bytes or as text, streamed: plain, .gz or .zst; and the rows that JSON and tables are read as.
 
-This module does not depend on formats or records: it yields objects with their line numbers, and says why a file cannot
-be read. Which files a setting names is in `sources.py`; JSON is parsed in `json_rows.py`, tables in `tables.py`.
+This module does not depend on formats or records. `json_rows.py` parses JSON, `tables.py` tables, and `rows.py` chooses
+between them.
 """
 
 import codecs
 import gzip
 import io
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.data.reading.sources import ROW_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
-from rlhf.terminal import say
 
 MAX_RECORD_BYTES = 64 * 2**20  # of one JSON record: this bounds the memory
 KEPT_BYTES = 1 << 20  # of a reject's original; for a longer one sha256 and length are kept
-HUB_SECONDS = 5  # seconds to wait for the hub's first answer
 _CHUNK = 1 << 16
 _PACKED_CHUNK = 1 << 9  # bytes read of a .zst file, which can unpack to 30,000 times as many
 
@@ -163,68 +159,3 @@ def read_text(path: Path, encoding: str = "utf-8") -> Iterator[str]:
             offset += len(chunk)
             if text:
                 yield text
-
-
-@dataclass(frozen=True, slots=True)
-class TableOptions:
-    """Options for reading a table."""
-
-    encoding: str = "utf-8"  # of CSV and TSV
-    sheet: str | None = None  # of a spreadsheet; none: the first one
-
-
-def read_rows(
-    source: Source, options: TableOptions | None = None, meter: Meter | None = None
-) -> Iterator[Row | Reject]:
-    """The rows of a file or a hub data set; anything else is a Reject.
-
-    Raises: UserError if the source as a whole cannot be read.
-    """
-    options = options or TableOptions()
-    if source.path is None:
-        yield from _read_hub(source.name)
-    elif has_suffix(source.path, ROW_SUFFIXES):
-        from rlhf.data.reading.json_rows import read_json_lines, read_json_values
-
-        read = read_json_lines if has_suffix(source.path, (".jsonl",)) else read_json_values
-        with open_bytes(source.path, meter) as file:
-            yield from read(file, source.name)
-    else:
-        from rlhf.data.reading.tables import read_table
-
-        yield from read_table(source.path, source.name, encoding=options.encoding, sheet=options.sheet)
-
-
-def _read_hub(name: str) -> Iterator[Row]:
-    say(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", sys.stderr)
-    try:
-        splits = _load_hub(name)
-        split = "train" if "train" in splits else next(iter(splits))
-        rows = splits[split]
-    except Exception as error:  # the hub's client raises many kinds of errors: no network, no such name, gated, scripts
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
-            "check the path or the name and the network, or download it and give the file"
-        ) from error
-    for number, row in enumerate(rows, start=1):
-        yield Row(number, dict(row), number)
-
-
-def _load_hub(name: str) -> Any:
-    """The splits of a data set of the hub; without a network from the cache, at once (the library would retry for 25 s)."""
-    import datasets
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    offline = datasets.config.HF_HUB_OFFLINE
-    try:
-        HfApi().dataset_info(name, timeout=HUB_SECONDS)
-    except HfHubHTTPError:
-        pass  # the hub answered: the following calls report the problem
-    except Exception:  # no answer; the kind of error depends on the client's library
-        datasets.config.HF_HUB_OFFLINE = True  # read at each call
-    try:
-        return datasets.load_dataset(name)
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline

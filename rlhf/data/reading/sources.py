@@ -1,6 +1,6 @@
 """Resolves a setting such as `path` or `data.comparisons`: files, folders, finished imports, data sets of the hub.
 
-`readers.py` reads the files; `storage.py` reads finished imports.
+`rows.py` reads the files; `storage.py` reads finished imports.
 """
 
 import os

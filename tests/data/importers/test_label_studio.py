@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rlhf.data.importers import BadRow, formats
 from rlhf.data.importers.label_studio import FORMAT
-from rlhf.data.reading.readers import Row, read_rows
+from rlhf.data.reading.readers import Row
+from rlhf.data.reading.rows import read_rows
 from rlhf.data.reading.sources import resolve_sources
 from rlhf.data.reading.tables import read_table
 from rlhf.data.records import Ranking

@@ -18,7 +18,8 @@ from rlhf.data.importers import BadRow, convert_row, formats, make_records
 from rlhf.data.importers.table import make_format
 from rlhf.data.importing.assignments import Assignments
 from rlhf.data.importing.importer import Importer
-from rlhf.data.reading.readers import Row, read_rows
+from rlhf.data.reading.readers import Row
+from rlhf.data.reading.rows import read_rows
 from rlhf.data.reading.sources import Source
 from rlhf.data.storage import read_records
 from rlhf.errors import UserError
