@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf.config.setting import NOTHING, flatten, settings_in
-from rlhf.recipe import GOLD_STAGES
+from rlhf.recipe import GOLD_STAGES, PIPELINE
 from rlhf.report.figures import MAX_POINTS, format_value
 from rlhf.report.samples import MORE_SAMPLES, SHOWN_SAMPLES
 from rlhf.tracking.jsonl import is_number
@@ -57,7 +57,7 @@ def told(value: Any) -> str:
 def make_skipped(run: RunFiles) -> list[str]:
     """The parts that this page does not show, and why."""
     notes = []
-    missing = [name for name in GOLD_STAGES if name not in run.stages]
+    missing = [name for name in GOLD_STAGES if name in PIPELINE and name not in run.stages]
     if missing:
         notes.append(f"{' and '.join(missing)}: not in this run, which reads its data from files.")
     for name, stage in run.stages.items():
