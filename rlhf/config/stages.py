@@ -372,7 +372,7 @@ class RateConfig:
 
     ratings: int = setting(16_000, "ratings to train on, of a response's one quality each", min=1)
     epochs: int = setting(1, "passes over ratings and demonstrations", min=1)
-    safety: float = setting(0.5, "least P(safe) of a candidate", min=0, max=1)
+    safety: float = setting(0.8, "least P(safe) of a candidate", min=0, max=1)
 
 
 @dataclass(slots=True)

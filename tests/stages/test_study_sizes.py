@@ -36,7 +36,7 @@ def test_cells_are_three_widths_and_ppo_ptx_on_each(gold_run, tmp_path):
     assert {cell_config(cell).ppo.rewards for cell in cells.values()} == {str(gold_run.folder / "reward")}
 
 
-@pytest.mark.parametrize("other", ["gold.truth=vader", "model.pretrained=folder"])
+@pytest.mark.parametrize("other", ["gold.truth=vader", "model.pretrained=folder", "gold.conversations=0.5"])
 def test_sizes_need_the_built_in_world(gold_run, other):
     with pytest.raises(UserError, match=r"^study\.kind=sizes: pretrains on the built-in world"):
         check_config(gold_run.config(*GIVEN, other), "study")
