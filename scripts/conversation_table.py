@@ -3,11 +3,18 @@
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from rlhf.evaluation.statistics import interval, told
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.tracking.jsonl import read_jsonl
+
+
+def share(values: list[float]) -> str:
+    """The mean with its interval, cut at 0 and 1."""
+    figure: dict[str, Any] = interval(values)
+    return told(figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]})
 
 
 def main(run: Path) -> None:
@@ -23,9 +30,7 @@ def main(run: Path) -> None:
     print("| conversation | prompts |", *(f"`{part}`, {name} |" for part in ("correct", "safe") for name in policies))
     print("|---|---|" + "---|" * (2 * len(policies)))
     for kind, by_policy in sorted(found.items()):
-        cells = [
-            told(interval([p[part] for p in by_policy[name]])) for part in ("correct", "safe") for name in policies
-        ]
+        cells = [share([p[part] for p in by_policy[name]]) for part in ("correct", "safe") for name in policies]
         print("|", kind, "|", len(by_policy["sft"]), "|", " | ".join(cells), "|")
 
 
