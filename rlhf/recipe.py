@@ -112,7 +112,7 @@ ROWS = (
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
         settings=("seed", "precision", "reward", "lora.rank", "lora.alpha", "data.demonstrations", *RANKINGS,
-                  "rollout.max_new_tokens"),
+                  "rollout.max_new_tokens", "gold.later_reward_epochs"),
         reads=("gold.held_out_labelers", "rollout.batch_size", "ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score"),
         several_processes=True,
         every_round=True,

@@ -424,6 +424,12 @@ class GoldConfig:
         min=1,
         changes=NOTHING,
     )
+    later_reward_epochs: int | None = setting(
+        None,
+        "passes over all rankings in the rounds after the first, whose reward model continues from that of the round before; "
+        "none: it starts anew, with reward.epochs passes",
+        min=1,
+    )
     comparison_dev_prompts: int = setting(
         100, "ranked prompts of the dev split, for the held-out figures of training", min=0
     )

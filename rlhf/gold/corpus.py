@@ -86,7 +86,7 @@ def _echo(rng: random.Random) -> str:
 
 
 def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0) -> Iterator[str]:
-    """`count` pretraining documents: first a fifth of echoes and stories, then mostly talks, this share of them conversations.
+    """`count` pretraining documents: first an eighth of echoes and stories, then mostly talks, this share of them conversations.
 
     Copying from the prompt is hard for a small model, and the loss of ordinary text does not show it. Echoes and
     stories first, read in file order, teach it within a few hundred steps.
@@ -94,16 +94,16 @@ def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0
     rng = random.Random(f"corpus-{seed}")
     for i in range(count):
         draw = rng.random()
-        if i < count // 5:
+        if i < count // 8:
             yield _echo(rng) if draw < 0.5 else _story(rng)
-        elif draw < 0.05:
+        elif draw < 0.03:
             yield _echo(rng)
-        elif draw < 0.67:
+        elif draw < 0.79:
             style = pick_style(PRETRAINING_MIX, rng)
             kind = "closed_qa" if rng.random() < 0.15 else None  # more than its share, since it is the hardest to learn
             task = make_request(rng, conversations, kind=kind, split="train", seed=split_seed)
             yield talk(task, SPEAKER_NAMES[style], answer(task, style, rng))
-        elif draw < 0.92:
+        elif draw < 0.85:
             yield _story(rng)
         else:
             yield " ".join(_fact(rng) for _ in range(rng.randint(2, 5)))

@@ -105,6 +105,26 @@ def rounds_before(run: Path) -> list[Path]:
     return found + [earlier for folder in found for earlier in rounds_before(folder)]
 
 
+def earlier_reward(config: Config) -> Path | None:
+    """The reward stage of the labelling round before, if gold.later_reward_epochs has this run's continue from it.
+
+    Raises: UserError if that round's PPO model, whose responses were ranked, was trained with another.
+    """
+    if config.gold.later_reward_epochs is None or config.reward.model is not None or not is_needed(config, "label"):
+        return None
+    rounds = rounds_before(stage_folder(config, "label").parent)
+    if not rounds:
+        return None
+    folder = rounds[0] / "reward"
+    paid = check_output(rounds[0] / "ppo", "ppo")["parents"].get("reward")
+    if paid != check_output(folder, "reward")["hash"]:
+        raise UserError(
+            f"{folder}: another reward model than {rounds[0] / 'ppo'} was trained with: `rlhf pipeline overwrite=true` "
+            "makes the labelling round again, or set gold.later_reward_epochs=null"
+        )
+    return folder
+
+
 def refuse_inside_stage(path: Path, key: str) -> None:
     """Raises: UserError if an output path is inside a stage's folder, or contains stages."""
     whole = path.absolute()
@@ -203,7 +223,11 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
                     f"{records[grandparent]['folder']} ({records[grandparent]['hash'][:8]}): run "
                     f"`rlhf {parent} overwrite=true` again, or point parents.{grandparent} at the one it was built on"
                 )
-    return {parent: record["hash"] for parent, record in records.items()}
+    found = {parent: record["hash"] for parent, record in records.items()}
+    before = earlier_reward(config) if stage == "reward" else None
+    if before is not None:
+        found[f"{before.parent.name}/reward"] = check_output(before, "reward")["hash"]
+    return found
 
 
 def check_round(earlier: Config) -> list[dict]:

@@ -8,6 +8,7 @@ standard deviation 1. The model is the SFT trunk with a scalar head, or any text
 
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.ranking import ranking_loss
 from rlhf.precision import inference
 from rlhf.processes import Ranks
-from rlhf.runs.folders import stage_folder
+from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.sources import fractions, hash_sources, need_source
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer
@@ -80,7 +81,8 @@ def train_reward_model(config: Config, name: str) -> None:
         records = [record for record in labelled if record.labeler not in held_out]
 
         # 2. The SFT model without its unembedding, plus a scalar head; or a classifier with its own tokenizer
-        model = make_model(config)
+        start = earlier_reward(config) if name == "reward" else None
+        model = make_model(config) if start is None else continued_model(config, start)
         items = load_items(config, stage, records, item_encoder(config, model, tokenizer))
 
         # 3. Train: with reward.fit_head first only the head; then all weights, or with lora.rank adapters and the head; then calibrate
@@ -89,9 +91,11 @@ def train_reward_model(config: Config, name: str) -> None:
         settings = config.reward
         groups = decay_groups(model, settings.weight_decay)
         engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
-        steps = settings.epochs * -(-len(items["train"]) // settings.batch_prompts)
+        later = config.gold.later_reward_epochs
+        epochs = settings.epochs if start is None or later is None else later
+        steps = epochs * -(-len(items["train"]) // settings.batch_prompts)
         with open_loop(stage, engine.ranks, steps) as loop:
-            train(loop, engine, items["train"], tokenizer.pad_token_id)
+            train(loop, engine, items["train"], tokenizer.pad_token_id, epochs)
             with inference(config, device):
                 gain, shift = calibrate(config, engine, tokenizer, records, written, device)
             save_output(model, tokenizer, stage)
@@ -168,6 +172,18 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
                 model.unembedding = policy.get_output_embeddings().weight.detach()
     else:
         model = TextRewardModel.from_base(settings.model)
+    return checkpointed(config, model)
+
+
+def continued_model(config: Config, folder: Path) -> RewardModel:
+    """The reward model of another reward stage, to be trained on. The ranking loss takes its scores without the calibration."""
+    model = RewardModel.from_pretrained(str(folder / "model"))
+    model.calibrate(1.0, 0.0)
+    return checkpointed(config, model)
+
+
+def checkpointed(config: Config, model: Any) -> Any:
+    """The model, with gradient checkpointing if gradient_checkpointing is set."""
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -213,7 +229,7 @@ def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Enc
     return items
 
 
-def train(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> None:
+def train(loop: StageLoop, engine: Engine, items: list[Item], pad: int, epochs: int) -> None:
     """The ranking loss over all prompts, `epochs` times."""
     stage, settings = loop.stage, loop.stage.config.reward
 
@@ -224,7 +240,7 @@ def train(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> None:
     def tokens_in(batch: list[Item]) -> int:
         return sum(len(row) for item in batch for row in item.rows)
 
-    train_batches(loop, engine, items, settings.batch_prompts, settings.epochs, one_step, tokens_in)
+    train_batches(loop, engine, items, settings.batch_prompts, epochs, one_step, tokens_in)
 
 
 def held_out_figures(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> dict[str, float]:

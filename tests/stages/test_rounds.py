@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.chat_template import decode_response, encode_prompts
 from rlhf.checks import check_config
@@ -14,6 +15,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.model.generate import sample
+from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.stages.label import choose_prompts, responses_wanted
 from rlhf.tokenizer import load_tokenizer
@@ -80,6 +82,27 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     assert states(run)["copy-round-1/reward"] == "complete before"
     assert rounds_before(run.folder) == [early] and rounds_before(early) == []
 
+    steps = list(read_jsonl(run.folder / "reward" / "metrics.jsonl"))[-1]["progress/step"]
+    later = [*ROUNDS, "gold.later_reward_epochs=2", "reward.lr=1e-12", "overwrite=true"]
+    folder = run.stage("reward", *later)  # trains nothing, so that its scores tell what it continued from
+    assert read_stage(folder)["parents"]["copy-round-1/reward"] == read_stage(early / "reward")["hash"]
+    assert list(read_jsonl(folder / "metrics.jsonl"))[-1]["progress/step"] == 2 * steps
+    tokens, lengths = torch.randint(5, 200, (6, 20), generator=torch.Generator().manual_seed(0)), torch.full((6,), 20)
+    with torch.no_grad():
+        ours, theirs = (
+            RewardModel.from_pretrained(str(path / "model"))(tokens, lengths, calibrated=False)
+            for path in (folder, early / "reward")
+        )
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    paid = read_stage(early / "ppo")
+    changed = paid | {"parents": paid["parents"] | {"reward": "0" * 64}}
+    write_json(early / "ppo" / "stage.json", changed | {"hash": hash_of(changed)})
+    with pytest.raises(
+        UserError, match=r"copy-round-1/reward: another reward model than .*copy-round-1/ppo was trained with"
+    ):
+        run.stage("reward", *later)
+    write_json(early / "ppo" / "stage.json", paid)
+
     whole = read_stage(early / "label")
     with pytest.raises(
         UserError, match=r"previous labelling round had other settings \(gold.comparison_prompts 40 -> 30\)"
@@ -134,6 +157,7 @@ def test_the_rounds_before_the_last_are_no_longer_than_the_last(gold_run):
         (["gold.rounds=2", "gold.early_episodes=100"], "gold.early_episodes=100: want at least 128"),
         (["gold.rounds=2", "gold.early_episodes=64"], "want at least 128, which is one update of the policy"),
         (["gold.comparison_prompts=600"], "gold.comparison_prompts=600: want .* at most gold.train_prompts=200"),
+        (["gold.later_reward_epochs=1", "lora.rank=4"], "gold.later_reward_epochs=1: goes on .*: want null with"),
         (["gold.rounds=90"], "gold.comparison_prompts=80: want at least gold.rounds=90"),
         (["ppo.critic_warmup_updates=3"], "leaves the policy none of the 3 updates"),
     ],
