@@ -104,7 +104,7 @@ def test_presets_train_as_the_papers_did(name):
 def test_a_presets_training_gives_way_to_the_users_and_to_an_experiment():
     assert composed("gpt3-13b", "pretrain.lr=1e-3", "model.window=64").pretrain.lr == 1e-3
     gold = composed("llama-65b", "experiment=gold")
-    assert (gold.model.width, gold.pretrain.lr, gold.pretrain.tokens) == (8192, 3e-3, 2_600_000)
+    assert (gold.model.width, gold.pretrain.lr, gold.pretrain.tokens) == (8192, 3e-3, 2_000_000)
     assert cli.compose_config(["experiment=gold"]).pretrain.weight_decay == 0.1
 
 

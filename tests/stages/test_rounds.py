@@ -22,6 +22,7 @@ from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 
+from .conftest import Run
 from .test_pipeline import pipe_in_process, states
 
 ROUNDS = ["gold.rounds=2", "gold.early_episodes=128", "ppo.episodes=192", "ppo.lr=3e-3", "evaluate.prompts=20"]
@@ -43,6 +44,30 @@ def drawn(config: Config, folder: Path, record: PromptRecord) -> list[str]:
     )
     both = zip((decode_response(tokenizer, ids).strip() for ids in found.responses), found.ended.tolist(), strict=True)
     return [text for text, _ in list(dict.fromkeys(both))[:count]]
+
+
+def continue_from(run: Run, early: Path) -> None:
+    """A later round's reward model begins with that of the round before, and not with one that its PPO was not trained with."""
+    steps = list(read_jsonl(run.folder / "reward" / "metrics.jsonl"))[-1]["progress/step"]
+    later = [*ROUNDS, "gold.later_reward_epochs=2", "reward.lr=1e-12", "overwrite=true"]
+    folder = run.stage("reward", *later)  # trains nothing, so that its scores tell what it continued from
+    assert read_stage(folder)["parents"]["copy-round-1/reward"] == read_stage(early / "reward")["hash"]
+    assert list(read_jsonl(folder / "metrics.jsonl"))[-1]["progress/step"] == 2 * steps
+    tokens, lengths = torch.randint(5, 200, (6, 20), generator=torch.Generator().manual_seed(0)), torch.full((6,), 20)
+    with torch.no_grad():
+        ours, theirs = (
+            RewardModel.from_pretrained(str(path / "model"))(tokens, lengths, calibrated=False)
+            for path in (folder, early / "reward")
+        )
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    paid = read_stage(early / "ppo")
+    changed = paid | {"parents": paid["parents"] | {"reward": "0" * 64}}
+    write_json(early / "ppo" / "stage.json", changed | {"hash": hash_of(changed)})
+    with pytest.raises(
+        UserError, match=r"copy-round-1/reward: another reward model than .*copy-round-1/ppo was trained with"
+    ):
+        run.stage("reward", *later)
+    write_json(early / "ppo" / "stage.json", paid)
 
 
 def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeypatch):
@@ -82,27 +107,7 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     assert states(run)["copy-round-1/reward"] == "complete before"
     assert rounds_before(run.folder) == [early] and rounds_before(early) == []
 
-    steps = list(read_jsonl(run.folder / "reward" / "metrics.jsonl"))[-1]["progress/step"]
-    later = [*ROUNDS, "gold.later_reward_epochs=2", "reward.lr=1e-12", "overwrite=true"]
-    folder = run.stage("reward", *later)  # trains nothing, so that its scores tell what it continued from
-    assert read_stage(folder)["parents"]["copy-round-1/reward"] == read_stage(early / "reward")["hash"]
-    assert list(read_jsonl(folder / "metrics.jsonl"))[-1]["progress/step"] == 2 * steps
-    tokens, lengths = torch.randint(5, 200, (6, 20), generator=torch.Generator().manual_seed(0)), torch.full((6,), 20)
-    with torch.no_grad():
-        ours, theirs = (
-            RewardModel.from_pretrained(str(path / "model"))(tokens, lengths, calibrated=False)
-            for path in (folder, early / "reward")
-        )
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    paid = read_stage(early / "ppo")
-    changed = paid | {"parents": paid["parents"] | {"reward": "0" * 64}}
-    write_json(early / "ppo" / "stage.json", changed | {"hash": hash_of(changed)})
-    with pytest.raises(
-        UserError, match=r"copy-round-1/reward: another reward model than .*copy-round-1/ppo was trained with"
-    ):
-        run.stage("reward", *later)
-    write_json(early / "ppo" / "stage.json", paid)
-
+    continue_from(run, early)
     whole = read_stage(early / "label")
     with pytest.raises(
         UserError, match=r"previous labelling round had other settings \(gold.comparison_prompts 40 -> 30\)"
