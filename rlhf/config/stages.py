@@ -175,6 +175,9 @@ class PpoConfig:
     lr: float = setting(1e-5, "learning rate of the policy", above=0, max=10)
     critic_lr: float = setting(9e-6, "learning rate of the critic", above=0, max=10)
     warmup_updates: int = setting(10, "updates in which the learning rate rises from a tenth", min=0)
+    final_lr_fraction: float = setting(
+        1.0, "where the line of both learning rates ends, as a fraction of each; 1: constant", min=0, max=1
+    )
     critic_warmup_updates: int = setting(0, "first updates, in which only the critic is trained", min=0)
     value_coef: float | None = setting(None, "weight of the value loss; none: 1, or 0.1 with a shared trunk", above=0)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", min=0)

@@ -31,10 +31,7 @@ def optimize(
     config = run.config.ppo
     begins = 1 + config.critic_warmup_updates  # the first update of the policy
     with_policy = update >= begins
-    warmth = {
-        "policy": warm_up(update - begins, config.warmup_updates),
-        "critic": warm_up(update - 1, config.warmup_updates),
-    }
+    factors = {"policy": rate_factor(config, update, begins), "critic": rate_factor(config, update, 1)}
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
     run.engine.module.train(run.config.gradient_checkpointing)
     local = {place: i for i, place in enumerate(places)}
@@ -46,11 +43,11 @@ def optimize(
             first = update == begins and epoch == 0 and number == 0
             key = (update, epoch, number)
             train_minibatch(run, rollout, advantages, returns, chosen, sums, with_policy, first, key=key)
-            step(run, warmth, with_policy, sums)
+            step(run, factors, with_policy, sums)
     sums.add("optim/steps", config.epochs * config.minibatches)
-    sums.add("optim/lr", config.lr * warmth["policy"] if with_policy else 0.0)
+    sums.add("optim/lr", config.lr * factors["policy"] if with_policy else 0.0)
     if run.actor_critic.critic is not None:
-        sums.add("optim/critic_lr", config.critic_lr * warmth["critic"])
+        sums.add("optim/critic_lr", config.critic_lr * factors["critic"])
 
 
 def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
@@ -61,16 +58,21 @@ def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
     return [prompt * k + i for prompt in prompts for i in range(k)]
 
 
-def warm_up(done: int, updates: int) -> float:
-    """Factor on the learning rate after `done` updates: it rises from 0.1 to 1 over `updates`."""
-    return min(1.0, 0.1 + 0.9 * max(0, done) / updates) if updates else 1.0
+def rate_factor(config: PpoConfig, update: int, begins: int) -> float:
+    """Factor on a model's learning rate at an update, from 1 on; it trains from update `begins`.
+
+    It rises from 0.1 to 1 over warmup_updates, times a line from 1 at the first update that would reach final_lr_fraction after the last.
+    """
+    done, updates = max(0, update - begins), config.episodes // config.episodes_per_update
+    warm = min(1.0, 0.1 + 0.9 * done / config.warmup_updates) if config.warmup_updates else 1.0
+    return warm * (1.0 - (1.0 - config.final_lr_fraction) * (update - 1) / updates)
 
 
-def step(run: PpoRun, warmth: dict[str, float], with_policy: bool, sums: Sums) -> None:
-    """One optimizer step, with each model's learning rate times its factor in `warmth`."""
+def step(run: PpoRun, factors: dict[str, float], with_policy: bool, sums: Sums) -> None:
+    """One optimizer step, with each model's learning rate times its factor."""
     rates = {"policy": run.config.ppo.lr, "critic": run.config.ppo.critic_lr}
     engine = run.engine
-    engine.step([rates[name] * warmth[name] for name in run.actor_critic.parts()])
+    engine.step([rates[name] * factors[name] for name in run.actor_critic.parts()])
     if isinstance(engine, ZeroEngine):
         norm = engine.gradient_norm()
         refuse_nonfinite(run.stage, {"optim/grad_norm": norm}, {})
