@@ -247,11 +247,6 @@ def _gold_relations(config: Config, command: str) -> list[str]:
                 f"gold.early_episodes={gold.early_episodes}: want at least {least}, which is one update of the "
                 "policy, or null"
             )
-    if gold.later_reward_epochs is not None and (config.reward.model is not None or config.lora.rank):
-        problems.append(
-            f"gold.later_reward_epochs={gold.later_reward_epochs}: goes on training all weights of a reward model on SFT's trunk: "
-            "want null with reward.model or lora.rank"
-        )
     return problems
 
 

@@ -430,7 +430,7 @@ class GoldConfig:
     later_reward_epochs: int | None = setting(
         None,
         "passes over all rankings in the rounds after the first, whose reward model continues from that of the round before; "
-        "none: it starts anew, with reward.epochs passes",
+        "none, with adapters or with reward.model: it starts anew, with reward.epochs passes",
         min=1,
     )
     comparison_dev_prompts: int = setting(

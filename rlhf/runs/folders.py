@@ -110,7 +110,8 @@ def earlier_reward(config: Config) -> Path | None:
 
     Raises: UserError if that round's PPO model, whose responses were ranked, was trained with another.
     """
-    if config.gold.later_reward_epochs is None or config.reward.model is not None or not is_needed(config, "label"):
+    anew = config.gold.later_reward_epochs is None or config.reward.model is not None or config.lora.rank
+    if anew or not is_needed(config, "label"):
         return None
     rounds = rounds_before(stage_folder(config, "label").parent)
     if not rounds:

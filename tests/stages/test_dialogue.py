@@ -59,7 +59,7 @@ def prompts_trained_on(run: Run, stage: str, monkeypatch: pytest.MonkeyPatch) ->
     """The prompts of the items that a stage trains on."""
     taken: dict[str, Any] = {}
 
-    def stop(loop: Any, engine: Any, items: list[Any], pad: int) -> None:
+    def stop(loop: Any, engine: Any, items: list[Any], pad: int, epochs: int) -> None:
         taken["items"] = items
         raise InterruptedError
 

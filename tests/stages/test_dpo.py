@@ -163,7 +163,7 @@ def test_it_learns_the_training_pairs(copy_until):
     """From a half at random to more than nine tenths, and the SFT model stays what it was."""
     run = copy_until("reward")
     before = (run.folder / "sft" / "model" / "model.safetensors").read_bytes()
-    folder = run.stage("dpo", *QUICK, "dpo.epochs=10")
+    folder = run.stage("dpo", *QUICK, "dpo.epochs=16")
     accuracy = [value for _, value in values_by_step(folder, "dpo/accuracy")]
     loss = [value for _, value in values_by_step(folder, "dpo/loss")]
     assert accuracy[0] == 0.5 and loss[0] == pytest.approx(math.log(2), abs=1e-6), (

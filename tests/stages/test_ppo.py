@@ -126,8 +126,9 @@ def test_order_and_padding_change_no_gradient_and_no_metric(trainer, off_policy)
 
 def test_the_end_token_gets_gradient(trainer):
     """An advantage on the end token alone moves its logit's row of the unembedding."""
-    rollout, row, eos = respond(trainer), 0, trainer.tokenizer.eos_token_id
-    rollout.tokens[row, int(rollout.lengths[row]) - 1] = eos
+    rollout, eos = respond(trainer), trainer.tokenizer.eos_token_id
+    last = rollout.tokens.gather(1, rollout.lengths[:, None] - 1)[:, 0]
+    row = int((last == eos).nonzero()[0])
     advantages = torch.zeros_like(rollout.logp_old)
     advantages[row, int(rollout.response_mask[row].sum()) - 1] = 1.0
     rollout = rollout._replace(logp_old=rollout.logp_old - 0.05)

@@ -113,7 +113,12 @@ def test_a_shared_trunk_has_one_forward_and_gets_the_value_loss_at_a_tenth(open_
 def test_groups_need_no_critic_and_learn(open_trainer, settings):
     """The rigged reward rises, as with GAE; and each prompt is asked k times in a row."""
     with open_trainer(
-        *settings, "ppo.episodes_per_update=64", "ppo.lr=3e-3", "ppo.missing_eos_rule=none", "kl.coef=0.001"
+        *settings,
+        "ppo.episodes=384",
+        "ppo.episodes_per_update=64",
+        "ppo.lr=3e-3",
+        "ppo.missing_eos_rule=none",
+        "kl.coef=0.001",
     ) as trainer:
         assert trainer.actor_critic.critic is None
         chosen = ppo.choose_prompts(trainer, 1)

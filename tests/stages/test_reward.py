@@ -234,7 +234,7 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
         open_stage(config, "reward") as stage,
         open_loop(stage, engine.ranks, 3 * 8) as loop,
     ):  # 64 prompts in batches of 8
-        reward.train(loop, engine, items["train"], 0)
+        reward.train(loop, engine, items["train"], 0, config.reward.epochs)
         after = reward.held_out_figures(loop, engine, items["dev"], 0)
     assert after["accuracy"] > 0.95 and after["loss"] < 0.2
 
