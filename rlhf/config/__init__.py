@@ -18,13 +18,13 @@ from rlhf.config.commands import (
     ServeConfig,
     WatchConfig,
 )
+from rlhf.config.gold import GoldConfig
 from rlhf.config.model import ModelConfig, TokenizerSettings
 from rlhf.config.setting import MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, group, setting
 from rlhf.config.stages import (
     DataConfig,
     DpoConfig,
     EvaluateConfig,
-    GoldConfig,
     JudgeConfig,
     KlConfig,
     LoraConfig,

@@ -5,7 +5,7 @@ from statistics import mean
 
 import pytest
 
-from rlhf.config.stages import GoldConfig
+from rlhf.config.gold import GoldConfig
 from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.records import Message, Ranking
 from rlhf.gold.judge import judge
