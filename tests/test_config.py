@@ -93,7 +93,8 @@ def test_every_commands_help_runs(command, capsys):
             if key.rpartition(".")[0] == group.rstrip(".") and not is_dataclass(value):
                 assert f"\n  {key}=" in out
     assert command in composing.SCHEMAS or (
-        "model=chinchilla | gopher" in out and "experiment=align | align-laptop | dialogue | gold | gold-dialogue | real" in out
+        "model=chinchilla | gopher" in out
+        and "experiment=align | align-laptop | dialogue | gold | gold-dialogue | real" in out
     )
 
 
