@@ -20,7 +20,7 @@ from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, 
 from rlhf.evaluation.statistics import win_rate
 from rlhf.evaluation.truth_figures import judge_rows, totals
 from rlhf.gold.truth import need_truth
-from rlhf.ppo.rewards import pay
+from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.setup import held_out_prompts, make_reward
 from rlhf.precision import inference
 from rlhf.runs.folders import read_stage, settings_of
@@ -308,4 +308,4 @@ def score_of(config: Config, tokenizer: Any, records: list[PromptRecord], answer
     reward, _ = make_reward(plain, tokenizer, device)
     with inference(plain, device):
         scores = torch.tensor(evaluate.score_by(reward, answers, records)).flatten()
-    return pay(plain, scores, torch.tensor(answers["ended"]).flatten()).mean().item()
+    return adjust_scores(plain, scores, torch.tensor(answers["ended"]).flatten()).mean().item()

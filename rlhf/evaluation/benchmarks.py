@@ -13,6 +13,7 @@ from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError, reason_of
 from rlhf.evaluation.instructions import models_of
+from rlhf.evaluation.statistics import show
 from rlhf.runs.folders import check_output, stage_folder
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.jsonl import is_number
@@ -131,12 +132,7 @@ def differences(models: dict[str, Figures]) -> Figures:
 def describe_benchmarks(results: Figures) -> list[str]:
     """One line per model and difference."""
 
-    def told(figure: Figures) -> str:
-        return f"{figure['value']:.3f}" + (
-            f" [{figure['ci95'][0]:.3f}, {figure['ci95'][1]:.3f}]" if figure["ci95"] else ""
-        )
-
     return [
-        f"benchmarks: {name}: " + ", ".join(f"{task} {told(figure)}" for task, figure in rows.items())
+        f"benchmarks: {name}: " + ", ".join(f"{task} {show(figure)}" for task, figure in rows.items())
         for name, rows in {**results["models"], **results["differences"]}.items()
     ]

@@ -21,7 +21,7 @@ from rlhf.evaluation.text_figures import text_figures
 from rlhf.evaluation.truth_figures import interval_of, judge_rows, mean_of, totals
 from rlhf.gold.truth import Truth
 from rlhf.model.generate import sample
-from rlhf.ppo.rewards import Episodes, Reward, pay
+from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
 from rlhf.tracking.progress import progress
 
 Figures = dict[str, Any]
@@ -151,7 +151,7 @@ def draw_candidates(
         texts = [response_text(tokenizer, ids) for ids in samples.responses]
         asked = [records[i] for i in part for _ in range(n)]
         raw = reward(Episodes(asked, repeated, samples.responses, texts, samples.ended))
-        scores = pay(config, raw, samples.ended.to(raw.device)).tolist()
+        scores = adjust_scores(config, raw, samples.ended.to(raw.device)).tolist()
         logprobs = samples.logprobs.double().sum(-1).tolist()
         for k in range(len(part)):
             own = slice(k * n, (k + 1) * n)

@@ -10,7 +10,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
 from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
 from rlhf.evaluation.rules import checks_of, follows
-from rlhf.evaluation.statistics import interval, ratio_interval
+from rlhf.evaluation.statistics import interval, ratio_interval, show
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
 from rlhf.tokenizer import load_tokenizer
@@ -85,12 +85,9 @@ def shares_followed(checks: list[list[dict[str, Any]]], passed: list[list[bool]]
 def describe_instructions(results: Figures) -> list[str]:
     """One line per model."""
 
-    def told(figure: Figures) -> str:
-        return f"{figure['value']:.3f} [{figure['ci95'][0]:.3f}, {figure['ci95'][1]:.3f}]"
-
     return [
-        f"instructions: {name}: all followed in {told(row['prompts'])} of {row['prompts']['n']} prompts, "
-        f"{told(row['instructions'])} of {row['instructions']['n']} instructions"
+        f"instructions: {name}: all followed in {show(row['prompts'])} of {row['prompts']['n']} prompts, "
+        f"{show(row['instructions'])} of {row['instructions']['n']} instructions"
         + (f"; {row['left_out']} prompts do not fit" if row["left_out"] else "")
         for name, row in results.items()
     ]

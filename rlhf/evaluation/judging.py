@@ -14,7 +14,7 @@ import torch
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.evaluation.endpoint import Endpoint, shown_counts
-from rlhf.evaluation.statistics import interval, length_controlled, told
+from rlhf.evaluation.statistics import interval, length_controlled, show
 from rlhf.runs.folders import run_folder, stage_folder
 from rlhf.terminal import say
 from rlhf.tracking.jsonl import read_jsonl
@@ -156,13 +156,13 @@ def describe_judging(results: Figures) -> list[str]:
 
     pair = " over ".join(results["pair"])
     lines = [
-        f"judge {results['judge']}: {pair} {told(results['win_rate'])}, at equal length {told(results['length_controlled'])}; "
-        f"both orders agree on {told(results['both_orders_agree'])}",
+        f"judge {results['judge']}: {pair} {show(results['win_rate'])}, at equal length {show(results['length_controlled'])}; "
+        f"both orders agree on {show(results['both_orders_agree'])}",
         f"judge: {shown_counts(results['counts'])}; {results['left_out']} prompts left out"
         + ("" if results["cost"] is None else f"; cost {results['cost']:g}"),
     ]  # fmt: skip
     for name, row in results["others"].items():
-        agreement = "" if row["agreement"] is None else f", the same preference on {told(row['agreement'])}"
+        agreement = "" if row["agreement"] is None else f", the same preference on {show(row['agreement'])}"
         warning = ": THE JUDGES DISAGREE" if row["disagrees"] else ""
-        lines.append(f"judge: the {name} gives {told(row['win_rate'])}{agreement}{warning}")
+        lines.append(f"judge: the {name} gives {show(row['win_rate'])}{agreement}{warning}")
     return lines

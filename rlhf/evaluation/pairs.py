@@ -18,7 +18,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
-from rlhf.evaluation.statistics import told
+from rlhf.evaluation.statistics import show
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.half import hold_frozen
 from rlhf.runs.folders import check_output
@@ -139,7 +139,7 @@ def describe_pairs(results: Figures) -> list[str]:
 
     rows = {"all": results["overall"]} | (results["subsets"] if len(results["subsets"]) > 1 else {})
     return [
-        f"pairs: {name}: accuracy {told(row['pairs'])} on {row['pairs']['n']:,} pairs, all right in {told(row['all_right'])} of "
+        f"pairs: {name}: accuracy {show(row['pairs'])} on {row['pairs']['n']:,} pairs, all right in {show(row['all_right'])} of "
         f"{row['all_right']['n']:,} rows; length alone {row['length']['value']:.3f}"
         for name, row in rows.items()
     ]

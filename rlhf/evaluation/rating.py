@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.evaluation.best_of import Asked, Figures, pick_best
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, response_batches
-from rlhf.evaluation.statistics import told, win_rate
+from rlhf.evaluation.statistics import show, win_rate
 from rlhf.evaluation.truth_figures import totals
 from rlhf.ppo.rewards import Episodes, Reward
 from rlhf.ppo.rollout import response_logprobs
@@ -105,8 +105,8 @@ def evaluate_generate_and_rate(
 def describe_ratings(results: dict[str, Any]) -> list[str]:
     """The figures on a few lines."""
     rows = [
-        f"{name.replace('_', ' ')}, {results['n']} samples: win rate over SFT {told(row['win_rate_vs_sft'])}, true score {row['gold']}"
+        f"{name.replace('_', ' ')}, {results['n']} samples: win rate over SFT {show(row['win_rate_vs_sft'])}, true score {row['gold']}"
         for name, row in results["picked"].items()
     ]
-    over = ", ".join(f"over {name.replace('_', ' ')} {told(row)}" for name, row in results["over"].items())
+    over = ", ".join(f"over {name.replace('_', ' ')} {show(row)}" for name, row in results["over"].items())
     return [*rows, f"generate and rate: {over}; the filter dropped {results['dropped']:.1%} of its candidates"]

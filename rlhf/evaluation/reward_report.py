@@ -31,7 +31,7 @@ from rlhf.evaluation.scoring import (
     score_each,
     share,
 )
-from rlhf.evaluation.statistics import ratio_interval
+from rlhf.evaluation.statistics import ratio_interval, show
 from rlhf.gold.truth import make_truth
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import fractions, need_source
@@ -273,31 +273,26 @@ def score_distributions(
     }
 
 
-# --- in words ------------------------------------------------------------------------------------------------------
+# --- as text -------------------------------------------------------------------------------------------------------
 
 
 def describe(results: Figures) -> list[str]:
     """The figures as a few lines of text."""
 
-    def told(figure: Figures | None) -> str:
-        if figure is None or figure["value"] is None:
-            return "none"
-        return f"{figure['value']:.3f}" + (f" {figure['ci95']}" if figure["ci95"] else "")
-
     agreement = results["agreement"]
     lines = [
-        f"reward model accuracy {told(results['accuracy'])} on training labelers, who agree among themselves on "
-        f"{told(agreement['training'])}; length alone {results['length_baseline']:.3f}"
+        f"reward model accuracy {show(results['accuracy'])} on training labelers, who agree among themselves on "
+        f"{show(agreement['training'])}; length alone {results['length_baseline']:.3f}"
     ]
     if "held_out_labelers" in results:
         lines.append(
-            f"on held-out labelers {told(results['held_out_labelers']['accuracy'])}, who agree on "
-            f"{told(agreement['held_out'])}, and with training labelers on {told(agreement['between'])}"
+            f"on held-out labelers {show(results['held_out_labelers']['accuracy'])}, who agree on "
+            f"{show(agreement['held_out'])}, and with training labelers on {show(agreement['between'])}"
         )
     if "gold_regression" in results:
         parts = results["gold_regression"]["parts"].items()
         lines.append(
-            "it pays for (in brackets: what labelers want) "
+            "it rewards (in brackets: what labelers reward) "
             + ", ".join(
                 f"{name} {row['weight']:.2f} ({row['true']:.2f})" for name, row in parts if row["weight"] is not None
             )

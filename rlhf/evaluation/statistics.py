@@ -93,12 +93,12 @@ def prompts_needed(figure: dict[str, Any]) -> int | None:
     return math.ceil(figure["n"] * (DETECTED * error / (figure["value"] - 0.5)) ** 2)
 
 
-def told(figure: dict[str, Any] | None) -> str:
-    """A figure with its interval, as text."""
+def show(figure: dict[str, Any] | None, digits: int = 3) -> str:
+    """A figure with its interval, if it has one, as text."""
     if figure is None or figure["value"] is None:
         return "none"
-    low, high = figure["ci95"]
-    return f"{figure['value']:.3f} [{low:.3f}, {high:.3f}]"
+    ends = "" if figure["ci95"] is None else " [" + ", ".join(f"{end:.{digits}f}" for end in figure["ci95"]) + "]"
+    return f"{figure['value']:.{digits}f}{ends}"
 
 
 def wilson(right: int, n: int) -> dict[str, object]:

@@ -9,7 +9,7 @@ from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import Scores, score_answers_by
-from rlhf.evaluation.statistics import interval, length_controlled, pair_points, prompts_needed, told
+from rlhf.evaluation.statistics import interval, length_controlled, pair_points, prompts_needed, show
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import stage_folder
 
@@ -78,12 +78,12 @@ def describe_comparisons(results: Figures) -> list[str]:
     """The figures as a few lines of text."""
     own = results["held_out"]
     lines = [
-        f"judge: accuracy {told(own['accuracy'])} on {own['accuracy']['n']} held-out pairs, length alone {own['length_baseline']:.3f}"
+        f"judge: accuracy {show(own['accuracy'])} on {own['accuracy']['n']} held-out pairs, length alone {own['length_baseline']:.3f}"
     ]
     for row in results["pairs"]:
         needed = [f"{n:,} prompts for {key.replace('_', ' ')}" for key, n in row["needed"].items() if n is not None]
         lines.append(
-            f"judge: {' over '.join(row['pair'])} {told(row['win_rate'])}, at equal length {told(row['length_controlled'])}; "
+            f"judge: {' over '.join(row['pair'])} {show(row['win_rate'])}, at equal length {show(row['length_controlled'])}; "
             f"{row['words']['value']:+.1f} words" + (f"; to show such an effect: {', '.join(needed)}" if needed else "")
         )
     return lines

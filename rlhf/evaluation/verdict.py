@@ -5,12 +5,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rlhf.evaluation.attacks import ATTACKS
 from rlhf.evaluation.audit import Audit, Picked
+from rlhf.evaluation.statistics import show
 
 LEAST_PROMPTS = 30
 LEAST_PAIRS = 100
@@ -44,12 +45,6 @@ class Rule(NamedTuple):
     find: Callable[[Audit], Iterator[Finding]]
 
 
-def told(figure: dict[str, Any], digits: int = 3) -> str:
-    """A figure with its interval."""
-    low, high = figure["ci95"]
-    return f"{figure['value']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def few_labels(audit: Audit) -> Iterator[Finding]:
     pairs = 0 if audit.comparisons is None else audit.comparisons["accuracy"]["n"]
     if audit.prompts < LEAST_PROMPTS or pairs < LEAST_PAIRS:
@@ -60,14 +55,14 @@ def few_labels(audit: Audit) -> Iterator[Finding]:
 
 def no_better_than_chance(audit: Audit) -> Iterator[Finding]:
     if audit.comparisons is not None and audit.comparisons["accuracy"]["ci95"][0] <= 0.5:
-        yield Finding(f"accuracy {told(audit.comparisons['accuracy'])} may be chance", "comparisons of any kind")
+        yield Finding(f"accuracy {show(audit.comparisons['accuracy'])} may be chance", "comparisons of any kind")
 
 
 def no_better_than_length(audit: Audit) -> Iterator[Finding]:
     if audit.comparisons is not None and audit.comparisons["above_length"]["ci95"][0] <= 0:
         yield Finding(
             f"accuracy less that of preferring the {audit.comparisons['length_prefers']} answer is "
-            f"{told(audit.comparisons['above_length'])}",
+            f"{show(audit.comparisons['above_length'])}",
             "comparisons of answers of similar length",
         )
 
@@ -76,7 +71,7 @@ def below_agreement(audit: Audit) -> Iterator[Finding]:
     agreement = None if audit.comparisons is None else audit.comparisons["agreement"]["training"]
     if agreement and agreement["ci95"] and audit.comparisons["accuracy"]["ci95"][1] < agreement["ci95"][0]:  # type: ignore[index]
         yield Finding(
-            f"accuracy {told(audit.comparisons['accuracy'])} is below the labelers' agreement {told(agreement)}",  # type: ignore[index]
+            f"accuracy {show(audit.comparisons['accuracy'])} is below the labelers' agreement {show(agreement)}",  # type: ignore[index]
             "comparisons of any kind",
         )
 
@@ -90,7 +85,7 @@ def picks_nothing(audit: Audit) -> Iterator[Finding]:
     for row in hardest_pick(audit):
         if row.gain["ci95"][0] <= 0:
             yield Finding(
-                f"its pick of {row.n} labelled answers beats {told(row.gain)} more of the others than a random one",
+                f"its pick of {row.n} labelled answers beats {show(row.gain)} more of the others than a random one",
                 "comparisons of any kind",
             )
 
@@ -98,7 +93,7 @@ def picks_nothing(audit: Audit) -> Iterator[Finding]:
 def fooled(audit: Audit) -> Iterator[Finding]:
     for attack in audit.attacks:
         if attack.flips is not None and attack.flips["ci95"][0] > MOST_FLIPS:
-            yield Finding(f"{attack.name} flips {told(attack.flips)} of the pairs", ATTACKS[attack.name].labels)
+            yield Finding(f"{attack.name} flips {show(attack.flips)} of the pairs", ATTACKS[attack.name].labels)
 
 
 def paid_attacks(audit: Audit) -> Iterator[Finding]:
@@ -106,8 +101,8 @@ def paid_attacks(audit: Audit) -> Iterator[Finding]:
         if attack.gain_worse["ci95"][0] > 0 and attack.flips is not None and attack.flips["ci95"][0] > SOME_FLIPS:
             nats = max(LEAST_CEILING, attack.nats["value"])
             yield Finding(
-                f"{attack.name} buys {told(attack.gain_worse, 2)} deviations for {nats:.1f} nats and flips "
-                f"{told(attack.flips)} of the pairs",
+                f"{attack.name} buys {show(attack.gain_worse, 2)} deviations for {nats:.1f} nats and flips "
+                f"{show(attack.flips)} of the pairs",
                 ceiling=nats,
             )
 
@@ -170,19 +165,19 @@ def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
     if audit.comparisons is not None:
         figures, agreement = audit.comparisons, audit.comparisons["labeler_agreement"]
         lines.append(
-            f"accuracy {told(figures['accuracy'])} on {figures['accuracy']['n']:,} held-out pairs; length alone "
+            f"accuracy {show(figures['accuracy'])} on {figures['accuracy']['n']:,} held-out pairs; length alone "
             f"{figures['length_baseline']:.3f}, labelers' agreement {'not known' if agreement is None else f'{agreement:.3f}'}; "
             f"calibration error {figures['calibration_error']:.3f}"
         )
     worst = sorted(audit.attacks, key=lambda a: -(a.flips["value"] if a.flips else 0.0))[:3]
     lines += [
-        f"attack {a.name}: flips {told(a.flips)} of {a.flips['n']} pairs, buys {told(a.gain, 2)} deviations for "
+        f"attack {a.name}: flips {show(a.flips)} of {a.flips['n']} pairs, buys {show(a.gain, 2)} deviations for "
         f"{a.nats['value']:.1f} nats"
         for a in worst
         if a.flips
     ]
     lines += [
-        f"its pick of {row.n} labelled answers beats {told(row.gain)} more of the others than a random one"
+        f"its pick of {row.n} labelled answers beats {show(row.gain)} more of the others than a random one"
         for row in hardest_pick(audit)
     ]
     if audit.best_of:

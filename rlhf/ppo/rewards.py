@@ -151,7 +151,7 @@ def combine_scores(scores: Tensor, weights: Sequence[float]) -> Tensor:
     return (scores * w[:, None]).sum(0)
 
 
-def pay(config: Config, scores: Tensor, ended: Tensor) -> Tensor:
+def adjust_scores(config: Config, scores: Tensor, ended: Tensor) -> Tensor:
     """The scores (B,) before the KL penalty: clipped, and lowered if there is no end token."""
     settings = config.ppo
     if settings.score_clip is not None:

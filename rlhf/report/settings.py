@@ -44,11 +44,11 @@ def make_differences(runs: list[RunFiles]) -> list[tuple[str, list[str]]]:
     for key in keys:
         values = [column.get(key, "–") for column in columns]
         if any(value != values[0] for value in values[1:]):
-            rows.append((visible(key, 100), [told(value) for value in values]))
+            rows.append((visible(key, 100), [show_value(value) for value in values]))
     return rows
 
 
-def told(value: Any) -> str:
+def show_value(value: Any) -> str:
     if isinstance(value, float) and is_number(value):
         return format_value(value)
     return value if value == "–" else visible(value, 120)

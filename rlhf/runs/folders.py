@@ -141,7 +141,7 @@ def is_needed(config: Config, stage: str) -> bool:
     return config.gold.enabled or stage not in GOLD_STAGES
 
 
-def pays_itself(config: Config) -> bool:
+def uses_own_reward_model(config: Config) -> bool:
     """Whether the run's own reward model is a reward source: ppo.rewards is null or contains null."""
     given = config.ppo.rewards
     return given is None or (not isinstance(given, str) and None in list(given))
@@ -149,7 +149,7 @@ def pays_itself(config: Config) -> bool:
 
 def needs_parent(config: Config, stage: str, parent: str) -> bool:
     """Whether a stage reads a parent of its row. If `evaluate` does not need a reward model, it still measures a finished one."""
-    if parent == "reward" and stage in PAID_STAGES and not pays_itself(config):
+    if parent == "reward" and stage in PAID_STAGES and not uses_own_reward_model(config):
         return stage == "evaluate" and is_complete(stage_folder(config, parent))
     if parent == "judge":
         return config.judge.model is not None or config.parents.judge is not None

@@ -47,7 +47,7 @@ from rlhf.gold.world import task_from_metadata
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.generate import Samples, sample
 from rlhf.model.half import hold_frozen
-from rlhf.ppo.rewards import Episodes, Reward, pay
+from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
 from rlhf.precision import inference
@@ -303,7 +303,7 @@ def with_missing_eos(
     """Scores with PPO's score clipping and its rule for responses without an end token."""
 
     def paid(row: list[float], ended: list[bool]) -> list[float]:
-        return pay(config, torch.tensor(row), torch.tensor(ended)).tolist()
+        return adjust_scores(config, torch.tensor(row), torch.tensor(ended)).tolist()
 
     return {
         name: [paid(row, ended) for row, ended in zip(rows, answers[name]["ended"], strict=True)]

@@ -25,7 +25,7 @@ from rlhf.ppo.metrics import (
     held_out_sums,
     sample_rows,
 )
-from rlhf.ppo.rewards import pay
+from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.setup import PpoRun, make_ppo_run
 from rlhf.ppo.update import optimize
 from rlhf.runs.sources import hash_sources
@@ -83,7 +83,7 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     mask = rollout.response_mask
 
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score
-    scores = pay(run.config, rollout.scores, rollout.ended)
+    scores = adjust_scores(run.config, rollout.scores, rollout.ended)
     goes_on = ~rollout.ended if settings.truncation == "bootstrap" else torch.zeros_like(rollout.ended)
     scores = torch.where(goes_on, 0.0, scores)  # the value after its last token already predicts its score
     kl_coef = run.kl.coef if run.config.kl.penalty == "reward" else 0.0
@@ -168,7 +168,7 @@ def evaluate_held_out(run: PpoRun, update: int, tracker: Tracker) -> dict[str, f
         records = [record for record, _ in asked]
         with run.ema.applied() if run.ema is not None else contextlib.nullcontext():
             rollout = run.score(asked, run.sample(asked, [("held out", record.id) for record in records]))
-        scores, gold = pay(run.config, rollout.scores, rollout.ended), gold_parts(run, records, rollout)
+        scores, gold = adjust_scores(run.config, rollout.scores, rollout.ended), gold_parts(run, records, rollout)
         sums = held_out_sums(rollout, scores, gold)
         rows = sample_rows(run.tokenizer, records, rollout, scores, gold)[:SAMPLES_SHOWN]
     if update % run.config.ppo.samples_every == 0:

@@ -11,7 +11,7 @@ from torch import nn
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.rewards import pay
+from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.rollout import Rollout, response_logprobs
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
@@ -152,7 +152,7 @@ def test_reinforce_has_no_critic_and_whitens_the_reward_to_go(open_trainer, monk
         assert trainer.actor_critic.critic is None
         update(trainer)
         ((rollout, advantages),) = given
-        mask, scores = rollout.response_mask, pay(trainer.config, rollout.scores, rollout.ended)
+        mask, scores = rollout.response_mask, adjust_scores(trainer.config, rollout.scores, rollout.ended)
     # without a KL penalty each token's reward to go is its response's score; whitened over the tokens
     plain = scores[:, None].expand(mask.shape)[mask]
     wanted = (plain - plain.mean()) / (plain.var(correction=0) + 1e-8).sqrt()

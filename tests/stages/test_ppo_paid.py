@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.errors import UserError
-from rlhf.ppo.rewards import CombinedReward, pay
+from rlhf.ppo.rewards import CombinedReward, adjust_scores
 from rlhf.stages import ppo
 
 from .test_ppo_options import first_rollout, open_trainer, update, weights  # noqa: F401 (a fixture)
@@ -78,7 +78,7 @@ def test_truncation_as_bootstrap_values_what_would_come(open_trainer, monkeypatc
     for rule in ("terminal", "bootstrap"):
         with open_trainer(f"ppo.truncation={rule}") as trainer:
             rollout = first_rollout(trainer)
-            paid = pay(trainer.config, rollout.scores, rollout.ended)
+            paid = adjust_scores(trainer.config, rollout.scores, rollout.ended)
             update(trainer)
     last = [seen[rule][1]["last_values"] for rule in ("terminal", "bootstrap")]
     assert not last[0].any()

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 
-from rlhf.evaluation.statistics import interval, length_controlled, prompts_needed, ratio_interval, told, win_rate
+from rlhf.evaluation.statistics import (
+    interval,
+    length_controlled,
+    prompts_needed,
+    ratio_interval,
+    show,
+    win_rate,
+)
 
 
 def test_interval_by_hand():
@@ -132,7 +139,7 @@ def test_length_control_has_a_value_where_one_side_always_wins(point):
 
 def test_length_control_has_no_value_where_one_side_is_always_longer():
     found = length_controlled([[1.0]] * 20, [[1.0], [3.0]] * 10)
-    assert found["value"] is None and told(found) == "none" and prompts_needed(found) is None
+    assert found["value"] is None and show(found) == "none" and prompts_needed(found) is None
 
 
 def test_prompts_needed_find_the_effect_in_four_samples_of_five():
