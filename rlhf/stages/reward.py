@@ -42,6 +42,7 @@ from rlhf.files import write_json
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
+from rlhf.model.loading import load_whole
 from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.ranking import ranking_loss
 from rlhf.precision import inference
@@ -177,7 +178,7 @@ def make_model(config: Config) -> RewardModel | TextRewardModel:
 
 def continued_model(config: Config, folder: Path) -> RewardModel:
     """The reward model of another reward stage, to be trained on. The ranking loss takes its scores without the calibration."""
-    model = RewardModel.from_pretrained(str(folder / "model"))
+    model = load_whole(RewardModel, str(folder / "model"), local_files_only=True)
     model.calibrate(1.0, 0.0)
     return checkpointed(config, model)
 

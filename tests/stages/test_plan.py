@@ -42,7 +42,7 @@ def test_the_verdict_is_one_line_that_names_what_would_do(capsys):
 
 def test_a_plan_is_not_overwritten_unasked(capsys, tmp_path):
     path = tmp_path / "a" / "mine.json"
-    with pytest.raises(UserError, match=r"there is no folder .*/a: make it first"):
+    with pytest.raises(UserError, match=r"there is no folder .*/a: create it"):
         run(capsys, f"out={path}")
     path.parent.mkdir()
     run(capsys, f"out={path}")

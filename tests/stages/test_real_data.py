@@ -100,6 +100,7 @@ def test_prompts_come_from_demonstrations_and_comparisons(run):
     """And those of the test split, which are evaluated, were never rolled out, imitated or ranked."""
     from rlhf.data.prompts import load_prompts
     from rlhf.data.splits import record_split
+    from rlhf.data.tasks import shown_prompt
     from rlhf.runs.sources import fractions, need_source
 
     config = run.config()
@@ -107,7 +108,7 @@ def test_prompts_come_from_demonstrations_and_comparisons(run):
     assert len(prompts) == 53 + 81
     assert {record_split(r, 0, fractions(config)) for r in prompts} == {"train", "dev", "test"}
     tested = {row["prompt"] for row in read_jsonl(run.folder / "evaluate" / "samples.jsonl")}
-    held_out = {r.prompt[-1].content for r in prompts if record_split(r, 0, fractions(config)) == "test"}
+    held_out = {shown_prompt(r.prompt) for r in prompts if record_split(r, 0, fractions(config)) == "test"}
     assert tested and tested <= held_out
     trained = {row["prompt"] for row in read_jsonl(run.folder / "ppo" / "samples.jsonl")}
     assert trained and not trained & held_out
