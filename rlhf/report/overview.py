@@ -95,7 +95,9 @@ def _sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
         verdict = "is preferred to" if low > 0.5 else "is worse than" if high < 0.5 else "cannot be told from"
     prompts = f"{n:,.0f} held-out prompts" if (n := number(win, "n")) is not None else "held-out prompts"
     span = f" (95% interval {percent(low)} to {percent(high)})" if low is not None else ""
-    return f"PPO {verdict} SFT: by the {judge_name(results)} it wins {percent(value)} of {prompts}{span}."
+    return (
+        f"PPO {verdict} SFT: by the {judge_name(results)} it wins {percent(value)} of comparisons on {prompts}{span}."
+    )
 
 
 def judge_name(results: dict[str, Any]) -> str:
@@ -266,7 +268,8 @@ def _box(box: dict[str, Any], x: int, top: int) -> str:
             memory(box["memory"]) if box["memory"] is not None else "",
             f"step {box['step']:,.0f}" if box["step"] is not None else "",
         ]
-    wrong = [p for p in box["parents"] if p["state"] != "same"]
+    # An earlier labelling round, `run-round-1/ppo`, is always another run.
+    wrong = [p for p in box["parents"] if p["state"] != "same" and "/" not in p["name"]]
     if wrong and lines:
         changed = wrong[0]["state"] == "changed"
         lines[2] = f"{wrong[0]['name']} changed" if changed else f"another {wrong[0]['name']}"

@@ -205,8 +205,10 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 
 def test_a_half_done_run(tmp_path: Path) -> None:
     run = tmp_path / "half"
-    for stage in ("tokenizer", "pretrain"):
-        make_stage(run, stage)
+    make_stage(run, "tokenizer")
+    make_stage(
+        run, "pretrain", parents={"tokenizer": digest("tokenizer"), "half-round-1/ppo": digest("an earlier round")}
+    )
     make_stage(run, "sft", status="running", parents={"pretrain": digest("an older pretrain")})
     make_stage(run, "reward", parents={"world": digest("of another run")}, summary=None, settings="none", seconds="?")
     write_lines(run / "pretrain/metrics.jsonl", [{"progress/step": 40, "eval/heldout/bpb": 0.512}])
@@ -218,6 +220,7 @@ def test_a_half_done_run(tmp_path: Path) -> None:
                   "Not evaluated yet", "No samples yet", "sft: unfinished, at step 1.", "ppo: not started.",
                   "world and label: not in this run"):  # fmt: skip
         assert shown in text, shown
+    assert "another half-round-1" not in text, "the round before is another run by its nature"
 
 
 def test_an_empty_run_and_no_run(tmp_path: Path) -> None:
