@@ -60,7 +60,7 @@ def rows(results: dict[str, Any], way: dict[str, float]) -> dict[str, str]:
     return {
         "gold win rate of PPO over SFT, temperature 1": show(gold["win_rate_vs_sft"]),
         "the same, greedy against greedy": show(gold["win_rate_greedy"]),
-        "KL to SFT, nats a sequence": f"{results['kl_to_sft_nats']:.2f}",
+        "KL to SFT, nats per sequence": f"{results['kl_to_sft_nats']:.2f}",
         "mean gold score: base, base prompted, SFT, PPO": " · ".join(
             f"{mean[name]:.3f}" for name in ("base", "base_prompted", "sft", "ppo")
         ),

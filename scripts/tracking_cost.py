@@ -91,10 +91,10 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     for told, found in (("seconds", spent), ("processor seconds of the loop", worked)):
         off_, on = statistics.median(found["off"]), statistics.median(found["on"])
         print(
-            f"{told} an update, medians of {len(found['on'])}: {off_:.3f} without, {on:.3f} with ({100 * (on / off_ - 1):+.2f}%)"
+            f"{told} per update, medians of {len(found['on'])}: {off_:.3f} without, {on:.3f} with ({100 * (on / off_ - 1):+.2f}%)"
         )
-    print(f"in the tracker's calls: {1000 * calls:.2f} ms an update ({100 * calls / each:.3f}%)")
-    print(f"processor time beside the loop: {1000 * other:.2f} ms an update ({100 * other / each:.3f}%)")
+    print(f"in the tracker's calls: {1000 * calls:.2f} ms per update ({100 * calls / each:.3f}%)")
+    print(f"processor time beside the loop: {1000 * other:.2f} ms per update ({100 * other / each:.3f}%)")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ QUALITIES = (*WEIGHTS, SAFE)
 
 
 def encode_ratings(tokenizer: Any) -> tuple[dict[str, list[int]], list[int]]:
-    """The tokens of each quality's name, and of the ratings 0 and 1, a token each."""
+    """The tokens of each quality's name, and the one token of each of the ratings 0 and 1."""
     names = dict(zip(QUALITIES, encode_texts(tokenizer, [f"{name} " for name in QUALITIES]), strict=True))
     return names, [ids[-1] for ids in encode_texts(tokenizer, ["0", "1"])]
 
@@ -47,7 +47,7 @@ class Rater:
 
     @torch.no_grad()
     def rate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
-        """P("1") (B,) of each quality after rows of tokens, a prompt with its response each.
+        """P("1") (B,) of each quality after rows of tokens, each a prompt with its response.
 
         What is asked of one row, and rows of one prompt, come together: what they begin with is read once (`hidden_at`).
         """
@@ -91,7 +91,8 @@ def evaluate_generate_and_rate(
         ("generate_and_rate", "rate", rater), ("sft_rated", "sft", rater), ("ppo_best_of_n", "ppo", reward),
     ):  # fmt: skip
         figures[name], scores[name] = pick_best(config, asked, load_frozen(config, folders[policy], device), by)
-        dropped = dropped or rater.dropped / rater.seen
+        if policy == "rate":
+            dropped = rater.dropped / rater.seen
     ours = scores["generate_and_rate"]
     others = {"best_of_n": best, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": scores["ppo_best_of_n"]}
     return {

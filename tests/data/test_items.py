@@ -1,4 +1,4 @@
-"""Comparisons as items: one a prompt with all its answers, whoever judged them, in tokens that fit."""
+"""Comparisons as items: one per prompt, with all its answers, whoever judged them, in tokens that fit."""
 
 import pytest
 

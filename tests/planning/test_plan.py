@@ -71,7 +71,7 @@ def test_activations_and_cache_of_a_stage_by_hand():
     config = planned(
         "model=gpt2", "rollout.batch_size=8", "rollout.max_new_tokens=24", "pretrain.micro_batch_sequences=2"
     )
-    # 12 blocks, bf16: 32 * 768 + 16 (statistics) + 4 * 12 (log-sums) bytes a token, and 2 * 2 * 768 of the last norm
+    # 12 blocks, bf16: 32 * 768 + 16 (statistics) + 4 * 12 (log-sums) bytes per token, and 2 * 2 * 768 of the last norm
     assert bytes_of(config, "pretrain")["activations"] == 2 * 1024 * (12 * (32 * 768 + 16 + 48) + 3072)
     assert bytes_of(config, "pretrain")["logits"] == 12 * 2048 * 50257
     assert bytes_of(config, "ppo rollout")["kv_cache"] == 2 * 12 * 768 * 8 * 1023 * 2

@@ -25,6 +25,7 @@ from rlhf.training.setup import load_policy, set_up
 from tests.model.test_generate import KINDS, make
 
 from .conftest import Run
+from .test_ppo_options import SMALL
 from .test_resume import assert_same_weights, interrupt
 
 LORA = ["lora.rank=4", "lora.alpha=8"]
@@ -162,18 +163,7 @@ def test_a_classifier_has_no_adapters(gold_run, command):
 
 # --- one trunk, four models ----------------------------------------------------------------------------------------
 
-PPO = [
-    "lora.rank=1",
-    "lora.alpha=8",
-    "ppo.critic_warmup_updates=0",
-    "ppo.warmup_updates=0",
-    "ppo.episodes_per_update=32",
-    "ppo.episodes=32",
-    "ppo.minibatches=2",
-    "ppo.epochs=1",
-    "kl.target=null",
-    "ppo.lr=1e-3",
-]
+PPO = ["lora.rank=1", "lora.alpha=8", *SMALL, "ppo.lr=1e-3"]
 
 
 def models_of(run: ppo.PpoRun) -> list[torch.nn.Module]:
