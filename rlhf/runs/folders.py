@@ -106,7 +106,7 @@ def rounds_before(run: Path) -> list[Path]:
 
 
 def earlier_reward(config: Config) -> Path | None:
-    """The reward stage of the labelling round before, if gold.later_reward_epochs has this run's continue from it.
+    """The previous labelling round's reward stage, if gold.later_reward_epochs is set and training continues from it; else None.
 
     Raises: UserError if that round's PPO model, whose responses were ranked, was trained with another.
     """
