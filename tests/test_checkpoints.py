@@ -32,7 +32,7 @@ def checkpoint(folder: Path, step: int, content: str = "weights", keep: int = 5)
         (path / "inner" / "model.txt").write_text(content * 100)
         (path / "state.json").write_text(json.dumps({"step": step}))
 
-    return save_checkpoint(folder, step, write, keep)
+    return save_checkpoint(folder, step, write, CheckpointConfig(keep=keep))
 
 
 def test_a_saved_checkpoint_is_whole_and_the_latest(tmp_path):
@@ -183,7 +183,7 @@ def test_a_full_disk_keeps_the_checkpoints_before_it(tmp_path, error):
         raise error
 
     with pytest.raises(UserError, match=r"step-2: cannot write: No space left on device: free .* resumes"):
-        save_checkpoint(tmp_path, 2, write, keep=1)
+        save_checkpoint(tmp_path, 2, write, CheckpointConfig())
     assert [*tmp_path.iterdir()] == [before] and is_whole(before)
 
 
@@ -200,5 +200,5 @@ def test_another_error_is_not_taken_for_the_disks(tmp_path):
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        save_checkpoint(tmp_path, 1, write, keep=1)
+        save_checkpoint(tmp_path, 1, write, CheckpointConfig())
     assert not any(tmp_path.iterdir())

@@ -56,8 +56,8 @@ def checkpoint_step(folder: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first, whole or not."""
-    found = [p for p in folder.glob("*-*") if p.is_dir() and p.name.rsplit("-", 1)[-1].isdigit()]
-    return sorted(found, key=checkpoint_step)
+    numbered = [p for p in folder.glob("*-*") if p.is_dir() and p.name.rsplit("-", 1)[-1].isdigit()]
+    return sorted(numbered, key=checkpoint_step)
 
 
 def latest_checkpoint(folder: Path, say: Callable[[str], None] = say) -> Path | None:
@@ -71,12 +71,11 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None] = say) -> Path | 
 
 
 def save_checkpoint(
-    folder: Path, step: int, write: Callable[[Path], None], keep: int | CheckpointConfig, figure: float | None = None
+    folder: Path, step: int, write: Callable[[Path], None], keep: CheckpointConfig, figure: float | None = None
 ) -> Path:
-    """Write `folder/step-<step>` through `write`, seal it, then remove the checkpoints that `keep` does not keep.
+    """Write `folder/step-<step>` through `write`, seal it, then remove checkpoints as in `prune_checkpoints`.
 
-    keep: the settings (see `prune_checkpoints`), or how many of the newest; figure: as in `seal`.
-    Raises: UserError if the disk is full or not writable; earlier checkpoints stay.
+    figure: as in `seal`. Raises: UserError if the disk is full or not writable; earlier checkpoints stay.
     """
     target = folder / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)
@@ -86,11 +85,11 @@ def save_checkpoint(
         seal(target, figure)
     except Exception as error:
         shutil.rmtree(target, ignore_errors=True)
-        told = checkpoint_error(error, target)
-        if told is error:
+        reported = checkpoint_error(error, target)
+        if reported is error:
             raise
-        raise told from error
-    prune_checkpoints(folder, step, CheckpointConfig(keep=keep) if isinstance(keep, int) else keep)
+        raise reported from error
+    prune_checkpoints(folder, step, keep)
     return target
 
 
@@ -100,8 +99,8 @@ def checkpoint_error(error: Exception, target: Path) -> Exception:
         return error
     if isinstance(error, OSError):
         return disk_error(error, target)
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    number = int(found[1]) if found else errno.ENOSPC if TORCH_DISK_ERROR in str(error) else 0
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(match[1]) if match else errno.ENOSPC if TORCH_DISK_ERROR in str(error) else 0
     return disk_error(OSError(number, os.strerror(number)), target) if number in DISK_ERRORS else error
 
 
@@ -111,13 +110,13 @@ def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
     Call it after a whole checkpoint of `step` was written. Incomplete checkpoints are removed, and so are those of later
     steps: training has resumed from an earlier step because they were damaged.
     """
-    found = [path for path in checkpoints(folder) if checkpoint_step(path) <= step and (path / MANIFEST).exists()]
-    kept = set(found[-keep.keep :]) if keep.keep > 0 else set()
-    figures = [(figure, path) for path in found if (figure := checkpoint_figure(path)) is not None]
-    figures.sort(key=lambda pair: (pair[0], checkpoint_step(pair[1])))
-    kept |= {path for _, path in figures[len(figures) - min(keep.keep_best, len(figures)) :]}
+    sealed = [path for path in checkpoints(folder) if checkpoint_step(path) <= step and (path / MANIFEST).exists()]
+    figures = {path: figure for path in sealed if (figure := checkpoint_figure(path)) is not None}
+    best_first = sorted(figures, key=lambda path: (figures[path], checkpoint_step(path)), reverse=True)
+    newest_first = sealed[::-1]
+    kept = {*newest_first[: keep.keep], *best_first[: keep.keep_best]}
     if keep.keep_every:
-        kept |= {path for path in found if checkpoint_step(path) % keep.keep_every == 0}
+        kept |= {path for path in sealed if checkpoint_step(path) % keep.keep_every == 0}
     for path in checkpoints(folder):
         if path not in kept:
             remove_checkpoint(path)

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf.config import Config, ParentsConfig
 from rlhf.config.model import shape_settings
-from rlhf.config.setting import RESULT, flatten, get, settings_in, stored
+from rlhf.config.setting import RESULT, flatten, get, listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
 from rlhf.precision import precision_of
@@ -26,18 +26,17 @@ from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.records import read_record
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-PAID_STAGES = ("ppo", "rejection", "evaluate")  # they need the reward stage only as a reward source
+SCORED_STAGES = ("ppo", "rejection", "evaluate")  # they need the reward stage only as a reward source
 ROUND = re.compile(r"-round-\d+$")  # the suffix of the runs of earlier labelling rounds
 
 
 def settings_of(config: Config, stage: str) -> dict[str, Any]:
     """The settings a stage's result depends on, flat: {"sft.lr": 5e-4, …}."""
-    flat: dict[str, Any] = {}
-
-    named = STAGES[stage].settings
+    of_stage = STAGES[stage].settings
     unread = shape_settings() if config.model.pretrained is not None else ()
-    for key, stated in settings_in(Config).items():
-        if (key in named or key.partition(".")[0] in named) and stated.changes == RESULT and key not in unread:
+    flat: dict[str, Any] = {}
+    for key, setting in settings_in(Config).items():
+        if (key in of_stage or key.partition(".")[0] in of_stage) and setting.changes == RESULT and key not in unread:
             flat |= flatten({key: precision_of(config) if key == "precision" else stored(get(config, key))})
     return json.loads(json.dumps(flat, default=str))
 
@@ -84,46 +83,50 @@ def earlier_run(config: Config) -> Config | None:
             f"run={config.run}: {base} has a labelling round of that name: choose another name, or label once, "
             "with gold.rounds=1"
         )
-    found = deepcopy(config)
-    found.run = f"{base}-round-{gold.rounds - 1}"
-    found.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
-    found.gold.rounds = gold.rounds - 1
-    found.reward.audit = 0  # its reward model is not audited
+    earlier = deepcopy(config)
+    earlier.run = f"{base}-round-{gold.rounds - 1}"
+    earlier.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
+    earlier.gold.rounds = gold.rounds - 1
+    earlier.reward.audit = 0  # its reward model is not audited
     if gold.early_episodes is not None:
-        found.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
-    shared = {stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
-    found.parents = ParentsConfig(**shared)
-    return found
+        earlier.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
+    earlier.parents = ParentsConfig(
+        **{stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
+    )
+    return earlier
 
 
 def rounds_before(run: Path) -> list[Path]:
     """The runs of the earlier labelling rounds that a run was built on, the latest first."""
-    names = {
-        parent.partition("/")[0] for parent in (read_stage(run / "label") or {}).get("parents", {}) if "/" in parent
-    }
-    found = [run.parent / name for name in names]
-    return found + [earlier for folder in found for earlier in rounds_before(folder)]
+    parents = (read_stage(run / "label") or {}).get("parents", {})
+    previous = [run.parent / name for name in {parent.partition("/")[0] for parent in parents if "/" in parent}]
+    return previous + [earlier for folder in previous for earlier in rounds_before(folder)]
 
 
 def earlier_reward(config: Config) -> Path | None:
     """The previous labelling round's reward stage, if gold.later_reward_epochs is set and training continues from it; else None.
 
-    Raises: UserError if that round's PPO model, whose responses were ranked, was trained with another.
+    `collect_parents` checks it.
     """
     anew = config.gold.later_reward_epochs is None or config.reward.model is not None or config.lora.rank
     if anew or not is_needed(config, "label"):
         return None
     rounds = rounds_before(stage_folder(config, "label").parent)
-    if not rounds:
-        return None
-    folder = rounds[0] / "reward"
-    paid = check_output(rounds[0] / "ppo", "ppo")["parents"].get("reward")
-    if paid != check_output(folder, "reward")["hash"]:
+    return rounds[0] / "reward" if rounds else None
+
+
+def check_earlier_reward(reward: Path) -> str:
+    """The hash of the previous round's reward stage.
+
+    Raises: UserError if that round's PPO model, whose responses were ranked, was trained with another.
+    """
+    digest, ppo = check_output(reward, "reward")["hash"], reward.parent / "ppo"
+    if check_output(ppo, "ppo")["parents"].get("reward") != digest:
         raise UserError(
-            f"{folder}: another reward model than {rounds[0] / 'ppo'} was trained with: `rlhf pipeline overwrite=true` "
-            "makes the labelling round again, or set gold.later_reward_epochs=null"
+            f"{reward}: another reward model than {ppo} was trained with: `rlhf pipeline overwrite=true` makes the "
+            "labelling round again, or set gold.later_reward_epochs=null"
         )
-    return folder
+    return digest
 
 
 def refuse_inside_stage(path: Path, key: str) -> None:
@@ -143,13 +146,12 @@ def is_needed(config: Config, stage: str) -> bool:
 
 def uses_own_reward_model(config: Config) -> bool:
     """Whether the run's own reward model is a reward source: ppo.rewards is null or contains null."""
-    given = config.ppo.rewards
-    return given is None or (not isinstance(given, str) and None in list(given))
+    return config.ppo.rewards is None or None in listed(config.ppo.rewards)
 
 
 def needs_parent(config: Config, stage: str, parent: str) -> bool:
     """Whether a stage reads a parent of its row. If `evaluate` does not need a reward model, it still measures a finished one."""
-    if parent == "reward" and stage in PAID_STAGES and not uses_own_reward_model(config):
+    if parent == "reward" and stage in SCORED_STAGES and not uses_own_reward_model(config):
         return stage == "evaluate" and is_complete(stage_folder(config, parent))
     if parent == "judge":
         return config.judge.model is not None or config.parents.judge is not None
@@ -207,7 +209,7 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     for parent in STAGES[stage].parents:
         if needs_parent(config, stage, parent):
             folder = stage_folder(config, parent)
-            if parent == "reward" and stage in PAID_STAGES and read_stage(folder) is None:
+            if parent == "reward" and stage in SCORED_STAGES and read_stage(folder) is None:
                 raise UserError(
                     f"{folder}: no finished reward there: run `rlhf reward` first, name one with parents.reward=…, or give "
                     "ppo.rewards=… a finished classifier or a function"
@@ -224,11 +226,11 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
                     f"{records[grandparent]['folder']} ({records[grandparent]['hash'][:8]}): run "
                     f"`rlhf {parent} overwrite=true` again, or point parents.{grandparent} at the one it was built on"
                 )
-    found = {parent: record["hash"] for parent, record in records.items()}
-    before = earlier_reward(config) if stage == "reward" else None
-    if before is not None:
-        found[f"{before.parent.name}/reward"] = check_output(before, "reward")["hash"]
-    return found
+    hashes = {parent: record["hash"] for parent, record in records.items()}
+    reward = earlier_reward(config) if stage == "reward" else None
+    if reward is not None:
+        hashes[f"{reward.parent.name}/reward"] = check_earlier_reward(reward)
+    return hashes
 
 
 def check_round(earlier: Config) -> list[dict]:

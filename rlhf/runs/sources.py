@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.storage import check_whole, manifest_sha256, verify
@@ -37,19 +38,16 @@ def data_source(config: Config, kind: str) -> Any:
         stage, name = gold_file(kind)
         return str(stage_folder(config, stage) / name)
     if kind == "prompts":
-        found: list[Any] = []
-        for part in (config.data.demonstrations, config.data.comparisons):
-            found += part if isinstance(part, list) else [] if part is None else [part]
-        return found or None
+        return [*listed(config.data.demonstrations), *listed(config.data.comparisons)] or None
     return None
 
 
 def need_source(config: Config, kind: str) -> Any:
     """As `data_source`. Raises: UserError if there is none."""
-    found = data_source(config, kind)
-    if found is None:
+    source = data_source(config, kind)
+    if source is None:
         raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold")
-    return found
+    return source
 
 
 def kinds_read(config: Config, stage: str) -> tuple[str, ...]:
@@ -63,13 +61,13 @@ def kinds_read(config: Config, stage: str) -> tuple[str, ...]:
     return tuple(kind for kind in STAGES[stage].data if reads.get(kind, True))
 
 
-def hash_pretrained(config: Config) -> dict[str, str]:
-    """Hashes of the files of an adopted local model; of a hub id the record holds the commit."""
-    path = Path(config.model.pretrained or "").expanduser()
-    if config.model.pretrained is None or not path.exists():
+def hash_model(name: str | None, prefix: str) -> dict[str, str]:
+    """{prefix + file: sha256} of a local model's folder or file; empty for None and for a hub id."""
+    path = Path(name or "").expanduser()
+    if name is None or not path.exists():
         return {}
-    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    return {f"model.pretrained:{file.name}": sha256_file(file) for file in files}
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return {f"{prefix}{file.name}": sha256_file(file) for file in files}
 
 
 def is_function(name: str) -> bool:
@@ -102,11 +100,8 @@ def function_source(name: str) -> Path | None:
 
 def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
     """ppo.rewards as a list, in which None is the run's own reward model, and one weight for each."""
-    given, weights = config.ppo.rewards, config.ppo.reward_weights
-    names: list[str | None] = [given] if given is None or isinstance(given, str) else list(given)
-    if weights is None:
-        return names, [1.0] * len(names)
-    return names, [float(w) for w in (weights if isinstance(weights, list) else [weights])]
+    names: list[str | None] = listed(config.ppo.rewards) or [None]
+    return names, [float(weight) for weight in listed(config.ppo.reward_weights)] or [1.0] * len(names)
 
 
 def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards") -> Path:
@@ -185,20 +180,20 @@ def reward_model_folder(folder: Path) -> Path:
 def hash_rewards(config: Config) -> dict[str, str]:
     """Hashes of the reward sources apart from the run's own reward model: other runs' models, files of classifiers and
     functions."""
-    found = {}
+    hashes = {}
     for name in reward_sources(config)[0]:
         if name is None:
             continue
         if is_function(name):
             if (source := function_source(name)) is not None:
-                found[f"reward:{name}"] = sha256_file(source)
+                hashes[f"reward:{name}"] = sha256_file(source)
             continue
         folder = reward_folder(config, name)
         if (folder / "stage.json").exists():
-            found[f"reward:{name}"] = check_output(folder, "reward")["hash"]
+            hashes[f"reward:{name}"] = check_output(folder, "reward")["hash"]
         else:
-            found |= {f"reward:{name}/{p.name}": sha256_file(p) for p in sorted(folder.iterdir()) if p.is_file()}
-    return found
+            hashes |= hash_model(str(folder), f"reward:{name}/")
+    return hashes
 
 
 def hash_optional_parents(config: Config, stage: str) -> dict[str, str]:
@@ -208,9 +203,10 @@ def hash_optional_parents(config: Config, stage: str) -> dict[str, str]:
     if stage not in ("ppo", "rejection"):
         return {}
     mixed = config.ppo.ptx_coef if stage == "ppo" else config.sft.pretrain_fraction
-    wanted = [*(["pretrain"] if mixed else []), *(["label"] if config.ppo.prompts != "all" else [])]
-    complete = [parent for parent in wanted if is_complete(stage_folder(config, parent))]
-    return {parent: check_output(stage_folder(config, parent), parent)["hash"] for parent in complete}
+    folders = {"pretrain": stage_folder(config, "pretrain")} if mixed else {}
+    if config.ppo.prompts != "all":
+        folders["label"] = stage_folder(config, "label")
+    return {name: check_output(folder, name)["hash"] for name, folder in folders.items() if is_complete(folder)}
 
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
@@ -221,7 +217,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
 
     Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for kind in kinds_read(config, stage):
         given = getattr(config.data, kind)
         if given is None:
@@ -231,18 +227,16 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         for source in resolve_sources(given, suffixes, labels, f"data.{kind}"):
             if source.path is not None:
                 name = f"{kind}:{source.path.name}"
-                if name in found:  # files with the same name in several folders
-                    name += f"#{len(found)}"
-                found[name] = _check_import(config, source.path) if source.imported else sha256_file(source.path)
+                if name in hashes:  # files with the same name in several folders
+                    name += f"#{len(hashes)}"
+                hashes[name] = _check_import(config, source.path) if source.imported else sha256_file(source.path)
     if stage in ("tokenizer", "pretrain") or (stage == "world" and config.gold.truth == "vader"):
-        found |= hash_pretrained(config)
+        hashes |= hash_model(config.model.pretrained, "model.pretrained:")  # of a hub id the record holds the commit
     base = {"reward": config.reward.model, "judge": config.judge.model}.get(stage)
-    if base is not None and Path(base).is_dir():
-        files = sorted(path for path in Path(base).iterdir() if path.is_file())
-        found |= {f"{stage}.model:{path.name}": sha256_file(path) for path in files}
+    hashes |= hash_model(base, f"{stage}.model:")
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
-        found |= hash_rewards(config)
-    return found | hash_optional_parents(config, stage)
+        hashes |= hash_rewards(config)
+    return hashes | hash_optional_parents(config, stage)
 
 
 def _check_import(config: Config, folder: Path) -> str:

@@ -26,6 +26,9 @@ from rlhf.runs.lineage import git_state
 from rlhf.runs.replacing import settle
 from rlhf.terminal import say
 
+# Files of a stage's folder that are not its output: they tell how it was run.
+RECORDS = ("stage.json", "config.yaml", "metrics.jsonl", "samples.jsonl", ".lock")
+
 
 def peak_rss_mb() -> float:
     """Peak resident memory of this process so far, in MB (10^6 bytes)."""
@@ -35,12 +38,11 @@ def peak_rss_mb() -> float:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    names = ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy")
-    found = {"rlhf": __version__, "python": platform.python_version()}
-    for name in names:
+    installed = {"rlhf": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 @dataclass(slots=True)
@@ -68,9 +70,8 @@ class Stage:
         return self.folder / "model"
 
     def say(self, text: str) -> None:
-        if not self.writes:
-            return
-        say(f"{self.name}: {text}")
+        if self.writes:
+            say(f"{self.name}: {text}")
 
     def elapsed(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
@@ -99,27 +100,16 @@ class Stage:
 
     def note_progress(self) -> None:
         """Store the seconds spent so far, so that a resumed stage reports its total time."""
-        if not self.writes:
-            return
-        write_json(self.folder / "stage.json", self.record("running"))
+        if self.writes:
+            write_json(self.folder / "stage.json", self.record("running"))
 
     def finish(self, summary: dict[str, float] | None = None) -> None:
         """Hash the output, write the record as complete, and remove the checkpoints that are no longer needed."""
         if not self.writes:
             return
-        skip = (
-            "checkpoints",
-            "stage.json",
-            "metrics.jsonl",
-            "samples.jsonl",
-            "config.yaml",
-            "audit.json",
-            "wandb",
-            "tensorboard",
-            ".lock",
-        )
         share(self.folder)
-        record = self.record("complete") | {"summary": summary or {}, "files": hash_files(self.folder, skip)}
+        files = hash_files(self.folder, skip=(*RECORDS, "checkpoints", "audit.json", "wandb", "tensorboard"))
+        record = self.record("complete") | {"summary": summary or {}, "files": files}
         record["hash"] = hash_of(record)
         write_json(self.folder / "stage.json", record)
         if self.replaces is not None:
@@ -132,18 +122,15 @@ class Stage:
 
             publish(self.folder, record, self.config.tracking.project)
         self._drop_checkpoints()
-        took = f"{record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB"
-        self.say(f"complete in {took} -> {self.folder}")
+        self.say(f"complete in {record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB -> {self.folder}")
 
     def _drop_checkpoints(self) -> None:
         """Remove the checkpoints of a complete stage, except those of checkpoints.keep_best and keep_every."""
-        settings = self.config.checkpoints
-        found = checkpoints(self.checkpoints)
-        if found and (settings.keep_best or settings.keep_every):
-            prune_checkpoints(self.checkpoints, checkpoint_step(found[-1]), replace(settings, keep=0))
-            if checkpoints(self.checkpoints):
-                return
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        written = checkpoints(self.checkpoints)
+        if written:
+            prune_checkpoints(self.checkpoints, checkpoint_step(written[-1]), replace(self.config.checkpoints, keep=0))
+        if not checkpoints(self.checkpoints):
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -158,8 +145,8 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
     """
     folder = run_folder(config) / name
     parents = collect_parents(config, name)
-    place, replaces = (beside(folder), folder) if config.overwrite else (folder, None)
-    stage = Stage(config, name, place, parents, data or {}, writes=is_first(), replaces=replaces)
+    written_to, replaces = (beside(folder), folder) if config.overwrite else (folder, None)
+    stage = Stage(config, name, written_to, parents, data or {}, writes=is_first(), replaces=replaces)
     if not stage.writes:
         yield stage
         return
@@ -170,7 +157,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
         built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
         stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
         if recorded is not None:
-            _tell_other_rounding(stage, recorded)
+            _say_other_rounding(stage, recorded)
         stage.note_progress()
         try:
             _write_config(config, stage.folder)
@@ -182,10 +169,10 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             raise
         except Exception as error:  # libraries report a full disk with errors other than OSError
             _discard_beginning(stage)
-            told = checkpoint_error(error, folder)
-            if told is error:
+            reported = checkpoint_error(error, folder)
+            if reported is error:
                 raise
-            raise told from error
+            raise reported from error
 
 
 @contextlib.contextmanager
@@ -256,26 +243,22 @@ def has_begun(folder: Path, name: str) -> bool:
 
 def _discard_beginning(stage: Stage) -> None:
     """Remove the folder of a stage that failed before it did anything."""
-    left = {path.name for path in stage.folder.iterdir()}
-    empty = all(not path.stat().st_size for path in stage.folder.glob("*.jsonl"))
-    if not empty or not left <= {"stage.json", "config.yaml", ".lock", "metrics.jsonl", "samples.jsonl"}:
+    written = {path.name for path in stage.folder.iterdir()} - set(RECORDS)
+    if written or any(path.stat().st_size for path in stage.folder.glob("*.jsonl")):
         return
     for folder in (stage.folder, *([] if stage.replaces is None else [stage.replaces])):
         if folder == stage.folder or {path.name for path in folder.iterdir()} <= {".lock"}:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell_other_rounding(stage: Stage, recorded: dict) -> None:
+def _say_other_rounding(stage: Stage, recorded: dict) -> None:
     """Print the changed settings that affect only speed, memory and rounding."""
-    before, own = flatten(recorded.get("config")), STAGES[stage.name].groups
+    before = flatten(recorded.get("config"))
+    groups = (*STAGES[stage.name].groups, "", "sharding", "launcher")
     changed = []
-    for key, stated in settings_in(Config).items():
-        group, value = key.rpartition(".")[0], stored(get(stage.config, key))
-        if (
-            stated.changes == ROUNDING
-            and (group in (*own, "", "sharding", "launcher"))
-            and before.get(key, value) != value
-        ):
+    for key, setting in settings_in(Config).items():
+        value = stored(get(stage.config, key))
+        if setting.changes == ROUNDING and key.rpartition(".")[0] in groups and before.get(key, value) != value:
             changed.append(f"{key}={value}, was {before[key]}")
     if changed:
         stage.say(f"resumes with {'; '.join(changed)}: same computation, different rounding")
@@ -290,15 +273,15 @@ def _sweep(folder: Path) -> None:
 
 def _empty(stage: Stage, replace_others: bool) -> None:
     """Remove the contents of a stage's folder; the record is removed last, so that an interrupted removal is detected."""
-    found = [path for path in stage.folder.iterdir() if path.name != ".lock"]
-    strangers = sorted(path.name for path in found if not path.name.startswith("."))
+    present = [path for path in stage.folder.iterdir() if path.name != ".lock"]
+    strangers = sorted(path.name for path in present if not path.name.startswith("."))
     if strangers and not replace_others:
         raise UserError(
             f"{stage.folder}: has no readable stage.json but other files ({', '.join(strangers[:3])}): choose another "
             f"run=…, or run `rlhf {stage.name} overwrite=true` to replace them"
         )
     try:
-        for path in sorted(found, key=lambda p: p.name == "stage.json"):
+        for path in sorted(present, key=lambda p: p.name == "stage.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
         raise disk_error(error, stage.folder) from error
