@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from rlhf.report.overview import interval
-from rlhf.tracking.run_files import decimal, get, number, percent, visible
+from rlhf.tracking.run_files import decimal, entries, get, interval, number, percent, rows_of, visible
 
 
 def cell(figure: Any, share: bool = False) -> str:
@@ -16,11 +15,6 @@ def cell(figure: Any, share: bool = False) -> str:
     if value is None:
         return "–"
     return show(value) + ("" if low is None or high is None else f" ({show(low)} – {show(high)})")
-
-
-def rows_of(tree: Any, key: str) -> list[dict[str, Any]]:
-    found = get(tree, key)
-    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
 
 
 def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
@@ -72,13 +66,12 @@ def compared(figures: Any) -> list[list[str]]:
         ("Labelers' agreement", get(figures, "agreement", "training")),
         ("Accuracy on held-out labelers", get(figures, "held_out_labelers", "accuracy")),
     ]
-    named = get(figures, "by_labeler")
-    rows += [(f"On {name}", figure) for name, figure in named.items()] if isinstance(named, dict) else []
+    rows += [(f"On {name}", figure) for name, figure in entries(figures, "by_labeler")]
     rows += [(f"On answers {number(row, 'gap') or 0:g} ranks apart", row) for row in rows_of(figures, "by_rank_gap")]
-    found = [
+    shown = [
         [visible(label, 60), cell(figure, share=True)] for label, figure in rows if number(figure, "value") is not None
     ]
     for label, key in (("Length alone", "length_baseline"), ("Calibration error", "calibration_error")):
         if (value := number(figures, key)) is not None:
-            found.append([label, percent(value)])
-    return found
+            shown.append([label, percent(value)])
+    return shown

@@ -6,7 +6,7 @@ For one run, colours distinguish the curves; for several, colours distinguish th
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf.report.figures import (
@@ -17,10 +17,12 @@ from rlhf.report.figures import (
     WIDTH,
     Curve,
     Mark,
+    Point,
     Series,
     for_log,
     format_value,
     thin,
+    with_intervals,
 )
 from rlhf.report.inline_svg import draw, interval_text
 from rlhf.tracking.metrics import find
@@ -38,26 +40,19 @@ HALF_WIDTH, HALF_HEIGHT = 580.0, 230.0
 TABLE_POINTS = 12
 
 
-def expand(pattern: str, points: Points) -> list[tuple[str, str]]:
+def expand(chart_name: str, points: Points) -> list[tuple[str, str]]:
     """The (metric, label) pairs that a name of a Chart matches among the given metrics.
 
     A label is what follows `=`, else the split of an eval/ metric, else the last word of the name.
     """
-    name, _, label = pattern.partition("=")
-    head, star, tail = name.partition("*")
-    found = []
-    for metric in points:
-        if metric == name or (
-            star
-            and metric.startswith(head)
-            and metric.endswith(tail)
-            and len(metric) >= len(head) + len(tail)
-            and metric.count("/") == name.count("/")
-        ):
-            words = metric.split("/")
-            own = words[1].replace("heldout", "held-out") if words[0] == "eval" else words[-1]
-            found.append((metric, label or own.replace("_", " ")))
-    return found
+    name, _, label = chart_name.partition("=")
+    pattern = re.compile(re.escape(name).replace(r"\*", "[^/]+"))
+    pairs = []
+    for metric in filter(pattern.fullmatch, points):
+        words = metric.split("/")
+        word = words[1].replace("heldout", "held-out") if words[0] == "eval" else words[-1]
+        pairs.append((metric, label or word.replace("_", " ")))
+    return pairs
 
 
 @dataclass(slots=True)
@@ -72,7 +67,11 @@ class Picture:
     note: str = ""
     half: bool = False
     rest: bool = False  # of a metric that no Chart names
-    legend: list[dict[str, Any]] = field(default_factory=list)
+    legend: list[dict[str, Any]] | None = None  # None: every curve by name
+
+    def __post_init__(self) -> None:
+        if self.legend is None:
+            self.legend = make_legend(self.curve.series, named=True, last=False)
 
     @property
     def name(self) -> str:
@@ -113,8 +112,7 @@ class Picture:
 
 def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") -> Picture | None:
     """One picture; None if none of its metrics has a point in any run."""
-    found = [pair for pattern in chart.names for _, points in runs for pair in expand(pattern, points)]
-    metrics = [pair for pair in dict.fromkeys(found) if f"-{pair[0]}" not in chart.names]
+    metrics = metrics_of(chart, runs)
     if not metrics:
         return None
     several = len(runs) > 1
@@ -122,26 +120,28 @@ def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") ->
     for number, (metric, label) in enumerate(metrics):
         for place, (run, points) in enumerate(runs):
             if metric in points:
-                told = (f"{run} {label}" if len(metrics) > 1 else run) if several else label
+                name = (f"{run} {label}" if len(metrics) > 1 else run) if several else label
                 colour, dash = (place, number % len(DASHES)) if several else (number, 0)
                 xs, ys = points[metric]
-                series.append(Series(told, xs, ys, colour, dots=len(xs) <= DOTS_UP_TO, dash=dash))
+                series.append(Series(name, xs, ys, colour, dots=len(xs) <= DOTS_UP_TO, dash=dash))
     first = find(metrics[0][0])
     unit = first.unit if first and first.unit.lower() not in chart.title.lower() else ""
+    label = f"{chart.title}: {', '.join(one.label for one in series)}"
     return Picture(
         chart.title,
-        Curve(
-            series,
-            marks,
-            label=f"{chart.title}: {', '.join(one.label for one in series)}",
-            y_name=first.unit if first else "",
-        ),
+        Curve(series, marks, label=label, y_name=first.unit if first else ""),
         stage,
         unit,
         "; ".join(f"{name}: {row.meaning}" for name, _ in metrics if (row := find(name))),
         half=chart.half,
         legend=make_legend(series, named=several or len(metrics) > 1),
     )
+
+
+def metrics_of(chart: Chart, runs: Runs) -> list[tuple[str, str]]:
+    """The (metric, label) pairs that the chart shows of these runs."""
+    pairs = [pair for name in chart.names for _, points in runs for pair in expand(name, points)]
+    return [pair for pair in dict.fromkeys(pairs) if f"-{pair[0]}" not in chart.names]
 
 
 def make_legend(series: list[Series], named: bool, last: bool = True) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> 
     """
     shown: set[str] = set()
     for chart in CHARTS.get(stage, ()):
-        shown |= {metric for pattern in chart.names for _, points in runs for metric, _ in expand(pattern, points)}
+        shown |= {metric for name in chart.names for _, points in runs for metric, _ in expand(name, points)}
         if chart.x:
             yield from make_frontier(runs)
             continue
@@ -181,11 +181,10 @@ def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> 
 
 def split_chart(chart: Chart, runs: Runs) -> list[Chart]:
     """The chart, or one for each of its curves if several runs would need more kinds of dashes than there are."""
-    pairs = [pair for pattern in chart.names for _, points in runs for pair in expand(pattern, points)]
-    metrics = {metric: label for metric, label in pairs if f"-{metric}" not in chart.names}
+    metrics = metrics_of(chart, runs)
     if len(runs) == 1 or len(metrics) <= len(DASHES):
         return [chart]
-    return [Chart(f"{chart.title}: {label}", (metric,)) for metric, label in metrics.items()]
+    return [Chart(f"{chart.title}: {label}", (metric,)) for metric, label in metrics]
 
 
 def make_frontier(runs: Runs) -> Iterator[Picture]:
@@ -206,17 +205,10 @@ def make_frontier(runs: Runs) -> Iterator[Picture]:
                     xs, ys = [list(column) for column in zip(*pairs, strict=True)]
                     series.append(Series(run, xs, ys, colour=place, dots=True))
             if series:
-                curve = Curve(series, x_name="√KL", label=title)
-                pictures.append(
-                    Picture(
-                        title,
-                        curve,
-                        "ppo",
-                        f"{source}, over √nats",
-                        f"{metric} against sqrt({kl}); each dot is one update",
-                        legend=make_legend(series, len(runs) > 1),
-                    )
-                )
+                curve, unit = Curve(series, x_name="√KL", label=title), f"{source}, over √nats"
+                meaning = f"{metric} against sqrt({kl}); each dot is one update"
+                legend = make_legend(series, named=len(runs) > 1)
+                pictures.append(Picture(title, curve, "ppo", unit, meaning, legend=legend))
         if pictures:
             yield from pictures
             return
@@ -232,30 +224,23 @@ def make_calibration(runs: Sequence[tuple[str, list[tuple[float, float, float, f
     series, several = [], sum(bool(rows) for _, rows in runs) > 1
     for place, (run, rows) in enumerate(runs):
         if rows:
-            gaps = [row[0] for row in rows]
-            names = (f"{run} predicted", f"{run} observed") if several else ("predicted", "observed")
-            colours = (place, place) if several else (3, 0)
-            series.append(Series(names[0], gaps, [row[1] for row in rows], colours[0], dash=1))
-            series.append(Series(names[1], gaps, [row[2] for row in rows], colours[1], dots=True))
+            gaps, predicted, observed, _ = [list(column) for column in zip(*rows, strict=True)]
+            prefix, colours = (f"{run} ", (place, place)) if several else ("", (3, 0))
+            series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
+            series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
     if not series:
         return None
     label = "Calibration of the reward model: share of wins against score gap"
     curve = Curve(series, [Mark("chance", 0.5)], x_name="score gap", label=label, y_name="share of wins")
-    return Picture(
-        "Calibration of the reward model",
-        curve,
-        "reward",
-        note="Share of pairs that the higher score wins, against the gap between the scores.",
-        half=True,
-        legend=make_legend(series, True, last=False),
-    )
+    note = "Share of pairs that the higher score wins, against the gap between the scores."
+    return Picture("Calibration of the reward model", curve, "reward", note=note, half=True)
 
 
 def make_histogram(runs: Sequence[tuple[str, dict[str, list[tuple[float, float]]]]]) -> Picture | None:
     """Reward-model scores of SFT and PPO; for each run {model: (middle of a bin, share of responses)}."""
-    series, several = [], sum(bool(found) for _, found in runs) > 1
-    for place, (run, found) in enumerate(runs):
-        for number, (model, rows) in enumerate(found.items()):
+    series, several = [], sum(bool(by_model) for _, by_model in runs) > 1
+    for place, (run, by_model) in enumerate(runs):
+        for number, (model, rows) in enumerate(by_model.items()):
             if rows:
                 first = int(number == 0)  # SFT: the second colour of a single run, or dashes of several
                 colour, dash = (place, first) if several else (first, 0)
@@ -264,14 +249,8 @@ def make_histogram(runs: Sequence[tuple[str, dict[str, list[tuple[float, float]]
     if not series:
         return None
     curve = Curve(series, x_name="score", label="Scores of SFT and PPO", y_name="share of responses", bars=True)
-    return Picture(
-        "Scores of SFT and PPO",
-        curve,
-        "reward",
-        note="Share of responses to held-out prompts by the reward model's score.",
-        half=True,
-        legend=make_legend(series, True, last=False),
-    )
+    note = "Share of responses to held-out prompts by the reward model's score."
+    return Picture("Scores of SFT and PPO", curve, "reward", note=note, half=True)
 
 
 def make_study(title: str, points: list[dict[str, float]], measure: str, unit: str) -> Picture | None:
@@ -287,41 +266,23 @@ def make_study(title: str, points: list[dict[str, float]], measure: str, unit: s
     dots = Series("policies", [x for x, _ in rows], [y for _, y in rows], colour=0, dots=True, line=False)
     line = Series("frontier", [x for x, _ in front], [y for _, y in front], colour=1)
     curve = Curve([line, dots], x_name="KL", label=title, y_name=unit)
-    return Picture(
-        title,
-        curve,
-        "study",
-        f"{unit}; across: KL to SFT, nats",
-        half=True,
-        legend=make_legend([line, dots], True, last=False),
-    )
+    return Picture(title, curve, "study", f"{unit}; across: KL to SFT, nats", half=True)
 
 
-def make_paths(title: str, paths: dict[str, list[tuple[float, float, float, float]]], unit: str) -> Picture | None:
+def make_paths(title: str, paths: dict[str, list[Point]], unit: str) -> Picture | None:
     """A study's paths, {name: (KL, value, low, high) over training}, against the root of KL; "best of n" is dashed.
 
     Source: Gao et al. 2022, figure 1.
     """
-    series = [
-        Series(
-            name,
-            [math.sqrt(max(row[0], 0.0)) for row in path],
-            [row[1] for row in path],
-            colour,
-            dots=True,
-            dash=int(name == "best of n"),
-            lows=[row[2] for row in path],
-            highs=[row[3] for row in path],
-        )
-        for colour, (name, path) in enumerate(paths.items())
-        if len(path) > 1
-    ]
+    series = []
+    for colour, (name, path) in enumerate(paths.items()):
+        if len(path) > 1:
+            points = [(math.sqrt(max(kl, 0.0)), value, low, high) for kl, value, low, high in path]
+            series.append(with_intervals(name, points, colour, dash=int(name == "best of n")))
     if not series:
         return None
     curve = Curve(series, x_name="√KL", label=title, y_name=unit)
-    return Picture(
-        title, curve, "study", f"over √nats; {unit}", half=True, legend=make_legend(series, True, last=False)
-    )
+    return Picture(title, curve, "study", f"over √nats; {unit}", half=True)
 
 
 def make_by_size(
@@ -331,40 +292,24 @@ def make_by_size(
 
     Source: Ouyang et al. 2022, figure 1.
     """
-    order = sorted(sizes, key=lambda size: sizes[size])
     series = [
-        Series(
-            policy,
-            [float(i) for i in range(len(order))],
-            [row[0] for row in values],
-            colour,
-            dots=True,
-            lows=[row[1] for row in values],
-            highs=[row[2] for row in values],
-        )
-        for colour, (policy, values) in enumerate(rows.items())
-        if len(values) == len(order)
+        with_intervals(policy, [(float(i), *figure) for i, figure in enumerate(figures)], colour)
+        for colour, (policy, figures) in enumerate(rows.items())
+        if len(figures) == len(sizes)
     ]
     if not series:
         return None
-    names = [f"{format_value(sizes[size])} parameters" for size in order]
+    names = [f"{format_value(size)} parameters" for size in sorted(sizes.values())]
     curve = Curve(series, [Mark("even", 0.5)], x_name="size", label=title, y_name="share preferred", names=names)
-    return Picture(
-        title,
-        curve,
-        "study",
-        note="Bands are 95% intervals over prompts.",
-        half=True,
-        legend=make_legend(series, True, last=False),
-    )
+    return Picture(title, curve, "study", note="Bands are 95% intervals over prompts.", half=True)
 
 
 def make_choices(title: str, rows: dict[str, tuple[float, float, float]], unit: str) -> Picture | None:
     """A dot with its interval for each choice, {name: (value, low, high)}; the level is that of "default"."""
     if len(rows) < 2:
         return None
-    values, lows, highs = [list(column) for column in zip(*rows.values(), strict=True)]
-    dots = Series(unit, [float(i) for i in range(len(rows))], values, dots=True, line=False, lows=lows, highs=highs)
+    dots = with_intervals(unit, [(float(i), *figure) for i, figure in enumerate(rows.values())], line=False)
     marks = [Mark("default", rows["default"][0])] if "default" in rows else []
     curve = Curve([dots], marks, x_name="choice", label=f"{title}: {', '.join(rows)}", y_name=unit, names=list(rows))
-    return Picture(title, curve, "study", note="One dot per choice, with its 95% interval over seeds.", half=True)
+    note = "One dot per choice, with its 95% interval over seeds."
+    return Picture(title, curve, "study", note=note, half=True, legend=[])

@@ -4,9 +4,9 @@ overlap with the pretraining text, a judge, benchmarks."""
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf.report.audit import cell, rows_of
+from rlhf.report.audit import cell
 from rlhf.report.shots import shot_rows
-from rlhf.tracking.run_files import get, number, percent, visible
+from rlhf.tracking.run_files import entries, get, number, percent, rows_of, visible
 
 Table = tuple[str, tuple[str, ...], list[list[str]]]
 
@@ -31,14 +31,14 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
     }
 
 
-def items_of(tree: Any) -> list[tuple[str, Any]]:
-    return [(visible(str(key), 60), value) for key, value in tree.items()] if isinstance(tree, dict) else []
+def items_of(tree: Any, *path: str) -> list[tuple[str, Any]]:
+    return [(visible(str(key), 60), value) for key, value in entries(tree, *path)]
 
 
 def pair_tables(pairs: Any) -> Iterator[Table]:
     rows = [
         ("all", get(pairs, "overall")),
-        *items_of(get(pairs, "subsets")),
+        *items_of(pairs, "subsets"),
         ("mean of subsets", get(pairs, "mean_of_subsets")),
     ]
     yield (
@@ -53,7 +53,7 @@ def pair_tables(pairs: Any) -> Iterator[Table]:
     yield (
         "By style",
         ("pairs", "in order"),
-        [[name, cell(row, share=True)] for name, row in items_of(get(pairs, "styles"))],
+        [[name, cell(row, share=True)] for name, row in items_of(pairs, "styles")],
     )
 
 
@@ -66,14 +66,17 @@ def instruction_tables(models: Any) -> Iterator[Table]:
 
 
 def trained_judge_tables(judged: Any) -> Iterator[Table]:
-    own = get(judged, "held_out")
-    caption = f"Judged by a reward model that none of them was trained with (accuracy {cell(get(own, 'accuracy'), share=True)})"
-    rows = [
-        [visible(" over ".join(map(str, row["pair"])), 100),
-         *(cell(row.get(key), share=True) for key in ("win_rate", "length_controlled")), cell(row.get("words"))]
-        for row in rows_of(judged, "pairs") if isinstance(row.get("pair"), list)
-    ]  # fmt: skip
-    yield caption, ("policies", "wins", "wins at equal length", "words more"), rows
+    accuracy = cell(get(judged, "held_out", "accuracy"), share=True)
+    rows = []
+    for row in rows_of(judged, "pairs"):
+        if isinstance(row.get("pair"), list):
+            wins = [cell(row.get(key), share=True) for key in ("win_rate", "length_controlled")]
+            rows.append([visible(" over ".join(map(str, row["pair"])), 100), *wins, cell(row.get("words"))])
+    yield (
+        f"Judged by a reward model that none of them was trained with (accuracy {accuracy})",
+        ("policies", "wins", "wins at equal length", "words more"),
+        rows,
+    )
 
 
 def shot_tables(found: Any) -> Iterator[Table]:
@@ -82,18 +85,16 @@ def shot_tables(found: Any) -> Iterator[Table]:
         for name, of_model in shot_rows(found)
         for row, (count, *_) in of_model
     ]
-    told = (
-        f"{visible(str(get(found, 'task')), 60)}; the most frequent label alone: {percent(number(found, 'majority'))}"
-    )
-    yield f"In-context learning on {told}", ("model", "examples", "that fit", "accuracy"), rows
+    task, majority = visible(str(get(found, "task")), 60), percent(number(found, "majority"))
+    caption = f"In-context learning on {task}; the most frequent label alone: {majority}"
+    yield caption, ("model", "examples", "that fit", "accuracy"), rows
 
 
 def overlap_tables(found: Any) -> Iterator[Table]:
-    rows = [
-        [name, f"{number(row, 'prompts') or 0:,.0f}", f"{number(row, 'too_short') or 0:,.0f}", f"{number(row, 'n') or 0:g}",
-         *(cell(get(row, key), share=True) for key in ("contaminated", "near_duplicates"))]
-        for name, row in items_of(found)
-    ]  # fmt: skip
+    rows = []
+    for name, row in items_of(found):
+        counts = [f"{number(row, key) or 0:,.0f}" for key in ("prompts", "too_short", "n")]
+        rows.append([name, *counts, *(cell(get(row, key), share=True) for key in ("contaminated", "near_duplicates"))])
     yield (
         "Overlap with the pretraining text",
         ("prompts", "number", "too short to check", "words of an n-gram", "share an n-gram", "near-duplicates"),
@@ -110,12 +111,12 @@ def judge_tables(judged: Any) -> Iterator[Table]:
         ("both orders agree", get(judged, "both_orders_agree")),
         ("for the first place", get(judged, "first_place")),
     ]
-    for name, other in items_of(get(judged, "others")):
+    for name, other in items_of(judged, "others"):
         rows += [
             (f"by the {name}", get(other, "win_rate")),
             (f"same preference as the {name}", get(other, "agreement")),
         ]
-    counts = [f"{key.replace('_', ' ')} {value}" for key, value in items_of(get(judged, "counts"))]
+    counts = [f"{key.replace('_', ' ')} {value}" for key, value in items_of(judged, "counts")]
     cost = number(judged, "cost")
     caption = f"{' over '.join(map(str, judged['pair']))}, judged by {judged.get('judge')} ({', '.join(counts)})"
     caption += "" if cost is None else f", cost {cost:g}"
@@ -127,7 +128,7 @@ def judge_tables(judged: Any) -> Iterator[Table]:
 
 
 def disagreements(judged: Any) -> Iterator[str]:
-    for name, other in items_of(get(judged, "others")):
+    for name, other in items_of(judged, "others"):
         if get(other, "disagrees") is True:
             yield (
                 f"{visible(str(get(judged, 'judge')), 60)} gives a win rate of {cell(get(judged, 'win_rate'), share=True)}, the {name} "
@@ -136,7 +137,7 @@ def disagreements(judged: Any) -> Iterator[str]:
 
 
 def benchmark_tables(benchmarks: Any) -> Iterator[Table]:
-    models = items_of(get(benchmarks, "models"))
+    models = items_of(benchmarks, "models")
     tasks = dict.fromkeys(key for _, model in models for key, _ in items_of(model))
     rows = [[task, *(cell(get(model, task)) for _, model in models)] for task in tasks]
     yield "Benchmarks (lm-eval)", ("task", *(name for name, _ in models)), rows

@@ -6,7 +6,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,15 @@ class Series:
     line: bool = True  # false: only points
     lows: list[float] = field(default_factory=list)  # of a band, or of bars at lone points; empty: none
     highs: list[float] = field(default_factory=list)
+
+
+Point = tuple[float, float, float, float]  # x, y, and the ends of y's interval
+
+
+def with_intervals(label: str, points: Sequence[Point], colour: int = 0, dash: int = 0, line: bool = True) -> Series:
+    """Few points, each with its interval."""
+    xs, ys, lows, highs = [list(column) for column in zip(*points, strict=True)]
+    return Series(label, xs, ys, colour, dots=True, dash=dash, line=line, lows=lows, highs=highs)
 
 
 @dataclass(slots=True)
@@ -131,20 +140,20 @@ def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> t
 
 def for_log(curve: Curve) -> Curve | None:
     """The picture's points above 0, for a logarithmic axis; None if most are not, or if they span too little."""
-    if curve.names:
+    if curve.names or curve.bars:
         return None
     series, all_ys = [], []
     for one in curve.series:
-        kept = [(x, y) for x, y in zip(one.xs, one.ys, strict=True) if y > 0]
-        if len(kept) < 0.8 * len(one.ys):
+        above = [(x, y) for x, y in zip(one.xs, one.ys, strict=True) if y > 0]
+        if len(above) < 0.8 * len(one.ys):
             return None
-        xs, ys = [x for x, _ in kept], [y for _, y in kept]
-        series.append(Series(one.label, xs, ys, one.colour, one.dots, one.dash, one.line))
+        xs, ys = [x for x, _ in above], [y for _, y in above]
+        series.append(replace(one, xs=xs, ys=ys, lows=[], highs=[]))
         all_ys += ys
-    if len(all_ys) < 2 or max(all_ys) / min(all_ys) < 1.05 or curve.bars:
+    if len(all_ys) < 2 or max(all_ys) / min(all_ys) < 1.05:
         return None
     marks = [mark for mark in curve.marks if mark.y > 0]
-    return Curve(series, marks, curve.x_name, f"{curve.label}, logarithmic", curve.y_name)
+    return replace(curve, series=series, marks=marks, label=f"{curve.label}, logarithmic")
 
 
 def save(curve: Curve, path: Path, title: str) -> Path:
@@ -159,16 +168,9 @@ def save(curve: Curve, path: Path, title: str) -> Path:
     axes.set_title(title, loc="left", fontsize=13, color="#1c2127", pad=14)
     axes.set_xlabel(curve.x_name, color=PAPER.muted)
     axes.set_ylabel(curve.y_name, color=PAPER.muted)
+    beside_axis: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
     for mark in curve.marks:
-        axes.annotate(
-            mark.label,
-            (1, mark.y),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            color=PAPER.muted,
-            fontsize=9,
-        )
+        axes.annotate(mark.label, (1, mark.y), color=PAPER.muted, fontsize=9, **beside_axis)
     for one in series:
         if one.dots or not one.line:
             colour = PAPER.series[one.colour % SERIES_COLOURS]
@@ -199,14 +201,8 @@ def make_figure_axes(
     with drawing_settings():
         figure = Figure(figsize=(width / 72, height / 72), dpi=72)
         FigureCanvasSVG(figure)
-        axes = figure.add_axes(
-            (
-                LEFT / width,
-                curve.bottom / height,
-                1 - (LEFT + RIGHT) / width,
-                1 - (TOP + curve.bottom) / height,
-            )
-        )
+        share_wide, share_high = 1 - (LEFT + RIGHT) / width, 1 - (TOP + curve.bottom) / height
+        axes = figure.add_axes((LEFT / width, curve.bottom / height, share_wide, share_high))
         _set_axes(axes, series, curve, palette, log)
         for one in series:
             _plot(axes, one, palette.series[one.colour % SERIES_COLOURS], curve.bars)
@@ -224,11 +220,8 @@ def _set_axes(axes: Any, series: list[Series], curve: Curve, palette: Palette, l
     axes.set_axisbelow(True)
     axes.patch.set_visible(False)
     xs = [x for one in series for x in one.xs]
-    ys = (
-        [y for one in series for y in (*one.ys, *one.lows, *one.highs)]
-        + [mark.y for mark in curve.marks]
-        + ([0.0] if curve.bars else [])
-    )
+    ys = [y for one in series for y in (*one.ys, *one.lows, *one.highs)] + [mark.y for mark in curve.marks]
+    ys += [0.0] if curve.bars else []
     axes.set_xlim(*_widen(min(xs), max(xs), 0.0 if len(set(xs)) > 1 else 0.5))
     whole = all(float(x).is_integer() for x in xs)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
@@ -261,18 +254,13 @@ def _widen(low: float, high: float, share: float) -> tuple[float, float]:
 
 
 def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
-    style: dict[str, Any] = {
-        "color": colour,
-        "solid_joinstyle": "round",
-        "clip_on": False,
-        "linestyle": DASHES[one.dash % len(DASHES)],
-    }
-    has_interval = bool(one.lows) and len(one.lows) == len(one.highs) == len(one.xs)
+    dash = DASHES[one.dash % len(DASHES)]
+    style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False, "linestyle": dash}
     if not one.line:
-        if has_interval:
+        if one.lows:
             axes.vlines(one.xs, one.lows, one.highs, color=colour, linewidth=2.2, alpha=0.45, clip_on=False)
-        return  # the page adds the dots to its picture; a file needs them here
-    if has_interval:
+        return  # `draw` and `save` add the dots
+    if one.lows:
         axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
     if bars:
         axes.plot(one.xs, one.ys, linewidth=1.6, drawstyle="steps-mid", label=one.label, **style)

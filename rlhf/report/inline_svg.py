@@ -150,7 +150,7 @@ def _hovers(
 
 def interval_text(one: Series, x: float, y: float) -> str:
     """The interval at a point as text, with a space before it; empty if it is no wider than the point itself."""
-    if len(one.lows) != len(one.xs):
+    if not one.lows:
         return ""
     rows = zip(one.xs, one.ys, one.lows, one.highs, strict=True)
     low, high = next(((low, high) for at, value, low, high in rows if (at, value) == (x, y)), (y, y))

@@ -28,12 +28,11 @@ def make_labelled(results: dict[str, Any]) -> list[dict[str, Any]]:
         ("Held-out examples", ["", "value"], whole),
         ("By class", ["class", "precision", "recall", "F1", "examples"], classes),
     ]
-    listed = get(results, "confusion")
-    if (
-        isinstance(listed, list)
-        and len(listed) == len(names) <= MOST_CLASSES
-        and all(isinstance(row, list) for row in listed)
-    ):
-        rows = [[name, *map(str, row)] for name, row in zip(names, listed, strict=True)]
+    confusion = get(results, "confusion")
+    square = (
+        isinstance(confusion, list) and len(confusion) == len(names) and all(isinstance(r, list) for r in confusion)
+    )
+    if square and len(names) <= MOST_CLASSES:
+        rows = [[name, *map(str, row)] for name, row in zip(names, confusion, strict=True)]
         tables.append(("Label (down) against prediction (across)", ["", *names], rows))
     return [{"caption": caption, "columns": columns, "rows": rows} for caption, columns, rows in tables]

@@ -6,7 +6,19 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rlhf.tracking.jsonl import is_number
-from rlhf.tracking.run_files import RunFiles, StageFiles, decimal, duration, get, memory, number, percent, visible
+from rlhf.tracking.run_files import (
+    RunFiles,
+    StageFiles,
+    decimal,
+    duration,
+    entries,
+    get,
+    interval,
+    memory,
+    number,
+    percent,
+    visible,
+)
 
 
 class Bar(NamedTuple):
@@ -66,13 +78,12 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
 
 def _rounds(results: dict[str, Any]) -> dict[str, float]:
     """{run: seconds} of the labelling rounds before the last, which are separate runs."""
-    found: dict[str, float] = {}
-    costs = get(results, "seconds")
-    for name, seconds in (costs if isinstance(costs, dict) else {}).items():
+    by_run: dict[str, float] = {}
+    for name, seconds in entries(results, "seconds"):
         run, of_round, _ = str(name).rpartition("/")
         if of_round and is_number(seconds):
-            found[run] = found.get(run, 0.0) + seconds
-    return found
+            by_run[run] = by_run.get(run, 0.0) + seconds
+    return by_run
 
 
 def compare(overviews: list[dict[str, Any]]) -> list[tuple[str, list[Tile | None]]]:
@@ -87,12 +98,10 @@ def _sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
     value, low, high = interval(win)
     if value is None:
         waiting = [name for name, stage in stages.items() if stage.status != "complete"]
-        if not waiting:
-            return "Every stage is complete."
-        return f"This run is not finished; next is {waiting[0]}."
+        return f"This run is not finished; next is {waiting[0]}." if waiting else "Every stage is complete."
     verdict = "is preferred to"
-    if low is not None and high is not None:
-        verdict = "is preferred to" if low > 0.5 else "is worse than" if high < 0.5 else "cannot be told from"
+    if low is not None and high is not None and low <= 0.5:
+        verdict = "is worse than" if high < 0.5 else "cannot be told from"
     prompts = f"{n:,.0f} held-out prompts" if (n := number(win, "n")) is not None else "held-out prompts"
     span = f" (95% interval {percent(low)} to {percent(high)})" if low is not None else ""
     return (
@@ -102,16 +111,6 @@ def _sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
 
 def judge_name(results: dict[str, Any]) -> str:
     return visible(get(results, "gold", "truth") or "gold judge", 60)
-
-
-def interval(tree: Any) -> tuple[float | None, float | None, float | None]:
-    """(value, low, high) of {"value" or "mean", "ci95": [low, high]}; a bare number has no interval."""
-    ci = get(tree, "ci95")
-    low, high = ci if isinstance(ci, list) and len(ci) == 2 and all(map(is_number, ci)) else (None, None)
-    if not isinstance(tree, dict):
-        return number(tree), low, high
-    value = number(tree, "value")
-    return number(tree, "mean") if value is None else value, low, high
 
 
 def _span_note(tree: Any, what: str) -> str:
@@ -187,8 +186,7 @@ def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
         seconds = number(stage.record, "seconds")
         steps = [xs[-1] for xs, _ in stage.points.values()]
         parents = []
-        declared = get(stage.record, "parents")
-        for parent, digest in (declared if isinstance(declared, dict) else {}).items():
+        for parent, digest in entries(stage.record, "parents"):
             here = get(stages[parent].record, "hash") if parent in stages else None
             state = "elsewhere" if here is None else "same" if here == digest else "changed"
             parents.append({"name": visible(parent, 100), "hash": visible(str(digest)[:8]), "state": state})
@@ -224,9 +222,9 @@ def draw_pipeline(boxes: list[dict[str, Any]], run: str) -> str:
     top = 8 + LIFT * max((b - a for a, b, _ in links), default=0)
     width = len(boxes) * (BOX_WIDTH + GAP) - GAP
     height = top + BOX_HEIGHT + 8
-    told = html.escape(f"The pipeline of {run}: " + "; ".join(_words(box) for box in boxes), quote=True)
+    label = html.escape(f"The pipeline of {run}: " + "; ".join(_words(box) for box in boxes), quote=True)
     parts = [
-        f'<svg class="flow" viewBox="-4 -4 {width + 8} {height + 8}" style="--w:{width + 8}px" role="img" aria-label="{told}">'
+        f'<svg class="flow" viewBox="-4 -4 {width + 8} {height + 8}" style="--w:{width + 8}px" role="img" aria-label="{label}">'
     ]
     arrivals = {i: sorted((a for a, b, _ in links if b == i and b - a > 1)) for i in range(len(boxes))}
     departures = {i: sorted((b for a, b, _ in links if a == i and b - a > 1)) for i in range(len(boxes))}

@@ -4,10 +4,9 @@ import math
 from typing import Any
 
 from rlhf.report.charts import Picture, make_legend
-from rlhf.report.figures import Curve, Series
-from rlhf.report.overview import interval
+from rlhf.report.figures import Curve, Point, Series, with_intervals
 from rlhf.tracking.jsonl import is_number
-from rlhf.tracking.run_files import get, number
+from rlhf.tracking.run_files import estimate, get, number, rows_of
 
 
 def make_isoflops(study: dict[str, Any], title: str) -> Picture | None:
@@ -15,21 +14,20 @@ def make_isoflops(study: dict[str, Any], title: str) -> Picture | None:
 
     Source: Hoffmann et al. 2022, figure 3.
     """
-    curves = get(study, "isoflop", "all parameters")
     series = []
-    for colour, curve in enumerate(curves if isinstance(curves, list) else []):
-        budget, points = number(curve, "budget"), _points(get(curve, "points"))
+    for colour, curve in enumerate(rows_of(study, "isoflop", "all parameters")):
+        budget, points = number(curve, "budget"), _points(curve)
         if budget is None or not points:
             continue
-        xs, ys, lows, highs = [list(column) for column in zip(*points, strict=True)]
-        told = f"{budget:.3g} FLOPs"
-        series.append(Series(told, xs, ys, colour, dots=True, line=False, lows=lows, highs=highs))
+        label = f"{budget:.3g} FLOPs"
+        series.append(with_intervals(label, points, colour, line=False))
         parabola = get(curve, "parabola")
         if isinstance(parabola, list) and len(parabola) == 3 and all(map(is_number, parabola)):
             c2, c1, c0 = parabola
-            steps = [xs[0] + (xs[-1] - xs[0]) * i / 40 for i in range(41)]
+            first, last = points[0][0], points[-1][0]
+            steps = [first + (last - first) * i / 40 for i in range(41)]
             logs = [x * math.log(10) for x in steps]
-            series.append(Series(f"{told}, parabola", steps, [(c2 * z + c1) * z + c0 for z in logs], colour))
+            series.append(Series(f"{label}, parabola", steps, [(c2 * z + c1) * z + c0 for z in logs], colour))
     if not series:
         return None
     return Picture(
@@ -43,11 +41,11 @@ def make_isoflops(study: dict[str, Any], title: str) -> Picture | None:
     )
 
 
-def _points(listed: Any) -> list[tuple[float, float, float, float]]:
-    """(log10 N, loss and its interval) of each size; if there is no interval, the loss itself."""
-    found = []
-    for point in listed if isinstance(listed, list) else []:
-        size, (loss, low, high) = number(point, "parameters"), interval(get(point, "loss"))
+def _points(curve: dict[str, Any]) -> list[Point]:
+    """(log10 N, loss and its interval) of each size."""
+    points = []
+    for row in rows_of(curve, "points"):
+        size, loss = number(row, "parameters"), estimate(get(row, "loss"))
         if size is not None and size > 0 and loss is not None:
-            found.append((math.log10(size), loss, loss if low is None else low, loss if high is None else high))
-    return found
+            points.append((math.log10(size), *loss))
+    return points

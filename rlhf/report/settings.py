@@ -8,18 +8,18 @@ from rlhf.recipe import GOLD_STAGES, PIPELINE
 from rlhf.report.figures import MAX_POINTS, format_value
 from rlhf.report.samples import MORE_SAMPLES, SHOWN_SAMPLES
 from rlhf.tracking.jsonl import is_number
-from rlhf.tracking.run_files import RunFiles, get, number, visible
+from rlhf.tracking.run_files import RunFiles, entries, get, number, visible
 
 
 def settings_of(run: RunFiles) -> dict[str, Any]:
     """Every setting of a run. If stages were run with different ones, those in a stage's own identity count."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for stage in run.stages.values():
-        found |= flatten(stage.record.get("config"))
+        settings |= flatten(stage.record.get("config"))
     for stage in run.stages.values():
-        own = stage.record.get("settings")
-        found |= {key: value for key, value in flatten(own).items() if key.partition(".")[0] == stage.name}
-    return only_settings(found)
+        identity = flatten(stage.record.get("settings"))
+        settings |= {key: value for key, value in identity.items() if key.partition(".")[0] == stage.name}
+    return only_settings(settings)
 
 
 def only_settings(flat: dict[str, Any]) -> dict[str, Any]:
@@ -79,11 +79,7 @@ def make_skipped(run: RunFiles) -> list[str]:
         notes.append("No true score: win rates and parts by it are missing; the reward model's are shown.")
     if not run.studies:
         notes.append("No study in study/: the frontier over several policies is missing.")
-    before = [
-        name
-        for name, row in _items(run.pipeline, "stages")
-        if isinstance(row, dict) and row.get("state") == "complete before"
-    ]
+    before = [name for name, row in entries(run.pipeline, "stages") if get(row, "state") == "complete before"]
     if before:
         notes.append(
             f"The last call of the pipeline skipped what was complete: {', '.join(visible(n, 60) for n in before)}."
@@ -102,39 +98,34 @@ def make_provenance(run: RunFiles) -> dict[str, Any]:
     data: dict[tuple[str, str], list[str]] = {}
     configs: dict[str, list[str]] = {}
     for name, stage in run.stages.items():
-        for package, version in rows_of(stage.record, "versions"):
+        for package, version in shown_entries(stage.record, "versions"):
             versions.setdefault(package, {}).setdefault(version, []).append(name)
         git = stage.record.get("git")
         if isinstance(git, dict) and isinstance(git.get("commit"), str):
             commit = visible(git["commit"][:12]) + (" and changes that are not committed" if git.get("dirty") else "")
             versions.setdefault("code (git)", {}).setdefault(commit, []).append(name)
-        for file, digest in rows_of(stage.record, "data"):
+        for file, digest in shown_entries(stage.record, "data"):
             data.setdefault((file, digest), []).append(name)
         if stage.config:
             configs.setdefault(stage.config, []).append(name)
+    figures = [
+        (name, shown_entries(stage.record, "settings"), shown_entries(stage.record, "summary"))
+        for name, stage in run.stages.items()
+    ]
     return {
         "run": run.name,
         "versions": sorted(versions.items()),
         "data": sorted(data.items()),
         "configs": [(", ".join(names), visible(text, 50_000)) for text, names in configs.items()],
-        "stages": [
-            (name, rows_of(stage.record, "settings"), rows_of(stage.record, "summary"))
-            for name, stage in run.stages.items()
-            if rows_of(stage.record, "settings") or rows_of(stage.record, "summary")
-        ],
+        "stages": [(name, settings, summary) for name, settings, summary in figures if settings or summary],
     }
 
 
-def _items(record: dict[str, Any], key: str) -> list[tuple[str, Any]]:
-    tree = record.get(key)
-    return list(tree.items()) if isinstance(tree, dict) else []
-
-
-def rows_of(record: dict[str, Any], key: str) -> list[tuple[str, str]]:
+def shown_entries(record: dict[str, Any], key: str) -> list[tuple[str, str]]:
     """The entries of record[key] as text."""
     return [
         (visible(name), format_value(value) if isinstance(value, float) and is_number(value) else visible(value, 300))
-        for name, value in _items(record, key)
+        for name, value in entries(record, key)
     ]
 
 

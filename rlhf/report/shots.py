@@ -3,44 +3,33 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf.report.charts import Picture, make_legend
-from rlhf.report.figures import Curve, Mark, Series
-from rlhf.report.overview import interval
-from rlhf.tracking.run_files import get, number, visible
-
-Row = tuple[float, float, float, float]
+from rlhf.report.charts import Picture
+from rlhf.report.figures import Curve, Mark, Point, with_intervals
+from rlhf.tracking.run_files import entries, estimate, get, number, rows_of, visible
 
 
-def shot_rows(found: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], Row]]]]:
+def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], Point]]]]:
     """(model, (row, (K, accuracy and its interval)) of each K) from evaluate.shots."""
-    models = get(found, "models")
-    for name, listed in models.items() if isinstance(models, dict) else []:
+    for name, of_model in entries(results, "models"):
         rows = []
-        for row in listed if isinstance(listed, list) else []:
-            count, (value, low, high) = number(row, "shots"), interval(get(row, "accuracy"))
-            if count is not None and value is not None and low is not None and high is not None:
-                rows.append((row, (count, value, low, high)))
+        for row in rows_of(of_model):
+            count, accuracy = number(row, "shots"), estimate(get(row, "accuracy"))
+            if count is not None and accuracy is not None:
+                rows.append((row, (count, *accuracy)))
         if rows:
             yield visible(str(name), 60), rows
 
 
-def make_shots(found: Any, title: str) -> Picture | None:
+def make_shots(results: Any, title: str) -> Picture | None:
     """Accuracy by examples in the prompt, a line per model with its 95% interval."""
-    series = []
-    for colour, (name, rows) in enumerate(shot_rows(found)):
-        xs, ys, lows, highs = [list(column) for column in zip(*(point for _, point in rows), strict=True)]
-        series.append(Series(name, xs, ys, colour, dots=True, lows=lows, highs=highs))
+    series = [
+        with_intervals(name, [point for _, point in rows], colour)
+        for colour, (name, rows) in enumerate(shot_rows(results))
+    ]
     if not series:
         return None
-    majority = number(found, "majority")
+    majority = number(results, "majority")
     marks = [] if majority is None else [Mark("most frequent label", majority)]
     curve = Curve(series, marks, x_name="examples in the prompt", label=title, y_name="accuracy")
-    return Picture(
-        title,
-        curve,
-        "evaluate",
-        "accuracy, over examples in the prompt",
-        note="The same held-out examples and draws for every model; 95% intervals.",
-        half=True,
-        legend=make_legend(series, True, last=False),
-    )
+    note = "The same held-out examples and draws for every model; 95% intervals."
+    return Picture(title, curve, "evaluate", "accuracy, over examples in the prompt", note=note, half=True)

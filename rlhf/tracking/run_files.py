@@ -137,6 +137,34 @@ def number(tree: Any, *path: str) -> float | None:
     return value if is_number(value) else None
 
 
+def entries(tree: Any, *path: str) -> list[tuple[str, Any]]:
+    """As `get`, the keys and values of a mapping; else none."""
+    value = get(tree, *path)
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def rows_of(tree: Any, *path: str) -> list[dict[str, Any]]:
+    """As `get`, the mappings in a list; else none."""
+    value = get(tree, *path)
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def interval(tree: Any) -> tuple[float | None, float | None, float | None]:
+    """(value, low, high) of {"value" or "mean", "ci95": [low, high]}; a bare number has no interval."""
+    ci = get(tree, "ci95")
+    low, high = ci if isinstance(ci, list) and len(ci) == 2 and all(map(is_number, ci)) else (None, None)
+    if not isinstance(tree, dict):
+        return number(tree), low, high
+    value = number(tree, "value")
+    return number(tree, "mean") if value is None else value, low, high
+
+
+def estimate(tree: Any) -> tuple[float, float, float] | None:
+    """As `interval`, with the value itself for a missing end; None without a value."""
+    value, low, high = interval(tree)
+    return None if value is None else (value, value if low is None else low, value if high is None else high)
+
+
 # --- words and numbers --------------------------------------------------------------------------------------
 
 
