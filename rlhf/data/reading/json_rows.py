@@ -17,6 +17,7 @@ from rlhf.data.records import first_repeat, shown
 
 MAX_DEPTH = 400  # levels of lists and objects: few enough that no code that handles a row runs out of stack
 BLOCK_BYTES = 4 << 20  # bytes read at once; a block is this long, up to the end of its last line
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character
 _UNDECODABLE = re.compile("[\udc80-\udcff]")
 _TOKEN = re.compile(r'\\[^\n]|\n[ \t]{0,99}\{|["{}\[\],]')
 _CUT_TOKEN = re.compile(r"(?:\\|\n[ \t]{0,99})\Z")
@@ -55,7 +56,7 @@ class Parser:
         if not isinstance(value, dict):
             kind = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
             self.problem = self.problem or f"got {kind.get(type(value), 'a number')}, want an object {{…}}"
-        elif self.problem is None and re.search(r"\\u[dD][89a-fA-F]", text[start:end]):
+        elif self.problem is None and _SURROGATE.search(text, start, end):
             try:
                 json.dumps(value, ensure_ascii=False).encode("utf-8")
             except UnicodeEncodeError:
