@@ -4,14 +4,19 @@ import gzip
 import hashlib
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 
+from rlhf.config.commands import ImportConfig
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.importers import load_all
+from rlhf.data.importing.assignments import Assignments
+from rlhf.data.importing.importer import Importer
 from rlhf.data.prompts import load_prompts
+from rlhf.data.reading.sources import resolve_sources
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.runs.sources import hash_sources
@@ -97,6 +102,15 @@ def test_the_first_twenty_rejects_are_shown(tmp_path, capsys):
     path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, *[b"{"] * 30])
     _, said = refused(capsys, f"path={path}", f"out={tmp_path / 'out'}")
     assert said.count("reject: ") == 20 and "… and 10 more rejects in" in said
+
+
+def test_the_rejects_to_show_do_not_hold_the_rows(tmp_path):
+    """A line may have 64 MB; the first twenty rejects wait until the end of the import."""
+    path = write(tmp_path / "labels.jsonl", [b'{"kind": "prompt", "prompt": 3, "x": "' + b"y" * 200_000] * 20)
+    (tmp_path / "out").mkdir()
+    importer = Importer(ImportConfig(path=str(path)), tmp_path / "out", Assignments(), lambda done: None)
+    importer.run(resolve_sources(str(path), (".jsonl",)))
+    assert len(importer.first_rejects) == 20 and len(pickle.dumps(importer.first_rejects)) < 20_000
 
 
 def test_a_long_reject_is_kept_as_its_hash(tmp_path, capsys):

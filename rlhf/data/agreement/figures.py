@@ -208,9 +208,13 @@ class Figures:
         self._rated.append(np.stack([number[item][where], batch.ratings[where]]))
         self._rated_responses += int(twice.sum())
 
+    def pairwise(self) -> dict[str, Any]:
+        """Percent agreement: see `pairwise_agreement`."""
+        return ratio(*np.concatenate([np.zeros((2, 0)), *self._item_sums], 1))
+
     def compute(self) -> dict[str, Any]:
         """Every figure except the labelers' times. Keys: see `AgreementCounter.report`."""
-        pairwise = ratio(*np.concatenate([np.zeros((2, 0)), *self._item_sums], 1))
+        pairwise = self.pairwise()
         if pairwise["value"] is None:
             self.notes["pairwise"] = "no two labelers put the same pair in a strict order"
         if self._left_out:

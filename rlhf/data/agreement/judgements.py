@@ -4,19 +4,16 @@ Judgements are stored as bytes by `packing.py`; the statistics are in `figures.p
 """
 
 from array import array
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlhf.data.agreement import packing
-from rlhf.data.agreement.figures import MAX_LABELERS, Figures, Judgements, ratio
+from rlhf.data.agreement.figures import MAX_LABELERS, Figures, Judgements
 from rlhf.data.records import Ranking, shown
 
-MAX_COMPARISONS = (
-    300_000  # comparisons of two labelers on a pair; above this, alpha, Fleiss' kappa and tau use a sample
-)
+MAX_COMPARISONS = 300_000  # of two labelers on a pair; above this, alpha, Fleiss' kappa and tau use a sample
 _SHOWN = 20  # labelers on the screen
 _LINES = (  # title, figure, whether a share, its count, the unit of the count
     ("pairwise agreement", "pairwise", True, "pairs", "comparisons"),
@@ -28,51 +25,24 @@ _LINES = (  # title, figure, whether a share, its count, the unit of the count
 )
 
 
-def _order(ranking: Ranking, position: dict[str, int]) -> np.ndarray:
-    """(K, K) int64 with 1 where i beats j and -1 where j beats i, responses placed by their text."""
-    order = np.zeros((len(position), len(position)), dtype=np.int64)
-    for better, worse in ranking.pair_list():
-        i, j = position[ranking.responses[better].text], position[ranking.responses[worse].text]
-        order[i, j], order[j, i] = 1, -1
-    return order
-
-
-def pairwise_agreement(rankings: Sequence[Ranking]) -> dict[str, Any]:
+def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
     """The share of response pairs on which two labelers agree, over items that two or more labelers judged.
 
         value = sum_items agreements / sum_items comparisons
 
-    An item is a prompt with its set of response texts, whatever their order and ids. A comparison is one pair
-    of responses that two different labelers both put in a strict order: ties and unranked responses are
-    skipped. Records without a labeler count as different people. `ci95` is value +- 1.96 standard errors of
-    this ratio with the item as unit (pairs of one item are not independent), within [0, 1].
+    A comparison is one pair of responses that two different labelers both put in a strict order: ties and unranked
+    responses are skipped. `ci95` is value +- 1.96 standard errors of this ratio with the item as unit (pairs of one item
+    are not independent), within [0, 1]. What an item and a labeler are: see `AgreementCounter`.
 
     Returns {"value": share, "ci95": [low, high], "n": items, "pairs": comparisons}; value and ci95 are None
     if no item was compared, and ci95 if there is only one.
 
     Source: Ouyang et al. 2022, section 3.4 (72.6 +- 1.5%).
     """
-    items: dict[Any, list[Ranking]] = defaultdict(list)
+    counter = AgreementCounter()
     for ranking in rankings:
-        prompt = tuple((message.role, message.content) for message in ranking.prompt)
-        items[prompt, frozenset(response.text for response in ranking.responses)].append(ranking)
-
-    agreements, comparisons = [], []
-    for (_, texts), judged in items.items():
-        if len(judged) < 2:
-            continue
-        position = {text: i for i, text in enumerate(sorted(texts))}
-        upper = np.triu_indices(len(position), k=1)
-        orders = np.stack([_order(ranking, position)[upper] for ranking in judged])  # (L, pairs)
-        names = [ranking.labeler if ranking.labeler is not None else i for i, ranking in enumerate(judged)]
-        different = np.array([[a != b for b in names[:i]] + [False] * (len(names) - i) for i, a in enumerate(names)])
-        both = np.abs(orders) @ np.abs(orders).T  # (L, L) pairs that both put in order
-        agree = (both + orders @ orders.T) // 2
-        if both[different].sum():
-            agreements.append(int(agree[different].sum()))
-            comparisons.append(int(both[different].sum()))
-
-    return ratio(np.array(agreements), np.array(comparisons))
+        counter.add(ranking)
+    return counter.count().pairwise()
 
 
 class Judgement(NamedTuple):
@@ -138,6 +108,21 @@ class AgreementCounter:
         "krippendorff_alpha_ratings": {value, responses}, "kendall_tau": {value, comparisons}, "by_labeler":
         {name: {items, items_shared, agreement, ci95, comparisons, tie_rate, seconds}}, "notes": {figure: why}}.
         """
+        figures = self.count()
+        values = figures.compute()
+        self._add_seconds(values["by_labeler"])
+        return {
+            "rankings": len(self._people),
+            "items": figures.items,
+            "items_shared": figures.shared_items,
+            "labelers": len(self._names),
+            "unnamed": self._people.count(-1),
+            **values,
+            "notes": figures.notes,
+        }
+
+    def count(self) -> Figures:
+        """The judgements counted, item by item."""
         names = sorted(self._names)
         rank_of = {name: i for i, name in enumerate(names)}
         people = np.array(self._people, dtype=np.int64)
@@ -145,11 +130,8 @@ class AgreementCounter:
         if names:
             people = np.array([rank_of[name] for name in self._names])[people]
         people[unnamed] = len(names) + np.arange(unnamed.sum())
-
         figures = Figures(names)
         sampled = self._add_batches(figures, people) if len(people) else 0
-        values = figures.compute()
-        self._add_seconds(values["by_labeler"], people, rank_of)
         if sampled < figures.shared_items:
             of = f"{sampled:,} of {figures.shared_items:,} items, a sample"
             figures.notes["sample"] = f"Fleiss' kappa, alpha and tau are computed from {of}"
@@ -157,15 +139,7 @@ class AgreementCounter:
             figures.notes["size"] = (
                 f"{self._too_large:,} rankings of more than {packing.MAX_RESPONSES} responses are left out"
             )
-        return {
-            "rankings": len(people),
-            "items": figures.items,
-            "items_shared": figures.shared_items,
-            "labelers": len(names),
-            "unnamed": int(unnamed.sum()),
-            **values,
-            "notes": figures.notes,
-        }
+        return figures
 
     def _add_batches(self, figures: Figures, people: np.ndarray) -> int:
         """Give `figures` all judgements, item by item; returns how many items are in the sample."""
@@ -197,15 +171,15 @@ class AgreementCounter:
             figures.add(Judgements(verdicts, ranks, ratings, people[rows][where], own, chosen[first:last]))
         return int(chosen.sum())
 
-    def _add_seconds(self, table: dict[str, dict[str, Any]], people: np.ndarray, rank_of: dict[str, int]) -> None:
+    def _add_seconds(self, table: dict[str, dict[str, Any]]) -> None:
         """The median time of each listed labeler."""
-        seconds = np.array(self._seconds)
-        given = np.flatnonzero(~np.isnan(seconds))
-        given = given[np.argsort(people[given], kind="stable")]
+        people, seconds = np.array(self._people), np.array(self._seconds)
+        timed = np.flatnonzero(~np.isnan(seconds))
+        timed = timed[np.argsort(people[timed], kind="stable")]
         for name, row in table.items():
-            low, high = np.searchsorted(people[given], [rank_of[name], rank_of[name] + 1])
+            low, high = np.searchsorted(people[timed], [self._names[name], self._names[name] + 1])
             if low < high:
-                row["seconds"] = float(np.median(seconds[given[low:high]]))
+                row["seconds"] = float(np.median(seconds[timed[low:high]]))
 
 
 def _sample(hashes: np.ndarray, comparisons: np.ndarray) -> np.ndarray:
@@ -222,30 +196,31 @@ def _sample(hashes: np.ndarray, comparisons: np.ndarray) -> np.ndarray:
 def describe(report: dict[str, Any]) -> list[str]:
     """The figures of a report as lines for the screen."""
     people = f"{report['labelers']:,} labelers" + (f", {report['unnamed']:,} unnamed" if report["unnamed"] else "")
-    notes = report["notes"]
     shared = f"{report['items_shared']:,} of {report['items']:,} items judged by two or more"
     lines = [f"agreement: {shared} ({people})"]
-    if report["items_shared"]:
-        for title, name, share, count, unit in _LINES:
-            figure = report[name]
-            value, interval = figure["value"], figure.get("ci95")
-            if value is None and not figure[count] and name == "krippendorff_alpha_ratings":
-                continue  # most labels have no ratings
-            cell = "-" if value is None else f"{value:.1%}" if share else f"{value:.3f}"
-            cell += f" ({interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
-            why = f"; {notes[name]}" if name in notes else ""
-            lines.append(f"  {title:<31} {cell:<24} {figure[count]:,} {unit}{why}")
-        lines += [f"  {notes[name]}" for name in ("items", "sample", "size", "by_labeler") if name in notes]
+    if not report["items_shared"]:
+        return lines
+    notes = report["notes"]
+    for title, name, is_share, count, unit in _LINES:
+        figure = report[name]
+        value, interval = figure["value"], figure.get("ci95")
+        if value is None and not figure[count] and name == "krippendorff_alpha_ratings":
+            continue  # most labels have no ratings
+        cell = "-" if value is None else f"{value:.1%}" if is_share else f"{value:.3f}"
+        cell += f" ({interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
+        why = f"; {notes[name]}" if name in notes else ""
+        lines.append(f"  {title:<31} {cell:<24} {figure[count]:,} {unit}{why}")
+    lines += [f"  {notes[name]}" for name in ("items", "sample", "size", "by_labeler") if name in notes]
     table = report["by_labeler"]
-    if report["items_shared"] and table:
+    if table:
         lines.append(f"  {'labeler':<24} {'items':>7} {'with others':>11} {'agreement':>9} {'ties':>6} {'seconds':>7}")
-    for name, row in list(table.items())[:_SHOWN] if report["items_shared"] else ():
+    for name, row in list(table.items())[:_SHOWN]:
         agreement, ties = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("agreement", "tie_rate"))
         seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f}"
         label = name if name.isprintable() and len(name) <= 24 else shown(name, 24)
         lines.append(
             f"  {label:<24} {row['items']:>7,} {row['items_shared']:>11,} {agreement:>9} {ties:>6} {seconds:>7}"
         )
-    if report["items_shared"] and len(table) > _SHOWN:
+    if len(table) > _SHOWN:
         lines.append(f"  … and {len(table) - _SHOWN:,} more labelers in the report")
     return lines

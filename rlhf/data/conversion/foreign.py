@@ -28,6 +28,11 @@ _WEIGHTS = ("loss_weight", "weight")  # of a turn; 0: context, not to be learned
 Turns = list[dict[str, Any]]
 
 
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of turns with roles."""
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
+
+
 def chat_text(value: Any, field: str) -> str:
     """The text of a turn: a string, or typed parts, whose texts are joined without a gap.
 
@@ -172,6 +177,15 @@ def ranking_of(scores: Mapping[str, float], *, best: str) -> list[list[str]]:
     """
     order = sorted(set(scores.values()), reverse=best == "highest")
     return [[name for name, score in scores.items() if score == level] for level in order]
+
+
+def preference(better: Mapping[str, Any], worse: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ranking of two answers, each given as its turn: "a" is the better one."""
+    return {
+        "kind": "ranking",
+        "responses": [response_of("a", better), response_of("b", worse)],
+        "ranking": [["a"], ["b"]],
+    }
 
 
 def letters(n: int) -> Sequence[str]:

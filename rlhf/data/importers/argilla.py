@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import Turns, chat_turns, last_answer, ranking_of
+from rlhf.data.conversion.foreign import Turns, chat_turns, is_chat, last_answer, ranking_of
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
 
@@ -98,7 +98,7 @@ def _read(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, list[
         for key, value in row.items()
         if key not in used
         and key not in _OWN
-        and (isinstance(value, str) or _is_chat(value))
+        and (isinstance(value, str) or is_chat(value))
         and not re.search(r"[.-]suggestion([.-]|$)|^(metadata|vectors)\.", key)
     }
     return fields, questions, other_keys(row, *used, *fields)
@@ -125,15 +125,11 @@ def _annotators(questions: list[tuple[str, list[Any]]]) -> list[_Annotator]:
     return list(found.values())
 
 
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(t, dict) and "role" in t for t in value)
-
-
 def _prompt_and_responses(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """The prompt, the responses by field name, and what is neither."""
     named = {key: value for key, value in fields.items() if isinstance(value, str) and _RESPONSE.search(key)}
     others = {key: value for key, value in fields.items() if key not in named}
-    chat = next((key for key, value in others.items() if _is_chat(value)), None)
+    chat = next((key for key, value in others.items() if is_chat(value)), None)
     if chat is None:
         texts = {key: value for key, value in others.items() if isinstance(value, str)}
         rest = {key: value for key, value in others.items() if key not in texts and value is not None}

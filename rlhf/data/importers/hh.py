@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import number, ranking_of
+from rlhf.data.conversion.foreign import number, preference, ranking_of
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
 from rlhf.data.records import shown
 
@@ -67,8 +67,8 @@ def prompt_turns(text: str) -> list[dict[str, str]] | None:
     return _turns(whole.removesuffix(_ASSISTANT))
 
 
-def _split(first: tuple[str, str], second: tuple[str, str]) -> tuple[list[dict[str, str]], list[str]]:
-    """The shared turns of two dialogues, each given with its field, and the answer of each."""
+def _split(first: tuple[str, str], second: tuple[str, str]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The shared turns of two dialogues, each given with its field, and the turn of each one's answer."""
     texts = []
     for field, text in (first, second):
         if not _is_dialogue(text):
@@ -81,7 +81,7 @@ def _split(first: tuple[str, str], second: tuple[str, str]) -> tuple[list[dict[s
     answers = [text[at + len(_ASSISTANT) :] for text in texts]
     if any(_HUMAN in answer for answer in answers):
         raise BadRow(first[0], f"{both} part before the last answer: want the same dialogue up to it")
-    return _turns(texts[0][:at]), [answer.strip() for answer in answers]
+    return _turns(texts[0][:at]), [{"content": answer.strip()} for answer in answers]
 
 
 def _scored(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,28 +93,18 @@ def _scored(row: Mapping[str, Any]) -> dict[str, Any]:
         raise BadRow("score", f"got {shown(scores)}, want two numbers")
     a, b = (number(score, f"score.{i}") for i, score in enumerate(scores))
     prompt, answers = _split(("text.0", texts[0]), ("text.1", texts[1]))
-    return {
-        "prompt": prompt,
-        "responses": [{"id": name, "text": answer} for name, answer in zip("ab", answers, strict=True)],
-        "ranking": ranking_of({"a": a, "b": b}, best="highest"),
-        "metadata": other_keys(row, "text"),
-    }
+    ranking = ranking_of({"a": a, "b": b}, best="highest")
+    return {"prompt": prompt, **preference(*answers), "ranking": ranking, "metadata": other_keys(row, "text")}
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One ranking with K = 2: response "a" is the chosen one, or the first text."""
     if "text" in row and "chosen" not in row:
-        yield {"kind": "ranking", **_scored(row)}
+        yield _scored(row)
         return
     chosen, rejected = ((key, require_text(row, key)) for key in ("chosen", "rejected"))
     prompt, answers = _split(chosen, rejected)
-    yield {
-        "kind": "ranking",
-        "prompt": prompt,
-        "responses": [{"id": name, "text": answer} for name, answer in zip("ab", answers, strict=True)],
-        "ranking": [["a"], ["b"]],
-        "metadata": other_keys(row, "chosen", "rejected"),
-    }
+    yield {"prompt": prompt, **preference(*answers), "metadata": other_keys(row, "chosen", "rejected")}
 
 
 FORMAT = Format(

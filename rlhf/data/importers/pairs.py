@@ -9,7 +9,7 @@ and response_k. Texts stay as they are, a maker's special tokens included. Rows 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import id_and_rest, is_text, with_system
+from rlhf.data.conversion.foreign import id_and_rest, is_text, preference, with_system
 from rlhf.data.importers import BadRow, Format, hh, require_text
 
 _PROMPTS = ("prompt", "question", "instruction")
@@ -47,14 +47,9 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if row.get("input") is not None and is_text(require_text(row, "input")):
             parts.append(row["input"])
     name, rest = id_and_rest(row, *used)
-    yield {
-        "kind": "ranking",
-        "id": name,
-        "prompt": with_system(row.get("system"), [{"role": "user", "content": "\n\n".join(parts)}]),
-        "responses": [{"id": "a", "text": require_text(row, better)}, {"id": "b", "text": require_text(row, worse)}],
-        "ranking": [["a"], ["b"]],
-        "metadata": rest,
-    }
+    prompt = with_system(row.get("system"), [{"role": "user", "content": "\n\n".join(parts)}])
+    judged = preference({"content": require_text(row, better)}, {"content": require_text(row, worse)})
+    yield {"id": name, "prompt": prompt, **judged, "metadata": rest}
 
 
 FORMAT = Format(

@@ -6,7 +6,7 @@ Turns of {role, content} under the same key are read as well. Text stays as it i
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import chat_turns, dialogue_record, id_and_rest, one_answer, response_of, with_system
+from rlhf.data.conversion.foreign import chat_turns, dialogue_record, id_and_rest, one_answer, preference, with_system
 from rlhf.data.importers import Format
 
 _JUDGED = ("chosen", "rejected")
@@ -30,15 +30,8 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if not any(key in row for key in _JUDGED):
         yield {"id": name, **dialogue_record(turns, "conversations", rest)}
         return
-    answers = [one_answer(row.get(key), key) for key in _JUDGED]
-    yield {
-        "kind": "ranking",
-        "id": name,
-        "prompt": turns,
-        "responses": [response_of(name, turn) for name, turn in zip("ab", answers, strict=True)],
-        "ranking": [["a"], ["b"]],
-        "metadata": rest,
-    }
+    judged = preference(*(one_answer(row.get(key), key) for key in _JUDGED))
+    yield {"id": name, "prompt": turns, **judged, "metadata": rest}
 
 
 FORMAT = Format(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
-from rlhf.data.conversion.foreign import Turns, chat_turns, id_and_rest, response_of
+from rlhf.data.conversion.foreign import Turns, chat_turns, id_and_rest, is_chat, preference
 from rlhf.data.importers import BadRow, Format, argilla, hh, other_keys
 from rlhf.data.records import shown
 
@@ -16,13 +16,6 @@ _NOT_A_PROMPT_ALONE = ("chosen", "rejected", "completion", "response", "answer",
 _OF_OTHERS = (
     "kind", "messages", "conversations", "label", "kto_tag", "fields", "turns", "text", "annotation_id", "winner",
 )  # fmt: skip
-_OF_OTHERS = (
-    "kind", "messages", "conversations", "label", "kto_tag", "fields", "turns", "text", "annotation_id", "winner",
-)  # fmt: skip
-
-
-def _is_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
@@ -31,7 +24,7 @@ def recognise(row: Mapping[str, Any]) -> str | None:
         return None
     if "prompt" in row and "completion" in row and "label" not in row and "kto_tag" not in row:
         return "keys prompt and completion"
-    has_prompt = isinstance(row.get("prompt"), str) or _is_messages(row.get("prompt"))
+    has_prompt = isinstance(row.get("prompt"), str) or is_chat(row.get("prompt"))
     alone = not any(word in key for key in row for word in _NOT_A_PROMPT_ALONE)
     if has_prompt and alone and not any(key in row for key in _OF_OTHERS):
         return "key prompt and no answer" if argilla.recognise(row) is None else None
@@ -40,14 +33,14 @@ def recognise(row: Mapping[str, Any]) -> str | None:
         "prompt" in row or not row.keys() & {"question", "instruction"}
     ):
         return f"keys chosen and rejected hold strings, {prompt} a prompt"
-    if all(_is_messages(value) for value in both):
+    if all(is_chat(value) for value in both):
         return f"keys chosen and rejected hold messages, {prompt} a prompt"
     return None
 
 
 def _prompt(value: Any) -> Any:
     """A prompt as turns if it contains some; anything else as it came, for the record to judge."""
-    if _is_messages(value):
+    if is_chat(value):
         return chat_turns(value, "prompt")
     return (hh.prompt_turns(value) or value) if isinstance(value, str) else value
 
@@ -82,7 +75,7 @@ def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
 def _demonstration(row: Mapping[str, Any]) -> dict[str, Any]:
     answer = row["completion"]
     metadata = other_keys(row, "prompt", "completion")
-    if _is_messages(answer):
+    if is_chat(answer):
         turns = chat_turns(answer, "completion")
         if len(turns) != 1 or turns[0]["role"] != "assistant":
             roles = ", ".join(turn["role"] for turn in turns)
@@ -101,20 +94,15 @@ def _ranking(row: Mapping[str, Any]) -> dict[str, Any]:
         if prompt is None:
             prompt, texts = _split_strings(chosen, rejected)
         answers = [{"content": text} for text in texts]
-    elif _is_messages(chosen) and _is_messages(rejected):
+    elif is_chat(chosen) and is_chat(rejected):
         shared, answers = _split_messages(chat_turns(chosen, "chosen"), chat_turns(rejected, "rejected"))
         # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
         prompt = shared if shared or prompt is None else prompt
     else:
-        key = "rejected" if isinstance(chosen, str) or _is_messages(chosen) else "chosen"
+        key = "rejected" if isinstance(chosen, str) or is_chat(chosen) else "chosen"
         raise BadRow(key, f"got {shown(row.get(key))}, want a string or a list of messages, as its counterpart")
-    return {
-        "kind": "ranking",
-        "prompt": _prompt(prompt),
-        "responses": [response_of(name, turn) for name, turn in zip("ab", answers, strict=True)],
-        "ranking": [["a"], ["b"]],
-        "metadata": other_keys(row, "prompt", "chosen", "rejected"),
-    }
+    metadata = other_keys(row, "prompt", "chosen", "rejected")
+    return {"prompt": _prompt(prompt), **preference(*answers), "metadata": metadata}
 
 
 def _known(rest: dict[str, Any]) -> dict[str, Any]:

@@ -123,16 +123,11 @@ class Assigner:
             split = self.earlier.prompts.get(key, self._given.get(key))
             if split is None and 4 * key in self._above:
                 split = together[self._root(4 * key)]
-            splits[i] = self._index(split_of_hash(key, self.seed, self.fractions)) if split is None else split
+            splits[i] = SPLITS.index(split_of_hash(key, self.seed, self.fractions)) if split is None else split
         self._decided = keys, splits
         users = {node // 4: together[self._root(node)] for node in self._above if node % 4 == _USER}
-        self.assignments = Assignments(dict(zip(keys.tolist(), splits.tolist(), strict=True)), users)
-        kept = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))
-        kept.add(self.assignments)
-        self.assignments = kept
-
-    def _index(self, split: str) -> int:
-        return SPLITS.index(split)
+        self.assignments = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))
+        self.assignments.add(Assignments(dict(zip(keys.tolist(), splits.tolist(), strict=True)), users))
 
     def _decide_connected(self) -> dict[int, int]:
         """The split of each set of prompts that users and groups connect, by its root."""
@@ -145,10 +140,10 @@ class Assigner:
             elif tag == _KEY and value in self.earlier.prompts:
                 self._keep_first(known, root, 1, self.earlier.prompts[value])
             if tag == _USER:
-                own = choose(uniform(f"user {value:016x}", self.seed), self.fractions)
-                self._keep_first(by_hash, root, 0, self._index(own))
+                name = choose(uniform(f"user {value:016x}", self.seed), self.fractions)
+                self._keep_first(by_hash, root, 0, SPLITS.index(name))
             elif tag == _GROUP:
-                self._keep_first(by_hash, root, 1, self._index(choose(value / 2**64, self.fractions)))
+                self._keep_first(by_hash, root, 1, SPLITS.index(choose(value / 2**64, self.fractions)))
         for key, split in self._given.items():
             if 4 * key in self._above:
                 self._keep_first(known, self._root(4 * key), 2, split)

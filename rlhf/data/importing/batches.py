@@ -19,7 +19,7 @@ from rlhf.data.agreement.judgements import Judgement, judgement_of
 from rlhf.data.importers import BadRow, Format, convert_row, formats, make_records, row_bytes
 from rlhf.data.importing.cleaning import FACT, KIND_NUMBERS, PII_KINDS, fact_of
 from rlhf.data.importing.units import Unit, rows_of
-from rlhf.data.reading.readers import KEPT_BYTES, Reject, Row
+from rlhf.data.reading.readers import Reject, Row
 from rlhf.data.records import Ranking, Record, first_problem, shown
 from rlhf.data.revisions import Replaced, identity
 from rlhf.data.splits import SPLITS, given_split
@@ -223,24 +223,7 @@ def _check_split(record: Record, chosen: Format, batch: Batch) -> Record:
 
 def reject_row(name: str, row: Row | Place, field: str, message: str) -> Reject:
     raw = row_bytes(row) if isinstance(row, Row) else row.raw
-    return make_reject(name, row.line, row.number, row.offset, raw, field, message)
-
-
-def make_reject(
-    name: str, line: int, number: int, offset: int | None, raw: bytes | None, field: str, message: str
-) -> Reject:
-    """A reject whose original is kept, or hashed if it is long."""
-    digest = None
-    if raw is not None and len(raw) > KEPT_BYTES:
-        digest = hash_of(raw)
-        raw = None
-    return Reject(name, line, field, message, number, offset, raw, digest)
-
-
-def hash_of(raw: bytes) -> tuple[str, int]:
-    import hashlib
-
-    return hashlib.sha256(raw).hexdigest(), len(raw)
+    return Reject(name, row.line, field, message, row.number, row.offset, raw)
 
 
 @cache

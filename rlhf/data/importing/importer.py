@@ -82,7 +82,7 @@ class Importer:
         self.agreement = AgreementCounter()
         self.files: list[FileReport] = []
         self.reject_count = 0
-        self.first_rejects: list[Reject] = []
+        self.first_rejects: list[str] = []  # as shown; the rejects themselves hold up to a record's bytes each
         self.notes: list[str] = []
         self.unknown_splits: Counter[str] = Counter()
         self._facts: dict[str, list[np.ndarray]] = defaultdict(list)  # of kept records, by kind
@@ -188,7 +188,7 @@ class Importer:
             alone = not chosen.joins and chosen.gather is None
             parallel = config.processes > 1 and isinstance(unit, Block) and alone
             if config.processes > 1 and not parallel:
-                self._note(
+                self.notes.append(
                     f"{source.name}: read by one process, since only JSON Lines of single rows can be shared out"
                 )
             for one, batch in self._pool.in_order(process, plan, work, share=parallel):
@@ -196,9 +196,6 @@ class Importer:
             return
         if not seen:
             raise UserError(f"{source.name}: the file is empty: want rows of a known format")
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
 
     # --- cleaning ---
 
@@ -252,7 +249,7 @@ class Importer:
         self._rejects.write(reject_line(reject))
         self.reject_count += 1
         if len(self.first_rejects) < SHOWN_REJECTS:
-            self.first_rejects.append(reject)
+            self.first_rejects.append(str(reject))
 
     def _join(self, held: list[tuple[int, Held]], rows: np.ndarray, report: FileReport) -> None:
         """Join judgements that were held back; updates the result of their rows in `rows`."""
@@ -351,7 +348,7 @@ class Importer:
         large = np.flatnonzero(counts > _LARGE_PREFIX * total)
         for i in large:
             split = SPLITS[int(self.assigner.splits_of(keys[i : i + 1])[0])]
-            self._note(
+            self.notes.append(
                 f"{counts[i]:,} of {total:,} prompts have one beginning and stay together in {split}: "
                 "a larger prefix_characters separates them"
             )

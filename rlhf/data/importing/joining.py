@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from rlhf.data.importing.batches import Held, make_reject
+from rlhf.data.importing.batches import Held, reject_row
 from rlhf.data.reading.readers import Reject
 from rlhf.data.records import CycleError, RankedResponse, Ranking, join_judgements, shown
 
@@ -27,13 +27,8 @@ def join_held(held: list[Held], name: str) -> Iterator[tuple[list[Held], Ranking
         except _NoJoinError as error:
             by = f" by {shown(labeler)[1:-1]}" if labeler is not None else ""
             message = f"{error.field}: the judgements of item {shown(item)[1:-1]}{by} {error}"
-            yield (
-                members,
-                [
-                    make_reject(name, p.line, p.number, p.offset, p.raw, error.field, message)
-                    for p in {one.place.row: one.place for one in members}.values()
-                ],
-            )
+            places = {one.place.row: one.place for one in members}
+            yield members, [reject_row(name, place, error.field, message) for place in places.values()]
 
 
 class _NoJoinError(Exception):

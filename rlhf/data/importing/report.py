@@ -3,6 +3,7 @@ their own files, so that importing the same rows twice writes the same bytes.
 """
 
 import base64
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -126,16 +127,14 @@ def reject_line(reject: Reject) -> str:
         "field": reject.field, "got": got, "want": wanted, "message": reject.message,
     }  # fmt: skip
     if reject.digest is not None:
-        entry |= {"sha256": reject.digest[0], "bytes": reject.digest[1]}
-    elif reject.raw is not None and len(reject.raw) <= KEPT_BYTES:
+        entry["sha256"], entry["bytes"] = reject.digest
+    elif reject.raw is not None and len(reject.raw) > KEPT_BYTES:
+        entry["sha256"], entry["bytes"] = hashlib.sha256(reject.raw).hexdigest(), len(reject.raw)
+    elif reject.raw is not None:
         try:
             entry["original"] = reject.raw.decode("utf-8")
         except UnicodeDecodeError:
             entry["base64"] = base64.b64encode(reject.raw).decode("ascii")
-    elif reject.raw is not None:
-        from rlhf.data.importing.batches import hash_of
-
-        entry["sha256"], entry["bytes"] = hash_of(reject.raw)
     text = json.dumps(entry, ensure_ascii=False)
     try:
         text.encode("utf-8")
