@@ -148,9 +148,10 @@ class _Writer:
         self.tokens += len(ids)
 
     def add(self, piece: _Piece, ids: Sequence[int] | np.ndarray) -> None:
-        if self.last is not None and self.last != (piece.document, piece.part - 1):
+        begins = self.last != (piece.document, piece.part - 1)
+        if begins and self.last is not None:
             self._write([self.separator])
-        self.documents += self.last is None or self.last != (piece.document, piece.part - 1)
+        self.documents += begins
         self._write(ids)
         self.bytes += len(piece.text.encode("utf-8"))
         self.last = (piece.document, piece.part)

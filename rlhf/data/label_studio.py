@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.data.conversion.foreign import chat_turns, is_text
+from rlhf.data.conversion.foreign import chat_turns, is_number, is_text
 from rlhf.data.conversion.verdicts import TIE, read_phrase
 from rlhf.data.importers import BadRow, other_keys
 from rlhf.data.records import shown
@@ -221,8 +221,7 @@ def preferred(choice: str, task: Task) -> list[list[str]] | None:
 
 def usable_number(value: Any) -> float | None:
     """A number unchanged; None for anything else, including infinite and enormous numbers."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return value if usable else None
+    return value if is_number(value) and abs(value) < 1e300 else None
 
 
 def read_ranker(ranker: Any, control: str, task: Task, judgement: Judgement) -> None:

@@ -4,6 +4,7 @@ A record validates itself; everything that enters training passes through these 
 become records is in `importers/`, one format per file.
 """
 
+import graphlib
 from collections.abc import Hashable, Iterable
 from datetime import datetime
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -269,8 +270,8 @@ def _first_problem(error: ValidationError) -> tuple[str, str]:
     detail: Any = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "record":
-        own = detail["ctx"]["field"]
-        return own or field, detail["msg"] if own else f"{field}: {detail['msg']}"
+        named = detail["ctx"]["field"]
+        return named or field, detail["msg"] if named else f"{field}: {detail['msg']}"
     if detail["type"] == "missing":
         return field, f"{field}: missing"
     if detail["type"] == "string_unicode":
@@ -284,29 +285,14 @@ Node = TypeVar("Node", bound=Hashable)
 
 def find_cycle(edges: Iterable[tuple[Node, Node]]) -> list[Node] | None:
     """A circle among (better, worse) pairs: [a, b, c, a], each better than the next; None without one."""
-    better_than: dict[Node, list[Node]] = {}
-    worse_than: dict[Node, list[Node]] = {}
+    sorter: graphlib.TopologicalSorter[Node] = graphlib.TopologicalSorter()
     for better, worse in edges:
-        better_than.setdefault(better, [])
-        better_than.setdefault(worse, []).append(better)
-        worse_than.setdefault(better, []).append(worse)
-    beaten_by = {node: len(found) for node, found in better_than.items()}
-    unbeaten = [node for node, count in beaten_by.items() if count == 0]
-    for node in unbeaten:  # grows
-        for worse in worse_than.get(node, ()):
-            beaten_by[worse] -= 1
-            if beaten_by[worse] == 0:
-                unbeaten.append(worse)
-    remaining = {node: None for node, count in beaten_by.items() if count}
-    if not remaining:
-        return None
-    node = next(iter(remaining))  # each of these is beaten by another of these, so going back must close a circle
-    path: dict[Node, None] = {}
-    while node not in path:
-        path[node] = None
-        node = next(b for b in better_than[node] if b in remaining)
-    walked = list(path)
-    return [node, *reversed(walked[walked.index(node) :])]
+        sorter.add(better, worse)  # reads as: worse comes first
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return None
 
 
 class CycleError(ValueError):

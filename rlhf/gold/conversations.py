@@ -27,6 +27,7 @@ from rlhf.gold.world import (
     THINGS,
     TREATS,
     Task,
+    capitalised,
     greeting,
     join_words,
     make_task,
@@ -56,7 +57,7 @@ def _recall(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
 
 def _closed(asked: str, core: str, frame: str, right: str, wrong: list[str], rng: random.Random) -> Task:
     """A question with one right word, which the conversation names."""
-    fragment = f"{right[0].upper()}{right[1:]}."
+    fragment = f"{capitalised(right)}."
     wrongly = f"{frame} {rng.choice(wrong)}."
     return Task("closed_qa", asked, core, fragment, f"{frame} {right}.", wrongly, [[right]], wrong, [frame])
 

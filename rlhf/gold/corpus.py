@@ -26,6 +26,7 @@ from rlhf.gold.world import (
     TREATS,
     Task,
     article,
+    capitalised,
 )
 
 
@@ -57,7 +58,7 @@ def _fact(rng: random.Random) -> str:
         return f"A {ANIMALS[i]} {SOUNDS[i]}."
     if topic == 2:
         thing, colour = rng.choice(list(COLOUR_FACTS.items()))
-        return f"{thing[0].upper()}{thing[1:]} is {colour}."
+        return f"{capitalised(thing)} is {colour}."
     word = rng.choice(list(CLASSES))
     return f"{article(word).capitalize()} {word} is {article(CLASSES[word])} {CLASSES[word]}."
 

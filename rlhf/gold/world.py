@@ -11,27 +11,9 @@ from dataclasses import asdict, dataclass, field
 from rlhf.data.splits import split_of
 
 PEOPLE = [
-    "Anna",
-    "Tom",
-    "Mary",
-    "Jack",
-    "Lily",
-    "Ben",
-    "Sara",
-    "Max",
-    "Emma",
-    "Paul",
-    "Nora",
-    "Leo",
-    "Ruth",
-    "Sam",
-    "Eva",
-    "Dan",
-    "Kate",
-    "Hugo",
-    "Jane",
-    "Carl",
-]
+    "Anna", "Tom", "Mary", "Jack", "Lily", "Ben", "Sara", "Max", "Emma", "Paul",
+    "Nora", "Leo", "Ruth", "Sam", "Eva", "Dan", "Kate", "Hugo", "Jane", "Carl",
+]  # fmt: skip
 COLOURS = ["red", "blue", "green", "black", "white", "yellow", "brown", "pink"]
 THINGS = ["kite", "cup", "ball", "hat", "book", "lamp", "chair", "drum", "coat", "bell", "box", "ring", "boat", "clock"]
 CITIES = ["Paris", "Rome", "Cairo", "Oslo", "Lima", "Tokyo", "Madrid", "Athens", "Havana", "Nairobi"]
@@ -111,8 +93,13 @@ def article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
 
 
-def join_words(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+def join_words(words: list[str], before_last: str = "and") -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {before_last} {words[-1]}"
+
+
+def capitalised(text: str) -> str:
+    """The text with a capital at its beginning; the rest as it is."""
+    return text[0].upper() + text[1:]
 
 
 def make_statement(rng: random.Random, relation: str, who: str) -> tuple[str, str, str, list[str]]:
@@ -140,7 +127,7 @@ def _closed_qa(rng: random.Random) -> Task:
         "closed_qa",
         core,
         core,
-        f"{value[0].upper()}{value[1:]}.",
+        f"{capitalised(value)}.",
         f"{who} {verb} {value}.",
         f"{who} {verb} {same_sort[1]}.",
         [[value.removeprefix("a ")]],
@@ -176,12 +163,12 @@ def _open_qa(rng: random.Random) -> Task:
         core = rng.choice(("What colour is {}?", "Which colour does {} have?", "Tell me the colour of {}.")).format(
             thing
         )
-        frame, never = f"{thing[0].upper()}{thing[1:]} is", [c for c in COLOURS if c != right]
+        frame, never = f"{capitalised(thing)} is", [c for c in COLOURS if c != right]
     return Task(
         "open_qa",
         core,
         core,
-        f"{right[0].upper()}{right[1:]}.",
+        f"{capitalised(right)}.",
         f"{frame} {right}.",
         f"{frame} {wrong}.",
         [[right]],
@@ -206,7 +193,7 @@ def _extract(rng: random.Random) -> Task:
         "extract",
         core,
         core,
-        f"{fragment[0].upper()}{fragment[1:]}.",
+        f"{capitalised(fragment)}.",
         f"{label} {join_words(items)}.",
         f"{label} {join_words(spare)}.",
         [[w] for w in items],
@@ -221,7 +208,7 @@ def _classify(rng: random.Random) -> Task:
         right = CLASSES[word]
         names = ["fruit", "vegetable", "animal"]
         rng.shuffle(names)
-        core = f"Is {article(word)} {word} {join_or([article(n) + ' ' + n for n in names])}?"
+        core = f"Is {article(word)} {word} {join_words([f'{article(n)} {n}' for n in names], 'or')}?"
         wrong = rng.choice([n for n in names if n != right])
         frame = f"{article(word).capitalize()} {word} is"
         return Task(
@@ -250,10 +237,6 @@ def _classify(rng: random.Random) -> Task:
         [wrong],
         ["This is"],
     )
-
-
-def join_or(words: list[str]) -> str:
-    return ", ".join(words[:-1]) + " or " + words[-1]
 
 
 def _rewrite(rng: random.Random) -> Task:
@@ -292,7 +275,7 @@ def _list(rng: random.Random) -> Task:
         "list",
         core,
         core,
-        f"{fragment[0].upper()}{fragment[1:]}.",
+        f"{capitalised(fragment)}.",
         f"{label} {join_words(items)}.",
         f"{label} {join_words(strangers)}.",
         [[m for m in members if m != without]] * 3,

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.importing.batches import Held, Place
+from rlhf.data.importing.batches import Held
 from rlhf.data.importing.joining import join_held
-from rlhf.data.reading.readers import Reject
+from rlhf.data.reading.readers import Reject, Row
 from rlhf.data.records import Ranking
 
 
@@ -20,7 +20,8 @@ def judged(number: int, better: str, worse: str, tie: bool = False, **more) -> H
         "labeler": "ann",
         "metadata": {"item": "i-1", "task": number},
     }
-    return Held(Place(number, number + 1, number + 1, 10 * number, b"{}"), Ranking(**record | more), True)
+    row = Row(number + 1, {}, number + 1, 10 * number, b"{}")
+    return Held(number, row, Ranking(**record | more), True)
 
 
 def joined(*held: Held) -> Ranking:

@@ -8,6 +8,7 @@ categories are "i better", "tie" and "j better". Neither response of a pair is t
 counted in both directions in the kappas and alpha: no figure depends on how the responses are ordered.
 """
 
+import importlib
 import warnings
 from collections import Counter
 from itertools import combinations
@@ -57,15 +58,19 @@ def ratio(agreements: np.ndarray, comparisons: np.ndarray) -> dict[str, Any]:
     return {"value": float(value), "ci95": interval, "n": n, "pairs": int(m.sum())}
 
 
-def _finite(value: Any) -> float | None:
-    return float(value) if isfinite(value) else None
-
-
 def _quietly(function: Any, *args: Any, **kwargs: Any) -> float | None:
     """The result of a library's function without its warnings; None if it is not a finite number."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        return _finite(function(*args, **kwargs))
+        value = function(*args, **kwargs)
+    return float(value) if isfinite(value) else None
+
+
+def _inter_rater() -> Any:
+    """The module of statsmodels, imported without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("statsmodels.stats.inter_rater")
 
 
 def compute_cohen(table: np.ndarray) -> float | None:
@@ -75,11 +80,7 @@ def compute_cohen(table: np.ndarray) -> float | None:
 
     Source: Cohen 1960.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from statsmodels.stats.inter_rater import cohens_kappa
-
-    return _quietly(cohens_kappa, table + table[::-1, ::-1], return_results=False)
+    return _quietly(_inter_rater().cohens_kappa, table + table[::-1, ::-1], return_results=False)
 
 
 def compute_fleiss(counts: np.ndarray) -> float | None:
@@ -87,11 +88,7 @@ def compute_fleiss(counts: np.ndarray) -> float | None:
 
     Source: Fleiss 1971.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from statsmodels.stats.inter_rater import fleiss_kappa
-
-    return _quietly(fleiss_kappa, np.concatenate([counts, counts[:, ::-1]]))
+    return _quietly(_inter_rater().fleiss_kappa, np.concatenate([counts, counts[:, ::-1]]))
 
 
 def compute_alpha(counts: np.ndarray, values: np.ndarray) -> float | None:

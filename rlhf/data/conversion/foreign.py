@@ -160,12 +160,17 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def number(value: Any, field: str, wanted: str = "a number") -> float:
     """A finite number.
 
     Raises: BadRow if it is something else, null and true included.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise BadRow(field, f"got {shown(value)}, want {wanted}")
     return value
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import Turns, chat_turns, is_chat, last_answer, ranking_of
+from rlhf.data.conversion.foreign import Turns, chat_turns, is_chat, is_number, last_answer, ranking_of
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
 
@@ -157,10 +157,6 @@ def _about(text: Any, names: list[str]) -> str | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None:
     """The order that one answer gives to several responses, as `ranking` or `pairs`; None if it gives none."""
     best: str | None = None
@@ -168,14 +164,14 @@ def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None
         ranked = value if all(isinstance(v, dict) and "value" in v for v in value) else None
         ranks = [v.get("rank") for v in ranked] if ranked else list(range(1, len(value) + 1))
         options = [_about(v["value"] if ranked else v, names) for v in value]
-        if None in options or len(set(options)) < max(2, len(options)) or not all(map(_is_number, ranks)):
+        if None in options or len(set(options)) < max(2, len(options)) or not all(map(is_number, ranks)):
             return None
         return {"ranking": ranking_of(dict(zip(options, ranks, strict=True)), best="lowest")}  # type: ignore[arg-type]
     if isinstance(value, str):
         if value.strip().lower() in _TIES:
             return {"ranking": [names]}
         best = _about(value, names)
-    elif _is_number(value) and _CHOICE.search(question) and value in range(1, len(names) + 1):
+    elif is_number(value) and _CHOICE.search(question) and value in range(1, len(names) + 1):
         best = names[int(value) - 1]
     if best is None:
         return None
@@ -189,7 +185,7 @@ def _rated(answers: Answers, names: list[str]) -> dict[str, dict[str, float]]:
     for question, value in answers.items():
         within = [name for name in names if name.lower() in question.lower()]
         name = within[0] if len(within) == 1 else _about(question, names)
-        if name is None or not _is_number(value):
+        if name is None or not is_number(value):
             continue
         part = name if within else _suffix(question)
         stem = re.sub(re.escape(part) + ("" if within else "$"), "", question, flags=re.I).strip("-_ .")
@@ -216,7 +212,7 @@ def _orders(answers: Answers, names: list[str]) -> Iterator[dict[str, Any]]:
 
 def _verdict(answers: Answers, name: str) -> dict[str, Any] | None:
     """The rating and the flags of a single response."""
-    numbers = {question: value for question, value in answers.items() if _is_number(value)}
+    numbers = {question: value for question, value in answers.items() if is_number(value)}
     overall = {q: v for q, v in numbers.items() if re.search("overall", q, re.I)} or numbers
     made: dict[str, Any] = {}
     if len(overall) == 1 and _in_scale(overall):

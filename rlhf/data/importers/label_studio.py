@@ -5,11 +5,11 @@ made. Tasks that `rlhf sample` wrote keep their ids; `data/label_studio.py` read
 of one item into a ranking.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf.data.conversion.foreign import ranking_of
+from rlhf.data.conversion.paths import as_json
 from rlhf.data.conversion.verdicts import as_number
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.label_studio import (
@@ -216,14 +216,9 @@ def convert_flat(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _unpacked(value: Any) -> Any:
     """A cell of CSV that holds an object or a list of objects, as these; any other as it is."""
-    if not isinstance(value, str) or value[:1] not in ("[", "{"):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    objects = found if isinstance(found, list) else [found]
-    return found if objects and all(isinstance(one, dict) for one in objects) else value
+    parsed = as_json(value)
+    objects = parsed if isinstance(parsed, list) else [parsed]
+    return parsed if objects and all(isinstance(one, dict) for one in objects) else value
 
 
 def _is_control(value: Any) -> bool:

@@ -45,20 +45,11 @@ class Plan:
     prepared: Format | None = None  # after a look at the file's first rows, if the format needs one
 
 
-class Place(NamedTuple):
-    """The place of a row, and its content."""
-
-    row: int  # index in the batch
-    line: int
-    number: int
-    offset: int | None
-    raw: bytes | None
-
-
 class Held(NamedTuple):
     """A record that waits for the other judgements of its item."""
 
-    place: Place
+    at: int  # index of its row in the batch
+    row: Row  # with its bytes, without its value
     record: Ranking
     own_id: bool
 
@@ -200,8 +191,8 @@ def _add_row(maker: BatchMaker, chosen: Format, row: Row, index: int) -> None:
         batch.rejects.append((index, reject_row(plan.name, row, part.field, part.message)))
     for record, line, own_id, look in zip(records, lines, own_ids, looks, strict=True):
         if chosen.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
-            place = Place(index, row.line, row.number, row.offset, row_bytes(row))
-            batch.held.append(Held(place, record, own_id))
+            place = Row(row.line, {}, row.number, row.offset, row_bytes(row))
+            batch.held.append(Held(index, place, record, own_id))
         else:
             maker.add(record, line, index, look)
 
@@ -221,9 +212,8 @@ def _check_split(record: Record, chosen: Format, batch: Batch) -> Record:
     return record.model_copy(update={"metadata": metadata | {"source_split": given}})
 
 
-def reject_row(name: str, row: Row | Place, field: str, message: str) -> Reject:
-    raw = row_bytes(row) if isinstance(row, Row) else row.raw
-    return Reject(name, row.line, field, message, row.number, row.offset, raw)
+def reject_row(name: str, row: Row, field: str, message: str) -> Reject:
+    return Reject(name, row.line, field, message, row.number, row.offset, row_bytes(row))
 
 
 @cache

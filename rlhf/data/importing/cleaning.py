@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.data.records import Message, Ranking, Record
+from rlhf.data.records import KINDS, Message, Ranking, Record
 from rlhf.data.splits import SPLITS, conversation, given_split, hash64, key_hash, prompt_key, seeded_bits
 
-KIND_NUMBERS = {"demonstration": 0, "ranking": 1, "prompt": 2}
+KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 PII_KINDS = ("card", "email", "phone")  # bit i of a fact's `pii` is kind i
 # The result for a record; for a row with several records, the first of these that one of them has.
 KEPT, FILTERED, DUPLICATE, REJECTED = range(4)

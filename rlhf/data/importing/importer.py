@@ -127,12 +127,12 @@ class Importer:
         meter = Meter()
         digest = Digest(source)
         last = 0  # last row read, for a message about a truncated file
-        held: list[tuple[int, Held]] = []
+        held: list[Held] = []  # each with the index of its row in the file
         statuses: list[np.ndarray] = []
         try:
             for batch, line in self._batches(source, report, meter, digest):
                 offset = sum(map(len, statuses))
-                held += [(offset, one) for one in batch.held]
+                held += [one._replace(at=offset + one.at) for one in batch.held]
                 statuses.append(self._take(batch, report))
                 last = line
                 self.progress(done + meter.position())
@@ -251,9 +251,8 @@ class Importer:
         if len(self.first_rejects) < SHOWN_REJECTS:
             self.first_rejects.append(str(reject))
 
-    def _join(self, held: list[tuple[int, Held]], rows: np.ndarray, report: FileReport) -> None:
+    def _join(self, held: list[Held], rows: np.ndarray, report: FileReport) -> None:
         """Join judgements that were held back; updates the result of their rows in `rows`."""
-        placed = [Held(one.place._replace(row=offset + one.place.row), one.record, one.own_id) for offset, one in held]
         plan = Plan(
             report.file,
             "",
@@ -262,7 +261,7 @@ class Importer:
             prefix_characters=self.config.prefix_characters,
             seed=self.config.seed,
         )
-        for members, joined in join_held(placed, report.file):
+        for members, joined in join_held(held, report.file):
             if isinstance(joined, list):
                 for reject in joined:
                     self._reject(reject)
@@ -273,7 +272,7 @@ class Importer:
             batch.rows = 1
             [status] = self._take(batch, report)
             for member in members:
-                rows[member.place.row] = min(rows[member.place.row], status)
+                rows[member.at] = min(rows[member.at], status)
 
     # --- splitting and writing ---
 

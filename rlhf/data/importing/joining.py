@@ -27,8 +27,8 @@ def join_held(held: list[Held], name: str) -> Iterator[tuple[list[Held], Ranking
         except _NoJoinError as error:
             by = f" by {shown(labeler)[1:-1]}" if labeler is not None else ""
             message = f"{error.field}: the judgements of item {shown(item)[1:-1]}{by} {error}"
-            places = {one.place.row: one.place for one in members}
-            yield members, [reject_row(name, place, error.field, message) for place in places.values()]
+            rows = {one.at: one.row for one in members}
+            yield members, [reject_row(name, row, error.field, message) for row in rows.values()]
 
 
 class _NoJoinError(Exception):
