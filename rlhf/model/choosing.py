@@ -6,6 +6,7 @@ The token depends only on (seed, key, step) and the logits, never on the other p
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -69,14 +70,22 @@ def make_uniforms(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
 
 
 def make_words(seed: int, keys: Sequence[Key], steps: int) -> Any:
-    """Random words (len(keys), steps) uint64, a function of (seed, key, step) only.
+    """Random words (len(keys), steps) uint64, a function of (seed, key, step) only."""
+    hashes = np.array([hashed(seed, key) for key in keys], dtype=np.uint64)
+    return words_at(hashes[:, None], np.arange(steps, dtype=np.uint64))
 
-    A counter-based generator: the mixing function of Steele et al. 2014 (splitmix64) over hash(seed, key) +
-    step.
+
+def hashed(seed: int, key: Key) -> int:
+    """A number of 64 bits for (seed, key)."""
+    return int.from_bytes(blake2b(repr((seed, key)).encode(), digest_size=8).digest(), sys.byteorder)
+
+
+def words_at(hashes: Any, steps: Any) -> Any:
+    """Random words for hashes of (seed, key) and steps from 0, both uint64 arrays that broadcast.
+
+    A counter-based generator: the mixing function of Steele et al. 2014 (splitmix64) over hash + step.
     """
-    digests = [blake2b(repr((seed, key)).encode(), digest_size=8).digest() for key in keys]
-    state = np.frombuffer(b"".join(digests), dtype=np.uint64)[:, None]  # (B, 1)
-    x = state + np.arange(1, steps + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = hashes + (steps + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

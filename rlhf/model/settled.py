@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf.model.choosing import Choice, Key, choose_tokens, make_words
+from rlhf.model.choosing import Choice, Key, choose_tokens, make_words, words_at
 from rlhf.model.gpt import GPTForCausalLM
 
 # Between logits in float32: closer ones may swap by rounding. Measured over 400 tokens each, 16 to 32 rows against one
@@ -28,7 +29,16 @@ CLOSE = 1e-3
 
 def make_noise_seeds(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
     """Seeds (len(keys), steps, 2) int32 of the noise of a step, a function of (seed, key, step) only."""
-    return torch.from_numpy(make_words(seed, keys, steps)[..., None].view("int32"))
+    return _as_seeds(make_words(seed, keys, steps))
+
+
+def noise_seeds_at(hashes: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """Seeds (B, 2) int32 of the noise of one step per row; hashes: `hashed(seed, key)`."""
+    return _as_seeds(words_at(np.array(hashes, dtype=np.uint64), np.array(steps, dtype=np.uint64)))
+
+
+def _as_seeds(words: Any) -> Tensor:
+    return torch.from_numpy(words[..., None].view("int32"))
 
 
 def choose_settled(

@@ -12,16 +12,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.model.choosing import Choice, Key
+from rlhf.model.choosing import Choice, Key, hashed
 from rlhf.model.decoder import Decoder
 from rlhf.model.generate import rows_carried
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.packed import is_packed
-from rlhf.model.settled import choose_settled, make_noise_seeds, unpacked
+from rlhf.model.settled import choose_settled, noise_seeds_at, unpacked
 
 COLUMN_BLOCK = 64  # the cache grows by this many columns
 
@@ -40,10 +39,10 @@ class Response:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # per token, the alternatives and their log-probs
-    noise_seeds: np.ndarray = field(init=False)  # (steps, 2) int32
+    hash: int = field(init=False)  # of seed and key, for its random numbers
 
     def __post_init__(self) -> None:
-        self.noise_seeds = make_noise_seeds(self.seed, [self.key], self.max_new_tokens)[0].numpy()
+        self.hash = hashed(self.seed, self.key)
 
     @property
     def ended(self) -> bool:
@@ -86,6 +85,7 @@ class Slots(Decoder):
             self.whole[:, :, : self.live, :, : self.columns] = before[:, :, : self.live]
         self.all_lengths = torch.nn.functional.pad(self.all_lengths[: self.live], (0, rows - self.live))
         self.rows, self.columns = rows, columns
+        self.numbers = torch.arange(max(rows, columns), device=self.device)
         self.rope = self._make_rope(columns)
 
     def join(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -104,14 +104,17 @@ class Slots(Decoder):
         """Move the last row in use into the place of an ended one."""
         self.live -= 1
         if row != self.live:
-            self.whole[:, :, row] = self.whole[:, :, self.live]
-            self.all_lengths[row] = self.all_lengths[self.live]
+            used = int(self.all_lengths[self.live])
+            self.whole[:, :, row, :, :used] = self.whole[:, :, self.live, :, :used]
+            self.all_lengths[row] = used
         self.all_lengths[self.live] = 0
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (live, V) after one more token per row, (live,). A few free rows are computed too if that is faster."""
         computed = rows_carried(self.live, self.rows, self.packed)
         self._view(computed)
+        if computed == self.live:
+            return super().step(tokens)
         logits = super().step(torch.nn.functional.pad(tokens, (0, computed - self.live)))
         self.all_lengths[self.live :] = 0
         return logits[: self.live]
@@ -123,10 +126,8 @@ class Slots(Decoder):
 
     def _new_columns(self) -> tuple[Any, int, Tensor | None]:
         longest = int(self.lengths.max()) + 1
-        rows = torch.arange(len(self.lengths), device=self.device)
-        hidden = torch.arange(longest, device=self.device) > self.lengths[:, None]
-        gap = torch.zeros(hidden.shape, device=self.device).masked_fill(hidden, -torch.inf)
-        return (rows, slice(None), self.lengths), longest, gap[:, None, None]
+        gap = torch.where(self.numbers[:longest] > self.lengths[:, None], -torch.inf, 0.0)
+        return (self.numbers[: len(self.lengths)], slice(None), self.lengths), longest, gap[:, None, None]
 
     def _positions(self, columns: int) -> Tensor:
         return torch.arange(columns, device=self.device)[None]
@@ -193,20 +194,20 @@ class RunningBatch:
         alike: dict[tuple, list[int]] = {}
         for row, one in enumerate(responses):
             alike.setdefault((one.choice.temperature, one.choice.top_p, one.choice.greedy), []).append(row)
-        next_seeds = np.stack([one.noise_seeds[len(one.tokens)] for one in responses])
-        seeds = torch.from_numpy(next_seeds).to(self.device)
+        seeds = noise_seeds_at([one.hash for one in responses], [len(one.tokens) for one in responses])
+        seeds = seeds.to(self.device)
         for rows in alike.values():
             part = [responses[row] for row in rows]
             of_all = len(rows) == len(responses)
-            own, numbers = (logits, seeds) if of_all else (logits[rows], seeds[rows])
+            of_rows, numbers = (logits, seeds) if of_all else (logits[rows], seeds[rows])
 
             def tokens_of(row: int, part: list[Response] = part) -> Tensor:
                 return torch.tensor(part[row].prompt + part[row].tokens, device=self.device)
 
-            tokens, logp = choose_settled(own, numbers, part[0].choice, tokens_of, self.model)
-            for one, row, token, value in zip(part, own, tokens.tolist(), logp.tolist(), strict=True):
+            tokens, logp = choose_settled(of_rows, numbers, part[0].choice, tokens_of, self.model)
+            for i, (one, token, value) in enumerate(zip(part, tokens.tolist(), logp.tolist(), strict=True)):
                 if one.alternatives:
-                    one.tops.append(_likeliest(row, one))
+                    one.tops.append(_likeliest(of_rows[i], one))
                 one.tokens.append(token)
                 one.logprobs.append(value)
 

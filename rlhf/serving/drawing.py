@@ -34,8 +34,8 @@ class Wish:
     n: int = 1
     seed: int | None = None
     stops: tuple[str, ...] = ()
-    alternatives: int = 0
-    offsets: bool = False  # number of alternatives per token that are requested
+    alternatives: int = 0  # number of alternatives per token that are requested
+    offsets: bool = False  # the place of each token in the text is requested
 
 
 @dataclass(slots=True)
@@ -64,8 +64,8 @@ class Drawn:
         for prompt, key in zip(prompts, keys, strict=True):
             length = _room(model, prompt, wish.max_tokens)
             for j in range(wish.n):
-                own = (*key, j) if isinstance(key, tuple) else (key, j)
-                one = Generation(prompt, choice, self.seed, own, length, model.ends, wish.alternatives)
+                response_key = (*key, j) if isinstance(key, tuple) else (key, j)
+                one = Generation(prompt, choice, self.seed, response_key, length, model.ends, wish.alternatives)
                 self.generations.append(one)
                 self.texts.append(TextStream(model.tokenizer, model.ends, wish.stops, wish.offsets))
         if len(self.generations) > engine.rows + engine.queue:

@@ -22,6 +22,9 @@ from rlhf.errors import UserError
 from rlhf.model.choosing import Choice, Key
 
 PIECES_PER_SECOND = 300  # pieces per second of all streams together: with more streams, each has longer pieces
+# Seconds between two looks for results. A thread that waited in `recv` would have to be woken by the worker at every step,
+# which can take it a tenth of the step.
+LOOK_SECONDS = 0.002
 ENDED = "the models' process has ended: start the server again"
 
 
@@ -153,6 +156,8 @@ class Engine:
     def _read(self) -> None:
         try:
             while True:
+                while (self.generations or self.futures) and not self.pipe.poll():
+                    time.sleep(LOOK_SECONDS)
                 self._hear(self.pipe.recv())
         except (EOFError, OSError):
             pass

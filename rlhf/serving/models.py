@@ -41,7 +41,7 @@ class ServedModel:
 
 def stages_of(runs: list[LoadedRun], stages: list[str] | None) -> list[tuple[str, Path, str]]:
     """(name, folder, stage) of the named stages of each run, or of all finished ones. Raises: UserError if a run has none of them."""
-    found = []
+    stages_found = []
     for run in runs:
         wanted = [stage for stage in run.policies if stages is None or stage in stages]
         missing = [stage for stage in stages or [] if stage not in run.policies]
@@ -50,8 +50,8 @@ def stages_of(runs: list[LoadedRun], stages: list[str] | None) -> list[tuple[str
                 f"{run.folder}: no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}: "
                 "run the stage, or choose others with serve.stages=…"
             )
-        found += [(f"{run.folder.name}/{stage}", run.folder, stage) for stage in wanted]
-    return found
+        stages_found += [(f"{run.folder.name}/{stage}", run.folder, stage) for stage in wanted]
+    return stages_found
 
 
 def make_models(

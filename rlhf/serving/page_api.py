@@ -146,8 +146,8 @@ def add_session(router: APIRouter, server: Server) -> None:
             raise RefusedError(400, "the response does not fit this model", "token_ids")
         if asked.reference and models[asked.reference].vocabulary != model.vocabulary:
             raise RefusedError(400, "the two models have different vocabularies", "reference")
-        found = await called(engine, "shade", asked.model, asked.reference, prompt, ids)
-        return {"tokens": [model.spelled(i) for i in ids]} | found
+        shades = await called(engine, "shade", asked.model, asked.reference, prompt, ids)
+        return {"tokens": [model.spelled(i) for i in ids]} | shades
 
     @router.post("/next")
     async def next_tokens(asked: NextRequest) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def add_session(router: APIRouter, server: Server) -> None:
             raise RefusedError(404, "no model of that name", "model")
         model = models[asked.model]
         tokens = await encoded(lambda m, text: document_tokens(m.tokenizer, text, m.context), model, asked.text)
-        found = await called(engine, "next", asked.model, tokens, asked.count)
-        return {"tokens": [{"text": show(model.tokenizer, i), "probability": p} for i, p in found]}
+        likeliest = await called(engine, "next", asked.model, tokens, asked.count)
+        return {"tokens": [{"text": show(model.tokenizer, i), "probability": p} for i, p in likeliest]}
 
 
 async def called(engine: Engine, task: str, *arguments: Any) -> Any:
@@ -174,14 +174,14 @@ def add_ranking(router: APIRouter, server: Server) -> None:
     @router.get("/rank/next")
     async def next_task(request: Request) -> dict[str, Any]:
         labeler = labeler_of(request)
-        task = desk.next_task(labeler)
+        task = await asyncio.to_thread(desk.next_task, labeler)
         about = await asyncio.to_thread(desk.progress, labeler)
         return {"task": None if task is None else task_body(desk, task, labeler), "progress": about}
 
     @router.get("/rank/last")
     async def last_task(request: Request) -> dict[str, Any]:
         labeler = labeler_of(request)
-        record = desk.last(labeler)
+        record = await asyncio.to_thread(desk.last, labeler)
         if record is None:
             raise RefusedError(404, "there is nothing to undo")
         body = task_body(desk, desk.tasks[record.metadata["task"]], labeler)
@@ -202,7 +202,7 @@ def add_ranking(router: APIRouter, server: Server) -> None:
 
     @router.get("/demonstrate/next")
     async def next_prompt(request: Request) -> dict[str, Any]:
-        task = desk.next_prompt(labeler_of(request))
+        task = await asyncio.to_thread(desk.next_prompt, labeler_of(request))
         return {"task": task and task.id, "messages": task and [m.model_dump() for m in task.prompt]}
 
     @router.post("/demonstrate")

@@ -50,12 +50,12 @@ class Access:
 
     def who(self, secret: str | None) -> str | None:
         """The name that a secret belongs to, "" for the operator; every secret is compared, in constant time."""
-        found = None
+        owner = None
         given = (secret or "").encode()
         for name, known in [*self.labelers.items(), *([("", self.token)] if self.token else [])]:
             if hmac.compare_digest(given, known.encode()):
-                found = name
-        return found
+                owner = name
+        return owner
 
 
 @dataclass(slots=True)
@@ -63,9 +63,8 @@ class Rates:
     """A bucket of requests per client, filled evenly."""
 
     per_minute: int
-    buckets: OrderedDict[str, tuple[float, float]] = field(
-        default_factory=OrderedDict
-    )  # requests left, and the time of that
+    # by client: requests left, and the time of that
+    buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
 
     def take(self, client: str) -> float:
         """0 if the client may send a request now; otherwise the seconds until it may."""
@@ -151,10 +150,10 @@ def session_of(headers: dict[str, str]) -> str | None:
     if kind.lower() == "bearer":
         return bearer.strip()
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return None
-    return found.value if found else None
+    return cookie.value if cookie else None
 
 
 class _Bounded:

@@ -18,9 +18,8 @@ from rlhf.errors import UserError
 from rlhf.files import disk_error
 
 Labelled = TypeVar("Labelled", Ranking, Demonstration)
-STARTS = tuple(
-    f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration)
-)  # most bytes of a line
+# how a line begins: what follows the last whole line must be the beginning of one, or the file is another program's
+STARTS = tuple(f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration))
 
 
 class LabelStore:

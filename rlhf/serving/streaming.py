@@ -63,13 +63,13 @@ async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int
     try:
         left = len(tasks)
         while left:
-            index, found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is done:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is done:
                 left -= 1
             else:
-                yield index, found
+                yield index, item
     finally:
         for task in tasks:
             task.cancel()

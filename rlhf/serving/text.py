@@ -51,9 +51,9 @@ class TextStream:
         """Cut the text before the first stop string in the text not yet shown."""
         longest = max(map(len, self.stops), default=0)
         start = max(0, self.shown - longest)
-        found = [place for stop in self.stops if (place := self.text.find(stop, start)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        places = [place for stop in self.stops if (place := self.text.find(stop, start)) >= 0]
+        if places:
+            self.text, self.stopped = self.text[: min(places)], True
         return self.stopped
 
     def _held_back(self) -> int:

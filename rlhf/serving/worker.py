@@ -39,14 +39,12 @@ Task = tuple[int, str, tuple]  # number, name and arguments
 class News:
     """The results of one step."""
 
-    drawn: list[tuple[int, int, float, list | None]] = field(
-        default_factory=list
-    )  # number, token, log-prob, alternatives
+    # number, token, log-prob, alternatives
+    drawn: list[tuple[int, int, float, list | None]] = field(default_factory=list)
     over: list[int] = field(default_factory=list)  # finished or cancelled
     failed: list[int] = field(default_factory=list)
-    results: list[tuple[int, Any, str | None]] = field(
-        default_factory=list
-    )  # results of tasks: number, value, the user's mistake
+    # of tasks: number, value, the user's mistake
+    results: list[tuple[int, Any, str | None]] = field(default_factory=list)
 
 
 class _Lane:
