@@ -1,9 +1,9 @@
-"""The gold pipeline with the demo's model and each twin of its size, as a Markdown table: what the block changes.
+"""Compare kinds of blocks: the gold pipeline with models of equal size, as a Markdown table.
 
     python scripts/blocks_table.py --seeds 0 1 2 [overrides of rlhf pipeline …]
 
-Runs runs/blocks-<model>-<seed>, skipping what is complete, and prints means over seeds; with several, 95% intervals of the
-mean beside them. Equal parameters within 1%, equal tokens.
+Each pipeline is the run runs/blocks-<model>-<seed>; complete ones are not run again. Prints means over seeds, with 95% intervals
+if there are several seeds. The models have the same number of parameters within 1% and see the same number of tokens.
 """
 
 import argparse
@@ -19,13 +19,17 @@ MODELS = ("tiny", "gpt1-tiny", "gpt3-tiny", "palm-tiny", "llama-tiny", "switch-t
 
 
 def measure(runs_dir: Path, model: str, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Run the pipeline; the figures of its evaluation."""
+    """Run the pipeline; returns figures of its evaluation."""
     run = f"blocks-{model}-{seed}"
-    subprocess.run(
-        [sys.executable, "-m", "rlhf", "pipeline", "experiment=gold", "tracking=jsonl", f"model={model}", f"seed={seed}", f"run={run}",
-         f"runs_dir={runs_dir}", *overrides],
-        check=True,
-    )  # fmt: skip
+    settings = [
+        "experiment=gold",
+        "tracking=jsonl",
+        f"model={model}",
+        f"seed={seed}",
+        f"run={run}",
+        f"runs_dir={runs_dir}",
+    ]
+    subprocess.run([sys.executable, "-m", "rlhf", "pipeline", *settings, *overrides], check=True)
     results = json.loads((runs_dir / run / "evaluate" / "results.json").read_text(encoding="utf-8"))
     return {
         "bits per byte": results["pretrain_bits_per_byte"],
@@ -53,8 +57,8 @@ def main() -> None:
     rows = {m: [measure(options.runs_dir, m, seed, overrides) for seed in options.seeds] for m in options.models}
     names = list(next(iter(rows.values()))[0])
     print("| model | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
-    for model, found in rows.items():
-        print(f"| {model} | " + " | ".join(show([one[name] for one in found]) for name in names) + " |")
+    for model, by_seed in rows.items():
+        print(f"| {model} | " + " | ".join(show([figures[name] for figures in by_seed]) for name in names) + " |")
 
 
 if __name__ == "__main__":

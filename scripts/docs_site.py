@@ -1,10 +1,10 @@
-"""A hook of mkdocs: what the site has beyond docs/. `make docs` runs it.
+"""A hook of mkdocs that adds pages to those of docs/. `make docs` runs it.
 
 - The Markdown pages outside docs/ (README.md becomes the first page).
-- A page for every other file or folder of the repository that a page links to, with its text.
+- A page with the text of every other file or folder of the repository that a page links to.
 - A page for every folder of rlhf, made by mkdocstrings from its docstrings.
 
-A link from a page to a file in the repository then leads to that file's page in the site.
+Links to files of the repository are rewritten to lead to these pages.
 """
 
 import os
@@ -18,19 +18,13 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/README.md")
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
-LANGUAGE = {
-    ".py": "python",
-    ".sh": "bash",
-    ".yaml": "yaml",
-    ".yml": "yaml",
-    ".toml": "toml",
-    ".json": "json",
-    ".html": "html",
+LANGUAGE = {".py": "python", ".sh": "bash", ".yml": "yaml"} | {
+    f".{name}": name for name in ("yaml", "toml", "json", "html")
 }
 
 
 def site_path(path: PurePosixPath) -> PurePosixPath:
-    """Where the site has a file of the repository."""
+    """The path in the site of a file of the repository."""
     if path.parts[0] == "docs":
         return path.relative_to("docs")
     if str(path) == "README.md":
@@ -39,14 +33,14 @@ def site_path(path: PurePosixPath) -> PurePosixPath:
 
 
 def repository_path(uri: str) -> PurePosixPath:
-    """The inverse, for pages: the file of the repository that a page of the site was made from."""
+    """The inverse, for pages: the file of the repository from which a page of the site is made."""
     if uri == "index.md":
         return PurePosixPath("README.md")
     return PurePosixPath(uri) if uri in PAGES else PurePosixPath("docs") / uri
 
 
 def linked(target: str, page: PurePosixPath) -> PurePosixPath | None:
-    """The file or folder of the repository that a link on a page leads to; None: it leads out of it, or nowhere."""
+    """The file or folder of the repository that a link on a page leads to; None if it leads elsewhere or nowhere."""
     if re.match(r"[a-z]+:", target):
         return None
     path = (ROOT / page.parent / target).resolve()
@@ -76,9 +70,8 @@ def api_pages() -> dict[str, str]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in PAGES:
-        files.append(
-            File.generated(config, str(site_path(PurePosixPath(name))), content=(ROOT / name).read_text("utf-8"))
-        )
+        uri = str(site_path(PurePosixPath(name)))
+        files.append(File.generated(config, uri, content=(ROOT / name).read_text("utf-8")))
     for uri, content in api_pages().items():
         files.append(File.generated(config, uri, content=content))
     for file in list(files.documentation_pages()):

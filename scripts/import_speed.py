@@ -1,8 +1,8 @@
-"""How fast `rlhf import` is, in how much memory, and what a second process gains, on comparisons made for the purpose.
+"""Speed and memory of `rlhf import` with one process and with two, on generated comparisons.
 
     python scripts/import_speed.py --megabytes 1000 --folder /tmp/speed
 
-Each import runs in a process of its own; its peak memory is that of the parent and its workers together, sampled.
+The peak memory is that of the import's process and its workers together, sampled every 0.1 s.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def text(random_: random.Random, least: int, most: int) -> str:
 
 
 def make_comparisons(path: Path, megabytes: float, seed: int) -> int:
-    """Write rankings of 2 to 5 responses in the native form, a quarter of the items judged twice; returns the rows."""
+    """Write native rankings of 2 to 5 responses, a quarter of the items judged twice; returns the number of rows."""
     random_ = random.Random(seed)
     rows = size = 0
     with path.open("w", encoding="utf-8") as file:
@@ -41,12 +41,10 @@ def make_comparisons(path: Path, megabytes: float, seed: int) -> int:
             people = random_.sample(range(40), k=2 if random_.random() < 0.25 else 1)
             for person in people:
                 order = random_.sample(names, k=len(names))
-                row = {
-                    "kind": "ranking", "id": f"r-{rows}", "prompt": prompt, "responses": responses,
-                    "ranking": [[name] for name in order], "labeler": f"labeler-{person}",
-                    "seconds": round(random_.uniform(5, 300), 1), "metadata": {"round": rows % 7},
-                }  # fmt: skip
-                line = json.dumps(row) + "\n"
+                item = {"kind": "ranking", "id": f"r-{rows}", "prompt": prompt, "responses": responses}
+                judgement = {"ranking": [[name] for name in order], "labeler": f"labeler-{person}"}
+                about = {"seconds": round(random_.uniform(5, 300), 1), "metadata": {"round": rows % 7}}
+                line = json.dumps(item | judgement | about) + "\n"
                 file.write(line)
                 size += len(line)
                 rows += 1
@@ -70,7 +68,7 @@ def measure(path: Path, out: Path, processes: int) -> tuple[float, float]:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it began, as Linux tells."""
+    """A process and all processes that it started, from /proc."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(one) for task in tasks for one in (task / "children").read_text().split()]
@@ -80,18 +78,18 @@ def family(pid: int) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Bytes that a process holds, without the pages of files that it maps (the system may drop those)."""
+    """Resident bytes of a process, without the pages of files that it maps (the system may drop those)."""
     try:
-        found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        match = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(match[1]) * 1024 if match else 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1000)
-    parser.add_argument("--folder", type=Path, required=True, help="for the data; about three times as much is needed")
+    parser.add_argument("--folder", type=Path, required=True, help="for the data; needs about three times its size")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -105,12 +103,8 @@ def main() -> None:
         seconds[processes], peak = measure(path, out, processes)
         rate = size / seconds[processes]
         print(f"processes={processes}: {seconds[processes]:.1f} s, {rate:.1f} MB/s, peak {peak:.0f} MB", flush=True)
-    same = (arguments.folder / "import-1" / "dataset.json").read_bytes() == (
-        arguments.folder / "import-2" / "dataset.json"
-    ).read_bytes()
-    print(
-        f"speed-up {seconds[1] / seconds[2]:.2f}; the results are {'the same' if same else 'DIFFERENT'} byte for byte"
-    )
+    one, two = ((arguments.folder / f"import-{n}" / "dataset.json").read_bytes() for n in (1, 2))
+    print(f"speed-up {seconds[1] / seconds[2]:.2f}; results {'equal byte for byte' if one == two else 'DIFFERENT'}")
 
 
 if __name__ == "__main__":

@@ -263,10 +263,15 @@ def main() -> None:
     # 1. Sample
     for interface in INTERFACES:
         run_rlhf(
-            "sample", *common, f"sample.prompts={known.prompts}", f"sample.responses={known.responses}",
-            "sample.tool=label_studio", f"sample.interface={interface}", f"sample.out={out / interface}",
+            "sample",
+            *common,
+            f"sample.prompts={known.prompts}",
+            f"sample.responses={known.responses}",
+            "sample.tool=label_studio",
+            f"sample.interface={interface}",
+            f"sample.out={out / interface}",
             f"seed={known.seed}",
-        )  # fmt: skip
+        )
 
     # 2. Annotate on the server
     with tempfile.TemporaryDirectory(prefix="label-studio-") as folder:
@@ -295,9 +300,13 @@ def main() -> None:
         imported = ",".join(str(out / interface / "imported") for interface in INTERFACES)
         name = f"{known.run}-round"
         run_rlhf(
-            "reward", *overrides, f"run={name}", *[f"parents.{stage}={known.run}" for stage in ("world", "sft", "label")],
-            f"data.comparisons=[{imported}]", "overwrite=true",
-        )  # fmt: skip
+            "reward",
+            *overrides,
+            f"run={name}",
+            *[f"parents.{stage}={known.run}" for stage in ("world", "sft", "label")],
+            f"data.comparisons=[{imported}]",
+            "overwrite=true",
+        )
 
 
 if __name__ == "__main__":

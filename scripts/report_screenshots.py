@@ -1,10 +1,9 @@
-"""Pictures of a report in headless Chromium, and the checks that only a browser can make. Not part of the tests.
+"""Screenshots of a report in headless Chromium, and the checks that need a browser. Not part of the tests.
 
     python scripts/report_screenshots.py runs/demo/report.html shots/
 
-Needs Chromium on the machine and the package playwright. Writes <name>-<light|dark>-<wide|phone>.png and fails when the
-page says anything in the console, asks for anything but itself, is wider than the screen, or does not do what its
-switches say.
+Needs Chromium on the machine and the package playwright. Writes <name>-<light|dark>-<wide|phone>.png. Fails if the page prints
+to the console, opens a dialog, requests anything but itself, is wider than the screen, or has a switch that does not work.
 """
 
 import shutil
@@ -16,20 +15,24 @@ SCREENS = {"wide": (1360, 900), "phone": (390, 844)}
 
 
 def listen(page: Any, address: str, problems: list[str]) -> None:
-    """Notes what the page says in the console, asks the person, or asks the network for."""
-    page.on("console", lambda message: problems.append(f"console: {message.text}"))
-    page.on("pageerror", lambda error: problems.append(f"page error: {error}"))
-    page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    """Record the page's console messages, errors, dialogs and network requests as problems."""
 
-    def asked(request: Any) -> None:
+    def on_dialog(dialog: Any) -> None:
+        problems.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def on_request(request: Any) -> None:
         if request.url != address and not request.url.startswith("data:"):
             problems.append(f"request: {request.url}")
 
-    page.on("request", asked)
+    page.on("console", lambda message: problems.append(f"console: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(f"page error: {error}"))
+    page.on("dialog", on_dialog)
+    page.on("request", on_request)
 
 
 def shoot(page_path: Path, folder: Path) -> list[str]:
-    """Writes the pictures; returns the problems that were found."""
+    """Write the screenshots; returns the problems found."""
     from playwright.sync_api import sync_playwright
 
     problems: list[str] = []
@@ -57,14 +60,14 @@ def shoot(page_path: Path, folder: Path) -> list[str]:
 
 
 def use(page: Any) -> list[str]:
-    """Does what a person does: points at a curve, chooses logarithmic axes and dark colours, opens values by keyboard."""
+    """Use the page: point at a curve, choose dark colours and logarithmic axes, open values by keyboard; returns problems."""
     strips = page.locator("figure .over-lin").first.locator("g.at")
     if page.locator("figure").count() == 0:
         return []  # a run without curves
     problems = []
     strip = strips.nth(strips.count() // 2)
     strip.scroll_into_view_if_needed()
-    strip.locator("rect").hover(timeout=5000)  # fails where another strip lies over it
+    strip.locator("rect").hover(timeout=5000)  # fails if another strip covers it
     if float(strip.evaluate("node => getComputedStyle(node).opacity")) < 1:
         problems.append("pointing at a curve shows nothing")
     light = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -89,8 +92,8 @@ def use(page: Any) -> list[str]:
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit("usage: python scripts/report_screenshots.py REPORT.html … FOLDER")
-    found = {name: shoot(Path(name), Path(sys.argv[-1])) for name in sys.argv[1:-1]}
-    for name, problems in found.items():
-        told = "; ".join(dict.fromkeys(problems)) or "no problem"
-        print(f"{name}: {Path(name).stat().st_size / 1e6:.2f} MB, {told}")
-    sys.exit(1 if any(found.values()) else 0)
+    by_report = {name: shoot(Path(name), Path(sys.argv[-1])) for name in sys.argv[1:-1]}
+    for name, problems in by_report.items():
+        shown = "; ".join(dict.fromkeys(problems)) or "no problem"
+        print(f"{name}: {Path(name).stat().st_size / 1e6:.2f} MB, {shown}")
+    sys.exit(1 if any(by_report.values()) else 0)

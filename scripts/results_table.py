@@ -1,17 +1,22 @@
-"""Print the figures of finished gold runs as the Markdown table of the README, with their means where there are several.
+"""Print the figures of finished gold runs as the Markdown table of the README, with means if there are several.
 
     python scripts/results_table.py runs/demo runs/seed-1 runs/seed-2
 
-Rows on the way tell whether a run stayed whole, in all its labelling rounds: the largest KL of an update, the least gold score
-of one, the critic's explained variance at the end, and best-of-n beside PPO.
+The row "during training" shows whether PPO was stable, over all labelling rounds: the largest KL of an update, the lowest gold
+score, and the critic's explained variance at the end.
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 from rlhf.runs.folders import rounds_before
+from rlhf.tracking.jsonl import read_jsonl
+from rlhf.tracking.run_files import get
+
+GOLD = "eval/dev/gold/total"
 
 
 def show(value: dict[str, Any]) -> str:
@@ -19,39 +24,38 @@ def show(value: dict[str, Any]) -> str:
 
 
 def training(folder: Path) -> dict[str, float]:
-    """What happened on the way, in all labelling rounds: extremes over PPO's updates, and the last explained variance.
+    """Extremes over PPO's updates in all labelling rounds, and the last explained variance.
 
-    Gold is taken twice, each time less the SFT model's: of the looks at held-out prompts, which see the averaged policy where
-    there is one, and of the rollouts, which the policy itself wrote. Updates that train the critic alone are SFT's.
+    The gold score is measured twice, each time minus the SFT model's: at the evaluations on held-out prompts, which use the averaged
+    policy if there is one, and on the rollouts. Updates that train only the critic count as the SFT model's.
     """
-    found: dict[str, list[float]] = {"kl": [], "looks": [], "rollouts": []}
+    kl: list[float] = []
+    held_out: list[float] = []
+    rollouts: list[float] = []
+    explained_variance = 0.0
     for run in (folder, *rounds_before(folder)):
         record = json.loads((run / "ppo" / "stage.json").read_text(encoding="utf-8"))
-        alone = record["config"]["ppo"]["critic_warmup_updates"]
-        rows = [json.loads(line) for line in (run / "ppo" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        warmup = record["config"]["ppo"]["critic_warmup_updates"]
+        rows = list(read_jsonl(run / "ppo" / "metrics.jsonl"))
         updates = [row for row in rows if "objective/kl" in row]
-        looks = [row for row in rows if "eval/dev/gold/total" in row]  # the first is SFT's
+        evaluated = [(row["progress/step"], row[GOLD]) for row in rows if GOLD in row]  # the first one is SFT's
         sampled = [row["gold/total"] for row in updates]  # by the policy before the update
-        start = sum(sampled[: alone + 1]) / (alone + 1)
-        found["kl"] += [row["objective/kl"] for row in updates]
-        found["rollouts"] += [gold - start for gold in sampled[alone + 1 :]]
-        found["looks"] += [
-            row["eval/dev/gold/total"] - looks[0]["eval/dev/gold/total"]
-            for row in looks
-            if row["progress/step"] > alone
-        ]
+        start = sum(sampled[: warmup + 1]) / (warmup + 1)
+        kl += [row["objective/kl"] for row in updates]
+        rollouts += [gold - start for gold in sampled[warmup + 1 :]]
+        held_out += [gold - evaluated[0][1] for step, gold in evaluated if step > warmup]
         if run == folder:
-            found["explained_variance"] = [updates[-1]["val/explained_var"]]
+            explained_variance = updates[-1]["val/explained_var"]
     return {
-        "kl_most": max(found["kl"]),
-        "gold_least": min(found["looks"]),
-        "rollout_least": min(found["rollouts"]),
-        "explained_variance": found["explained_variance"][0],
+        "highest_kl": max(kl),
+        "lowest_gold": min(held_out),
+        "lowest_rollout": min(rollouts),
+        "explained_variance": explained_variance,
     }
 
 
-def rows(results: dict[str, Any], way: dict[str, float]) -> dict[str, str]:
-    """One column of the table: what is shown, in order."""
+def rows(results: dict[str, Any], during: dict[str, float]) -> dict[str, str]:
+    """One column of the table: {row: cell}. during: as `training` gives it."""
     best, held_out = results["best_of_n"], results["reward_model"]["held_out_labelers"]["accuracy"]
     weights = results["reward_model"]["gold_regression"]["parts"]
     gold, rm = results["gold"], results["reward_model"]
@@ -68,13 +72,14 @@ def rows(results: dict[str, Any], way: dict[str, float]) -> dict[str, str]:
         f"best of {best['n']} by the reward model: gold score, win rate, KL (and its bound)": (
             f"{best['gold']:.3f} · {show(best['win_rate_vs_sft'])} · {best['kl_estimate_nats']:.2f} ({best['kl_bound_nats']:.2f})"
         ),
-        "on the way: largest KL; least gold less SFT's, held-out and of rollouts; last explained variance": (
-            f"{way['kl_most']:.2f} · {way['gold_least']:+.3f}, {way['rollout_least']:+.3f} · {way['explained_variance']:.2f}"
+        "during training: highest KL; lowest gold minus SFT's, held-out and of rollouts; last explained variance": (
+            f"{during['highest_kl']:.2f} · {during['lowest_gold']:+.3f}, {during['lowest_rollout']:+.3f} · "
+            f"{during['explained_variance']:.2f}"
         ),
         "reward model accuracy, held-out prompts": show(rm["accuracy"]),
         "on held-out labelers": show(held_out),
-        "what it pays for, standardised weights": ", ".join(
-            f"{part} {found['weight']:.2f}" for part, found in weights.items() if found["weight"] is not None
+        "what it rewards, standardised weights": ", ".join(
+            f"{part} {row['weight']:.2f}" for part, row in weights.items() if row["weight"] is not None
         ),
         "its ceiling, and the share of the way from chance": f"{rm['noise_ceiling']:.3f}, {share:.2f}",
         "length alone; gold order; labelers' agreement": (
@@ -88,28 +93,24 @@ def rows(results: dict[str, Any], way: dict[str, float]) -> dict[str, str]:
 
 
 def main(folders: list[str]) -> None:
-    columns: list[tuple[str, dict[str, str]]] = []
-    every: list[dict[str, Any]] = []
-    for folder in folders:
-        results = json.loads((Path(folder) / "evaluate" / "results.json").read_text(encoding="utf-8"))
-        columns.append((f"seed {results['seed']}", rows(results, training(Path(folder)))))
-        every.append(results)
-    print("| | " + " | ".join(name for name, _ in columns) + " |")
+    by_run = {}
+    for folder in map(Path, folders):
+        by_run[folder] = json.loads((folder / "evaluate" / "results.json").read_text(encoding="utf-8"))
+    columns = [rows(results, training(folder)) for folder, results in by_run.items()]
+    print("| | " + " | ".join(f"seed {results['seed']}" for results in by_run.values()) + " |")
     print("|---" * (len(columns) + 1) + "|")
-    for label in columns[0][1]:
-        print(f"| {label} | " + " | ".join(column.get(label, "") for _, column in columns) + " |")
-    if len(every) > 1:
+    for label in columns[0]:
+        print(f"| {label} | " + " | ".join(column[label] for column in columns) + " |")
+    if len(by_run) > 1:
 
-        def mean(values: list[float]) -> float:
-            return sum(values) / len(values)
+        def mean(*path: str) -> float:
+            return statistics.fmean(get(results, *path) for results in by_run.values())
 
         print(
-            f"\nMean over {len(every)} seeds: win rate {mean([r['gold']['win_rate_vs_sft']['value'] for r in every]):.3f}, "
-            f"greedy {mean([r['gold']['win_rate_greedy']['value'] for r in every]):.3f}, "
-            f"KL {mean([r['kl_to_sft_nats'] for r in every]):.2f} nats; "
-            f"gold score of PPO {mean([r['gold']['mean_score']['ppo'] for r in every]):.4f}, "
-            f"of best of {every[0]['best_of_n']['n']} {mean([r['best_of_n']['gold'] for r in every]):.4f} "
-            f"at {mean([r['best_of_n']['kl_estimate_nats'] for r in every]):.2f} nats."
+            f"\nMean over {len(by_run)} seeds: win rate {mean('gold', 'win_rate_vs_sft', 'value'):.3f}, "
+            f"greedy {mean('gold', 'win_rate_greedy', 'value'):.3f}, KL {mean('kl_to_sft_nats'):.2f} nats; "
+            f"gold score of PPO {mean('gold', 'mean_score', 'ppo'):.4f}, of best-of-n {mean('best_of_n', 'gold'):.4f} "
+            f"at {mean('best_of_n', 'kl_estimate_nats'):.2f} nats."
         )
 
 

@@ -1,6 +1,7 @@
-"""Runs the notebooks of docs/notebooks in an empty folder, one after the other, and writes them back with their outputs.
+"""Run the notebooks of docs/notebooks in an empty folder, one after the other, and write them back with their outputs.
 
-Outputs of one stream become one; what names the machine or the time goes. The second notebook reads what the first one wrote.
+Consecutive outputs of one stream are joined, and metadata that names the machine or the time is removed. The second notebook
+reads the files that the first one writes.
 """
 
 import os
@@ -19,7 +20,7 @@ SECONDS = 3000  # at most, for a cell
 
 
 def execute(name: str, folder: Path) -> Any:
-    """A notebook with the outputs that it gives in a working folder, with this tree's code."""
+    """Run a notebook in a working folder with this checkout's code."""
     notebook = nbformat.read(FOLDER / name, as_version=4)
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     client = NotebookClient(
@@ -36,14 +37,14 @@ def cleaned(notebook: Any) -> Any:
     }
     for cell in notebook.cells:
         cell.metadata = {}
-        kept: list[Any] = []
+        joined: list[Any] = []
         for output in cell.get("outputs", []):
-            if kept and output.output_type == kept[-1].output_type == "stream" and output.name == kept[-1].name:
-                kept[-1].text += output.text
+            if joined and output.output_type == joined[-1].output_type == "stream" and output.name == joined[-1].name:
+                joined[-1].text += output.text
             else:
-                kept.append(output)
+                joined.append(output)
         if "outputs" in cell:
-            cell.outputs = kept
+            cell.outputs = joined
     return notebook
 
 

@@ -16,8 +16,7 @@ def updates(run: Path) -> tuple[list[float], list[float], list[float]]:
     """Update, KL in nats per response, and mean true score of each update's rollouts."""
     rows = map(json.loads, (run / "ppo" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     names = ("progress/step", "objective/kl", "gold/total")
-    found = [[row[name] for name in names] for row in rows if "objective/kl" in row]
-    steps, kl, score = zip(*found, strict=True)
+    steps, kl, score = zip(*([row[name] for name in names] for row in rows if "objective/kl" in row), strict=True)
     return list(steps), list(kl), list(score)
 
 
@@ -44,10 +43,10 @@ def draw(runs: dict[str, Path], out: Path) -> None:
         score.plot(x, truth, color=colour, label=name)
         kl.plot(x, nats, color=colour)
         both.plot(nats, truth, ".", color=colour, alpha=0.5)
-    for mark, (name, (nats, found)) in zip("os^", evaluated(next(iter(runs.values()))).items(), strict=True):
-        low, high = found["ci95"]
-        error = [[found["value"] - low], [high - found["value"]]]
-        both.errorbar(nats, found["value"], yerr=error, fmt=mark, color="black", capsize=3, label=f"{name}, held out")
+    for mark, (name, (distance, figure_)) in zip("os^", evaluated(next(iter(runs.values()))).items(), strict=True):
+        value, (low, high) = figure_["value"], figure_["ci95"]
+        error = [[value - low], [high - value]]
+        both.errorbar(distance, value, yerr=error, fmt=mark, color="black", capsize=3, label=f"{name}, held out")
     score.set(title="True score of the rollouts", xlabel="update")
     kl.set(title="KL to the base, nats", xlabel="update", yscale="symlog", yticks=[0, 1, 2, 5, 10, 50])
     kl.set_yticklabels(["0", "1", "2", "5", "10", "50"])

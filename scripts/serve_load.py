@@ -78,10 +78,16 @@ class Client(asyncio.Protocol):
 
 def request(model: str, seed: int, length: int, host: str) -> bytes:
     """A streamed chat request as it goes over the wire."""
-    body = json.dumps({
-        "model": model, "messages": [{"role": "user", "content": PROMPTS[seed % len(PROMPTS)]}], "seed": seed,
-        "max_tokens": length, "stream": True, "stream_options": {"include_usage": True},
-    }).encode()  # fmt: skip
+    body = json.dumps(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": PROMPTS[seed % len(PROMPTS)]}],
+            "seed": seed,
+            "max_tokens": length,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 

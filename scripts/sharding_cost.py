@@ -128,10 +128,14 @@ def main() -> None:
         return
     base = statistics.median(seconds["one process"])
     found = {
-        way: {"median_s": statistics.median(times), "ratio": statistics.median(times) / base,
-              "least_s": min(times), "most_s": max(times)}
+        way: {
+            "median_s": statistics.median(times),
+            "ratio": statistics.median(times) / base,
+            "least_s": min(times),
+            "most_s": max(times),
+        }
         for way, times in seconds.items()
-    }  # fmt: skip
+    }
     print(
         f"{arguments.size}, {process_count()} processes on {device}, {arguments.rounds} steps each, {ROWS} rows per step"
     )

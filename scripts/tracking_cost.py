@@ -1,11 +1,10 @@
-"""What logging costs an update of PPO: the same updates with W&B (offline) and with nothing, by turns.
+"""The cost of logging in PPO: updates with W&B (offline) and updates without tracking, alternating.
 
     python scripts/tracking_cost.py RUNS_DIR RUN 12 [overrides of the run]
 
-RUN has everything up to its reward model; it is not changed. Three figures, each as a share of an update: the time that
-the loop itself spends in the tracker, the processor time of W&B's own process and threads, and the difference between
-the medians of the updates with and without it (on a busy machine the last one is noise). Use one thread: torch's own
-would count as W&B's.
+RUN must have its stages up to the reward model; it is not changed. Prints three figures, each as a share of an update: the time
+that the loop spends in the tracker, the processor time of W&B's process and threads, and the difference between the medians of
+updates with and without W&B (on a busy machine the last one is noise). Use one thread: torch's other threads would count as W&B's.
 """
 
 import os
@@ -41,12 +40,12 @@ class Timed:
 
 
 def other_seconds() -> float:
-    """Processor time of W&B's service and of this process' threads but the first."""
+    """Processor time of W&B's service, and of all threads of this process except the first."""
     import psutil
 
-    own = psutil.Process()
-    threads = sum(one.user_time + one.system_time for one in own.threads() if one.id != own.pid)
-    return threads + sum(sum(child.cpu_times()[:2]) for child in own.children(recursive=True))
+    process = psutil.Process()
+    threads = sum(thread.user_time + thread.system_time for thread in process.threads() if thread.id != process.pid)
+    return threads + sum(sum(child.cpu_times()[:2]) for child in process.children(recursive=True))
 
 
 def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
@@ -60,25 +59,25 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:
-        for stage in ancestors("ppo"):
-            if (Path(runs_dir) / name / stage).is_dir():
-                shutil.copytree(Path(runs_dir) / name / stage, Path(home) / name / stage)
+        for parent in ancestors("ppo"):
+            if (Path(runs_dir) / name / parent).is_dir():
+                shutil.copytree(Path(runs_dir) / name / parent, Path(home) / name / parent)
         config = compose_config(
             [*overrides, f"runs_dir={home}", f"run={name}", "ppo.eval_every=1", "ppo.samples_every=1"]
         )
         with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
             trainer = make_ppo_run(config, stage, set_up(config))
             options: dict[str, Any] = {"run": name, "stage": "ppo", "config": {"seed": config.seed}}
-            wandb = Timed(make_tracker("wandb", folder=Path(home) / "on", **options))
+            wandb: Any = Timed(make_tracker("wandb", folder=Path(home) / "on", **options))
             off = make_tracker("silent", folder=Path(home) / "off", **options)
             one_update(trainer, 1, off)  # the first one warms up and checks the invariants
             wandb.log({"objective/kl": 0.0}, step=0)
-            time.sleep(3)  # W&B starts in a thread of its own
+            time.sleep(3)  # until W&B has started in its thread
             wandb.seconds, other = 0.0, other_seconds()
             spent: dict[str, list[float]] = {"on": [], "off": []}
             worked: dict[str, list[float]] = {"on": [], "off": []}
             for update in range(2, 2 + count):
-                kind = "on" if update % 4 in (0, 3) else "off"  # off on on off: what grows over time falls on both
+                kind = "on" if update % 4 in (0, 3) else "off"  # off on on off: drift affects both equally
                 started, processor = time.perf_counter(), time.thread_time()
                 one_update(trainer, update, wandb if kind == "on" else off)
                 spent[kind].append(time.perf_counter() - started)
@@ -88,10 +87,11 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
             wandb.finish()
             off.finish()
     each = statistics.median(spent["off"])
-    for told, found in (("seconds", spent), ("processor seconds of the loop", worked)):
-        off_, on = statistics.median(found["off"]), statistics.median(found["on"])
+    for unit, times in (("seconds", spent), ("processor seconds of the loop", worked)):
+        without, with_ = statistics.median(times["off"]), statistics.median(times["on"])
+        change = 100 * (with_ / without - 1)
         print(
-            f"{told} per update, medians of {len(found['on'])}: {off_:.3f} without, {on:.3f} with ({100 * (on / off_ - 1):+.2f}%)"
+            f"{unit} per update, medians of {len(times['on'])}: {without:.3f} without, {with_:.3f} with ({change:+.2f}%)"
         )
     print(f"in the tracker's calls: {1000 * calls:.2f} ms per update ({100 * calls / each:.3f}%)")
     print(f"processor time beside the loop: {1000 * other:.2f} ms per update ({100 * other / each:.3f}%)")

@@ -43,12 +43,8 @@ def run(config: ImportConfig) -> None:
             importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
             report = importer.run(sources)
         partial = importer.reject_count > config.max_rejects
-        about = {
-            "records": report["records"],
-            "splits": {"prefix_characters": config.prefix_characters, "seed": config.seed,
-                       "dev": config.dev, "test": config.test},
-        }  # fmt: skip
-        seal(folder, "partial" if partial else "complete", about)
+        splits = {name: getattr(config, name) for name in ("prefix_characters", "seed", "dev", "test")}
+        seal(folder, "partial" if partial else "complete", {"records": report["records"], "splits": splits})
         target = _partial(out) if partial else out
         swap(target, folder)
     for line in describe(report) + importer.notes:
@@ -77,13 +73,10 @@ def _earlier(config: ImportConfig, out: Path) -> Any:
     from rlhf.data.reading.sources import given_names, is_import
 
     given = [] if config.earlier is None else given_names("earlier", config.earlier, "the folder of an import")
-    folders = [Path(one) for one in given]
-    if is_import(out):
-        folders.append(out)
-    found = Assignments()
-    for folder in folders:
-        found.add(read_assignments(folder, config.prefix_characters))
-    return found
+    assignments = Assignments()
+    for folder in [*map(Path, given), *([out] if is_import(out) else [])]:
+        assignments.add(read_assignments(folder, config.prefix_characters))
+    return assignments
 
 
 # --- the folder ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlhf.commands.launch import import_once, run_stage_processes
 from rlhf.commands.report import write
 from rlhf.config import Config
+from rlhf.config.setting import get
 from rlhf.errors import UserError
 from rlhf.exits import report
 from rlhf.files import write_json
@@ -86,12 +87,12 @@ def forwarded_overrides() -> list[str]:
 def check_before(config: Config) -> None:
     """Check for errors that would otherwise appear minutes later: missing data, a full disk. Raises: UserError."""
     stages = stages_to_run(config)
-    read = {kind for stage in stages for kind in kinds_read(config, stage)}
+    needed = {kind for stage in stages for kind in kinds_read(config, stage)}
     measured = "evaluate" in stages and needs_parent(config, "evaluate", "reward")
     if not {"reward", "judge"} & set(stages) and not measured:
-        read.discard("comparisons")  # they are used at most for prompts
-    kinds = [kind for kind in ("corpus", "demonstrations", "comparisons") if kind in read]
-    missing = [kind for kind in kinds if data_source(config, kind) is None]
+        needed.discard("comparisons")  # they are used at most for prompts
+    kinds = ("corpus", "demonstrations", "comparisons")
+    missing = [kind for kind in kinds if kind in needed and data_source(config, kind) is None]
     if missing:
         raise UserError(
             f"{' and '.join('data.' + kind for kind in missing)} not set: give a file, a folder or a hub id, "
@@ -160,13 +161,14 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     earlier = earlier_run(config)
     if earlier is None:
         return {}
-    given = {
-        "run": earlier.run, "gold.rounds": earlier.gold.rounds, "gold.comparison_prompts": earlier.gold.comparison_prompts,
-        "ppo.episodes": earlier.ppo.episodes, "reward.audit": earlier.reward.audit,
-        **{f"parents.{stage}": f"'{parent}'" for stage, parent in asdict(earlier.parents).items() if parent is not None},
-    }  # fmt: skip
-    kept = [o for o in overrides if o.partition("=")[0] not in given and not o.startswith("parents.")]
-    overrides = kept + [f"{key}={value}" for key, value in given.items()]
+    changed = ("run", "gold.rounds", "gold.comparison_prompts", "ppo.episodes", "reward.audit")
+    others = [o for o in overrides if not o.startswith("parents.") and o.partition("=")[0] not in changed]
+    parents = asdict(earlier.parents)
+    overrides = [
+        *others,
+        *(f"{key}={get(earlier, key)}" for key in changed),
+        *(f"parents.{stage}='{parent}'" for stage, parent in parents.items() if parent is not None),
+    ]
     done = ensure_rounds(earlier, overrides)
     say(f"labelling round {earlier.gold.rounds} and its policy: {run_folder(earlier)}")
     return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in ROUND_STAGES}
@@ -210,19 +212,19 @@ def show(config: Config, table: dict, seconds: float) -> None:
     say()
     say(f"{'stage':<{width}}{'seconds':>9}{'peak MB':>9}  {'state':<16}result")
     for name, row in table["stages"].items():
-        figures = ", ".join(
-            f"{key.split('/')[-1]} {value:,.4g}" for key, value in list((row["summary"] or {}).items())[:3]
-        )
+        summary = list((row["summary"] or {}).items())
+        figures = ", ".join(f"{key.split('/')[-1]} {value:,.4g}" for key, value in summary[:3])
         say(f"{name:<{width}}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
     total = sum(row["seconds"] or 0 for row in table["stages"].values())
     say(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
     results = read_record(run_folder(config) / "evaluate" / "results.json", "results") or {}
     if "gold" in results:
         gold = results["gold"]
-        win, greedy = gold["win_rate_vs_sft"], gold["win_rate_greedy"]
+        sampled, greedy = gold["win_rate_vs_sft"], gold["win_rate_greedy"]
+        low, high = sampled["ci95"]
         say()
         say(
-            f"win rate of PPO over SFT by the {gold['truth']} {win['value']:.3f} [{win['ci95'][0]:.3f}, {win['ci95'][1]:.3f}] at "
-            f"temperature 1, {greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats"
+            f"win rate of PPO over SFT by the {gold['truth']} {sampled['value']:.3f} [{low:.3f}, {high:.3f}] at temperature 1, "
+            f"{greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats"
         )
     say(f"report: {table['report']}")

@@ -16,6 +16,7 @@ trains its reward model and is evaluated; in a study of sizes it also pretrains 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlhf.commands.pipeline import forwarded_overrides, misfit
 from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, run_cell
@@ -60,10 +61,10 @@ AUDIT_CELLS = {
     for prompts in (100, 300, 1000)
     for noise in (1.0, 2.8)
 }
-AUDIT_FIXED = (
-    "gold.rounds=1", "gold.comparison_test_prompts=50", "kl.coef=0.03", "kl.target=null", "ppo.eval_every=0", "evaluate.prompts=256",
-    "evaluate.samples=1", "evaluate.best_of=0",
-)  # fmt: skip
+AUDIT_LABELS = ("gold.rounds=1", "gold.comparison_test_prompts=50")
+AUDIT_PPO = ("kl.coef=0.03", "kl.target=null", "ppo.eval_every=0")
+AUDIT_EVALUATION = ("evaluate.prompts=256", "evaluate.samples=1", "evaluate.best_of=0")
+AUDIT_FIXED = (*AUDIT_LABELS, *AUDIT_PPO, *AUDIT_EVALUATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,38 +92,36 @@ def run(config: Config) -> None:
     """Run the cells that are missing, evaluate them, and write the study's JSON."""
     if config.study.kind is None:
         raise UserError(f"study.kind is not set: want one of {', '.join(KINDS)}")
-    transfers = config.study.kind == "transfer"
     if config.study.kind not in WITHOUT_TRUTH:
         need_truth(config, "study")
     cells = make_cells(config, forwarded_overrides())
-    from rlhf.commands.study_transfer import LSTM, pretrain_lstm, transfer_results
+    from rlhf.commands.study_transfer import LSTM, pretrain_lstm
 
     for cell in cells:
-        if transfers and cell.name == LSTM:
+        if cell.name == LSTM:
             pretrain_lstm(cell)
     missing = cells_to_run(config, cells)
-    tell_cost(config, cells, missing)
+    say_cost(config, cells, missing)
     run_cells(config, cells, missing)
+    for name, results in make_results(config, cells).items():
+        path = run_folder(config) / "study" / f"{name}.json"
+        write_json(path, results)
+        say(f"study: {path}")
+
+
+def make_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
+    """{file name: the figures of the finished cells}."""
     from rlhf.commands.study_audit import audit_results
     from rlhf.commands.study_results import details_results, frontier_results
     from rlhf.commands.study_scaling import scaling_results
     from rlhf.commands.study_sizes import size_results
+    from rlhf.commands.study_transfer import transfer_results
 
-    makers = {
-        "frontier": frontier_results,
-        "audit": audit_results,
-        "sizes": size_results,
-        "scaling": scaling_results,
-    }
-    found = (
-        transfer_results(config, cells)
-        if transfers
-        else {config.study.kind: makers.get(config.study.kind, details_results)(config, cells)}
-    )
-    for name, results in found.items():
-        path = run_folder(config) / "study" / f"{name}.json"
-        write_json(path, results)
-        say(f"study: {path}")
+    kind = str(config.study.kind)
+    if kind == "transfer":
+        return transfer_results(config, cells)
+    makers = {"frontier": frontier_results, "audit": audit_results, "sizes": size_results, "scaling": scaling_results}
+    return {kind: makers.get(kind, details_results)(config, cells)}
 
 
 def run_cells(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
@@ -167,9 +166,9 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
     for name, changed in choices.items():
         for seed, parent in zip(seeds, parents, strict=True):
             taken = {stage: parent_stage(config, parent, stage) for stage in kind.taken}
-            own = built_on(config, name, seed, folder, taken)
-            elsewhere = "reward" in taken and "reward" not in own and config.ppo.rewards is None
-            overrides = (
+            stages = built_on(config, name, seed, folder, taken)
+            elsewhere = "reward" in taken and "reward" not in stages and config.ppo.rewards is None
+            overrides = [
                 *shared,
                 *changed,
                 *([f"ppo.rewards='{taken['reward']}'"] if elsewhere else []),
@@ -178,10 +177,10 @@ def make_cells(config: Config, given: list[str]) -> list[Cell]:
                 f"run={name}-seed{seed}",
                 f"seed={seed}",
                 f"threads={threads}",
-                *(f"parents.{stage}='{path}'" for stage, path in own.items()),
-            )
-            commands = tuple(command for command in kind.commands if command not in own)
-            cells.append(Cell(name, seed, parent, folder, overrides, own, commands, kind.last))
+                *(f"parents.{stage}='{path}'" for stage, path in stages.items()),
+            ]
+            commands = tuple(command for command in kind.commands if command not in stages)
+            cells.append(Cell(name, seed, parent, folder, tuple(overrides), stages, commands, kind.last))
     return cells
 
 
@@ -208,22 +207,21 @@ def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
             raise UserError(
                 "study.cells: study.kind=frontier has no choices: leave it out, or set study.kind=details or audit"
             )
-        fixed = (
-            episodes,
-            f"ppo.eval_prompts={EVAL_PROMPTS}",
-            "ppo.eval_every=2",
-            "kl.target=null",
-            "ppo.ema_decay=null",
-        )
+        looks = (f"ppo.eval_prompts={EVAL_PROMPTS}", "ppo.eval_every=2")
+        fixed = (episodes, *looks, "kl.target=null", "ppo.ema_decay=null")
         return {f"kl_coef_{coef}": (f"kl.coef={coef}", *fixed) for coef in FRONTIER_COEFFICIENTS}
-    one_at_a_time = PROMPTS if settings.kind == "prompts" else DETAILS
-    offered = {name: tuple(changed) for name, changed in one_at_a_time.items()}
+    offered: dict[str, tuple[str, ...]]
     if settings.kind == "audit":
         offered = {name: (*AUDIT_FIXED, episodes, *changed) for name, changed in AUDIT_CELLS.items()}
-    if settings.kind in ("transfer", "sizes"):
-        offered = (transfer_choices if settings.kind == "transfer" else size_choices)(parent)
-    if settings.kind == "scaling":
+    elif settings.kind == "transfer":
+        offered = transfer_choices(parent)
+    elif settings.kind == "sizes":
+        offered = size_choices(parent)
+    elif settings.kind == "scaling":
         offered = scaling_choices(config, parent)
+    else:
+        one_at_a_time = PROMPTS if settings.kind == "prompts" else DETAILS
+        offered = {name: tuple(changed) for name, changed in one_at_a_time.items()}
     wanted = listed(settings.cells) or list(offered)
     unknown = [name for name in wanted if name not in offered]
     if unknown:
@@ -248,13 +246,13 @@ def parent_stage(config: Config, parent: Path, stage: str) -> Path:
 
     A run's name there is one under runs_dir, and a relative path is from the working directory, as in `stage_folder`.
     """
-    own = parent / stage
+    inside = parent / stage
     recorded = (read_stage(parent / "reward") or {}).get("config", {}).get("parents", {}).get(stage)
-    if recorded is not None and not (own / "stage.json").exists():
+    if recorded is not None and not (inside / "stage.json").exists():
         for candidate in (Path(config.runs_dir) / recorded / stage, Path(recorded) / stage, Path(recorded)):
             if (candidate / "stage.json").exists():
                 return candidate.absolute()
-    return own
+    return inside
 
 
 def cells_to_run(config: Config, cells: list[Cell]) -> list[Cell]:
@@ -265,24 +263,21 @@ def cells_to_run(config: Config, cells: list[Cell]) -> list[Cell]:
     """
     from rlhf.composing import compose_config
 
-    found = []
+    missing = []
     for cell in cells:
-        stage = cell.compared
-        recorded = read_stage(cell.folder / cell.run / stage)
-        settings = compose_config(list(cell.overrides))
-        reason = recorded and misfit(settings, stage, recorded, collect_parents(settings, stage))
+        folder = cell.folder / cell.run / cell.compared
+        recorded, settings = read_stage(folder), compose_config(list(cell.overrides))
+        reason = recorded and misfit(settings, cell.compared, recorded, collect_parents(settings, cell.compared))
         if reason and not config.overwrite:
-            raise UserError(
-                f"{cell.folder / cell.run / stage}: {reason}: add overwrite=true to run such cells again, or choose another run=…"
-            )
+            raise UserError(f"{folder}: {reason}: add overwrite=true to run such cells again, or choose another run=…")
         if reason:
-            found.append(replace(cell, overrides=(*cell.overrides, "overwrite=true")))
+            missing.append(replace(cell, overrides=(*cell.overrides, "overwrite=true")))
         elif not is_complete(cell.folder / cell.run / cell.last):
-            found.append(cell)
-    return found
+            missing.append(cell)
+    return missing
 
 
-def tell_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
+def say_cost(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
     """Print an estimate of the time of the missing cells, from the time of PPO on the parent."""
     if config.study.kind in WITHOUT_TRUTH:
         what = "fine-tunings" if config.study.kind == "transfer" else "trainings"

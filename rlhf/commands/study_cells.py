@@ -78,9 +78,9 @@ def cached(folder: Path, name: str, basis: Any, make: Any) -> Any:
     """The result of `make()`, cached in a JSON file for the same `basis`, so that an interrupted study can be resumed."""
     path = folder / f"{name}.json"
     digest = hashlib.sha256(json.dumps(basis, sort_keys=True, default=str).encode()).hexdigest()
-    found = read_json(path)
-    if found.get("basis") != digest or "value" not in found:
-        found = {"basis": digest, "value": make()}
+    entry = read_json(path)
+    if entry.get("basis") != digest or "value" not in entry:
+        entry = {"basis": digest, "value": make()}
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
-    return found["value"]
+        write_json(path, entry)
+    return entry["value"]

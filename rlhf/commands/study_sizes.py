@@ -65,23 +65,22 @@ def size_stages(name: str, seed: int, folder: Path, taken: dict[str, Path]) -> d
 
 def size_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
     """A row per size and policy: preference, true score and the measures, over the prompts of all seeds; and the sizes' parameters."""
-    found: dict[tuple[str, str], dict[int, Values]] = {}
+    values: dict[tuple[str, str], dict[int, Values]] = {}  # by size and policy, then by seed
     parameters: dict[str, int] = {}
     for cell in cells:
         size = cell.name.removesuffix(PTX)
         answers = cached(cell.folder, cell.run, basis(config, cell), lambda c=cell: answer_all(config, c))
         parameters[size] = answers.pop("parameters")
-        for policy, values in answers.items():
-            found.setdefault((size, policy), {})[cell.seed] = values
-    largest = max(parameters, key=lambda size: parameters[size])
-    reference, small = found.get((largest, "sft")), min(parameters, key=lambda size: parameters[size])
+        for policy, of_policy in answers.items():
+            values.setdefault((size, policy), {})[cell.seed] = of_policy
+    smallest, largest = (choose(parameters, key=lambda size: parameters[size]) for choose in (min, max))
+    reference, ours = values.get((largest, "sft")), values.get((smallest, "ppo"))
     rows = {
-        f"{size} {policy}": {"parameters": parameters[size]} | figures(by_seed, reference)
+        f"{size} {policy}": {"parameters": parameters[size]} | figures(values[size, policy], reference)
         for size in parameters
         for policy in POLICIES
-        if (by_seed := found.get((size, policy)))
+        if (size, policy) in values
     }
-    ours = found.get((small, "ppo"))
     return {
         "study": "sizes",
         "title": "InstructGPT's evidence by size",
@@ -92,9 +91,9 @@ def size_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
         "sizes": parameters,
         "rows": rows,
         "small_ppo_over": {
-            f"{largest} {policy}": preferred(ours, found[largest, policy])
+            f"{largest} {policy}": preferred(ours, values[largest, policy])
             for policy in POLICIES
-            if ours and (largest, policy) in found
+            if ours and (largest, policy) in values
         },
     }
 
@@ -118,9 +117,9 @@ def preferred(ours: dict[int, Values], theirs: dict[int, Values]) -> dict[str, A
 
 def basis(config: Config, cell: Cell) -> list[Any]:
     """What a cell's answers depend on."""
-    own, settings = cell_config(cell), config.evaluate
-    folders = {stage: stage_folder(own, stage) for stage in ("world", "pretrain", "sft", "ppo")}
-    return [settings.prompts, settings.samples, SHOTS, own.rollout.max_new_tokens, hashes(folders)]
+    of_cell, settings = cell_config(cell), config.evaluate
+    folders = {stage: stage_folder(of_cell, stage) for stage in ("world", "pretrain", "sft", "ppo")}
+    return [settings.prompts, settings.samples, SHOTS, of_cell.rollout.max_new_tokens, hashes(folders)]
 
 
 def answer_all(config: Config, cell: Cell) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def describe_judging(results: Figures) -> list[str]:
         f"both orders agree on {show(results['both_orders_agree'])}",
         f"judge: {shown_counts(results['counts'])}; {results['left_out']} prompts left out"
         + ("" if results["cost"] is None else f"; cost {results['cost']:g}"),
-    ]  # fmt: skip
+    ]
     for name, row in results["others"].items():
         agreement = "" if row["agreement"] is None else f", the same preference on {show(row['agreement'])}"
         warning = ": THE JUDGES DISAGREE" if row["disagrees"] else ""

@@ -87,9 +87,12 @@ def evaluate_generate_and_rate(
     figures: dict[str, Figures] = {}
     scores: dict[str, list[list[float]]] = {}
     dropped = 0.0
-    for name, policy, by in (
-        ("generate_and_rate", "rate", rater), ("sft_rated", "sft", rater), ("ppo_best_of_n", "ppo", reward),
-    ):  # fmt: skip
+    picks: dict[str, tuple[str, Reward]] = {
+        "generate_and_rate": ("rate", rater),
+        "sft_rated": ("sft", rater),
+        "ppo_best_of_n": ("ppo", reward),
+    }
+    for name, (policy, by) in picks.items():
         figures[name], scores[name] = pick_best(config, asked, load_frozen(config, folders[policy], device), by)
         if policy == "rate":
             dropped = rater.dropped / rater.seen

@@ -12,7 +12,8 @@ import numpy as np
 
 DELTA = 1e-3  # of the Huber loss
 # Hoffmann et al. 2022, section D.3: alpha, beta, e, a, b of L = exp(e) + exp(a) / N^alpha + exp(b) / D^beta.
-STARTS = (np.arange(0, 2.5, 0.5), np.arange(0, 2.5, 0.5), np.arange(-1, 1.5, 0.5), np.arange(0, 30, 5), np.arange(0, 30, 5))  # fmt: skip
+EXPONENTS, ERRORS, FACTORS = np.arange(0, 2.5, 0.5), np.arange(-1, 1.5, 0.5), np.arange(0, 30, 5)
+STARTS = (EXPONENTS, EXPONENTS, ERRORS, FACTORS, FACTORS)
 TRIED = 12
 
 
@@ -98,8 +99,9 @@ def fit_loss_law(
         off = top + np.log(exps.sum(0)) - target
         slope = np.clip(off, -DELTA, DELTA)
         value = np.where(np.abs(off) <= DELTA, off**2 / 2, DELTA * (np.abs(off) - DELTA / 2)).sum()
-        gradient = [-slope @ (share[1] * n), -slope @ (share[2] * d), slope @ share[0], slope @ share[1], slope @ share[2]]  # fmt: skip
-        return value / DELTA**2, np.array(gradient) / DELTA**2  # a scale that suits the optimiser's tolerances
+        by_exponents = [-slope @ (share[1] * n), -slope @ (share[2] * d)]
+        gradient = np.array([*by_exponents, *(slope @ part for part in share)])
+        return value / DELTA**2, gradient / DELTA**2  # a scale that suits the optimiser's tolerances
 
     if near is not None:
         starts = [(near.alpha, near.beta, near.log_e, near.log_a - near.alpha * n0, near.log_b - near.beta * d0)]
@@ -107,6 +109,6 @@ def fit_loss_law(
         grid = [(al, be, e, a - al * n0, b - be * d0) for al, be, e, a, b in itertools.product(*STARTS)]
         starts = sorted(grid, key=lambda point: objective(np.array(point))[0])[:TRIED]
     exactly = {"maxiter": 5000, "maxfun": 20000, "ftol": 1e-12, "gtol": 1e-8}
-    found = [minimize(objective, np.array(start), jac=True, method="L-BFGS-B", options=exactly) for start in starts]
-    alpha, beta, e, a, b = min(found, key=lambda one: one.fun).x
+    minima = [minimize(objective, np.array(start), jac=True, method="L-BFGS-B", options=exactly) for start in starts]
+    alpha, beta, e, a, b = min(minima, key=lambda minimum: minimum.fun).x
     return LossLaw(float(e), float(a + alpha * n0), float(b + beta * d0), float(alpha), float(beta))

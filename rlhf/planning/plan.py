@@ -303,17 +303,13 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
     if tokens == 0:
         return {}  # an adopted model is not pretrained
     budget = 6.0 * parameters * tokens
-    found: dict[str, Any] = {
-        "budget_flops": budget,
-        "loss": scaling.parametric_loss(parameters, tokens),
-    }
+    optimal: dict[str, Any] = {"budget_flops": budget, "loss": scaling.parametric_loss(parameters, tokens)}
     for number, frontier in scaling.make_frontiers().items():
         flops = frontier.flops(parameters)
-        found[f"approach {number}"] = {
-            "model_flops": flops, "model_tokens": frontier.tokens(flops),
-            "budget_parameters": frontier.parameters(budget), "budget_tokens": frontier.tokens(budget),
-        }  # fmt: skip
-    return found
+        of_model = {"model_flops": flops, "model_tokens": frontier.tokens(flops)}
+        of_budget = {"budget_parameters": frontier.parameters(budget), "budget_tokens": frontier.tokens(budget)}
+        optimal[f"approach {number}"] = of_model | of_budget
+    return optimal
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:

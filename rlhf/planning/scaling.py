@@ -4,6 +4,7 @@ C = 6 N D in all of them, as in the paper's own tables.
 """
 
 import math
+import statistics
 from dataclasses import dataclass
 
 # Printed projections: parameters, FLOPs, tokens. Source: Hoffmann et al. 2022, table 3 (approach 1) and table A3 (2 and 3).
@@ -60,13 +61,9 @@ def fit_frontier(rows: tuple[tuple[float, float, float], ...]) -> Frontier:
     more digits, and both can be computed from them. The row of 67 billion is off the line of the other eight: in table A3
     it belongs to a model 3% larger.
     """
-    rows = tuple(row for row in rows if row[0] != OFF_LINE)
-    x = [math.log(flops) for _, flops, _ in rows]
-    y = [math.log(parameters) for parameters, _, _ in rows]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((u - mean_x) * (v - mean_y) for u, v in zip(x, y, strict=True))
-    a = covariance / sum((u - mean_x) ** 2 for u in x)
-    return Frontier(k=math.exp(mean_y - a * mean_x), a=a)
+    on_line = [(math.log(flops), math.log(parameters)) for parameters, flops, _ in rows if parameters != OFF_LINE]
+    a, log_k = statistics.linear_regression(*zip(*on_line, strict=True))
+    return Frontier(k=math.exp(log_k), a=a)
 
 
 def parametric_frontier(

@@ -83,9 +83,8 @@ class WandbSink(Sink):
     def _start(self, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows]) -> None:
         run_id = open_run_id(self._folder)
         home = self._folder / "wandb"
-        for folder in home.glob(
-            f"offline-run-*-{run_id}"
-        ):  # W&B names folders by the second, so the next name may be the same
+        # W&B names folders by the second, so the next name may be the same.
+        for folder in home.glob(f"offline-run-*-{run_id}"):
             folder.rename(folder.with_name(f"replaced-{folder.name}"))
         self._run = start_run(self._folder, run_id, run, stage, config, project)
         for axis in ("progress/step", "progress/episodes", "progress/tokens"):
@@ -162,10 +161,9 @@ def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str,
     """A W&B run, offline if no key is set or the server does not answer in time. It never prompts."""
     import wandb
 
-    options: dict[str, Any] = {
-        "project": os.environ.get("WANDB_PROJECT", project), "dir": str(folder), "id": run_id, "name": f"{run}/{stage}",
-        "group": run, "job_type": stage, "config": config, "resume": "allow", "reinit": "create_new",
-    }  # fmt: skip
+    place = {"project": os.environ.get("WANDB_PROJECT", project), "dir": str(folder), "id": run_id}
+    labels = {"name": f"{run}/{stage}", "group": run, "job_type": stage}
+    options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
     settings = wandb.Settings(
         silent=True,
         console="off",

@@ -107,10 +107,18 @@ def generate(spec: Spec, turns: Turns, with_logprobs: bool) -> None:
         torch.manual_seed(number)
         with torch.inference_mode():
             out = model.generate(
-                tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=spec["new"], eos_token_id=end(spec), pad_token_id=harness.PAD,
-                return_dict_in_generate=with_logprobs, output_logits=with_logprobs,
-            )  # fmt: skip
+                tokens,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=spec["new"],
+                eos_token_id=end(spec),
+                pad_token_id=harness.PAD,
+                return_dict_in_generate=with_logprobs,
+                output_logits=with_logprobs,
+            )
             response = (out.sequences if with_logprobs else out)[:, width:]
             ends = (response == end(spec)).int()
             ended = ends.cumsum(1) - ends > 0  # after the end
@@ -238,9 +246,12 @@ def roofline(spec: Spec, threads: int) -> dict[str, float]:
     flops = 2 * weights + 4 * s["n_layer"] * s["n_embd"] * context
     by_bandwidth = bandwidth * batch / (4 * weights)
     return {
-        "flops_per_second": rate, "flops_per_token": flops, "tokens_per_second": min(rate / flops, by_bandwidth),
-        "bytes_per_second": bandwidth, "tokens_per_second_by_bandwidth": by_bandwidth,
-    }  # fmt: skip
+        "flops_per_second": rate,
+        "flops_per_token": flops,
+        "tokens_per_second": min(rate / flops, by_bandwidth),
+        "bytes_per_second": bandwidth,
+        "tokens_per_second_by_bandwidth": by_bandwidth,
+    }
 
 
 if __name__ == "__main__":

@@ -163,10 +163,13 @@ def with_cost(points: list[dict[str, float]]) -> list[dict[str, float]]:
     """Each point with its work and its processor time per unit of work over those of the first."""
     first = points[0]
     return [
-        one | {"growth": one["work"] / first["work"],
-               "cost": one["seconds"] / one["work"] / (first["seconds"] / first["work"])}
+        one
+        | {
+            "growth": one["work"] / first["work"],
+            "cost": one["seconds"] / one["work"] / (first["seconds"] / first["work"]),
+        }
         for one in points
-    ]  # fmt: skip
+    ]
 
 
 def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:

@@ -198,9 +198,13 @@ def pick(options: argparse.Namespace, quick: dict, cpu: dict, cuda: dict, checkp
 
 
 def compare(
-    script: str, names: list[str], spec: Spec, options: argparse.Namespace, pythons: dict[str, str] | None = None,
+    script: str,
+    names: list[str],
+    spec: Spec,
+    options: argparse.Namespace,
+    pythons: dict[str, str] | None = None,
     warmup: int = 1,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Run the contestants of `script` in turns; returns the figures of each and the ratios to the first one.
 
     pythons: interpreters of contestants that need another environment.
@@ -322,8 +326,16 @@ def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: a
             )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        what = {"subject": subject, "unit": unit, "machine": machine(options), "device": options.device,
-                "repeats": options.repeats, "apart": options.apart, "commit": commit(), "python": platform.python_version()}  # fmt: skip
+        what = {
+            "subject": subject,
+            "unit": unit,
+            "machine": machine(options),
+            "device": options.device,
+            "repeats": options.repeats,
+            "apart": options.apart,
+            "commit": commit(),
+            "python": platform.python_version(),
+        }
         options.out.write_text(json.dumps(what | {"cases": cases}, indent=1) + "\n")
 
 
@@ -381,9 +393,16 @@ def gpt2_config(size: str, activation: str = "gelu_new", **more: Any) -> Any:
     from transformers import GPT2Config
 
     return GPT2Config(
-        **SIZES[size], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function=activation,
-        bos_token_id=EOS, eos_token_id=EOS, pad_token_id=PAD, **more,
-    )  # fmt: skip
+        **SIZES[size],
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        activation_function=activation,
+        bos_token_id=EOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        **more,
+    )
 
 
 def shape_of(size: str) -> dict[str, int]:
@@ -394,9 +413,12 @@ def shape_of(size: str) -> dict[str, int]:
 
     config = AutoConfig.from_pretrained(size, trust_remote_code=False)
     return {
-        "n_layer": config.num_hidden_layers, "n_head": config.num_attention_heads, "n_embd": config.hidden_size,
-        "n_positions": config.max_position_embeddings, "vocab_size": config.vocab_size,
-    }  # fmt: skip
+        "n_layer": config.num_hidden_layers,
+        "n_head": config.num_attention_heads,
+        "n_embd": config.hidden_size,
+        "n_positions": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+    }
 
 
 def gpt2(size: str, seed: int = 0, **more: Any) -> Any:

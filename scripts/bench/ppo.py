@@ -114,15 +114,31 @@ def ours(spec: Spec, turns: Turns) -> None:
         prompts = Path(home) / "prompts.jsonl"
         prompts.write_text('{"kind": "prompt", "id": "a", "prompt": "a"}\n' * 1)
         s = spec["shape"]
-        config = compose_config([
-            f"runs_dir={home}", "run=bench", "tracking=off", f"device={spec['device']}", f"threads={spec['threads']}",
-            f"precision={spec.get('precision', 'auto')}",
-            f"data.prompts={prompts}", "data.dev=0", "data.test=0", f"model.context_length={s['n_positions']}",
-            f"ppo.episodes_per_update={spec['episodes']}", f"ppo.episodes={spec['episodes'] * 1000}",
-            "ppo.minibatches=1", f"ppo.epochs={spec['epochs']}", f"ppo.micro_batch_episodes={spec['micro']}",
-            "ppo.eval_every=0", f"rollout.max_new_tokens={spec['new']}", "ppo.warmup_updates=0",
-            f"lora.rank={16 * spec.get('lora', 0)}", "lora.alpha=32", *spec.get("more", ()),
-        ])  # fmt: skip
+        config = compose_config(
+            [
+                f"runs_dir={home}",
+                "run=bench",
+                "tracking=off",
+                f"device={spec['device']}",
+                f"threads={spec['threads']}",
+                f"precision={spec.get('precision', 'auto')}",
+                f"data.prompts={prompts}",
+                "data.dev=0",
+                "data.test=0",
+                f"model.context_length={s['n_positions']}",
+                f"ppo.episodes_per_update={spec['episodes']}",
+                f"ppo.episodes={spec['episodes'] * 1000}",
+                "ppo.minibatches=1",
+                f"ppo.epochs={spec['epochs']}",
+                f"ppo.micro_batch_episodes={spec['micro']}",
+                "ppo.eval_every=0",
+                f"rollout.max_new_tokens={spec['new']}",
+                "ppo.warmup_updates=0",
+                f"lora.rank={16 * spec.get('lora', 0)}",
+                "lora.alpha=32",
+                *spec.get("more", ()),
+            ]
+        )
         write_parents(config, spec)
         with open_stage(config, "ppo") as stage:
             trainer = make_ppo_run(config, stage, set_up(config))
@@ -134,10 +150,13 @@ def ours(spec: Spec, turns: Turns) -> None:
                 found = one_update(trainer, update, tracker)
                 turns.done(
                     units=found["rollout/response_len"] * spec["episodes"],
-                    processed=(found["rollout/response_len"] + spec["prompt"]) * spec["episodes"], kl=found["objective/kl"],
-                    entropy=found["policy/entropy_avg"], generation=found["time/rollout_s"],
-                    scoring=found["time/score_s"], training=found["time/update_s"],
-                )  # fmt: skip
+                    processed=(found["rollout/response_len"] + spec["prompt"]) * spec["episodes"],
+                    kl=found["objective/kl"],
+                    entropy=found["policy/entropy_avg"],
+                    generation=found["time/rollout_s"],
+                    scoring=found["time/score_s"],
+                    training=found["time/update_s"],
+                )
 
 
 def ours_by_class(spec: Spec, turns: Turns) -> None:
@@ -192,21 +211,42 @@ def peer(spec: Spec, turns: Turns) -> None:
     with tempfile.TemporaryDirectory() as home:
         gpu = spec["device"] == "cuda"
         settings = PPOConfig(
-            output_dir=home, per_device_train_batch_size=spec["peer_micro"],
-            gradient_accumulation_steps=spec["episodes"] // spec["peer_micro"], num_mini_batches=1,
-            num_ppo_epochs=spec["epochs"], total_episodes=1000 * spec["episodes"], response_length=spec["new"],
-            local_rollout_forward_batch_size=spec["episodes"], num_sample_generations=0, stop_token="eos",
-            missing_eos_penalty=1.0, kl_coef=0.02, learning_rate=1e-5, report_to="none", save_strategy="no",
-            use_cpu=not gpu, bf16=gpu, gradient_checkpointing=False, logging_steps=1, disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=home,
+            per_device_train_batch_size=spec["peer_micro"],
+            gradient_accumulation_steps=spec["episodes"] // spec["peer_micro"],
+            num_mini_batches=1,
+            num_ppo_epochs=spec["epochs"],
+            total_episodes=1000 * spec["episodes"],
+            response_length=spec["new"],
+            local_rollout_forward_batch_size=spec["episodes"],
+            num_sample_generations=0,
+            stop_token="eos",
+            missing_eos_penalty=1.0,
+            kl_coef=0.02,
+            learning_rate=1e-5,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=not gpu,
+            bf16=gpu,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            disable_tqdm=True,
+        )
         policy, reference = gpt2(spec, seed=0), gpt2(spec, seed=0)
         for model in (policy, reference):
             model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
         data = Dataset.from_dict({"input_ids": make_prompts(spec)})
         trainer = PPOTrainer(
-            args=settings, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=classifier(),
-            value_model=classifier(), train_dataset=data, eval_dataset=data, callbacks=[ByTurns()],
-        )  # fmt: skip
+            args=settings,
+            processing_class=tokenizer,
+            model=policy,
+            ref_model=reference,
+            reward_model=classifier(),
+            value_model=classifier(),
+            train_dataset=data,
+            eval_dataset=data,
+            callbacks=[ByTurns()],
+        )
         assert trainer.accelerator.device.type == torch.device(spec["device"]).type
         try:
             trainer.train()

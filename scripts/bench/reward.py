@@ -120,15 +120,28 @@ def reward_trainer(spec: Spec, turns: Turns) -> None:
     gpu = spec["device"] == "cuda"
     with tempfile.TemporaryDirectory() as home:
         config = RewardConfig(
-            output_dir=home, per_device_train_batch_size=spec["pairs"], gradient_accumulation_steps=step // spec["pairs"],
-            max_steps=100_000, learning_rate=1e-5, max_length=None, report_to="none", save_strategy="no", use_cpu=not gpu,
-            bf16=gpu, gradient_checkpointing=False, disable_tqdm=True, logging_steps=10**6,
+            output_dir=home,
+            per_device_train_batch_size=spec["pairs"],
+            gradient_accumulation_steps=step // spec["pairs"],
+            max_steps=100_000,
+            learning_rate=1e-5,
+            max_length=None,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=not gpu,
+            bf16=gpu,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            logging_steps=10**6,
             eos_token="t1",
-        )  # fmt: skip
+        )
         trainer = RewardTrainer(
-            model=classifier(spec), args=config, train_dataset=data, processing_class=make_tokenizer(spec["size"]),
+            model=classifier(spec),
+            args=config,
+            train_dataset=data,
+            processing_class=make_tokenizer(spec["size"]),
             callbacks=[by_turns(turns, 1, step)],
-        )  # fmt: skip
+        )
         run(trainer)
 
 

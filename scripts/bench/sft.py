@@ -68,9 +68,12 @@ def make_tokenizer(size: str) -> Any:
 
     vocabulary = {f"t{i}": i for i in range(harness.SIZES[size]["vocab_size"])}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "t2")), pad_token="t0", eos_token="t1", bos_token="t1",
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "t2")),
+        pad_token="t0",
+        eos_token="t1",
+        bos_token="t1",
         unk_token="t2",
-    )  # fmt: skip
+    )
 
 
 def ours(spec: Spec, turns: Turns) -> None:
@@ -83,10 +86,19 @@ def ours(spec: Spec, turns: Turns) -> None:
 
     be_quiet()
     with tempfile.TemporaryDirectory() as home:
-        config = compose_config([
-            f"runs_dir={home}", "run=bench", "tracking=off", f"device={spec['device']}", f"threads={spec['threads']}",
-            f"sft.batch_size={spec['batch']}", "sft.lr=1e-4", "sft.dropout=0", f"sft.micro_batch_size={spec['batch']}",
-        ])  # fmt: skip
+        config = compose_config(
+            [
+                f"runs_dir={home}",
+                "run=bench",
+                "tracking=off",
+                f"device={spec['device']}",
+                f"threads={spec['threads']}",
+                f"sft.batch_size={spec['batch']}",
+                "sft.lr=1e-4",
+                "sft.dropout=0",
+                f"sft.micro_batch_size={spec['batch']}",
+            ]
+        )
         from rlhf.training.allocator import keep_freed_memory
 
         keep_freed_memory()
@@ -163,14 +175,28 @@ def sft_trainer(spec: Spec, turns: Turns, **settings: Any) -> None:
     gpu = spec["device"] == "cuda"
     with tempfile.TemporaryDirectory() as home:
         config = SFTConfig(
-            output_dir=home, per_device_train_batch_size=spec["batch"], max_steps=100_000, learning_rate=1e-4,
-            max_length=harness.SIZES[spec["size"]]["n_positions"], report_to="none", save_strategy="no", use_cpu=not gpu,
-            bf16=gpu, gradient_checkpointing=False, disable_tqdm=True, logging_steps=10**6, eos_token="t1", **settings,
-        )  # fmt: skip
+            output_dir=home,
+            per_device_train_batch_size=spec["batch"],
+            max_steps=100_000,
+            learning_rate=1e-4,
+            max_length=harness.SIZES[spec["size"]]["n_positions"],
+            report_to="none",
+            save_strategy="no",
+            use_cpu=not gpu,
+            bf16=gpu,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            logging_steps=10**6,
+            eos_token="t1",
+            **settings,
+        )
         trainer = SFTTrainer(
-            model=harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"), args=config, train_dataset=data,
-            processing_class=make_tokenizer(spec["size"]), callbacks=[by_turns(turns, spec["steps"], spec["batch"])],
-        )  # fmt: skip
+            model=harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"),
+            args=config,
+            train_dataset=data,
+            processing_class=make_tokenizer(spec["size"]),
+            callbacks=[by_turns(turns, spec["steps"], spec["batch"])],
+        )
         run(trainer)
 
 
