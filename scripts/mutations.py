@@ -1,19 +1,18 @@
-"""Breaks one line of the package at a time and runs the tests that should notice: `python scripts/mutations.py`.
+"""Mutation tests: change one line of the package at a time and check that its test fails.
 
-The mutations are in `scripts/mutations/*.yaml`, each with what is wrong, the folder or file under rlhf/ in which `old` appears
-exactly once, `new`, and the fastest test that notices, in float32 and, if bfloat16 computes it in another way, in bfloat16.
-The package and its tests are copied to a temporary folder, in which one fragment of the source is replaced at a time; the
-checkout is never edited. First the named tests run on the unchanged copy: all must pass. Then each mutation must make its
-tests fail.
+The mutations are in `scripts/mutations/*.yaml`: what is wrong, the folder or file under rlhf/ that contains `old` exactly once,
+`new`, and the fastest test that fails, in float32 and, if bfloat16 is computed differently, in bfloat16. The package and its tests
+are copied to a temporary folder; the checkout is never edited. First the tests run on the unchanged copy, where all must pass.
+Then each mutation must make its tests fail.
 
     python scripts/mutations.py                  # all of them; exit code 1 if one survives
     python scripts/mutations.py --only kl gae    # those whose place or text contains one of these words
     python scripts/mutations.py --part 2/3       # every third, from the second on: three calls share the work
     python scripts/mutations.py --list
 
-One row per run: number, place, what is wrong, precision, outcome, killer, seconds. Outcomes: killed; SURVIVED: the tests
-pass all the same; STALE: the fragment is not there exactly once, or a test is not there; BROKEN: the mutated package
-cannot be imported; TIMEOUT. Every outcome but killed is a failure.
+Prints one row per run: number, place, what is wrong, precision, outcome, the test that failed, seconds. Outcomes: killed; SURVIVED
+(the tests still pass); STALE (the fragment does not occur exactly once, or a test is missing); BROKEN (the mutated package cannot be
+imported); TIMEOUT. Every outcome except killed is a failure.
 """
 
 import argparse
@@ -59,17 +58,14 @@ def copy_of_the_project(folder: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """What every run needs, loaded once: each run is a fork of this process."""
+    """Set the environment and import the libraries once: each run is a fork of this process."""
     os.chdir(folder)
-    os.environ |= {
-        "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "CI": "1",  # properties try the same examples each time
-    }  # fmt: skip
+    os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    os.environ["CI"] = "1"  # property tests then try the same examples each time
     os.environ.setdefault("RLHF_GOLD_RUN", str(folder / "gold_run"))  # made once, by the unchanged package
-    sys.path[:] = [
-        str(folder),
-        *(path for path in sys.path if path and Path(path).resolve() not in (ROOT, ROOT / "scripts")),
-    ]
+    others = [path for path in sys.path if path and Path(path).resolve() not in (ROOT, ROOT / "scripts")]
+    sys.path[:] = [str(folder), *others]
     import datasets  # noqa: F401
     import hypothesis  # noqa: F401
     import pytest  # noqa: F401
@@ -79,11 +75,11 @@ def prepare(folder: Path) -> None:
 
     # Imported lazily, by name.
     _ = transformers.PreTrainedModel, transformers.Trainer, transformers.PreTrainedTokenizerFast, torch.optim.AdamW
-    assert not any(name.split(".")[0] == "rlhf" for name in sys.modules), "each run imports its own, mutated package"
+    assert not any(name.split(".")[0] == "rlhf" for name in sys.modules), "each run imports the mutated package"
 
 
 def run_tests(nodes: list[str], log: Path) -> tuple[int | None, float]:
-    """pytest's exit code, None past the limit; and the seconds. -x: the first failure is enough."""
+    """pytest's exit code (None after LIMIT seconds), and the seconds."""
     started = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -93,20 +89,9 @@ def run_tests(nodes: list[str], log: Path) -> tuple[int | None, float]:
         os.dup2(output, 2)
         import pytest
 
-        options = [
-            "-x",
-            "-q",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-o",
-            "addopts=",
-            "--timeout=0",
-        ]
+        options = "-x -q --tb=short -p no:cacheprovider -p no:xdist -o addopts= --timeout=0"
         try:
-            code = int(pytest.main([*options, *nodes]))
+            code = int(pytest.main([*options.split(), *nodes]))
         except BaseException:
             code = COLLECTION[0]
         sys.stdout.flush()
@@ -120,22 +105,21 @@ def run_tests(nodes: list[str], log: Path) -> tuple[int | None, float]:
             time.sleep(0.05)
         return None, time.monotonic() - started
     finally:
-        if child:  # past the limit, or we were interrupted
+        if child:  # after LIMIT seconds, or on an interrupt
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
 def place_of(mutation: Mutation, folder: Path) -> Path | None:
-    """The one file under `mutation.where` that has the fragment, once; None: there is no such file."""
+    """The file under `mutation.where` that contains the fragment; None unless it occurs exactly once."""
     where = folder / "rlhf" / mutation.where
     files = [where] if where.is_file() else sorted(where.rglob("*.py"))
-    holding = [(path, path.read_text(encoding="utf-8").count(mutation.old)) for path in files]
-    holding = [(path, count) for path, count in holding if count]
-    return holding[0][0] if len(holding) == 1 and holding[0][1] == 1 else None
+    occurrences = [path for path in files for _ in range(path.read_text(encoding="utf-8").count(mutation.old))]
+    return occurrences[0] if len(occurrences) == 1 else None
 
 
 def killer(log: Path) -> str:
-    """The test that failed, and the check of PPO's first update if it was that which noticed."""
+    """The test that failed, and the check of PPO's first update if that failed it."""
     text = log.read_text(encoding="utf-8", errors="replace")
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.M)
     check = FIRST_UPDATE.search(text)
@@ -156,10 +140,10 @@ def apply(number: int, mutation: Mutation, folder: Path) -> list[tuple[str, str,
     """(precision, outcome, killer, seconds) of each of the mutation's tests."""
     path = place_of(mutation, folder)
     if path is None:
-        return [("float32", "STALE (fragment not there once)", "", 0.0)]
+        return [("float32", "STALE (fragment does not occur exactly once)", "", 0.0)]
     before, stamp = path.read_text(encoding="utf-8"), path.stat().st_mtime
     path.write_text(before.replace(mutation.old, mutation.new), encoding="utf-8")
-    os.utime(path, (stamp + number, stamp + number))  # or Python might take the compiled module of another mutation
+    os.utime(path, (stamp + number, stamp + number))  # or Python might use the compiled module of another mutation
     results = []
     try:
         for precision, test in (("float32", mutation.float32), ("bfloat16", mutation.bfloat16)):
@@ -194,7 +178,6 @@ def main() -> int:
             print(number, mutation.where, mutation.wrong, mutation.float32, mutation.bfloat16, sep=" | ")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    failures = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name)
         copy_of_the_project(folder)
@@ -205,17 +188,14 @@ def main() -> int:
         if code != 0:
             print((folder / "baseline.log").read_text(encoding="utf-8")[-3000:])
             return 1
-        killed = 0
+        killed: list[bool] = []
         for number, mutation in rows:
+            about = f"{number} | {mutation.where} | {mutation.wrong}"
             for precision, outcome, test, seconds in apply(number, mutation, folder):
-                print(
-                    f"{number} | {mutation.where} | {mutation.wrong} | {precision} | {outcome} | {test} | {seconds:.1f}",
-                    flush=True,
-                )
-                failures += outcome != "killed"
-                killed += outcome == "killed"
-    print(f"{len(rows)} mutations: {killed} runs killed, {failures} not")
-    return 1 if failures else 0
+                print(f"{about} | {precision} | {outcome} | {test} | {seconds:.1f}", flush=True)
+                killed.append(outcome == "killed")
+    print(f"{len(rows)} mutations: {sum(killed)} runs killed, {killed.count(False)} not")
+    return 0 if all(killed) else 1
 
 
 if __name__ == "__main__":

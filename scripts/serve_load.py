@@ -1,11 +1,11 @@
-"""How fast `rlhf serve` is: clients that stream at once, against one client and against the sampler's own batch.
+"""Throughput of `rlhf serve`: many streaming clients, compared with one client and with the sampler in batches of the same size.
 
     python scripts/serve_load.py --url http://127.0.0.1:8000 --model demo/ppo --run runs/demo --pid $(pgrep -f "rlhf serve")
 
-Rounds of the server and of the sampler alternate, so that other load on the machine meets both; medians are printed. The
-sampler runs in this process, with as many threads as OMP_NUM_THREADS says: give the server the same by threads=N. With --pid,
-also tokens per second of processor time, which other load hardly changes, and the server's memory. Only addresses of this
-machine are accepted, and the server must allow the rate: serve.requests_per_minute=1000000.
+Rounds of the server and of the sampler alternate, so that other load on the machine affects both; medians are printed. The
+sampler runs in this process with OMP_NUM_THREADS threads: give the server the same number with threads=N. With --pid it also prints
+tokens per second of processor time, which other load hardly changes, and the server's memory. Accepts only addresses of this
+machine. The server must allow the rate: serve.requests_per_minute=1000000.
 """
 
 import argparse
@@ -30,16 +30,16 @@ LAST_CHUNK = b"0\r\n\r\n"  # of a chunked body
 
 @dataclass
 class Round:
-    """What one round of requests came to."""
+    """The figures of one round of requests."""
 
     tokens: int = 0
     seconds: float = 0.0
-    processor: float = 0.0  # seconds of the process that drew
+    processor: float = 0.0  # processor seconds of the server or sampler
     firsts: list[float] = field(default_factory=list)  # seconds to the first event, per request
 
 
 class Client(asyncio.Protocol):
-    """One connection that asks again and again; it looks at as few bytes as it can, since it shares the processors."""
+    """One connection that sends its requests in turn; it parses as little as possible, since it shares the processors."""
 
     def __init__(self, bodies: list[bytes], result: Round):
         self.bodies, self.result = bodies, result
@@ -77,7 +77,7 @@ class Client(asyncio.Protocol):
 
 
 def request(model: str, seed: int, length: int, host: str) -> bytes:
-    """A streamed chat request as it goes over the wire."""
+    """The bytes of a streaming chat request."""
     body = json.dumps(
         {
             "model": model,
@@ -93,13 +93,15 @@ def request(model: str, seed: int, length: int, host: str) -> bytes:
 
 
 async def load(url: str, model: str, clients: int, requests: int, length: int, pids: list[int]) -> Round:
-    """Ask so many times over so many connections."""
+    """Send the requests over `clients` connections."""
     place, result = urlparse(url), Round()
+    assert place.hostname is not None
     bodies = [request(model, seed, length, str(place.netloc)) for seed in range(requests)]
     before, start = processor_seconds(pids), time.perf_counter()
     loop = asyncio.get_running_loop()
     made = [
-        await loop.create_connection(lambda: Client(bodies, result), place.hostname, place.port) for _ in range(clients)
+        await loop.create_connection(lambda: Client(bodies, result), place.hostname, place.port or 80)
+        for _ in range(clients)
     ]
     await asyncio.gather(*(client.done for _, client in made))
     result.seconds, result.processor = time.perf_counter() - start, processor_seconds(pids) - before
@@ -131,12 +133,12 @@ class Sampler:
 
 
 def processes(pid: int | None) -> list[int]:
-    """The server and its worker; none without a server's number."""
+    """The ids of the server and its workers; none without --pid."""
     return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())] if pid else []
 
 
 def processor_seconds(pids: list[int]) -> float:
-    """That processes have used, user and system."""
+    """User and system time of processes."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -145,7 +147,7 @@ def processor_seconds(pids: list[int]) -> float:
 
 
 def resident(pids: list[int]) -> float:
-    """Megabytes of processes."""
+    """Resident memory of processes in MiB."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 

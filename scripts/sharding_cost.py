@@ -1,10 +1,10 @@
-"""What sharding costs a step: one process, two with whole copies, ZeRO-1, 2 and 3, their steps taken in turn.
+"""The cost of sharding per step: one process, two with whole copies, ZeRO-1, 2 and 3, alternating.
 
     torchrun --standalone --nproc-per-node 2 scripts/sharding_cost.py [--size tiny|small] [--rounds 15] [--out cost.json]
 
-Every way takes the same step (next-token loss of one global batch, AdamW) on a GPT of the same weights. The first process
-alone takes the one-process step while the others wait, so that it has a core as each of the others has. Prints medians and
-their ratio to one process, and beside it what the same volumes would take on a real interconnect, by arithmetic.
+All take the same step (next-token loss of one global batch, AdamW) on a GPT with the same weights. The one-process step runs in the
+first process while the others wait, so it has one core, as each of the others has. Prints medians and their ratio to one process,
+and the computed time of the same communication over a real interconnect.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from rlhf.processes import disconnect, process_count, rank, wait_for_all
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import set_up
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"n_layer": 4, "n_head": 4, "width": 128, "vocab_size": 2048, "context_length": 128},
     "small": {"n_layer": 6, "n_head": 6, "width": 384, "vocab_size": 2048, "context_length": 256},
 }
 ROWS = 16  # of the global batch
 WAYS = ("none", "zero1", "zero2", "zero3")
-# Bytes a second and GPU, one direction: NVLink 4 of an H100 (900 GB/s both ways), and 400 Gb/s InfiniBand NDR a GPU.
+# Bytes per second and GPU, one direction: NVLink 4 of an H100 (900 GB/s both ways), and 400 Gb/s InfiniBand NDR per GPU.
 LINKS = {"NVLink 4": 450e9, "InfiniBand NDR": 50e9}
-PEAK, MFU = 989e12, 0.4  # an H100's dense bfloat16 operations a second (data sheet), and the share of them assumed
+PEAK, MFU = 989e12, 0.4  # an H100's dense bfloat16 operations per second (data sheet), and the assumed share of them
 
 
 class NextToken(nn.Module):
@@ -69,7 +69,7 @@ def one_process_step(module: nn.Module, optimizer: torch.optim.Optimizer, tokens
 
 
 def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every step of every way, taken in turn; the first round is left out."""
+    """{way: seconds of each step}; the ways alternate, and the first round is left out."""
     shape = SIZES[size]
     tokens = torch.randint(
         shape["vocab_size"], (ROWS, shape["context_length"]), generator=torch.Generator().manual_seed(1)
@@ -100,7 +100,7 @@ def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[floa
 
 def volumes(way: str, element: int) -> float:
     """Bytes per parameter that a rank sends in a step among many ranks (Rajbhandari et al. 2020, section 7)."""
-    return {"none": 2.0, "zero1": 2.0, "zero2": 2.0, "zero3": 3.0}[way] * element
+    return (3.0 if way == "zero3" else 2.0) * element
 
 
 def on_paper(parameters: float = 1.3e9, tokens: int = 16 * 2048) -> list[dict[str, Any]]:

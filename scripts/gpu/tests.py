@@ -1,4 +1,4 @@
-"""The tests marked gpu, with their tensors on a device; what each did and how long it took, as a table and as JSON.
+"""Run the tests marked gpu with their tensors on a device; writes each test's outcome and seconds as a table and as JSON.
 
 python scripts/gpu/tests.py --device cuda --out tests.json
 """
@@ -31,25 +31,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)
-    found = parser.parse_args()
-    os.environ["RLHF_TEST_DEVICE"] = found.device
+    options = parser.parse_args()
+    os.environ["RLHF_TEST_DEVICE"] = options.device
     import harness
     import torch
 
-    if found.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch sees no GPU here: use --device cpu")
     outcomes = Outcomes()
     files = str(ROOT / "tests" / "model" / "test_on_device.py")
     code = pytest.main(["-m", "gpu", "-p", "no:cacheprovider", "--rootdir", str(ROOT), files], plugins=[outcomes])
     for name, row in outcomes.tests.items():
         print(f"{row['outcome']:8} {row['seconds']:8.2f} s  {name}")
-    what = {
-        "subject": "tests", "device": found.device, "commit": harness.commit(), "python": platform.python_version(),
-        "machine": torch.cuda.get_device_name() if found.device == "cuda" else f"CPU {platform.machine()}",
-        "versions": harness.versions(), "tests": outcomes.tests,
-    }  # fmt: skip
-    found.out.parent.mkdir(parents=True, exist_ok=True)
-    found.out.write_text(json.dumps(what, indent=1) + "\n")
+    results = {
+        "subject": "tests",
+        "device": options.device,
+        "commit": harness.commit(),
+        "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name() if options.device == "cuda" else f"CPU {platform.machine()}",
+        "versions": harness.versions(),
+        "tests": outcomes.tests,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
     sys.exit(int(code))
 
 

@@ -1,10 +1,10 @@
-"""The packages that a GPU machine without network lacks, as wheels in a folder, and their installation there.
+"""Download the packages that a GPU machine without network lacks as wheels, and install them there.
 
     python scripts/gpu/wheels.py download .whl     # here, with the project installed: exact versions of constraints.txt
-    python scripts/gpu/wheels.py install .whl .venv-gpu    # there: environments beside that machine's own packages
+    python scripts/gpu/wheels.py install .whl .venv-gpu    # there: environments next to the machine's own packages
 
-`.whl/project` holds the project's own needs, `.whl/peer` TRL 1.12.0, which takes the other wheel of that name's place in
-an environment of its own. What the machine has (PRESENT) neither travels nor is looked into for needs.
+`.whl/project` contains the project's dependencies; `.whl/peer` contains TRL 1.12.0, which replaces the project's TRL in a separate
+environment. Packages that the machine has (PRESENT) are not downloaded, and neither are their dependencies.
 """
 
 import argparse
@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = "trl-1.12.0"
 LIMIT = 64 * 2**20  # bytes that travel in a call, this repository's files among them
-EXTRAS = ("", "gguf", "sentiment")
+EXTRAS = ("gguf", "sentiment")
 TESTS = ("hypothesis", "pytest", "pytest-timeout")
-# What such a machine has, at versions that pyproject.toml allows: torch's and transformers' own needs, and large ones.
+# What such a machine has, at versions that pyproject.toml allows: torch, transformers, their dependencies, and large packages.
 PRESENT = frozenset((
     "accelerate", "anyio", "certifi", "click", "contourpy", "cycler", "filelock", "fonttools", "formulaic", "fsspec", "hf-xet",
     "httpcore", "httpx", "huggingface-hub", "hypothesis", "idna", "jinja2", "kiwisolver", "markupsafe", "matplotlib",
@@ -39,32 +40,28 @@ def plain(name: str) -> str:
 
 
 def needed(python: str) -> list[str]:
-    """Names of the project's needs, and of theirs, that the machine lacks; read from what is installed here."""
+    """The project's dependencies, direct and indirect, that the machine lacks; read from the packages installed here."""
     from packaging.markers import default_environment
     from packaging.requirements import Requirement
 
-    machine = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
-    machine |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    machine: dict[str, Any] = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
+    machine |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "extra": ""}
 
-    def wants(lines: list[str], extras: tuple[str, ...]) -> list[str]:
-        found = [Requirement(line) for line in lines]
-        return [
-            plain(r.name)
-            for r in found
-            if not r.marker or any(r.marker.evaluate({**machine, "extra": extra}) for extra in extras)
-        ]
+    def required(lines: list[str]) -> list[str]:
+        requirements = map(Requirement, lines)
+        return [plain(r.name) for r in requirements if not r.marker or r.marker.evaluate(machine)]
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    todo = [*TESTS, *wants(project["dependencies"], ("",))]
-    for extra in filter(None, EXTRAS):
-        todo += wants(project["optional-dependencies"][extra], ("",))
+    todo = [*TESTS, *required(project["dependencies"])]
+    for extra in EXTRAS:
+        todo += required(project["optional-dependencies"][extra])
     done: set[str] = set()
     while todo:
         name = todo.pop()
         if name in done or name in PRESENT:
             continue
         done.add(name)
-        todo += wants(importlib.metadata.requires(name) or [], ("",))
+        todo += required(importlib.metadata.requires(name) or [])
     return sorted(done)
 
 
@@ -74,7 +71,7 @@ def pins() -> dict[str, str]:
 
 
 def download(folder: Path, python: str) -> None:
-    """Fetch the wheels of exact versions; build those that exist as source only, which must be pure Python."""
+    """Download the wheels of exact versions; build those that exist only as source, which must be pure Python."""
     known = pins()
     names = needed(python)
     if missing := [name for name in names if name not in known]:
@@ -98,10 +95,8 @@ def fetch(pin: str, folder: Path, python: str) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     tags = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
     platforms = [argument for tag in tags for argument in ("--platform", tag)]
-    binary = subprocess.run(
-        [*pip, "download", "--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp",
-         *platforms, "-d", str(folder), pin], capture_output=True, text=True
-    )  # fmt: skip
+    only_wheels = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms]
+    binary = subprocess.run([*pip, "download", *only_wheels, "-d", str(folder), pin], capture_output=True, text=True)
     if not binary.returncode:
         return
     built = subprocess.run([*pip, "wheel", "--no-deps", "-w", str(folder), pin], capture_output=True, text=True)
@@ -118,10 +113,10 @@ def table(folder: Path) -> dict[str, int]:
 
 
 def install(folder: Path, home: Path) -> None:
-    """Two environments that see this machine's packages: `home` itself, and the peer's below it."""
+    """Make two environments that can import this machine's packages: `home` itself, and the peer's below it."""
     wheels = sorted(folder.glob("project/*.whl"))
     if not wheels:
-        sys.exit(f"{folder}/project: holds no wheels: run `wheels.py download` on a machine with network")
+        sys.exit(f"{folder}/project: contains no wheels: run `wheels.py download` on a machine with network")
     peer = sorted(folder.glob("peer/*.whl"))
     make(home, wheels)
     if peer:
@@ -134,19 +129,14 @@ def make(home: Path, wheels: list[Path]) -> None:
     python = home / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
-    site = subprocess.run(
-        [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-        check=True,
-        text=True,
-        capture_output=True,
-    ).stdout.strip()
-    # the machine's Python may itself be an environment, which --system-site-packages would pass over
+    purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    site = subprocess.run([str(python), "-c", purelib], check=True, text=True, capture_output=True).stdout.strip()
+    # the machine's Python may itself be an environment, which --system-site-packages would ignore
     paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and os.path.isdir(path)]
     Path(site, "machine.pth").write_text("".join(f"{path}\n" for path in paths))
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-index", "--no-deps",
-         "--no-compile", "--upgrade", "--target", site, *map(str, wheels)], capture_output=True, text=True,
-    )  # fmt: skip
+    options = ["-q", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", site, *map(str, wheels)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr[-400:])
         sys.exit(
@@ -169,11 +159,11 @@ def main() -> None:
     two = parts.add_parser("install", help="install them into an environment")
     two.add_argument("folder", type=Path)
     two.add_argument("home", type=Path)
-    found = parser.parse_args()
-    if found.part == "download":
-        download(found.folder, found.python)
+    options = parser.parse_args()
+    if options.part == "download":
+        download(options.folder, options.python)
     else:
-        install(found.folder, found.home)
+        install(options.folder, options.home)
 
 
 if __name__ == "__main__":
