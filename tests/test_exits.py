@@ -48,25 +48,11 @@ def test_a_full_standard_output_is_one_line(arguments, tmp_path):
     assert_one_line(done, "standard output: No space left on device: free space, or write elsewhere")
 
 
-def test_standard_output_and_error_may_be_closed(tmp_path):
-    done = subprocess.run(
-        f"'{sys.executable}' -m rlhf dashboard >&-; echo $?",
-        shell=True,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == ("0\n", "")
-    done = subprocess.run(
-        f"'{sys.executable}' -m rlhf watch >&- 2>&-; echo $?",
-        shell=True,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == ("2\n", "")
+@pytest.mark.parametrize(("arguments", "code"), [("dashboard >&-", 0), ("watch >&- 2>&-", 2)])
+def test_standard_output_and_error_may_be_closed(tmp_path, arguments, code):
+    shell = ["sh", "-c", f'"$0" -m rlhf {arguments}', sys.executable]
+    done = subprocess.run(shell, env=ENVIRONMENT, cwd=tmp_path, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
 
 
 def test_a_reader_that_leaves_ends_it_quietly():

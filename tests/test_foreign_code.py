@@ -12,9 +12,10 @@ from rlhf import cli
 from rlhf.errors import UserError
 from rlhf.files import hash_files
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.runs.folders import hash_of
 from rlhf.tokenizer import load_tokenizer, train_tokenizer
 from rlhf.training.setup import load_policy
+
+from .tiny_stages import write_record
 
 ROOT = Path(__file__).parents[1]
 CODE = """
@@ -45,17 +46,7 @@ def planted(tmp_path, monkeypatch):
     ran = tmp_path / "ran"
     (model / "planted.py").write_text(CODE.format(ran=str(ran)))
     (model / "config.json").write_text(json.dumps({"model_type": "planted", "auto_map": AUTO_MAP, "vocab_size": 290}))
-    record = {
-        "stage": "sft",
-        "status": "complete",
-        "settings": {},
-        "parents": {},
-        "data": {},
-        "run": "x",
-        "seconds": 1.0,
-        "files": hash_files(model.parent),
-    }
-    (model.parent / "stage.json").write_text(json.dumps(record | {"hash": hash_of(record)}))
+    write_record(model.parent, files=hash_files(model.parent))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))

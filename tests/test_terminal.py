@@ -17,11 +17,13 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.exits import fail
 from rlhf.model import generate
-from rlhf.runs.folders import check_output, hash_of
+from rlhf.runs.folders import check_output
 from rlhf.runs.stage import Stage
 from rlhf.terminal import one_line, printable, say
 from rlhf.tokenizer import encode_text, train_tokenizer
 from rlhf.tracking.progress import progress
+
+from .tiny_stages import write_record
 
 # A title and the clipboard by OSC, a cursor by CSI, the same with C1's single characters, a right-to-left override, an
 # isolate, a zero-width space, a byte order mark, a tag, a soft hyphen, DEL, a bell, a line separator, a carriage return.
@@ -83,17 +85,7 @@ def test_a_command_line_is_answered_without_controls(capsys, tmp_path, monkeypat
 def test_records_of_others_are_quoted_without_controls(capsys, tmp_path):
     """stage.json's contents, in an error line and in the pipeline's table."""
     (tmp_path / "sft").mkdir()
-    record = {
-        "stage": HOSTILE,
-        "status": "complete",
-        "settings": {},
-        "parents": {},
-        "data": {},
-        "run": "x",
-        "seconds": 1.0,
-        "files": {},
-    }
-    (tmp_path / "sft" / "stage.json").write_text(json.dumps(record | {"hash": hash_of(record)}))
+    write_record(tmp_path / "sft", stage=HOSTILE)
     with pytest.raises(UserError, match="was written by") as refusal:
         check_output(tmp_path / "sft")
     with pytest.raises(SystemExit):

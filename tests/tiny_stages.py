@@ -5,7 +5,8 @@ from copy import deepcopy
 from pathlib import Path
 
 from rlhf.config import Config
-from rlhf.runs.folders import stage_folder
+from rlhf.files import write_json
+from rlhf.runs.folders import hash_of, stage_folder
 from rlhf.runs.stage import open_stage
 
 from .test_checkpoints import checkpoint
@@ -30,6 +31,21 @@ def run_stage(config: Config, name: str, text: str = "weights", **kwargs) -> Pat
         (stage.model / "weights.txt").write_text(text)
         stage.finish({"loss": 1.5})
     return stage.folder
+
+
+def write_record(folder: Path, **changes: object) -> None:
+    """The record of a finished SFT stage in its folder; `changes` replace parts of it."""
+    record = {
+        "stage": "sft",
+        "status": "complete",
+        "settings": {},
+        "parents": {},
+        "data": {},
+        "run": "x",
+        "seconds": 1.0,
+    }
+    record |= {"files": {}} | changes
+    write_json(folder / "stage.json", record | {"hash": hash_of(record)})
 
 
 class Killed(BaseException):

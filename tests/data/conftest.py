@@ -1,4 +1,4 @@
-"""A small tokenizer, a way to write data files, and the folder of real data where there is one."""
+"""A small tokenizer, and a way to write data files."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -15,8 +15,6 @@ TEXT = [
     "Name a colour. Blue is a colour, and so is green.",
 ] * 20
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
-
 
 @pytest.fixture(scope="session")
 def tokenizer():
@@ -31,10 +29,3 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    if not SHARED.is_dir():
-        pytest.skip("the real data files (../shared/data beside the project) are not here")
-    return SHARED

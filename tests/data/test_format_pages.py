@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,11 @@ def test_the_guide_lists_every_format():
     assert all(listed[name] == f.wants for name, f in formats().items() if name != "table")
 
 
-def test_the_format_that_the_guide_adds_works():
+def test_the_format_that_the_guide_adds_works(tmp_path):
     source = re.search(r"```python\n(.*?)\n```", GUIDE, re.S)
     assert source
-    module: dict = {}
-    exec(compile(source[1], "arena.py", "exec"), module)
-    added = module["FORMAT"]
+    (tmp_path / "arena.py").write_text(source[1], encoding="utf-8")
+    added = runpy.run_path(str(tmp_path / "arena.py"))["FORMAT"]
     row = {"asked": "Why?", "left": "So.", "right": "Because.", "won": "right", "judge": 7}
     assert added.recognise(row) and not any(f.recognise(row) for f in formats().values())
     [record] = added.convert(row)

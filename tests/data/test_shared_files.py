@@ -69,8 +69,8 @@ def raw_rows(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("expected", FILES, ids=[expected.file for expected in FILES])
-def test_what_becomes_of_a_file(shared, tmp_path, capsys, expected):
-    path = shared / expected.file
+def test_what_becomes_of_a_file(shared_data, tmp_path, capsys, expected):
+    path = shared_data / expected.file
     rows = raw_rows(path)
     texts = [json.dumps({k: v for k, v in row.items() if k not in NOT_THE_TEXT}) for row in rows]
     assert (len(rows), len(rows) - len(set(texts))) == (expected.rows, expected.duplicates)
@@ -87,28 +87,28 @@ def test_what_becomes_of_a_file(shared, tmp_path, capsys, expected):
     assert {kind: sum(splits.values()) for kind, splits in report["records"].items()} == {expected.kind: kept}
 
 
-def test_every_file_without_columns_to_name_is_in_the_table(shared):
+def test_every_file_without_columns_to_name_is_in_the_table(shared_data):
     folders = ("comparisons", "demonstrations", "prompts")
-    here = {f"{folder}/{path.name}" for folder in folders for path in (shared / folder).iterdir()}
+    here = {f"{folder}/{path.name}" for folder in folders for path in (shared_data / folder).iterdir()}
     named_columns = {"comparisons/pandalm-999x3-annotators.json", "comparisons/alpaca-eval-annotations-805.json.gz"}
     assert here - named_columns == {expected.file for expected in FILES}
 
 
 @pytest.mark.parametrize("name", ["pandalm-999x3-annotators.json", "alpaca-eval-annotations-805.json.gz"])
-def test_files_whose_columns_must_be_named_are_taken_for_no_other_format(shared, name):
+def test_files_whose_columns_must_be_named_are_taken_for_no_other_format(shared_data, name):
     with pytest.raises(UserError, match="no format recognised: rows have the keys"):
-        load_all(str(shared / "comparisons" / name))
+        load_all(str(shared_data / "comparisons" / name))
 
 
-def test_hh_gives_one_pair_a_row(shared):
-    rankings, _ = load_comparisons(str(shared / "comparisons/hh-harmless-first-1500.jsonl.gz"))
+def test_hh_gives_one_pair_a_row(shared_data):
+    rankings, _ = load_comparisons(str(shared_data / "comparisons/hh-harmless-first-1500.jsonl.gz"))
     assert all(r.ranks() == [0, 1] and r.prompt[0].role == "user" for r in rankings)
     assert all(a.role != b.role for r in rankings for a, b in pairwise(r.prompt))
     assert Counter(not response.text for r in rankings for response in r.responses) == {False: 2996, True: 4}
 
 
-def test_hh_with_scores_follows_the_scores(shared):
-    path = shared / "comparisons/hh-helpful-2352-dsp.json.gz"
+def test_hh_with_scores_follows_the_scores(shared_data):
+    path = shared_data / "comparisons/hh-helpful-2352-dsp.json.gz"
     rankings, _ = load_comparisons(str(path))
     for row, ranking in zip(raw_rows(path), rankings, strict=True):
         a, b = row["score"]
@@ -117,8 +117,8 @@ def test_hh_with_scores_follows_the_scores(shared):
         assert ranking.metadata == {"score": row["score"]}
 
 
-def test_qa_feedback_gives_rankings_pairs_and_ties(shared):
-    path = shared / "comparisons/qa-feedback-500x4.json.gz"
+def test_qa_feedback_gives_rankings_pairs_and_ties(shared_data):
+    path = shared_data / "comparisons/qa-feedback-500x4.json.gz"
     assert sum(row["preference"].count(0) for row in raw_rows(path)) == 384
     rankings, _ = load_comparisons(str(path))
     joined = [r for r in rankings if r.ranking is not None]
@@ -129,8 +129,8 @@ def test_qa_feedback_gives_rankings_pairs_and_ties(shared):
     assert sum(len(r.pair_list()) for r in rankings) == 3000 - 384
 
 
-def test_oasst_gives_a_ranking_for_each_set_of_ranked_siblings(shared):
-    path = shared / "comparisons/oasst-trees-100.jsonl"
+def test_oasst_gives_a_ranking_for_each_set_of_ranked_siblings(shared_data):
+    path = shared_data / "comparisons/oasst-trees-100.jsonl"
     expected: dict[str, dict[str, int]] = {}  # ranks of the ranked replies, by the message that they answer
 
     def walk(message: dict[str, Any]) -> None:
@@ -153,16 +153,16 @@ def test_oasst_gives_a_ranking_for_each_set_of_ranked_siblings(shared):
     assert sum(rank < 0 for r in rankings for rank in r.ranks()) == 1
 
 
-def test_oasst_as_flat_messages_gives_the_same_records(shared, write_jsonl):
-    trees = shared / "comparisons/oasst-trees-100.jsonl"
+def test_oasst_as_flat_messages_gives_the_same_records(shared_data, write_jsonl):
+    trees = shared_data / "comparisons/oasst-trees-100.jsonl"
     rows = [message for row in raw_rows(trees) for message in flat(row)]
     assert len(rows) == 1167
     [wanted, got] = [load_all(path)[0] for path in (str(trees), write_jsonl(rows))]
     assert plain(got) == plain(wanted)
 
 
-def test_kto_gives_rated_single_responses(shared):
-    path = shared / "comparisons/kto-300.json"
+def test_kto_gives_rated_single_responses(shared_data):
+    path = shared_data / "comparisons/kto-300.json"
     rankings, _ = load_comparisons(str(path))
     assert Counter(rating for r in rankings for rating in r.ratings.values()) == {7: 150, 1: 150}
     for row, ranking in zip(raw_rows(path), rankings, strict=True):
@@ -179,16 +179,16 @@ def test_kto_gives_rated_single_responses(shared):
         ("dummy-dpo.jsonl", ("prompt", "chosen_response", "rejected_response")),
     ],
 )
-def test_pairs_keep_their_texts(shared, name, keys):
-    path = shared / "comparisons" / name
+def test_pairs_keep_their_texts(shared_data, name, keys):
+    path = shared_data / "comparisons" / name
     rankings, _ = load_comparisons(str(path))
     got = [(r.prompt[0].content, r.responses[0].text, r.responses[1].text) for r in rankings]
     assert got == [tuple(row[key] for key in keys) for row in raw_rows(path)]
     assert all(r.pair_list() == [(0, 1)] for r in rankings)
 
 
-def test_sharegpt_comparisons_keep_their_texts(shared):
-    path = shared / "comparisons/dpo-sharegpt-300.json.gz"
+def test_sharegpt_comparisons_keep_their_texts(shared_data):
+    path = shared_data / "comparisons/dpo-sharegpt-300.json.gz"
     rankings, _ = load_comparisons(str(path))
     assert Counter(r.prompt[0].role for r in rankings)["system"] == sum(
         row["conversations"][0]["from"] == "system" for row in raw_rows(path)
@@ -208,8 +208,8 @@ def test_sharegpt_comparisons_keep_their_texts(shared):
         ("dolly-6400-no-context.jsonl.gz", ("instruction",), "text"),
     ],
 )
-def test_demonstrations_keep_their_texts(shared, name, request_keys, answer_key):
-    path = shared / "demonstrations" / name
+def test_demonstrations_keep_their_texts(shared_data, name, request_keys, answer_key):
+    path = shared_data / "demonstrations" / name
     records, _ = load_demonstrations(str(path))
     for row, record in zip(raw_rows(path), records, strict=True):
         assert record.response == row[answer_key]
@@ -218,13 +218,13 @@ def test_demonstrations_keep_their_texts(shared, name, request_keys, answer_key)
         assert record.metadata == {k: v for k, v in row.items() if k not in (*request_keys, answer_key)}
 
 
-def test_dialogues_keep_their_texts(shared):
-    path = shared / "demonstrations/sharegpt-500.json"
+def test_dialogues_keep_their_texts(shared_data):
+    path = shared_data / "demonstrations/sharegpt-500.json"
     records, _ = load_demonstrations(str(path))
     for row, record in zip(raw_rows(path), records, strict=True):
         turns = [*(message.content for message in record.prompt), record.response]
         assert turns == [turn["value"] for turn in row["conversations"]] and record.id == row["id"]
-    path = shared / "demonstrations/messages-500.jsonl"
+    path = shared_data / "demonstrations/messages-500.jsonl"
     records, _ = load_demonstrations(str(path))
     for row, record in zip(raw_rows(path), records, strict=True):
         asked, answered = row["messages"]
@@ -233,15 +233,15 @@ def test_dialogues_keep_their_texts(shared):
             "answer": {"loss_weight": 1.0}
         }
         assert record.response == answered["content"][0]["value"]
-    path = shared / "demonstrations/self-instruct-seed-175.jsonl"
+    path = shared_data / "demonstrations/self-instruct-seed-175.jsonl"
     records, _ = load_demonstrations(str(path))
     instances = [instance for row in raw_rows(path) for instance in row["instances"]]
     assert [record.response for record in records] == [instance["output"] for instance in instances]
 
 
-def test_every_assistant_character_of_a_dialogue_is_learned(shared):
+def test_every_assistant_character_of_a_dialogue_is_learned(shared_data):
     """1,000 turns of the assistant, whose last ones have 45% of the characters."""
-    path = shared / "demonstrations/sharegpt-500.json"
+    path = shared_data / "demonstrations/sharegpt-500.json"
     records, _ = load_demonstrations(str(path))
     turns = [turn["value"] for row in raw_rows(path) for turn in row["conversations"] if turn["from"] == "gpt"]
     tokenizer = train_tokenizer(turns, 500, context_length=512)
@@ -253,29 +253,29 @@ def test_every_assistant_character_of_a_dialogue_is_learned(shared):
     assert len(turns) == 1000 and shares["all"] == 1.0 and shares["last"] == pytest.approx(0.4477, abs=1e-3), shares
 
 
-def test_mt_bench_gives_first_turns(shared):
-    path = shared / "prompts/mt-bench-80.jsonl"
+def test_mt_bench_gives_first_turns(shared_data):
+    path = shared_data / "prompts/mt-bench-80.jsonl"
     records, _ = load_all(str(path))
     assert [record.prompt[0].content for record in records] == [row["turns"][0] for row in raw_rows(path)]
     assert [record.metadata["later_turns"] for record in records] == [row["turns"][1:] for row in raw_rows(path)]
 
 
-def test_prompts_are_taken_from_demonstrations_and_comparisons(shared):
+def test_prompts_are_taken_from_demonstrations_and_comparisons(shared_data):
     sources = [
-        str(shared / "demonstrations/alpaca-en-999.json"),
-        str(shared / "comparisons/qa-feedback-500x4.json.gz"),
+        str(shared_data / "demonstrations/alpaca-en-999.json"),
+        str(shared_data / "comparisons/qa-feedback-500x4.json.gz"),
     ]
     prompts, _ = load_prompts(sources)
     assert 1400 < len(prompts) <= 1499
 
 
-def test_books(shared):
-    documents = list(iterate_documents(str(shared / "text/gutenberg-books.jsonl.gz")))
+def test_books(shared_data):
+    documents = list(iterate_documents(str(shared_data / "text/gutenberg-books.jsonl.gz")))
     assert len(documents) == 38 and sum(map(len, documents)) > 15_000_000
 
 
-def test_latin1_text(shared):
-    path = shared / "text/little_women_latin1.txt"
+def test_latin1_text(shared_data):
+    path = shared_data / "text/little_women_latin1.txt"
     raw = path.read_bytes()
     offset = next(i for i, byte in enumerate(raw) if byte > 127)
     with pytest.raises(UserError, match=f"byte 0x{raw[offset]:02x} at offset {offset} is not utf-8 text"):

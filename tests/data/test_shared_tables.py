@@ -32,11 +32,11 @@ def read_json(path):
 
 
 @pytest.fixture
-def imported(shared, tmp_path):
+def imported(shared_data, tmp_path):
     """What the import of one file gives: (records, rejects, report)."""
 
     def run(name, *overrides):
-        given = [f"path={shared / name}", f"out={tmp_path / 'out'}", "format=table", "duplicates=keep", *overrides]
+        given = [f"path={shared_data / name}", f"out={tmp_path / 'out'}", "format=table", "duplicates=keep", *overrides]
         config = compose_config([*given, "filter_prefixes=false"], "import")
         (tmp_path / "out").mkdir()
         importer = Importer(config, tmp_path / "out", Assignments(), lambda done: None)
@@ -47,9 +47,9 @@ def imported(shared, tmp_path):
     return run
 
 
-def test_pandalm(shared, imported):
+def test_pandalm(shared_data, imported):
     records, rejects, report = imported("comparisons/pandalm-999x3-annotators.json", *PANDALM)
-    items = read_json(shared / "comparisons/pandalm-999x3-annotators.json")
+    items = read_json(shared_data / "comparisons/pandalm-999x3-annotators.json")
     assert len(items) == 999 and len(records) == 2997 and not rejects
     said = {"0": [["a", "b"]], "1": [["a"], ["b"]], "2": [["b"], ["a"]]}
     for labeler in ("annotator1", "annotator2", "annotator3"):
@@ -61,7 +61,7 @@ def test_pandalm(shared, imported):
     assert report["agreement"]["items"] > 800
 
 
-def test_alpaca_eval(shared, imported):
+def test_alpaca_eval(shared_data, imported):
     name = "comparisons/alpaca-eval-annotations-805.json.gz"
     records, rejects, _ = imported(
         name,
@@ -70,7 +70,7 @@ def test_alpaca_eval(shared, imported):
         "columns.winner=preference",
         "columns.labeler=annotator",
     )
-    items = read_json(shared / name)
+    items = read_json(shared_data / name)
     nulls = sum(item["preference"] is None for item in items)
     assert (len(items), nulls, len(records), len(rejects)) == (805, 1, 804, 1)
     assert {one["field"] for one in rejects} == {"preference"} and "nobody judged this row" in json.dumps(rejects[0])
@@ -99,10 +99,10 @@ def shared_rows(path):
     return found
 
 
-def test_the_spreadsheet_of_annotations(shared, imported):
+def test_the_spreadsheet_of_annotations(shared_data, imported):
     """1302 rows below the header: 1150 with a judgement, and 152 at the end that hold formatted cells and nothing else."""
     name = "labels/open-instruct-annotations-1302.xlsx"
-    header, *rows = shared_rows(shared / name)
+    header, *rows = shared_rows(shared_data / name)
     column = {title: letter for letter, title in header.items()}
     judged = [one for one in rows if column["preference"] in one]
     assert (len(rows), len(judged)) == (1302, 1150) and not any(rows[1150:])
@@ -129,15 +129,15 @@ def test_the_spreadsheet_of_annotations(shared, imported):
         assert made.metadata["completion_a_is_acceptable"] == one[column["completion_a_is_acceptable"]]
     assert len({one.labeler for one in records}) == 16
     assert min(one.created for one in records).startswith("2023-05-")
-    assert len(list(read_table(shared / name, "x"))) == 1302
+    assert len(list(read_table(shared_data / name, "x"))) == 1302
 
 
-def test_pairs_without_judgement(shared, imported):
+def test_pairs_without_judgement(shared_data, imported):
     name = "labels/open-instruct-instances-996.jsonl.gz"
     records, rejects, _ = imported(
         name, "columns.prompt=prompt", "columns.responses='completions.*.completion'", "columns.id=id"
     )
-    items = [json.loads(line) for line in gzip.decompress((shared / name).read_bytes()).splitlines()]
+    items = [json.loads(line) for line in gzip.decompress((shared_data / name).read_bytes()).splitlines()]
     assert len(records) == len(items) == 996 and not rejects
     assert all(one.ranking is None and one.pairs is None and len(one.responses) == 2 for one in records)
     models = Counter(answer["model"] for item in items for answer in item["completions"])

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -143,7 +144,8 @@ def test_the_readmes_recipe_makes_such_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     (recipe,) = readme_blocks("python")
-    exec(compile(recipe, "README.md", "exec"), {})
+    Path("recipe.py").write_text(recipe, encoding="utf-8")
+    runpy.run_path("recipe.py")
     for path in sorted(set(SAMPLES.glob("*.jsonl")) - {SAMPLES / "instructions.jsonl"}):
         made = (Path("data") / path.name).read_text(encoding="utf-8").splitlines()
         kept = path.read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,7 @@
 """`rlhf.load`: the example in docs/api.md runs, the numbers are those of the stages, and importing stays light."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +27,8 @@ def test_the_example_runs(gold_run, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "demo").symlink_to(gold_run.folder)
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text("utf-8"), re.S)
-    names: dict = {}
-    exec(code, names)
+    Path("example.py").write_text(code, encoding="utf-8")
+    names = runpy.run_path("example.py")
     assert len(names["answers"]) == len(names["before"]) == len(names["scores"]) == 2
     assert all(isinstance(score, float) for score in names["scores"])
     assert names["run"].policies == ("pretrain", "sft", "ppo")

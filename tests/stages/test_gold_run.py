@@ -246,10 +246,14 @@ def test_chat_with_an_input_that_cannot_be_read_is_one_line(gold_run, tmp_path, 
     (tmp_path / "bytes").write_bytes(b"caf\xe9\n")
     redirect = shell.removesuffix(" LC_ALL=C")
     locale = {"LC_ALL": "C"} if "LC_ALL" in shell else {}
-    line = f"'{sys.executable}' -m rlhf chat run=gold runs_dir='{gold_run.runs_dir}' device=cpu {redirect}"
     done = subprocess.run(
-        line,
-        shell=True,
+        [
+            "sh",
+            "-c",
+            f'"$0" -m rlhf chat run=gold runs_dir="$1" device=cpu {redirect}',
+            sys.executable,
+            gold_run.runs_dir,
+        ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(Path.cwd())} | locale,
         capture_output=True,

@@ -175,13 +175,13 @@ def test_json_min_of_another_project_gives_ranking_and_ratings():
     assert [r.ratings for r in records if r.ratings] == [{"answer1": 6, "answer2": 2}, {"answer1": 4, "answer2": 4}]
 
 
-def test_the_real_pairwise_export_and_its_tasks(shared):
-    rows = rows_of(shared / "labels/label-studio-pairwise-32-export.json")
+def test_the_real_pairwise_export_and_its_tasks(shared_data):
+    rows = rows_of(shared_data / "labels/label-studio-pairwise-32-export.json")
     records = [r for row in rows for r in convert(row)]
     assert len(records) == 32
     assert Counter(r.ranking[0][0] for r in records if r.ranking) == {"answer1": 18, "answer2": 14}
     assert {r.labeler for r in records} == {"2"} and records[0].seconds == 12.51
-    tasks = rows_of(shared / "labels/label-studio-pairwise-32-tasks.json")
+    tasks = rows_of(shared_data / "labels/label-studio-pairwise-32-tasks.json")
     unlabelled = [r for row in tasks for r in convert(row)]
     assert len(unlabelled) == 32 and all(r.ranking is None and r.pairs is None for r in unlabelled)
     assert [r.responses for r in unlabelled] == [r.responses for r in records]

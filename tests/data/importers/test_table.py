@@ -29,7 +29,9 @@ PAIR = {"prompt": "q", "responses": ["a", "b"]}
 
 def prepared(rows, words=None, **columns):
     made = make_format(ColumnsConfig(**columns), WordsConfig(**(words or {})))
-    return pickle.loads(pickle.dumps(made.prepare("t.csv", rows)))  # as it goes to other processes
+    chosen = made.prepare("t.csv", rows)
+    assert pickle.dumps(chosen)  # it goes to other processes
+    return chosen
 
 
 def convert(rows, words=None, **columns):
