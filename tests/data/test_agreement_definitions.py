@@ -210,8 +210,8 @@ def test_memory_of_items_judged_once():
     assert used / len(records) < 48  # bytes: 16 for the item, 16 for labeler, time, K and form, 2 ranks, and slack
 
 
-def test_pandalm_annotators_against_numpy_by_hand(shared):
-    rows = json.loads((shared / "comparisons/pandalm-999x3-annotators.json").read_text(encoding="utf-8"))
+def test_pandalm_annotators_against_numpy_by_hand(shared_data):
+    rows = json.loads((shared_data / "comparisons/pandalm-999x3-annotators.json").read_text(encoding="utf-8"))
     records, sums = [], defaultdict(lambda: np.zeros(3, np.int64))
     for row in rows:
         prompt, one, two = (f"{row[key]}" for key in ("instruction", "response1", "response2"))
