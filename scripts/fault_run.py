@@ -1,12 +1,12 @@
-"""A run that is killed a hundred times: SIGKILL at random moments over all stages of a very small gold run.
+"""Kill a very small gold run a hundred times: SIGKILL at random moments of all stages.
 
     python scripts/fault_run.py OUT [kills=100] [saves=20] [seed=0]
 
-One run goes through undisturbed. Others write a checkpoint after every step and are killed, again and again, before they
-may finish a stage: most at a random moment, some while a checkpoint is being written. In the end every file of every stage
-must have the bytes, and every line of metrics the numbers, of the undisturbed run. Prints a table and writes OUT/faults.json;
-the exit code is 1 where something differs. Stages run in processes forked from this one, which has imported what they need:
-a start takes a second then. Give it nothing else to do: the machine's load moves the moments of the kills.
+One run is not disturbed. The others write a checkpoint after every step and are killed repeatedly before they may finish a stage:
+mostly at a random moment, sometimes while a checkpoint is being written. At the end all output files must be equal byte for byte to
+those of the undisturbed run, and all metrics equal in value. Prints a table and writes OUT/faults.json; the exit code is 1 if
+anything differs. Stages run in processes forked from this one, which has imported their modules, so a start takes about a second.
+Run nothing else meanwhile: the machine's load shifts the moments of the kills.
 """
 
 import json
@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RLHF_PROGRESS": "off", "TOKENIZERS_PARALLELISM": "false",
-               "DS_ACCELERATOR": "cpu"}  # fmt: skip
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "RLHF_PROGRESS": "off"}
 
 SMALL = (
     "experiment=gold", "gold.rounds=1", "tracking=jsonl", "device=cpu", "threads=1", "model.n_layer=2", "model.width=64", "model.n_head=2",
@@ -31,24 +31,24 @@ SMALL = (
     "ppo.micro_batch_episodes=16", "ppo.eval_prompts=16", "kl.target=2.0", "kl.horizon=500", "evaluate.prompts=30",
     "evaluate.samples=2", "rollout.max_new_tokens=24", "tracking.log_every=1",
 )  # fmt: skip
-# Kills of one run, by stage; a stage that ends before it has had all of them is left in peace.
+# Kills of one run, by stage; a stage that ends earlier gets fewer.
 PLAN = {"world": 1, "tokenizer": 1, "pretrain": 6, "sft": 5, "label": 2, "reward": 6, "ppo": 6, "evaluate": 2}
 SAVING = ("pretrain", "sft", "reward", "ppo")  # the stages that write checkpoints
-SAVE_EVERY = 3  # of a saving stage's kills, one in so many waits for a save
-SAVE_SECONDS = 0.03  # within which a save that has begun is hit
+SAVE_EVERY = 3  # every third kill of these stages waits for a checkpoint to be written
+SAVE_SECONDS = 0.03  # the kill then follows within this time
 RUN = Path("runs", "small")
-PATIENCE = 120.0  # seconds after which a stage that neither ends nor saves is given up
+PATIENCE = 120.0  # seconds after which a stage that neither ends nor saves is an error
 
 
 def start(stage: str, home: Path, overrides: list[str]) -> int:
-    """The stage's command in a process of its own, in the folder `home`, where the run lies too; returns its id."""
+    """Start the stage's command in a new process, in the folder `home` that contains the run; returns its id."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         home.mkdir(parents=True, exist_ok=True)
-        os.chdir(home)  # paths and names that are stored are the same in all runs
+        os.chdir(home)  # so that stored paths are the same in all runs
         out = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -69,7 +69,7 @@ def start(stage: str, home: Path, overrides: list[str]) -> int:
 
 
 def wait(pid: int, seconds: float) -> int | None:
-    """The exit code of a process that ends within `seconds`; None where it goes on."""
+    """The exit code of a process that ends within `seconds`; None if it is still running."""
     until = time.monotonic() + seconds
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -82,12 +82,12 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 def unsealed(folder: Path) -> list[Path]:
-    """Checkpoints that are being written, or that a kill left so."""
+    """Checkpoints without a manifest: being written, or interrupted by a kill."""
     return [path for path in (folder / "checkpoints").glob("*-*") if not (path / "manifest.json").exists()]
 
 
 def wait_for_save(pid: int, folder: Path) -> int | None:
-    """Until a new checkpoint begins to be written; the exit code of a stage that ends before."""
+    """Wait until a new checkpoint is being written, or return the exit code of a stage that ends before."""
     before = {path.name for path in unsealed(folder)}
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
@@ -101,7 +101,7 @@ def wait_for_save(pid: int, folder: Path) -> int | None:
 
 
 def run_stage(stage: str, home: Path, overrides: list[str]) -> float:
-    """The stage to its end; returns the seconds it took. Exits where it fails."""
+    """Run the stage to its end; returns the seconds. Exits if it fails."""
     begun = time.monotonic()
     code = wait(start(stage, home, overrides), PATIENCE)
     if code != 0:
@@ -112,9 +112,9 @@ def run_stage(stage: str, home: Path, overrides: list[str]) -> float:
 def kill_stage(
     stage: str, home: Path, overrides: list[str], chance: random.Random, seconds: float, in_save: bool
 ) -> dict[str, Any] | None:
-    """Start the stage and kill it; returns what was hit, or None where the stage ended first.
+    """Start the stage and kill it; returns a record of the kill, or None if the stage ended first.
 
-    seconds: within which a random moment is drawn.
+    seconds: the random moment is at most this long after the start.
     """
     folder = home / RUN / stage
     before = {path.name for path in unsealed(folder)}
@@ -129,13 +129,13 @@ def kill_stage(
         return None
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    torn = {path.name for path in unsealed(folder)} - before
-    return {"stage": stage, "after_s": round(time.monotonic() - begun, 3), "aimed_at": "save" if in_save else "moment",
-            "in_save": bool(torn)}  # fmt: skip
+    interrupted = {path.name for path in unsealed(folder)} - before
+    hit = {"stage": stage, "after_s": round(time.monotonic() - begun, 3), "aimed_at": "save" if in_save else "moment"}
+    return hit | {"in_save": bool(interrupted)}
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without what the machine's speed and memory decide."""
+    """The lines of metrics.jsonl without figures of speed and memory."""
     from rlhf.tracking.jsonl import read_jsonl
 
     return [
@@ -145,22 +145,22 @@ def numbers(folder: Path) -> list[dict[str, float]]:
 
 
 def differences(whole: Path, killed: Path) -> list[str]:
-    """What differs between two runs: output files by their hash, figures by their value."""
-    found = []
+    """The differences between two runs: output files by hash, figures by value."""
+    differing = []
     for stage in PLAN:
         one, two = (json.loads((run / stage / "stage.json").read_text()) for run in (whole, killed))
         names = sorted((one["files"].keys() | two["files"].keys()) - {"results.json"})
-        found += [f"{stage}/{name}" for name in names if one["files"].get(name) != two["files"].get(name)]
-        found += [f"{stage}: {key}" for key in ("summary", "parents") if one[key] != two[key]]
+        differing += [f"{stage}/{name}" for name in names if one["files"].get(name) != two["files"].get(name)]
+        differing += [f"{stage}: {key}" for key in ("summary", "parents") if one[key] != two[key]]
         if numbers(whole / stage) != numbers(killed / stage):
-            found.append(f"{stage}/metrics.jsonl")
+            differing.append(f"{stage}/metrics.jsonl")
     results = [json.loads((run / "evaluate" / "results.json").read_text()) for run in (whole, killed)]
     figures = [{k: v for k, v in one.items() if k not in ("seconds", "peak_rss_mb")} for one in results]
-    return found + (["evaluate/results.json"] if figures[0] != figures[1] else [])
+    return differing + (["evaluate/results.json"] if figures[0] != figures[1] else [])
 
 
 def import_everything() -> None:
-    """What the stages import, once."""
+    """Import the stages' modules and libraries once, before forking."""
     import contextlib
     import importlib
 
@@ -182,7 +182,7 @@ def import_everything() -> None:
 
 
 def kill_a_run(home: Path, chance: random.Random, times: dict[str, float], left: int) -> list[dict[str, Any]]:
-    """One run with at most `left` kills, to its end."""
+    """One whole run with at most `left` kills."""
     hits: list[dict[str, Any]] = []
     overrides = ["checkpoints.every_seconds=0"]
     for stage, planned in PLAN.items():
@@ -198,7 +198,7 @@ def kill_a_run(home: Path, chance: random.Random, times: dict[str, float], left:
 
 
 def main(out: Path, kills: int, saves: int, seed: int) -> int:
-    """Runs until there were enough kills; returns the exit code."""
+    """Make runs until there were enough kills; returns the exit code."""
     started = time.monotonic()
     import_everything()
     chance = random.Random(f"faults-{seed}")
@@ -213,17 +213,17 @@ def main(out: Path, kills: int, saves: int, seed: int) -> int:
         left = max(kills - len(hits), 1)
         hits += kill_a_run(out / name, chance, times, left)
         runs[name] = differences(out / "whole" / RUN, out / name / RUN)
-        told = "as undisturbed" if not runs[name] else "differs: " + ", ".join(runs[name][:5])
-        print(f"{name}: {sum(hit['run'] == name for hit in hits)} kills, {told}", flush=True)
+        outcome = "equal to the undisturbed run" if not runs[name] else "differs: " + ", ".join(runs[name][:5])
+        print(f"{name}: {sum(hit['run'] == name for hit in hits)} kills, {outcome}", flush=True)
     seconds = time.monotonic() - started
-    result = {"kills": len(hits), "in_save": sum(hit["in_save"] for hit in hits), "runs": runs, "seed": seed,
-              "seconds": round(seconds, 1), "undisturbed_s": {k: round(v, 2) for k, v in times.items()}, "hits": hits}  # fmt: skip
-    (out / "faults.json").write_text(json.dumps(result, indent=1))
+    result: dict[str, Any] = {"kills": len(hits), "in_save": sum(hit["in_save"] for hit in hits), "runs": runs}
+    result |= {"seed": seed, "seconds": round(seconds, 1), "undisturbed_s": {k: round(v, 2) for k, v in times.items()}}
+    (out / "faults.json").write_text(json.dumps(result | {"hits": hits}, indent=1))
     print(f"\n{'stage':<11}{'kills':>7}{'in a save':>11}")
     for stage in PLAN:
-        mine = [hit for hit in hits if hit["stage"] == stage]
-        print(f"{stage:<11}{len(mine):>7}{sum(hit['in_save'] for hit in mine):>11}")
-    equal = sum(not found for found in runs.values())
+        of_stage = [hit for hit in hits if hit["stage"] == stage]
+        print(f"{stage:<11}{len(of_stage):>7}{sum(hit['in_save'] for hit in of_stage):>11}")
+    equal = sum(not differing for differing in runs.values())
     print(
         f"{'all':<11}{len(hits):>7}{result['in_save']:>11}\n{equal} of {len(runs)} killed runs equal the undisturbed one, "
         f"bit for bit; {seconds:.0f} s -> {out / 'faults.json'}"

@@ -1,14 +1,14 @@
-"""Feed `rlhf import` damaged files of every format, and check that it keeps its promises. Seeded; it trains nothing.
+"""Feed `rlhf import` damaged files of every format and check its promises. Seeded; trains nothing.
 
     python scripts/fuzz_import.py --rows 100000 --folder /tmp/fuzz
 
-Good rows of each format are written as JSON Lines, JSON arrays and CSV, most of them damaged in one way of `DAMAGES`,
-and imported by a process a chunk. Of each import it checks:
+Good rows of each format are written as JSON Lines, JSON arrays and CSV, most of them damaged in one of the `DAMAGES`, and imported
+in chunks, one process per chunk. The checks of each import:
 
-    exit code 0 or 2, no traceback         counts add up, and equal the lines of JSON Lines that are not blank
-    rejects.jsonl parses, and each original (text, base64 or sha256) is what stands in the file at the stated offset
-    every row is found again               by a marker in its text (whole or damaged, as long as that can be read): in a
-                                           record, or within the original of a reject; where nothing is filtered
+    the exit code is 0 or 2, without a traceback
+    the counts add up, and equal the number of JSON Lines that are not blank
+    rejects.jsonl parses, and each original (text, base64 or sha256) equals the file's content at the stated offset
+    if nothing is filtered, every row is found again by a marker in its text: in a record, or in the original of a reject
 """
 
 import argparse
@@ -45,7 +45,7 @@ BLANK = b" \t\r"  # a line of nothing else is no row
 
 @dataclass
 class File:
-    """A file as it was written."""
+    """A generated file."""
 
     path: Path
     content: bytes
@@ -54,7 +54,7 @@ class File:
 
 @dataclass
 class Tally:
-    """What the imports made of it."""
+    """Counts over all imports."""
 
     rows: Counter[str] = field(default_factory=Counter)  # given, by container
     damages: Counter[str] = field(default_factory=Counter)
@@ -67,12 +67,12 @@ class Tally:
 def damaged(
     good: Callable[[str], dict[str, Any]], count: int, name: str, random_: random.Random, tally: Tally
 ) -> Iterator[tuple[bytes, dict[str, Any], str | None]]:
-    """Rows as JSON, most of them damaged; beside each the good row, and its marker where it is whole."""
+    """(raw JSON, the good row, its marker) of each row, most of them damaged; the marker of a damaged one is None."""
     for i in range(count):
         marker = f"mk{name}x{i:05d}z"
         row = good(marker)
         raw = json.dumps(row).encode()
-        if i < 3 or random_.random() > DAMAGED:  # the first ones tell the format
+        if i < 3 or random_.random() > DAMAGED:  # the first rows show the format
             yield raw, row, marker
             continue
         damage = random_.choice(list(DAMAGES))
@@ -85,7 +85,7 @@ def csv_cells(row: dict[str, Any]) -> list[str]:
 
 
 def make_file(folder: Path, number: int, count: int, random_: random.Random, tally: Tally) -> File:
-    """One file: its format and its container go through all there are, file after file."""
+    """One file; successive numbers go through all formats and containers."""
     kinds = [(name, suffix) for name in GOOD for suffix in ("jsonl", "json")] + [(name, "csv") for name in FLAT]
     name, suffix = kinds[number % len(kinds)]
     if name == "tasks_csv":
@@ -118,7 +118,7 @@ def make_file(folder: Path, number: int, count: int, random_: random.Random, tal
 
 
 def check(files: list[File], out: Path, code: int, said: str, tally: Tally, strict: bool) -> None:
-    """Whether one import kept its promises; every broken one is a problem."""
+    """Check one import; every broken promise is recorded as a problem."""
     problem = tally.problems.append
     if code not in (0, 2) or "Traceback" in said:
         problem(f"{files[0].path.parent}: exit code {code}: {said[-2000:]}")
@@ -176,7 +176,7 @@ def check_rejects(found: Path, by_name: dict[str, File], problem: Callable[[str]
             problem(f"{found}/rejects.jsonl:{number}: no original: {entry['message']}")
             continue
         if content[at : at + len(raw)] != raw:
-            problem(f"{found}/rejects.jsonl:{number}: the original is not what stands at {at}")
+            problem(f"{found}/rejects.jsonl:{number}: the original differs from the file at {at}")
         if "\n" in entry["message"] or not entry["message"]:
             problem(f"{found}/rejects.jsonl:{number}: the message is not one line: {entry['message']!r}")
         originals[entry["file"]].append(raw)
@@ -194,19 +194,19 @@ def run_import(folder: Path, out: Path, more: list[str]) -> tuple[int, str, int]
             peak = max(peak, peak_memory(child.pid))
             time.sleep(0.02)
             if time.monotonic() - started > LONGEST_IMPORT:
-                child.kill()  # what never ends is a problem as well
+                child.kill()  # an import that never ends is a problem too
     said = log.read_text(encoding="utf-8", errors="replace")
     log.unlink()
     return child.returncode, said, peak
 
 
 def peak_memory(pid: int) -> int:
-    """The most bytes that a process has held so far; 0 where it ended. (What wait4 tells counts its parent's, too.)"""
+    """Peak resident bytes of a process; 0 if it has ended. (The peak that wait4 returns includes the parent's.)"""
     try:
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        match = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(match[1]) * 1024 if match else 0
 
 
 def run(rows: int, seed: int, folder: Path, keep: bool) -> Tally:

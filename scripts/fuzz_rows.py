@@ -22,7 +22,7 @@ def says(who: str, text: str) -> dict[str, str]:
 
 
 def _oasst(m: str) -> dict[str, Any]:
-    replies = [
+    replies: list[Any] = [
         {"message_id": f"{m}-{i}", "text": f"Reply {i}.", "role": "assistant", "rank": i, "replies": []} for i in (0, 1)
     ]
     root = {"message_id": m, "text": f"Name {m}.", "role": "prompter", "lang": "en", "replies": replies}
@@ -44,7 +44,7 @@ def _webgpt(m: str) -> dict[str, Any]:
 
 
 def _ultrafeedback(m: str) -> dict[str, Any]:
-    made = [
+    made: list[Any] = [
         {"model": f"m{i}", "response": f"R{i}.", "overall_score": i, "fine-grained_score": i, "annotations": {}}
         for i in (1, 2)
     ]
@@ -53,16 +53,26 @@ def _ultrafeedback(m: str) -> dict[str, Any]:
 
 def _label_studio(m: str) -> dict[str, Any]:
     result = {"value": {"selected": "left"}, "from_name": "better", "to_name": "left", "type": "pairwise"}
-    data = {"item": m, "prompt": f"Say {m}.", "left": "L.", "right": "R.", "left_id": "a", "right_id": "b"}
+    data: dict[str, Any] = {
+        "item": m,
+        "prompt": f"Say {m}.",
+        "left": "L.",
+        "right": "R.",
+        "left_id": "a",
+        "right_id": "b",
+    }
     data |= {"dialogue": [user(f"Say {m}.")], "about": {"a": {"policy": "p"}, "b": {"policy": "p"}}, "metadata": {}}
     return {"id": 1, "data": data, "annotations": [{"id": 1, "completed_by": 1, "result": [result], "lead_time": 2.5}]}
 
 
 def _argilla(m: str) -> dict[str, Any]:
-    return {
-        "id": m, "fields": {"instruction": f"Say {m}.", "response": "Yes."}, "metadata": {}, "suggestions": {},
-        "responses": {"quality": [{"value": 5, "user_id": "u"}]}, "vectors": {}, "_server_id": m,
-    }  # fmt: skip
+    row: dict[str, Any] = {
+        "id": m,
+        "fields": {"instruction": f"Say {m}.", "response": "Yes."},
+        "metadata": {},
+        "suggestions": {},
+    }
+    return row | {"responses": {"quality": [{"value": 5, "user_id": "u"}]}, "vectors": {}, "_server_id": m}
 
 
 def _nectar(m: str) -> dict[str, Any]:
@@ -77,11 +87,15 @@ def _qa_feedback(m: str) -> dict[str, Any]:
 
 def _native(m: str) -> dict[str, Any]:
     responses = [{"id": name, "text": f"Text {name}.", "policy": "p"} for name in "abc"]
-    return {
-        "kind": "ranking", "id": m, "prompt": [user(f"Say {m}.")], "responses": responses, "ranking": [["b"], ["a", "c"]],
-        "ratings": {"a": 3}, "flags": {"c": ["harmful"]}, "labeler": "ann", "seconds": 3.5,
-        "created": "2026-05-01T10:00:00Z", "metadata": {"user": m, "group": m},
-    }  # fmt: skip
+    row: dict[str, Any] = {
+        "kind": "ranking",
+        "id": m,
+        "prompt": [user(f"Say {m}.")],
+        "responses": responses,
+        "ranking": [["b"], ["a", "c"]],
+    }
+    row |= {"ratings": {"a": 3}, "flags": {"c": ["harmful"]}, "labeler": "ann", "seconds": 3.5}
+    return row | {"created": "2026-05-01T10:00:00Z", "metadata": {"user": m, "group": m}}
 
 
 ABOUT = '{"responses": {"a": {"policy": "p"}, "b": {"policy": "p"}}}'
@@ -122,7 +136,7 @@ FLAT = ("trl", "pairs", "alpaca", "kto", "question_answer", "tasks_csv")  # thei
 
 
 def _somewhere(value: Any, random_: random.Random) -> tuple[Any, Any]:
-    """A container within a row and a key of it, chosen at random; at every level it may stop."""
+    """A random container in a row, at any depth, and one of its keys."""
     key = random_.choice(list(value) if isinstance(value, dict) else range(len(value)))
     inner = value[key]
     if isinstance(inner, dict | list) and inner and random_.random() < 0.7:
@@ -197,13 +211,13 @@ def _twice(raw: bytes, row: Any, random_: random.Random) -> bytes:
 
 
 def _long(raw: bytes, row: Any, random_: random.Random) -> bytes:
-    if random_.random() > 0.1:  # some are enough
+    if random_.random() > 0.1:  # a few of them are enough
         return _number(raw, row, random_)
     unit = random_.choice(("a", "a@", "1 ", "\\u0315\\u0300", "\\n", '\\"', "é", "a.", "a@a.", "(", " ", "mk"))
     text = unit * (random_.choice((200_000, 1_100_000)) // len(unit)) + random_.choice(("", "@", "1", "x"))
     if random_.random() < 0.5:
         return _with_token(row, random_, f'"{text}"')
-    return re.sub(rb"mk\w+z", lambda _: text.encode(), raw, count=1)  # in the prompt, or beside it
+    return re.sub(rb"mk\w+z", lambda _: text.encode(), raw, count=1)  # in the prompt, or next to it
 
 
 def _crowd(raw: bytes, row: Any, random_: random.Random) -> bytes:
@@ -213,16 +227,13 @@ def _crowd(raw: bytes, row: Any, random_: random.Random) -> bytes:
     many = range(random_.choice((1000, 40_000)))
     responses = json.dumps([{"id": str(i), "text": "t"} for i in many])
     chain = json.dumps([[str(i), str(i + 1)] for i in many[:-1]])
-    token = random_.choice((
-        "{" + ",".join(f'"k{i}": 1' for i in (*many, many[-1])) + "}", responses, chain, "[" + "1," * len(many) + "1]",
-        json.dumps({str(i): 5 for i in many}),
-    ))  # fmt: skip
+    repeated_key = "{" + ",".join(f'"k{i}": 1' for i in (*many, many[-1])) + "}"
+    ones, ratings = "[" + "1," * len(many) + "1]", json.dumps({str(i): 5 for i in many})
+    token = random_.choice((repeated_key, responses, chain, ones, ratings))
     if random_.random() < 0.5:
         return _with_token(row, random_, token)
-    made = f'"responses": {responses}, ' + random_.choice(
-        (f'"pairs": {chain}', f'"ranking": [{json.dumps(list(map(str, many)))}]')
-    )
-    return b'{"kind": "ranking", "prompt": "p", ' + made.encode() + b"}"
+    judgement = random_.choice((f'"pairs": {chain}', f'"ranking": [{json.dumps(list(map(str, many)))}]'))
+    return f'{{"kind": "ranking", "prompt": "p", "responses": {responses}, {judgement}}}'.encode()
 
 
 def _encoded(raw: bytes, row: Any, random_: random.Random) -> bytes:

@@ -3,11 +3,11 @@
     bash scripts/label_studio_setup.sh /tmp/label-studio        # once: an environment with Label Studio
     python scripts/label_studio_round.py --server /tmp/label-studio --run demo --out round experiment=gold
 
-`rlhf sample` writes the tasks; a server is started on loopback with a folder of its own; annotators sign up by the invite
-link; each annotates as themselves, through the HTTP API, what the gold world's simulated labelers think of the texts that
-a task shows; the server exports; `rlhf import` reads the exports and `rlhf reward` trains on them. What the labelers meant
-is written beside each export (`intended.jsonl`), from the labelers and not from the import. Further arguments go to every
-`rlhf` command. The run must be one of the gold world with its SFT model.
+`rlhf sample` writes the tasks. A server is started on loopback with a temporary folder. Annotators sign up through the invite link,
+and each sends the judgements of one of the gold world's simulated labelers through the HTTP API. The server exports the annotations;
+`rlhf import` reads them, and `rlhf reward` trains on them. The judgements as sent are written next to each export
+(`intended.jsonl`), so that the import can be compared with them. Further arguments are passed to every `rlhf` command. The run
+must be a run of the gold world that has its SFT model.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.tasks import BETTER, EQUAL, EQUALLY_GOOD, RANK
+from rlhf.gold.judge import judge as true_parts
 from rlhf.gold.labelers import Labeler, make_labelers
 from rlhf.gold.world import task_from_metadata
 from rlhf.tracking.progress import progress
@@ -47,7 +48,7 @@ STOP_SECONDS = 20.0
 
 
 class Client:
-    """One user of the server: an API token, or a session with cookies before there is one."""
+    """One user of the server, with an API token or, before there is one, a session with cookies."""
 
     def __init__(self, base: str, token: str | None = None):
         self.base, self.token = base, token
@@ -58,7 +59,7 @@ class Client:
         )
 
     def request(self, method: str, path: str, body: Any = None, *, form: dict[str, str] | None = None) -> bytes:
-        """The body of the answer. Raises: RuntimeError that says what the server answered."""
+        """The body of the response. Raises: RuntimeError with the server's message."""
         headers = {"Authorization": f"Token {self.token}"} if self.token else {}
         data = None
         if form is not None:
@@ -83,20 +84,18 @@ class Client:
 
 @contextlib.contextmanager
 def running_server(environment: Path, folder: Path, port: int) -> Iterator[Client]:
-    """Start Label Studio on 127.0.0.1 with its data in `folder`; yields its owner. It is stopped at the end, always."""
+    """Start Label Studio on 127.0.0.1 with its data in `folder`; yields the owner's client. The server is always stopped."""
     folder.mkdir(parents=True, exist_ok=True)
     token, password = secrets.token_hex(20), secrets.token_urlsafe(16)
-    variables = {
-        "PATH": f"{environment}/bin:/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8",
-        "SENTRY_DSN": "", "FRONTEND_SENTRY_DSN": "", "COLLECT_ANALYTICS": "false", "LATEST_VERSION_CHECK": "false",
-        "LABEL_STUDIO_USERNAME": "owner@example.com", "LABEL_STUDIO_PASSWORD": password,
-        "LABEL_STUDIO_USER_TOKEN": token, "LABEL_STUDIO_ENABLE_LEGACY_API_TOKEN": "true",
-        "LABEL_STUDIO_DISABLE_SIGNUP_WITHOUT_LINK": "true",
-    }  # fmt: skip
-    command = [
-        str(environment / "bin" / "label-studio"), "start", "--no-browser", "--data-dir", str(folder / "data"),
-        "--internal-host", "127.0.0.1", "--port", str(port), "--enable-legacy-api-token",
-    ]  # fmt: skip
+    variables = {"PATH": f"{environment}/bin:/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8"}
+    variables |= {"SENTRY_DSN": "", "FRONTEND_SENTRY_DSN": ""}  # no reports to its makers
+    variables |= {"COLLECT_ANALYTICS": "false", "LATEST_VERSION_CHECK": "false"}
+    variables |= {"LABEL_STUDIO_USERNAME": "owner@example.com", "LABEL_STUDIO_PASSWORD": password}
+    variables |= {"LABEL_STUDIO_USER_TOKEN": token, "LABEL_STUDIO_ENABLE_LEGACY_API_TOKEN": "true"}
+    variables |= {"LABEL_STUDIO_DISABLE_SIGNUP_WITHOUT_LINK": "true"}
+    address = ["--internal-host", "127.0.0.1", "--port", str(port)]
+    options = ["--no-browser", "--data-dir", str(folder / "data"), *address, "--enable-legacy-api-token"]
+    command = [str(environment / "bin" / "label-studio"), "start", *options]
     owner = Client(f"http://127.0.0.1:{port}", token)
     log = folder / "server.log"
     with log.open("w") as file:
@@ -111,7 +110,7 @@ def running_server(environment: Path, folder: Path, port: int) -> Iterator[Clien
 
 
 def wait_until_up(owner: Client, process: subprocess.Popen, log: Path) -> None:
-    """Raises: RuntimeError where the server ends, or does not answer in time."""
+    """Raises: RuntimeError if the server ends, or does not answer in time."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -124,7 +123,7 @@ def wait_until_up(owner: Client, process: subprocess.Popen, log: Path) -> None:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End the server's own process group: first asked, then told."""
+    """Stop the server's process group: with SIGTERM, then with SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -134,23 +133,23 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 # --- people ----------------------------------------------------------------------------------------------------------
 
 
 def sign_up(owner: Client, email: str) -> Client:
-    """A new annotator, by the invite link and the form of the sign-up page, with the API token of their own account."""
+    """A new annotator, through the invite link and the form of the sign-up page, with the API token of the new account."""
     invite = owner.json("GET", "/api/invite")["invite_url"]
     person = Client(owner.base)
     page = person.request("GET", invite).decode()
-    found = re.search(r'name="csrfmiddlewaretoken" value="([^"]+)"', page)
-    if found is None:
+    csrf = re.search(r'name="csrfmiddlewaretoken" value="([^"]+)"', page)
+    if csrf is None:
         raise RuntimeError(f"{invite}: the sign-up page has no form")
-    form = {"csrfmiddlewaretoken": found[1], "email": email, "password": secrets.token_urlsafe(12)}
+    form = {"csrfmiddlewaretoken": csrf[1], "email": email, "password": secrets.token_urlsafe(12)}
     person.request("POST", invite, form=form)
     person.token = person.json("GET", "/api/current-user/token")["token"]
     who = person.json("GET", "/api/current-user/whoami")["email"]
@@ -160,9 +159,9 @@ def sign_up(owner: Client, email: str) -> Client:
 
 
 def opinions(data: dict[str, Any], labeler: Labeler, seed: int) -> dict[str, float]:
-    """What a labeler thinks of each text that is shown, mistakes included: {response id: utility}.
+    """{response id: a labeler's utility of the shown text, noise included}.
 
-    The same item and labeler give the same opinion in every task, as a careful person's would be.
+    The same labeler gives the same item the same utilities in every task.
     """
     task = task_from_metadata(data["metadata"]["gold"])
     if "responses" in data:
@@ -170,14 +169,14 @@ def opinions(data: dict[str, Any], labeler: Labeler, seed: int) -> dict[str, flo
     else:
         shown = {data["left_id"]: data["left"], data["right_id"]: data["right"]}
     return {
-        name: labeler.utility(task, text)
+        name: labeler.utility(true_parts(task, text), text)
         + random.Random(f"round-{seed}-{data['item']}-{labeler.name}-{name}").gauss(0, labeler.noise)
         for name, text in shown.items()
     }
 
 
 def judge(data: dict[str, Any], labeler: Labeler, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The annotation's result as Label Studio's own page would send it, and what was meant, in response ids."""
+    """The annotation's result as Label Studio's page sends it, and the judgement in response ids."""
     utility = opinions(data, labeler, seed)
     if "responses" in data:
         order = sorted(utility, key=lambda name: -utility[name])
@@ -197,7 +196,7 @@ def judge(data: dict[str, Any], labeler: Labeler, seed: int) -> tuple[list[dict[
 
 
 def make_project(owner: Client, folder: Path, annotators: int) -> tuple[int, list[dict[str, Any]]]:
-    """A project with the tasks and the configuration that `rlhf sample` wrote: its id and its tasks on the server."""
+    """Make a project from the tasks and configuration of `rlhf sample`; returns its id and its tasks on the server."""
     config = {
         "title": folder.name,
         "label_config": (folder / "config.xml").read_text(encoding="utf-8"),
@@ -214,7 +213,7 @@ def make_project(owner: Client, folder: Path, annotators: int) -> tuple[int, lis
 
 
 def annotate(people: dict[str, Client], tasks: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """Every annotator judges every task, but the last one skips the first task: what each meant, in order."""
+    """Every annotator judges every task, but the last one skips the first task; returns the judgements in order."""
     intended = []
     labelers = make_labelers()
     with progress(len(people) * len(tasks), "annotate", unit="annotation") as bar:
@@ -225,7 +224,7 @@ def annotate(people: dict[str, Client], tasks: list[dict[str, Any]], seed: int) 
                 result, meant = judge(data, labeler, seed)
                 skips = 0 < number == len(people) - 1 and task is tasks[0]
                 texts = [r["body"] for r in data["responses"]] if "responses" in data else [data["left"], data["right"]]
-                seconds = 4 + 0.25 * sum(len(text.split()) for text in (data["prompt"], *texts))  # of a reader
+                seconds = 4 + 0.25 * sum(len(text.split()) for text in (data["prompt"], *texts))  # of reading
                 body = {"result": [] if skips else result, "lead_time": seconds, "was_cancelled": skips}
                 answer = person.json("POST", f"/api/tasks/{task['id']}/annotations/", body)
                 if not skips:
@@ -235,7 +234,7 @@ def annotate(people: dict[str, Client], tasks: list[dict[str, Any]], seed: int) 
 
 
 def run_rlhf(command: str, *arguments: str) -> str:
-    """One command of the project, shown with its output. Raises: SystemExit where it fails."""
+    """Run one command of the project and print its output. Raises: SystemExit if it fails."""
     line = [sys.executable, "-m", "rlhf", command, *arguments]
     print(f"$ rlhf {command} {' '.join(arguments)}", flush=True)
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=os.environ | {"RLHF_PROGRESS": "off"})

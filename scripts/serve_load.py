@@ -43,6 +43,7 @@ class Client(asyncio.Protocol):
 
     def __init__(self, bodies: list[bytes], result: Round):
         self.bodies, self.result = bodies, result
+        self.start, self.parts = 0.0, list[bytes]()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -77,7 +77,8 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(update(*given.one, given.device, given.threads)))
+        size, way = given.one
+        print(json.dumps(update(size, way, given.device, given.threads)))
         return
     found: dict[str, dict[str, Any]] = {}
     for way in given.ways:

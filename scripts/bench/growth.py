@@ -22,10 +22,10 @@ from typing import Any
 
 import harness
 
-sys.path.insert(0, str(harness.HERE.parents[1]))
+sys.path[:0] = [str(harness.HERE.parents[1]), str(harness.HERE.parent)]
 VOCABULARY, LAYERS, WIDTH, CONTEXT = 2048, 4, 128, 128  # as "tiny"
 STEP_TOKENS = 2560
-POINTS = {
+POINTS: dict[str, tuple[str, list[float]]] = {
     "model size": ("width", [64, 96, 144, 224]),
     "context": ("tokens", [64, 160, 320, 640]),
     "answers per prompt": ("K", [2, 5, 10, 20]),
@@ -109,10 +109,10 @@ def corpus(clock: Clock, megabytes: float, home: Path) -> float:
     import random
 
     import ppo
+    from import_speed import text
 
     from rlhf.data.corpus import pack_corpus
     from rlhf.tokenizer import load_tokenizer
-    from scripts.import_speed import text
 
     ppo.make_tokenizer(home / "tokenizer", shape())
     random_ = random.Random(0)
@@ -126,9 +126,10 @@ def corpus(clock: Clock, megabytes: float, home: Path) -> float:
 
 
 def labels(clock: Clock, megabytes: float, home: Path) -> float:
+    from import_speed import make_comparisons
+
     from rlhf.commands.import_data import run
     from rlhf.config.commands import ImportConfig
-    from scripts.import_speed import make_comparisons
 
     path = home / "labels.jsonl"
     make_comparisons(path, megabytes, 0)

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def serve(contestants: dict[str, Contestant]) -> None:
+def serve(contestants: Mapping[str, Contestant]) -> None:
     """Run as the contestant of the command line: `--worker NAME SPEC`."""
     name, spec = sys.argv[2], json.loads(sys.argv[3])
     answers = os.dup(1)
@@ -375,7 +375,7 @@ def peer_python(name: str) -> str:
 
 # --------------------------------------------------------------------------------------------------- models and data
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "quick": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 96, "vocab_size": 256},
     "shallow": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 96, "vocab_size": 256},
     "tiny": {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128, "vocab_size": 2048},

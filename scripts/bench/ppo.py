@@ -95,7 +95,7 @@ def write_parents(config: Any, spec: Spec) -> None:
                     if not (stage.model / path.name).exists():
                         os.link(path, stage.model / path.name)
             elif name == "reward":
-                model = RewardModel.from_causal_lm(convert(gpt2(spec, seed=1, part="reward")))
+                model: Any = RewardModel.from_causal_lm(convert(gpt2(spec, seed=1, part="reward")))
                 model.calibrate(*CALIBRATION)
                 model.to(dtype).save_pretrained(str(stage.model))
             stage.finish()
@@ -143,7 +143,8 @@ def ours(spec: Spec, turns: Turns) -> None:
         with open_stage(config, "ppo") as stage:
             trainer = make_ppo_run(config, stage, set_up(config))
             trainer.prompts = [
-                (PromptRecord(id=str(i), prompt="any"), tokens) for i, tokens in enumerate(make_prompts(spec))
+                (PromptRecord.model_validate({"id": str(i), "prompt": "any"}), tokens)
+                for i, tokens in enumerate(make_prompts(spec))
             ]
             tracker = make_tracker("off", folder=stage.folder, run="bench", stage="ppo", config={})
             for update, _ in enumerate(turns, 1):

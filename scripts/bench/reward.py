@@ -59,7 +59,8 @@ def ours(spec: Spec, turns: Turns) -> None:
 
     keep_freed_memory()
     device = torch.device(spec["device"])
-    model = RewardModel.from_causal_lm(harness.ours_like(harness.gpt2(spec["size"]))).to(device).train()
+    model: Any = RewardModel.from_causal_lm(harness.ours_like(harness.gpt2(spec["size"])))
+    model = model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     pairs = list(itertools.combinations(range(spec["answers"]), 2))
     items = [
