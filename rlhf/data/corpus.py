@@ -18,6 +18,7 @@ from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resol
 from rlhf.data.records import shown
 from rlhf.data.splits import uniform
 from rlhf.errors import UserError
+from rlhf.files import write_json
 from rlhf.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -275,15 +276,8 @@ def pack_corpus(
         "seed": seed,
         "splits": splits,
     }
-    write_meta(folder, meta)
+    write_json(folder / "meta.json", meta)
     return PackedCorpus(folder, meta)
-
-
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Write meta.json, which marks the folder as a finished packed corpus."""
-    temporary = folder / "meta.json.tmp"
-    temporary.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / "meta.json")
 
 
 @dataclass(frozen=True, slots=True)

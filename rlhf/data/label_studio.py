@@ -22,7 +22,7 @@ SINGLE_KEYS = ("response", "answer", "completion", "output")
 RESPONSE_STEMS = {*SINGLE_KEYS, "text", "generation", "candidate", "reply", "summary", "option", "result"}
 SIDES = (("left", "right"), ("first", "second"))
 TEXT_KEYS = ("body", "text", "content", "response", "html", "title")  # of one response in a list
-FLAT_VALUES = {"selected": "pairwise", "ranker": "ranker", "rating": "rating", "number": "number", "choices": "choices"}
+VALUES = ("selected", "ranker", "rating", "number", "choices")  # keys of a result's value
 SIDES_OF_TWO = (("left", "first", "one"), ("right", "second", "two"))
 
 

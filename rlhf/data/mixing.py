@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.data.corpus import SPLITS, PackedCorpus, write_meta
+from rlhf.data.corpus import SPLITS, PackedCorpus
+from rlhf.files import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> Pa
     for split in SPLITS:
         meta["splits"][split]["sha256"] = digests[split].hexdigest()
         (out / f"{split}.bin.tmp").replace(out / f"{split}.bin")
-    write_meta(out, meta)
+    write_json(out / "meta.json", meta)
     for part in parts:
         shutil.rmtree(part.corpus.path)
     return PackedCorpus(out, meta)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import quoteattr
 
 from rlhf.data.records import Message, RankedResponse, Ranking
 
@@ -82,38 +81,39 @@ def label_studio_config(interface: str) -> str:
     Prompts and responses are in <Text> and in the `body` of a <List>, both of which show markup as plain characters;
     <HyperText> and the `html` of a list, which would run it, are not used.
     """
-    text = '<Text name={name} value={value} valueType="text" selectionEnabled="false"/>'
-    prompt = text.format(name=quoteattr("prompt"), value=quoteattr("$prompt"))
+    prompt, left, right = (
+        f'<Text name="{name}" value="${name}" valueType="text" selectionEnabled="false"/>'
+        for name in ("prompt", "left", "right")
+    )
     if interface == "ranker":
-        lines = [
-            "<View>",
-            '  <Header value="The prompt"/>',
-            f"  {prompt}",
-            '  <Header value="Sort the responses: the best one on top"/>',
-            '  <List name="responses" value="$responses" title="Best on top"/>',
-            f'  <Ranker name="{RANK}" toName="responses" collapsible="false"/>',
-            "</View>",
-        ]
-        return "\n".join(lines) + "\n"
-    sides = [text.format(name=quoteattr(side), value=quoteattr(f"${side}")) for side in ("left", "right")]
-    box = '    <View style="flex: 1; padding: 1em; border: 1px solid #888888; border-radius: 5px">'
-    lines = [
-        "<View>",
-        '  <Header value="The prompt"/>',
-        f"  {prompt}",
-        '  <Header value="Click the better response"/>',
-        f'  <Pairwise name="{BETTER}" toName="left,right"/>',
-        '  <View style="display: flex; gap: 1em">',
-        box, f"      {sides[0]}", "    </View>",
-        box, f"      {sides[1]}", "    </View>",
-        "  </View>",
-        '  <Header value="Or, with neither response clicked:"/>',
-        f'  <Choices name="{EQUAL}" toName="prompt" choice="single-radio">',
-        f'    <Choice value="{EQUALLY_GOOD}"/>',
-        "  </Choices>",
-        "</View>",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+        return f"""<View>
+  <Header value="The prompt"/>
+  {prompt}
+  <Header value="Sort the responses: the best one on top"/>
+  <List name="responses" value="$responses" title="Best on top"/>
+  <Ranker name="{RANK}" toName="responses" collapsible="false"/>
+</View>
+"""
+    box = '<View style="flex: 1; padding: 1em; border: 1px solid #888888; border-radius: 5px">'
+    return f"""<View>
+  <Header value="The prompt"/>
+  {prompt}
+  <Header value="Click the better response"/>
+  <Pairwise name="{BETTER}" toName="left,right"/>
+  <View style="display: flex; gap: 1em">
+    {box}
+      {left}
+    </View>
+    {box}
+      {right}
+    </View>
+  </View>
+  <Header value="Or, with neither response clicked:"/>
+  <Choices name="{EQUAL}" toName="prompt" choice="single-radio">
+    <Choice value="{EQUALLY_GOOD}"/>
+  </Choices>
+</View>
+"""
 
 
 # --- CSV -------------------------------------------------------------------------------------------------------------

@@ -28,12 +28,11 @@ def _entailment(rng: random.Random) -> dict[str, str]:
     relations = [rng.choice(RELATIONS) for _ in people]
     said = [(who, *make_statement(rng, relation, who)) for relation, who in zip(relations, people, strict=True)]
     who, verb, value, _, others = rng.choice(said)
-    story = {f"{person} {v} {x}." for person, v, x, *_ in said}
+    told = [f"{person} {v} {x}." for person, v, x, *_ in said]
     statement, follows = f"{who} {verb} {value}.", rng.random() < 0.5
-    while not follows and statement in story:
+    while not follows and statement in told:
         stranger = rng.choice([person for person in PEOPLE if person != who])
         statement = rng.choice((f"{who} {verb} {rng.choice(others)}.", f"{stranger} {verb} {value}."))
-    told = [f"{person} {v} {x}." for person, v, x, *_ in said]
     return {"text": " ".join(told), "second": statement, "label": "yes" if follows else "no"}
 
 

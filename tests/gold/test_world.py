@@ -97,7 +97,7 @@ def test_words_are_joined_as_english_joins_them():
     assert world.join_words(["a"]) == "a"
     assert world.join_words(["a", "b"]) == "a and b"
     assert world.join_words(["a", "b", "c"]) == "a, b and c"
-    assert world.join_or(["a", "b", "c"]) == "a, b or c"
+    assert world.join_words(["a", "b", "c"], "or") == "a, b or c"
     assert (world.article("apple"), world.article("bean")) == ("an", "a")
 
 

@@ -28,33 +28,28 @@ def recognise(row: Mapping[str, Any]) -> str | None:
     return f"keys {chat} and {label}" if chat else None
 
 
-def _prompt_and_answer(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The prompt and the turn of the answer."""
+def _prompt_and_answer(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any], tuple[str, ...]]:
+    """The prompt, the turn of the answer, and the keys that they are under."""
     chat = next((key for key in _CHATS if key in row), None)
     if chat is not None:
-        return last_answer(with_system(row.get("system"), chat_turns(row[chat], chat)), chat)
+        prompt, answer = last_answer(with_system(row.get("system"), chat_turns(row[chat], chat)), chat)
+        return prompt, answer, (chat, "system")
     if "instruction" in row:
         turns = with_system(row.get("system"), [{"role": "user", "content": alpaca.request(row)}])
-        return turns, {"content": require_text(row, "output")}
-    answer = row.get("completion")
-    prompt: Any
+        used = ("instruction", "input", "context", "output", "system")
+        return turns, {"content": require_text(row, "output")}, used
     if isinstance(row.get("prompt"), list):
         prompt = chat_turns(row["prompt"], "prompt")
     else:
-        text = require_text(row, "prompt")
-        prompt = hh.prompt_turns(text) or text
-    if isinstance(answer, list):
-        if len(answer) != 1:
-            raise BadRow("completion", f"got {len(answer)} turns, want one assistant turn")
-        return prompt, one_answer(answer[0], "completion")
-    return prompt, {"content": require_text(row, "completion")}
-
-
-def _used(row: Mapping[str, Any]) -> tuple[str, ...]:
-    chat = next((key for key in _CHATS if key in row), None)
-    if chat is not None:
-        return (chat, "system")
-    return ("instruction", "input", "context", "output", "system") if "instruction" in row else ("prompt", "completion")
+        prompt = hh.prompt_turns(require_text(row, "prompt")) or row["prompt"]
+    completion = row.get("completion")
+    if not isinstance(completion, list):
+        answer = {"content": require_text(row, "completion")}
+    elif len(completion) == 1:
+        answer = one_answer(completion[0], "completion")
+    else:
+        raise BadRow("completion", f"got {len(completion)} turns, want one assistant turn")
+    return prompt, answer, ("prompt", "completion")
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -63,13 +58,13 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     label = row.get(key)
     if not isinstance(label, bool):
         raise BadRow(key, f"got {shown(label)}, want true or false: remove rows without a judgement")
-    prompt, answer = _prompt_and_answer(row)
+    prompt, answer, used = _prompt_and_answer(row)
     yield {
         "kind": "ranking",
         "prompt": prompt,
         "responses": [response_of("a", answer)],
         "ratings": {"a": RATINGS[label]},
-        "metadata": other_keys(row, *_used(row)),
+        "metadata": other_keys(row, *used),
     }
 
 

@@ -13,7 +13,7 @@ from rlhf.data.conversion.paths import as_json
 from rlhf.data.conversion.verdicts import as_number
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.label_studio import (
-    FLAT_VALUES,
+    VALUES,
     Judgement,
     Task,
     is_own,
@@ -192,8 +192,7 @@ def convert_flat(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         task.rest["data"] = without_empty(task.rest["data"])  # CSV has a cell for every control
     judgement = Judgement()
     for control, value in controls.items():
-        kind = next(kind for kind in FLAT_VALUES if kind in value[0])
-        read_result({"from_name": control, "type": FLAT_VALUES[kind], "value": value[0]}, task, judgement)
+        read_result({"from_name": control, "value": value[0]}, task, judgement)
     left = (
         {key: value for key, value in data.items() if key not in OWN_KEYS}
         if is_own(data)
@@ -223,7 +222,7 @@ def _unpacked(value: Any) -> Any:
 
 def _is_control(value: Any) -> bool:
     first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and any(kind in first for kind in FLAT_VALUES) and "id" not in first
+    return isinstance(first, dict) and any(kind in first for kind in VALUES) and "id" not in first
 
 
 FORMAT = Format(

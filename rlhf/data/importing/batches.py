@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from rlhf.config.commands import ColumnsConfig, WordsConfig
 from rlhf.data.agreement.judgements import Judgement, judgement_of
 from rlhf.data.importers import BadRow, Format, convert_row, formats, make_records, row_bytes
 from rlhf.data.importing.cleaning import FACT, KIND_NUMBERS, PII_KINDS, fact_of
@@ -35,14 +34,11 @@ class Plan:
 
     name: str  # of the file, for messages
     stem: str  # for the ids of records that have none
-    format: str | None  # None: no row could be read
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    words: WordsConfig = field(default_factory=WordsConfig)
+    format: Format | None = None  # None: no row could be read
     pii: str = "flag"
     prefix_characters: int = 200
     seed: int = 0
     replaced: Replaced = frozenset()  # records that later ones of the file replace
-    prepared: Format | None = None  # after a look at the file's first rows, if the format needs one
 
 
 class Held(NamedTuple):
@@ -75,27 +71,6 @@ class Batch:
     judgements: list[Judgement | None] = field(default_factory=list)  # of rankings, in their order
     held: list[Held] = field(default_factory=list)
     unknown_splits: Counter[str] = field(default_factory=Counter)
-
-
-def format_of(plan: Plan) -> Format:
-    """The format of a plan. Raises: UserError for contradictory columns."""
-    assert plan.format is not None
-    if plan.prepared is not None:
-        return plan.prepared
-    if plan.format == "table":
-        return table_format(plan.columns, plan.words)
-    return formats()[plan.format]
-
-
-_tables: list[tuple[ColumnsConfig, WordsConfig, Format]] = []  # the last one made
-
-
-def table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
-    from rlhf.data.importers.table import make_format
-
-    if not _tables or _tables[0][:2] != (columns, words):
-        _tables[:] = [(columns, words, make_format(columns, words))]
-    return _tables[0][2]
 
 
 class BatchMaker:
@@ -150,7 +125,6 @@ def _without_collector() -> Iterator[None]:
 @_without_collector()
 def process(plan: Plan, unit: Unit) -> Batch:
     """The batch of some rows of a file; the same whichever process makes it."""
-    chosen = None if plan.format is None else format_of(plan)
     maker = BatchMaker(plan)
     batch = maker.batch
     for index, item in enumerate(rows_of(unit, plan.name)):
@@ -158,9 +132,9 @@ def process(plan: Plan, unit: Unit) -> Batch:
         if isinstance(item, Reject):
             batch.rejects.append((index, item))
             continue
-        assert chosen is not None
+        assert plan.format is not None
         try:
-            _add_row(maker, chosen, item, index)
+            _add_row(maker, plan.format, item, index)
         except BadRow as error:
             batch.rejects.append((index, reject_row(plan.name, item, error.field, error.message)))
         except ValidationError as error:

@@ -8,12 +8,11 @@ import hashlib
 import marshal
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rlhf.data.records import KINDS, Message, Ranking, Record
+from rlhf.data.records import KINDS, Ranking, Record
 from rlhf.data.splits import SPLITS, conversation, given_split, hash64, key_hash, prompt_key, seeded_bits
 
 KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -79,10 +78,6 @@ def find_pii(text: str) -> set[str]:
     return found
 
 
-def pii_of(prompt: Sequence[Message]) -> set[str]:
-    return set().union(*(find_pii(message.content) for message in prompt))
-
-
 def _digest(value: Any) -> int:
     """64 bits of a hash of lists, strings and numbers; compared within one import only."""
     plain = marshal.dumps(value, 2)  # later versions write what is one object in memory once
@@ -136,6 +131,7 @@ def fact_of(
     user = (record.user if record.kind == "prompt" else None) or metadata.get("user")
     group = metadata.get("group")
     given = given_split(record)
+    pii = set().union(*(find_pii(message.content) for message in turns))
     prefix = pairs = ties = 0
     texts: list[str] = []
     if record.kind == "ranking":
@@ -149,7 +145,7 @@ def fact_of(
         KIND_NUMBERS[record.kind], 0, 0, identity_of(record, prompt, own_id), prompt,
         key_hash(turns, prefix_characters), prefix, 0 if user is None else hash64("user", str(user)),
         0 if group is None else seeded_bits(prompt_key(str(group)), seed), SPLITS.index(given) if given in SPLITS else -1,
-        sum(1 << PII_KINDS.index(name) for name in pii_of(turns)), len(texts), pairs, ties,
+        sum(1 << PII_KINDS.index(name) for name in pii), len(texts), pairs, ties,
         sum(len(m.content) for m in turns), sum(len(m.content.split()) for m in turns),
     )  # fmt: skip
     return fact, [(len(text), len(text.split())) for text in texts]

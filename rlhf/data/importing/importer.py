@@ -19,8 +19,9 @@ from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, settings_in
 from rlhf.data.agreement.judgements import AgreementCounter
 from rlhf.data.importers import Format, choose_format, formats, stem_of
+from rlhf.data.importers.table import make_format
 from rlhf.data.importing.assignments import FILE, Assigner, Assignments, describe_splits, write_assignments
-from rlhf.data.importing.batches import Batch, BatchMaker, Held, Plan, process, table_format
+from rlhf.data.importing.batches import Batch, BatchMaker, Held, Plan, process
 from rlhf.data.importing.cleaning import DUPLICATE, FILTERED, KEPT, KIND_NUMBERS, REJECTED, Cleaner
 from rlhf.data.importing.joining import join_held
 from rlhf.data.importing.pool import Pool, WorkerError
@@ -116,7 +117,7 @@ class Importer:
         """The format if the files do not decide it. Raises: UserError for one that does not exist."""
         name = self.config.format
         if name == "table":
-            return table_format(self.config.columns, self.config.words), "asked for"
+            return make_format(self.config.columns, self.config.words), "asked for"
         if name != "auto" and name not in formats():
             choose_format("", [], name, "format")
         return None
@@ -158,12 +159,9 @@ class Importer:
         plan = Plan(
             source.name,
             stem_of(source),
-            None,
-            config.columns,
-            config.words,
-            config.pii,
-            config.prefix_characters,
-            config.seed,
+            pii=config.pii,
+            prefix_characters=config.prefix_characters,
+            seed=config.seed,
         )
         seen = 0
         for unit in units:
@@ -174,14 +172,13 @@ class Importer:
                 yield batch, last_line(unit)
                 continue
             chosen, why = self._forced_format() or choose_format(source.name, rows, config.format, "format")
-            prepared = None
             if chosen.prepare is not None:
                 values = [row.value for row in first_rows(unit, source.name, BATCH_ROWS)]
-                prepared = chosen.prepare(source.name, values)
-                why = f"{why}; {table_note(source, options)}{prepared.recognise(values[0])}"
+                chosen = chosen.prepare(source.name, values)
+                why = f"{why}; {table_note(source, options)}{chosen.recognise(values[0])}"
             report.format, report.why = chosen.name, why
             revised = find_replaced(source.path) if chosen.name == "native" and source.path else frozenset()
-            plan = replace(plan, format=chosen.name, prepared=prepared, replaced=revised)
+            plan = replace(plan, format=chosen, replaced=revised)
             work: Iterator[Unit] = chain([unit], units)
             if chosen.gather is not None:
                 work = row_units(chosen.gather(chain.from_iterable(rows_of(u, source.name) for u in work), source.name))
@@ -256,7 +253,6 @@ class Importer:
         plan = Plan(
             report.file,
             "",
-            report.format,
             pii=self.config.pii,
             prefix_characters=self.config.prefix_characters,
             seed=self.config.seed,
