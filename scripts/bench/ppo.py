@@ -167,6 +167,23 @@ def ours_by_class(spec: Spec, turns: Turns) -> None:
 # -------------------------------------------------------------------------------------------------------------- TRL
 
 
+def peer_settings(spec: Spec) -> dict[str, Any]:
+    gpu = spec["device"] == "cuda"
+    batch = {
+        "per_device_train_batch_size": spec["peer_micro"],
+        "gradient_accumulation_steps": spec["episodes"] // spec["peer_micro"],
+        "num_mini_batches": 1,
+        "num_ppo_epochs": spec["epochs"],
+        "total_episodes": 1000 * spec["episodes"],
+        "response_length": spec["new"],
+        "local_rollout_forward_batch_size": spec["episodes"],
+    }
+    method = {"stop_token": "eos", "missing_eos_penalty": 1.0, "kl_coef": 0.02, "learning_rate": 1e-5}
+    nothing_else = {"num_sample_generations": 0, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    device = {"use_cpu": not gpu, "bf16": gpu, "gradient_checkpointing": False, "logging_steps": 1}
+    return batch | method | nothing_else | device
+
+
 def peer(spec: Spec, turns: Turns) -> None:
     import torch
     from datasets import Dataset
@@ -210,29 +227,7 @@ def peer(spec: Spec, turns: Turns) -> None:
                 raise KeyboardInterrupt  # the trainer has no other way out
 
     with tempfile.TemporaryDirectory() as home:
-        gpu = spec["device"] == "cuda"
-        settings = PPOConfig(
-            output_dir=home,
-            per_device_train_batch_size=spec["peer_micro"],
-            gradient_accumulation_steps=spec["episodes"] // spec["peer_micro"],
-            num_mini_batches=1,
-            num_ppo_epochs=spec["epochs"],
-            total_episodes=1000 * spec["episodes"],
-            response_length=spec["new"],
-            local_rollout_forward_batch_size=spec["episodes"],
-            num_sample_generations=0,
-            stop_token="eos",
-            missing_eos_penalty=1.0,
-            kl_coef=0.02,
-            learning_rate=1e-5,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=not gpu,
-            bf16=gpu,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            disable_tqdm=True,
-        )
+        settings = PPOConfig(output_dir=home, **peer_settings(spec))
         policy, reference = gpt2(spec, seed=0), gpt2(spec, seed=0)
         for model in (policy, reference):
             model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
