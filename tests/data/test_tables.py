@@ -1,5 +1,6 @@
 import csv
 import gzip
+import hashlib
 import io
 import re
 from datetime import datetime
@@ -112,8 +113,10 @@ def test_text_after_a_closing_quote(table):
 
 def test_a_record_above_the_limit_is_a_reject_and_reading_goes_on(table, monkeypatch):
     monkeypatch.setattr(tables, "MAX_RECORD_BYTES", 1 << 20)
-    bad, good = read(table(b'q,a\n1,"' + b"x" * (3 << 20) + b'"\n3,4\n'))
+    long = b'1,"' + b"x" * (3 << 20) + b'"\n'
+    bad, good = read(table(b"q,a\n" + long + b"3,4\n"))
     assert isinstance(bad, Reject) and "above 1 MB" in bad.message
+    assert bad.offset == 4 and bad.digest == (hashlib.sha256(long).hexdigest(), len(long)) and bad.raw is None
     assert good.value == {"q": "3", "a": "4"} and good.line == 3 and good.offset == 4 + (3 << 20) + 5
 
 

@@ -6,6 +6,7 @@ interprets the columns; JSON is read in `json_rows.py`, spreadsheets in `spreads
 
 import codecs
 import csv
+import hashlib
 import io
 import re
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ class _Lines:
         self._offset = 0  # bytes before the record
         self.record: list[str] = []  # the record's lines so far
         self._size = 0
-        self._bytes: tuple[list[str], int, tuple[str, bytes]] | None = None
+        self._skipped = 0  # bytes of the record that are not in `record`
 
     def __iter__(self) -> "_Lines":
         return self
@@ -93,23 +94,19 @@ class _Lines:
             raise _TooLong
         return line.removeprefix("\ufeff") if self.number == 1 else line
 
-    def begin_record(self) -> None:
-        """Forget the record that ended."""
-        self._offset += len(self.text_and_bytes()[1])
-        self.record, self._size = [], 0
+    def end_record(self) -> tuple[str, bytes, int | None]:
+        """The record as it is in the file, and the byte at which it begins; the next line begins another.
 
-    def text_and_bytes(self) -> tuple[str, bytes]:
-        """The record as it is in the file; its bytes are UTF-8 if the file is in UTF-16 or the like."""
-        if self._bytes is None or self._bytes[0] is not self.record or self._bytes[1] != len(self.record):
-            text = "".join(self.record)
-            whole = text, text.encode(self._encoding or "utf-8", "surrogateescape")
-            self._bytes = self.record, len(self.record), whole
-        return self._bytes[2]
+        If the file is in UTF-16 or the like, the bytes are UTF-8 and the place is unknown.
+        """
+        text, begin = "".join(self.record), self._offset
+        raw = self._encode(text)
+        self._offset += len(raw) + self._skipped
+        self.record, self._size, self._skipped = [], 0, 0
+        return text, raw, begin if self._encoding else None
 
-    @property
-    def offset(self) -> int | None:
-        """The byte at which the record begins."""
-        return self._offset if self._encoding else None
+    def _encode(self, text: str) -> bytes:
+        return text.encode(self._encoding or "utf-8", "surrogateescape")
 
     def keep_first_line(self) -> None:
         """Give back all lines of the record but its first."""
@@ -118,12 +115,15 @@ class _Lines:
         self.number -= len(rest)
         self.record, self._size = [first], len(first)
 
-    def skip_line(self) -> None:
-        """Read on to the end of a line that is too long."""
+    def skip_line(self) -> tuple[str, int]:
+        """Read on to the end of a line that is too long; returns the record's sha256 and length."""
         line = self.record[-1]
+        digest = hashlib.sha256(begin := self._encode("".join(self.record)))
         while line and not line.endswith(("\n", "\r")):
             line = self._text.readline(MAX_RECORD_BYTES)
-            self._offset += len(line.encode(self._encoding or "utf-8", "surrogateescape"))
+            digest.update(raw := self._encode(line))
+            self._skipped += len(raw)
+        return digest.hexdigest(), len(begin) + self._skipped
 
 
 def _decoded(file: IO[bytes], encoding: str) -> io.TextIOWrapper:
@@ -192,15 +192,15 @@ def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterato
     header: list[str] | None = None
     number = restarts = 0
     while True:
-        lines.begin_record()
         line = lines.number + 1
+        digest = None
         try:
             cells = next(csv.reader(lines, delimiter=delimiter, strict=True), None)
             problem = None
         except _TooLong:
             cells = []
             problem = f"got a record above {MAX_RECORD_BYTES >> 20} MB, want a shorter one: is a quote never closed?"
-            lines.skip_line()
+            digest = lines.skip_line()
         except csv.Error as error:
             cells, problem = [], f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
             if "unexpected end" in str(error):
@@ -210,25 +210,24 @@ def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterato
                     restarts += 1
         if cells is None:
             return
+        text, raw, offset = lines.end_record()
         if not cells and problem is None:
             continue  # an empty line is no row
         if header is None:
             if problem is not None:
                 raise UserError(f"{name}:{line}: header: {problem}")
-            text, _ = lines.text_and_bytes()
             if (found := _undecodable(text)) is not None:
                 raise UserError(f"{name}:{line}: {_wrong_byte(found, encoding)}")
             if _excel_hint(text.lstrip("\ufeff")) is None:
                 header = check_header(cells, name, line)
             continue
         number += 1
-        text, raw = lines.text_and_bytes()
         problem = problem or _problem(cells, text, header, encoding)
         if problem:
-            yield Reject(name, line, "", problem, number, lines.offset, raw)
+            yield Reject(name, line, "", problem, number, offset, None if digest else raw, digest)
         else:
             values = {key: cell if cell != "" else None for key, cell in zip(header, cells, strict=True)}
-            yield Row(line, values, number, lines.offset, raw)
+            yield Row(line, values, number, offset, raw)
 
 
 def _undecodable(text: str) -> int | None:
