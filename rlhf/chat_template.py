@@ -343,9 +343,8 @@ def _frame(tokenizer: Any, _: str) -> _Frame:
     end = _after_end(tokenizer, after, 0, len(after), marks)
     after = after[:end] if end is not None else ""
     whole, first, second = _recognised(tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"])
-    alone = (
-        is_completion(tokenizer) or whole == first + second
-    )  # a completion follows texts other than the probe's word
+    # a completion follows texts other than the probe's word
+    alone = is_completion(tokenizer) or whole == first + second
     return _Frame(prompt, before, after, texts[0] == texts[1], end is not None, alone)
 
 

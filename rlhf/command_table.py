@@ -51,9 +51,8 @@ _ALSO_READ = {
 # Commands that read the settings of several, or have a schema of their own.
 OF_SEVERAL = ("pipeline", "study", "plan", "import")
 FORWARDING = ("pipeline", "study")  # they get their overrides from Hydra and pass them to their stages
-SHARED_FLAG = (
-    "--shared-settings"  # marks overrides meant for several commands: those that this one does not use are ignored
-)
+# Marks overrides meant for several commands: those that this one does not use are ignored.
+SHARED_FLAG = "--shared-settings"
 CONFIG_GROUPS = ("model", "experiment", "tracking")
 WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
 

@@ -18,11 +18,7 @@ from typing import NoReturn
 from rlhf.processes import is_first
 
 EXIT_CODE = 130
-SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # SIGHUP: the terminal was closed, or the connection to it lost
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed, or its connection lost
 # Seconds within which two signals are one: Ctrl-C reaches a stage from the terminal and from what started the stage.
 SAME_SECONDS = 1.0
 

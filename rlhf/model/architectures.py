@@ -255,9 +255,8 @@ def _cohere_problems(c: Any) -> list[str]:
 
 def _cohere_entries(c: GPTConfig) -> Iterator[Entry]:
     """Llama's names, with one norm per block; the two channels of a rotary pair are adjacent."""
-    order = (
-        torch.arange(c.head_dim).unflatten(0, (-1, 2)).t().flatten()
-    )  # our order of their channels: 0, 2, 4, …, 1, 3, 5, …
+    # our order of their channels: 0, 2, 4, …, 1, 3, 5, …
+    order = torch.arange(c.head_dim).unflatten(0, (-1, 2)).t().flatten()
     parts = rows(c.head_dim * c.n_head, c.head_dim * c.n_kv_head, c.head_dim * c.n_kv_head)
 
     def reorder(matrix: Tensor, channels: Tensor) -> Tensor:

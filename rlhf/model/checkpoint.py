@@ -129,9 +129,7 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except (
-        Exception
-    ) as error:  # the library raises many kinds of errors for missing, private or unreachable repositories
+    except Exception as error:  # the library raises many kinds for missing, private or unreachable repositories
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(
             f"model.pretrained={name}: not readable from the hub ({reason}): "

@@ -30,9 +30,8 @@ class FixedDecoder(Decoder):
         self.all_lengths = self.lengths
         self.rows = torch.arange(len(prompts), device=self.lengths.device)
         self.packed = True  # graphs are recorded for each number of rows, so there should be few
-        self.graphs: dict[
-            tuple[int, int], Graph | None
-        ] = {}  # by rows and columns; None: computed once, not yet recorded
+        # by rows and columns; None: computed once, not yet recorded
+        self.graphs: dict[tuple[int, int], Graph | None] = {}
 
     def step(self, tokens: Tensor) -> Tensor:
         shape = (len(tokens), self._columns())

@@ -60,6 +60,5 @@ def product_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def is_product(module: nn.Module) -> bool:
     """Whether the module is a linear layer that autocast runs in half precision."""
-    return (isinstance(module, nn.Linear) and not isinstance(module, Float32Linear)) or type(
-        module
-    ).__name__ == "Conv1D"
+    in_half = isinstance(module, nn.Linear) and not isinstance(module, Float32Linear)
+    return in_half or type(module).__name__ == "Conv1D"

@@ -32,10 +32,7 @@ def ragged_loss(
     if count is None:
         count = int((labels[:, 1:] != IGNORED).sum())
     parts = []
-    longest_first = list(by_length(lengths.tolist(), rows))[
-        ::-1
-    ]  # the longest part first, so that later parts reuse its memory
-    for group in longest_first:
+    for group in reversed(list(by_length(lengths.tolist(), rows))):  # longest first: later parts reuse its memory
         width = int(lengths[group].max())
         if not bool((labels[group, 1:width] != IGNORED).any()):
             continue

@@ -27,11 +27,10 @@ def add_rollout_metrics(run: PpoRun, sums: Sums, rollout: Rollout, scores: Tenso
     sums.add("objective/kl_k3", k3, count)
     sums.add("objective/kl_coef", run.kl.coef)
     sums.add("objective/scores", scores.sum().item(), count)
-    paid = (
-        -run.kl.coef * kl if run.config.kl.penalty == "reward" else 0.0
-    )  # with kl.penalty=loss it is not part of the reward
-    sums.add("objective/non_score_reward", paid, count)
-    sums.add("objective/rlhf_reward", scores.sum().item() + paid, count)
+    # with kl.penalty=loss the KL is not part of the reward
+    kl_reward = -run.kl.coef * kl if run.config.kl.penalty == "reward" else 0.0
+    sums.add("objective/non_score_reward", kl_reward, count)
+    sums.add("objective/rlhf_reward", scores.sum().item() + kl_reward, count)
     sums.add("objective/entropy", -rollout.logp_old[mask].sum().item(), count)
     sums.add("rollout/eos_fraction", rollout.ended.sum().item(), count)
     sums.add("rollout/response_len", mask.sum().item(), count)

@@ -27,9 +27,8 @@ class PretrainingBlocks:
         corpus = PackedCorpus.load_for("ppo.ptx_coef", folder, tokenizer, remedy)
         settings = (read_stage(folder) or {}).get("settings", {})
         batch = settings.get("pretrain.global_batch_tokens", config.pretrain.global_batch_tokens)
-        context = settings.get(
-            "model.context_length", min(tokenizer.model_max_length, batch)
-        )  # an adopted one's: its own
+        # an adopted model's context is in its tokenizer
+        context = settings.get("model.context_length", min(tokenizer.model_max_length, batch))
         isolate = settings.get("pretrain.isolate_documents", config.pretrain.isolate_documents)
         return cls(corpus.blocks("train", context), isolate, config.seed)
 

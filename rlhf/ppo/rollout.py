@@ -32,9 +32,7 @@ class Rollout(NamedTuple):
     response_mask: Tensor  # (B, A) bool
     ended: Tensor  # (B,) bool, the response has its end token
     logp_sampled: Tensor  # (B, A) float32 nats, from the sampler; 0 outside the mask
-    logp_old: (
-        Tensor  # (B, A) float32 nats, of the policy that sampled: the sampler's in float32, recomputed in bfloat16
-    )
+    logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled: in bfloat16 recomputed, else the sampler's
     logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
     values: Tensor  # (B, A) float32, before each response token was chosen
     last_values: Tensor  # (B,) float32, after the last response token, for ppo.truncation=bootstrap

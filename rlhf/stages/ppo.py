@@ -44,9 +44,8 @@ def run(config: Config) -> None:
         with open_loop(stage, run.ranks, updates, unit="update") as loop:
             if loop.resume:
                 restore(run, loop.resume)
-                run.metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][
-                    -1
-                ]  # the last one, if no update is left
+                logged = list(read_jsonl(stage.folder / "metrics.jsonl"))
+                run.metrics = logged[-1] if logged else {}  # what is reported if no update is left
             elif config.ppo.eval_every:
                 loop.tracker.log(evaluate_held_out(run, 0, loop.tracker), step=0, episodes=0)
             for update in loop.steps(lambda update: save(run, update)):

@@ -121,10 +121,10 @@ def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
     """Write the stage's model folder and read it back. All processes must call it."""
     if isinstance(model, RewardModel):
         save_model(model, stage.model, stage.folder / "adapters")
-    elif (
-        state := gathered_state(model)
-    ) is not None:  # in bfloat16 under ZeRO the optimizer's float32 weights were trained
-        put_weights(model.float(), state)
+    else:
+        state = gathered_state(model)  # in bfloat16 under ZeRO: the optimizer's float32 weights
+        if state is not None:
+            put_weights(model.float(), state)
     if stage.writes:
         (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
 

@@ -69,9 +69,8 @@ def inject(model: Any, settings: Any, name: str) -> None:
     """Put PEFT's layers into the model under an adapter name; adapters of other names stay active."""
     before = [adapter for _, layer in adapted_layers(model) for adapter in layer.lora_A]
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Already found a `peft_config`"
-        )  # a critic that starts from a reward model
+        # of a critic that starts from a reward model
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         import_peft().inject_adapter_in_model(settings, model, adapter_name=name)
     active = [*dict.fromkeys(before), name]
     for _, layer in adapted_layers(model):

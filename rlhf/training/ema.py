@@ -53,9 +53,7 @@ class Ema:
     def _write(self, value_of: Callable[[str, Any], Tensor]) -> None:
         for name, p in self._trained().items():
             value = value_of(name, p)
-            with gathered(
-                [p], write=True
-            ):  # also updates the tensors that ZeRO-3 keeps whole in addition to its slices
+            with gathered([p], write=True):  # also updates the tensors that ZeRO-3 keeps whole beside its slices
                 p.data.copy_(value)
 
     def state_dict(self) -> dict[str, Tensor]:

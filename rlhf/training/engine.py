@@ -31,9 +31,8 @@ from rlhf.training.zero_state import ZeroState, group_numbers
 class Engine:
     """A module and its AdamW, with a whole copy on each process; gradients are summed over processes."""
 
-    sharded = (
-        False  # whether ZeRO owns the gradients: they cannot be read before the step, which all ranks take together
-    )
+    # whether ZeRO owns the gradients: they cannot be read before the step, which all ranks take together
+    sharded = False
 
     def __init__(self, module: nn.Module, groups: list[dict[str, Any]], accelerator: Accelerator):
         self.module, self.accelerator = module, accelerator
@@ -121,9 +120,8 @@ class ZeroEngine(Engine):
         group_of = group_numbers(module, groups)
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=max_grad_norm)
         settings["managed_gradient_accumulation"] = False  # we call the step ourselves, after any number of backwards
-        if (
-            self.stage == 3
-        ):  # forwards run different parts (policy, critic, both), so prefetched weights could stay in memory
+        if self.stage == 3:
+            # forwards run different parts (policy, critic, both), so prefetched weights could stay in memory
             settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
         module.to(self.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(

@@ -86,9 +86,7 @@ def save_model_checked(module: Any, folder: Path, state: Mapping[str, Tensor] | 
         return
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(module, "save_pretrained"):
-        module.save_pretrained(
-            str(folder), state_dict=dict(state)
-        )  # copied, because save_pretrained empties the dictionary
+        module.save_pretrained(str(folder), state_dict=dict(state))  # a copy: save_pretrained empties the dictionary
         _state_type(folder, state)
         if isinstance(module, PreTrainedModel):  # experts are one tensor in memory and several in the file
             state = revert_weight_conversion(module, dict(state))

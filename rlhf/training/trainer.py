@@ -70,9 +70,7 @@ def shared_arguments(
     micro, accumulation = split_batch(setting, rows, micro, process_count())
     bfloat16 = wants_bfloat16(config, device)
     sharding = None
-    os.environ.pop(
-        "ACCELERATE_USE_DEEPSPEED", None
-    )  # set by an earlier stage or a launcher; this project uses its own settings
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of an earlier stage or a launcher: we pass our own settings
     if zero_stage(config):
         from rlhf.training.engine import import_deepspeed
 

@@ -97,10 +97,10 @@ class ZeroState:
         for _, flat in self._slices():
             if "step" in inner.state.get(flat, {}):
                 continue
-            counts = isinstance(
-                inner, torch.optim.AdamW
-            )  # torch's AdamW counts steps in a tensor, DeepSpeed's in an integer
-            step: Any = torch.zeros((), device=flat.device if on_device else "cpu") if counts else 0
+            # torch's AdamW counts steps in a tensor, DeepSpeed's in an integer
+            step: Any = 0
+            if isinstance(inner, torch.optim.AdamW):
+                step = torch.zeros((), device=flat.device if on_device else "cpu")
             inner.state[flat] = {"step": step, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS}}
 
     def _put(self, p: Any, value: Tensor, kind: str | None = None) -> None:
@@ -116,9 +116,8 @@ class ZeroState:
         if self.stage < 3:
             safe_set_full_fp32_param(p, value) if kind is None else safe_set_full_optimizer_state(p, value, kind)
             return
-        size = -(
-            -value.numel() // self.ranks.count
-        )  # ZeRO-3 divides each tensor into equal slices; the last one is padded
+        # ZeRO-3 divides each tensor into equal slices; the last one is padded
+        size = -(-value.numel() // self.ranks.count)
         flat = nn.functional.pad(value.flatten(), (0, size * self.ranks.count - value.numel()))
         own = flat[size * self.ranks.rank : size * (self.ranks.rank + 1)]
         safe_set_local_fp32_param(p, own) if kind is None else safe_set_local_optimizer_state(p, own, kind)
