@@ -24,7 +24,6 @@ from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.setup import held_out_prompts, make_reward
 from rlhf.precision import inference
 from rlhf.runs.folders import read_stage, settings_of
-from rlhf.runs.sources import fractions
 from rlhf.stages import evaluate
 from rlhf.stages.pretrain import held_out_loss
 from rlhf.tokenizer import load_tokenizer
@@ -45,7 +44,7 @@ def dev_prompts(config: Config, world: Path, tokenizer: Any) -> tuple[list[Promp
     """The study's held-out prompts of a world stage, and their tokens."""
     records, _ = load_prompts(str(world / "prompts.jsonl"))
     settings = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, eval_prompts=EVAL_PROMPTS))
-    asked = held_out_prompts(settings, records, tokenizer, fractions(config))
+    asked = held_out_prompts(settings, records, tokenizer)
     return [record for record, _ in asked], [ids for _, ids in asked]
 
 

@@ -1,6 +1,6 @@
 """Prompts for rollouts, from records of any kind; and prompts cut to the room there is."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf.chat_template import encode_prompt
@@ -87,3 +87,13 @@ def encode_prompt_within(
     if room <= len(other):
         return None
     return [*ids[:head], *ids[len(ids) - (room - head) :]], True
+
+
+def fitting_prompts(
+    tokenizer: "PreTrainedTokenizerFast", records: Iterable[PromptRecord], room: int
+) -> Iterator[tuple[PromptRecord, list[int], bool]]:
+    """The records whose prompts fit in `room` tokens, with those tokens and whether they were cut, see `encode_prompt_within`."""
+    for record in records:
+        fitted = encode_prompt_within(tokenizer, record.prompt, room)
+        if fitted is not None:
+            yield record, *fitted

@@ -1,6 +1,7 @@
 """Sets up a PPO run: the models, the prompts and the reward."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,9 @@ from transformers import PreTrainedModel
 
 from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
-from rlhf.data.comparisons import load_comparisons
-from rlhf.data.prompts import encode_prompt_within, load_prompts
+from rlhf.data.prompts import fitting_prompts
 from rlhf.data.records import PromptRecord
-from rlhf.data.splits import prompt_key, record_split
+from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.model.classifier import TextRewardModel, load_reward_model
@@ -33,7 +33,8 @@ from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward
 from rlhf.ppo.rollout import Prompts, Rollout, RolloutSetup, sample_responses, score_responses
 from rlhf.processes import Ranks
 from rlhf.runs.folders import check_output, read_stage, stage_folder
-from rlhf.runs.sources import fractions, is_function, need_source, reward_folder, reward_model_folder, reward_sources
+from rlhf.runs.inputs import by_split, read_comparisons, read_prompts
+from rlhf.runs.sources import is_function, reward_folder, reward_model_folder, reward_sources
 from rlhf.runs.stage import Stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.adapters import add_adapters, load_adapters, share_weights
@@ -289,28 +290,20 @@ def make_reward(
 
 def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prompts, Prompts]:
     """Tokenised prompts of the training split, and some of the dev split. Raises: UserError if none is left."""
-    records, info = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
-    for line in info.describe():
-        stage.say(line)
-    shares = fractions(config)
+    records = read_prompts(config, stage.say)
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
     if room < 4:
         raise UserError(
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in the context "
             f"of {tokenizer.model_max_length} tokens: lower it"
         )
-    found: Prompts = []
-    cut = 0
-    training = [record for record in records if record_split(record, config.data.split_seed, shares) == "train"]
-    for record in by_ranking(config, training):
-        fitted = encode_prompt_within(tokenizer, record.prompt, room)
-        if fitted is not None:
-            found.append((record, fitted[0]))
-            cut += fitted[1]
-    if not found:
+    training = by_ranking(config, by_split(config, records)["train"])
+    fitting = list(fitting_prompts(tokenizer, training, room))
+    if not fitting:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
-    stage.say(f"{len(found):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else ""))
-    return found, held_out_prompts(config, records, tokenizer, shares)
+    cut = sum(was_cut for _, _, was_cut in fitting)
+    stage.say(f"{len(fitting):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else ""))
+    return [(record, ids) for record, ids, _ in fitting], held_out_prompts(config, records, tokenizer)
 
 
 def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:
@@ -318,29 +311,19 @@ def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord
     wanted = config.ppo.prompts
     if wanted == "all":
         return records
-    rankings, _ = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
-    ranked = {prompt_key(ranking.prompt) for ranking in rankings}
-    kept = [record for record in records if (prompt_key(record.prompt) in ranked) == (wanted == "ranked")]
-    if not kept:
+    ranked = {prompt_key(ranking.prompt) for ranking in read_comparisons(config)}
+    chosen = [record for record in records if (prompt_key(record.prompt) in ranked) == (wanted == "ranked")]
+    if not chosen:
         raise UserError(
             f"ppo.prompts={wanted}: none of the {len(records):,} prompts of the training split is {wanted}: add prompts"
             + (" (gold.train_prompts above gold.comparison_prompts)" if config.gold.enabled else "")
             + ", or set ppo.prompts=all"
         )
-    return kept
+    return chosen
 
 
-def held_out_prompts(
-    config: Config, records: Sequence[PromptRecord], tokenizer: Any, shares: dict[str, float]
-) -> Prompts:
+def held_out_prompts(config: Config, records: Sequence[PromptRecord], tokenizer: Any) -> Prompts:
     """The first `ppo.eval_prompts` prompts of the dev split that fit the context, with their tokens."""
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    found: Prompts = []
-    for record in records:
-        if len(found) == config.ppo.eval_prompts:
-            break
-        if record_split(record, config.data.split_seed, shares) == "dev":
-            fitted = encode_prompt_within(tokenizer, record.prompt, room)
-            if fitted is not None:
-                found.append((record, fitted[0]))
-    return found
+    fitting = fitting_prompts(tokenizer, by_split(config, records)["dev"], room)
+    return [(record, ids) for record, ids, _ in itertools.islice(fitting, config.ppo.eval_prompts)]

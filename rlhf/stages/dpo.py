@@ -27,7 +27,7 @@ from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.stages.reward import load_items, load_training_rankings
+from rlhf.stages.reward import load_items, load_rankings
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.training.adapters import add_adapters, share_weights
@@ -46,7 +46,8 @@ def run(config: Config) -> None:
         tokenizer = load_tokenizer(folder)
 
         # 1. The training rankings of the reward model, as pairs of answers
-        records = load_training_rankings(config, stage)
+        rankings, held_out = load_rankings(config, stage)
+        records = [ranking for ranking in rankings if ranking.labeler not in held_out]
         context = tokenizer.model_max_length
         room = min(config.rollout.max_new_tokens, context // 2)
         items = load_items(config, stage, records, token_encoder(tokenizer, context, room))

@@ -5,6 +5,7 @@ the KL and the held-out accuracy of the reward model.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,8 @@ import torch
 from rlhf.chat_template import decode_response, end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.items import names_of
-from rlhf.data.prompts import encode_prompt_within, load_prompts
+from rlhf.data.prompts import fitting_prompts, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord
-from rlhf.data.splits import record_split
 from rlhf.data.tasks import shown_prompt
 from rlhf.errors import UserError
 from rlhf.evaluation import external
@@ -61,7 +61,8 @@ from rlhf.runs.folders import (
     run_folder,
     stage_folder,
 )
-from rlhf.runs.sources import fractions, hash_sources, need_source, reward_sources
+from rlhf.runs.inputs import by_split
+from rlhf.runs.sources import hash_sources, need_source, reward_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.terminal import say
 from rlhf.tokenizer import encode_texts, load_tokenizer
@@ -154,18 +155,16 @@ def load_test_prompts(
 ) -> tuple[list[PromptRecord], list[list[int]]]:
     """The first `evaluate.prompts` prompts of the test split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
-    shares = fractions(config)
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    test = [r for r in records if record_split(r, config.data.split_seed, shares) == "test"]
-    fitted = [(r, encode_prompt_within(tokenizer, r.prompt, room)) for r in test]
-    kept = [(r, found) for r, found in fitted if found is not None][: config.evaluate.prompts]
-    cut = sum(found[1] for _, found in kept)
-    say(f"{len(kept)} test prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
-    if not kept:
+    fitting = fitting_prompts(tokenizer, by_split(config, records)["test"], room)
+    asked = list(itertools.islice(fitting, config.evaluate.prompts))
+    cut = sum(was_cut for _, _, was_cut in asked)
+    say(f"{len(asked)} test prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
+    if not asked:
         raise UserError(
             "evaluate: no prompt of the test split fits the context: raise data.test, or add shorter prompts"
         )
-    return [record for record, _ in kept], [found[0] for _, found in kept]
+    return [record for record, _, _ in asked], [ids for _, ids, _ in asked]
 
 
 def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, Path]:

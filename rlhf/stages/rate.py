@@ -15,10 +15,8 @@ import torch
 
 from rlhf.chat_template import encode_prompts, encode_response
 from rlhf.config import Config
-from rlhf.data.comparisons import load_comparisons
-from rlhf.data.demonstrations import Row, encode_demonstrations, load_demonstrations
+from rlhf.data.demonstrations import Row, encode_demonstrations
 from rlhf.data.records import Ranking
-from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.rating import QUALITIES, Rater, encode_ratings
 from rlhf.gold.labelers import Labeler, says_yes
@@ -27,9 +25,10 @@ from rlhf.model.trunk import context_of
 from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.sources import fractions, hash_sources, need_source
+from rlhf.runs.inputs import by_split, read_comparisons, read_demonstrations
+from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
-from rlhf.stages.sft import divide, load_with_dropout, make_trainer
+from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up
@@ -58,23 +57,17 @@ def run(config: Config) -> None:
         context = context_of(model, tokenizer)
 
         # 1. Ratings, and the demonstrations, so that the model does not forget how to answer
-        rankings, _ = load_comparisons(
-            need_source(config, "comparisons"), config.data.format, config.data.allow_partial
+        rankings = by_split(config, read_comparisons(config))
+        rated = {split: list(rate_all(config, truth, tokenizer, rankings[split])) for split in ("train", "test")}
+        rating_rows = draw_rating_rows(config, tokenizer, rated["train"], context)
+        demonstrations = by_split(config, read_demonstrations(config))["train"]
+        answer_rows = encode_demonstrations(demonstrations, tokenizer, context, turns=config.sft.turns)
+        stage.say(
+            f"{len(rating_rows):,} ratings of {len(rated['train']):,} responses, and {len(answer_rows):,} demonstrations"
         )
-        rated = {
-            split: list(rate_all(config, truth, tokenizer, of)) for split, of in by_split(config, rankings).items()
-        }
-        rows = draw_rating_rows(config, tokenizer, rated["train"], context)
-        demonstrations, _ = load_demonstrations(
-            need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
-        )
-        shown = encode_demonstrations(
-            divide(config, demonstrations)["train"], tokenizer, context, turns=config.sft.turns
-        )
-        stage.say(f"{len(rows):,} ratings of {len(rated['train']):,} responses, and {len(shown):,} demonstrations")
 
         # 2. Train on both
-        trainer = make_trainer(stage, model, tokenizer, rows + shown, config.rate.epochs, device)
+        trainer = make_trainer(stage, model, tokenizer, rating_rows + answer_rows, config.rate.epochs, device)
         with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
             train(trainer, loop, "sft/loss")
         save_output(model, tokenizer, stage)
@@ -82,16 +75,9 @@ def run(config: Config) -> None:
         # 3. How well it orders responses of held-out prompts by each quality
         with inference(config, device):
             summary = held_out_figures(Rater(model, tokenizer, config.rate.safety, device), rated["test"])
-        for line in (f"{name}: {value:.3f}" for name, value in summary.items()):
-            stage.say(f"held out, {line}")
+        for name, value in summary.items():
+            stage.say(f"held out, {name}: {value:.3f}")
         stage.finish(summary)
-
-
-def by_split(config: Config, rankings: Sequence[Ranking]) -> dict[str, list[Ranking]]:
-    found: dict[str, list[Ranking]] = {"train": [], "dev": [], "test": []}
-    for ranking in rankings:
-        found[record_split(ranking, config.data.split_seed, fractions(config))].append(ranking)
-    return found
 
 
 def rate_all(config: Config, truth: Truth, tokenizer: Any, rankings: Sequence[Ranking]) -> Iterator[Rated]:

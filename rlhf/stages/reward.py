@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
-from rlhf.data.comparisons import load_comparisons
-from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.items import Encode, Item, check_labelers, join_rankings
-from rlhf.data.prompts import encode_prompt_within, prompts_of
+from rlhf.data.prompts import fitting_prompts, prompts_of
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
-from rlhf.data.splits import record_half, record_split
+from rlhf.data.splits import record_half
 from rlhf.errors import UserError
 from rlhf.evaluation.audit import Audited, audit_reward_model
 from rlhf.evaluation.head_fit import fit_head, read_features
@@ -48,7 +46,8 @@ from rlhf.ops.ranking import ranking_loss
 from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import earlier_reward, stage_folder
-from rlhf.runs.sources import fractions, hash_sources, need_source
+from rlhf.runs.inputs import by_split, read_comparisons, read_demonstrations
+from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
@@ -78,7 +77,7 @@ def train_reward_model(config: Config, name: str) -> None:
 
         # 1. The rankings to train on, and the demonstrations to calibrate on
         labelled, held_out = load_rankings(config, stage)
-        written = training_demonstrations(config)
+        demonstrations = training_demonstrations(config)
         records = [record for record in labelled if record.labeler not in held_out]
 
         # 2. The SFT model without its unembedding, plus a scalar head; or a classifier with its own tokenizer
@@ -98,7 +97,7 @@ def train_reward_model(config: Config, name: str) -> None:
         with open_loop(stage, engine.ranks, steps) as loop:
             train(loop, engine, items["train"], tokenizer.pad_token_id, epochs)
             with inference(config, device):
-                gain, shift = calibrate(config, engine, tokenizer, records, written, device)
+                gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
             save_output(model, tokenizer, stage)
 
             # 4. Held-out figures
@@ -131,19 +130,11 @@ def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
 
 def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], set[str]]:
     """All rankings of data.comparisons, and the held-out labelers. Raises: UserError for an unknown labeler."""
-    records, info = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
-    for line in info.describe():
-        stage.say(line)
+    records = read_comparisons(config, stage.say)
     held_out = held_out_labelers(config, records)
     known = [record for record in records if record.labeler not in held_out]
     check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), known)
     return records, held_out
-
-
-def load_training_rankings(config: Config, stage: Stage) -> list[Ranking]:
-    """The rankings of data.comparisons without those of held-out labelers. Raises: UserError for an unknown labeler."""
-    records, held_out = load_rankings(config, stage)
-    return [record for record in records if record.labeler not in held_out]
 
 
 def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out: set[str]) -> None:
@@ -209,17 +200,14 @@ def fit_before_training(
 
 def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Encode) -> dict[str, list[Item]]:
     """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on."""
-    groups: dict[str, list[Ranking]] = {"train": [], "dev": [], "test": []}
-    seed, half = config.data.split_seed, config.data.half
-    for record in records:
-        groups[record_split(record, seed, fractions(config))].append(record)
+    splits, half = by_split(config, records), config.data.half
     if half is not None:
         half = 3 - half if stage.name == "judge" else half
-        groups["train"] = [record for record in groups["train"] if record_half(record, seed) == half]
+        splits["train"] = [r for r in splits["train"] if record_half(r, config.data.split_seed) == half]
         stage.say(f"train: half {half} of the prompts")
     items = {}
     for split in ("train", "dev"):
-        items[split], unpaired = join_rankings(groups[split], encode, config.reward.labeler_weights)
+        items[split], unpaired = join_rankings(splits[split], encode, config.reward.labeler_weights)
         stage.say(
             f"{split}: {len(items[split]):,} prompts, {sum(len(i.rows) for i in items[split]):,} responses, "
             f"{sum(len(i.pairs()) for i in items[split]):,} ordered pairs"
@@ -325,17 +313,13 @@ def add_figures(sums: Sums, items: list[Item], scores: Tensor, figures: dict[str
 
 def training_demonstrations(config: Config) -> list[Demonstration]:
     """The demonstrations of the training split. Raises: UserError if there is none to calibrate on."""
-    demonstrations, _ = load_demonstrations(
-        need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
-    )
-    shares = fractions(config)
-    written = [d for d in demonstrations if record_split(d, config.data.split_seed, shares) == "train"]
-    if not written:
+    demonstrations = by_split(config, read_demonstrations(config))["train"]
+    if not demonstrations:
         raise UserError(
             "data.demonstrations: none is in the training split to calibrate the reward model: lower "
             "data.dev and data.test, or add demonstrations"
         )
-    return written
+    return demonstrations
 
 
 def calibrate(
@@ -343,20 +327,18 @@ def calibrate(
     model: Any,
     tokenizer: Any,
     records: list[Ranking],
-    written: list[Demonstration],
+    demonstrations: list[Demonstration],
     device: torch.device,
 ) -> tuple[float, float]:
     """Set gain and shift of the model; returns (gain, shift).
 
-    The shift is the mean raw score of the demonstrations `written` (Ouyang et al. 2022, section 3.5), the gain one over
+    The shift is the mean raw score of the demonstrations (Ouyang et al. 2022, section 3.5), the gain one over
     the standard deviation of the scores of SFT samples (Ziegler et al. 2019, section 2.1). `tokenizer` is the policy's;
     of `records` only the prompts of the training split are used, not the judgements.
     """
-    shift = score_demonstrations(model, written, tokenizer, device, calibrated=False).mean().item()
-
-    shares = fractions(config)
-    train = [r for r in records if record_split(r, config.data.split_seed, shares) == "train"]
-    raw = score_samples(config, model, tokenizer, prompts_of(train)[: config.reward.calibration_samples], device)
+    shift = score_demonstrations(model, demonstrations, tokenizer, device, calibrated=False).mean().item()
+    prompts = prompts_of(by_split(config, records)["train"])[: config.reward.calibration_samples]
+    raw = score_samples(config, model, tokenizer, prompts, device)
     deviation = raw.std(correction=0).item()
     if not deviation > 1e-6:
         raise UserError(
@@ -374,22 +356,22 @@ def score_samples(
     policy = load_frozen(config, stage_folder(config, "sft") / "model", device)
     context = tokenizer.model_max_length
     length = min(config.rollout.max_new_tokens, context // 2)
-    fitted = [(p.prompt, encode_prompt_within(tokenizer, p.prompt, context - length)) for p in prompts]
-    asked = [(prompt, found[0]) for prompt, found in fitted if found is not None]
-    rows = [ids for _, ids in asked]
+    fitting = list(fitting_prompts(tokenizer, prompts, context - length))
+    prompt_ids = [ids for _, ids, _ in fitting]
     samples = sample(
         policy,
-        rows,
+        prompt_ids,
         max_new_tokens=length,
         eos_token_id=end_ids(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         seed=config.seed,
-        keys=[("calibrate", i) for i in range(len(rows))],
+        keys=[("calibrate", i) for i in range(len(prompt_ids))],
         batch_size=config.rollout.batch_size,
     )
-    own = getattr(model, "module", model)  # the module inside an engine
-    if isinstance(own, TextRewardModel):
+    bare = getattr(model, "module", model)  # without its engine
+    if isinstance(bare, TextRewardModel):
+        messages = [list(record.prompt) for record, _, _ in fitting]
         texts = [response_text(tokenizer, ids) for ids in samples.responses]
-        return own.score_texts([list(p) for p, _ in asked], texts, samples.ended.tolist(), calibrated=False)
-    whole = [p + r for p, r in zip(rows, samples.responses, strict=True)]
-    return score_rows(model, whole, tokenizer.pad_token_id, device, calibrated=False)
+        return bare.score_texts(messages, texts, samples.ended.tolist(), calibrated=False)
+    rows = [prompt + response for prompt, response in zip(prompt_ids, samples.responses, strict=True)]
+    return score_rows(model, rows, tokenizer.pad_token_id, device, calibrated=False)

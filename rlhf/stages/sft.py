@@ -18,9 +18,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus
-from rlhf.data.demonstrations import Row, encode_demonstrations, labels_of, load_demonstrations
-from rlhf.data.records import Demonstration
-from rlhf.data.splits import record_split
+from rlhf.data.demonstrations import Row, encode_demonstrations, labels_of
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.blocks import Block
@@ -30,7 +28,8 @@ from rlhf.ops.logprobs import token_logprobs
 from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.sources import fractions, hash_sources, need_source
+from rlhf.runs.inputs import by_split, read_demonstrations
+from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.adapters import add_adapters
@@ -59,20 +58,17 @@ def run(config: Config) -> None:
             return
 
         # 1. Demonstrations as tokens; prompts masked
-        records, info = load_demonstrations(
-            need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
-        )
-        for line in info.describe():
-            stage.say(line)
-        splits = divide(config, records)
+        splits = by_split(config, read_demonstrations(config, stage.say))
         counts: Counter[str] = Counter()
         model = load_with_dropout(base, config.sft.dropout)
         context = context_of(model, tokenizer)
-        turns = config.sft.turns
-        rows = {s: encode_demonstrations(splits[s], tokenizer, context, turns=turns, counts=counts) for s in splits}
+        rows = {
+            split: encode_demonstrations(splits[split], tokenizer, context, turns=config.sft.turns, counts=counts)
+            for split in ("train", "dev")
+        }
         stage.say(
             f"{len(rows['train']):,} demonstrations to train on, {len(rows['dev'])} held out; "
-            + ", ".join(f"{n} {count:,}" for n, count in sorted(counts.items()))
+            + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
         )
         if not rows["train"]:
             raise UserError("data.demonstrations: none is left to train on: lower data.dev and data.test, or add some")
@@ -92,16 +88,6 @@ def run(config: Config) -> None:
                 loop.tracker.log({"eval/dev/loss": summary["loss"]}, step=loop.total)
                 stage.say(f"held-out loss {summary['loss']:.3f} nats per response token")
         stage.finish(summary)
-
-
-def divide(config: Config, records: list[Demonstration]) -> dict[str, list[Demonstration]]:
-    """Demonstrations by split; those of the test split are not used here."""
-    splits: dict[str, list[Demonstration]] = {"train": [], "dev": []}
-    for record in records:
-        name = record_split(record, config.data.split_seed, fractions(config))
-        if name in splits:
-            splits[name].append(record)
-    return splits
 
 
 def load_with_dropout(folder: Path, share: float) -> Any:

@@ -1,0 +1,45 @@
+"""The labelled data that a stage reads: the records of data.comparisons, data.demonstrations or data.prompts, and their splits."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from rlhf.config import Config
+from rlhf.data.comparisons import load_comparisons
+from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.prompts import load_prompts
+from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
+from rlhf.data.splits import SPLITS, record_split
+from rlhf.runs.sources import fractions, need_source
+
+Say = Callable[[str], None]
+RecordType = TypeVar("RecordType", bound=Record)
+
+
+def read_comparisons(config: Config, say: Say | None = None) -> list[Ranking]:
+    """The rankings of data.comparisons. say: prints what was read."""
+    return _read(config, "comparisons", load_comparisons, say)
+
+
+def read_demonstrations(config: Config, say: Say | None = None) -> list[Demonstration]:
+    return _read(config, "demonstrations", load_demonstrations, say)
+
+
+def read_prompts(config: Config, say: Say | None = None) -> list[PromptRecord]:
+    return _read(config, "prompts", load_prompts, say)
+
+
+def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) -> Any:
+    records, info = load(need_source(config, kind), config.data.format, config.data.allow_partial)
+    if say is not None:
+        for line in info.describe():
+            say(line)
+    return records
+
+
+def by_split(config: Config, records: Iterable[RecordType]) -> dict[str, list[RecordType]]:
+    """{"train", "dev", "test"}: the records of each split, in order."""
+    splits: dict[str, list[RecordType]] = {split: [] for split in SPLITS}
+    shares = fractions(config)
+    for record in records:
+        splits[record_split(record, config.data.split_seed, shares)].append(record)
+    return splits
