@@ -14,8 +14,8 @@ from rlhf.ppo.rollout import (
     after_tokens,
     before_responses,
     logprobs_of_hidden,
-    parted,
     response_logprobs,
+    split_last_value,
     unpacked,
 )
 from rlhf.runs.stage import Stage
@@ -36,32 +36,29 @@ class ActorCritic(nn.Module):
     def shared(self) -> bool:
         return isinstance(self.critic, ScalarHead)
 
-    def forward(self, *arguments: Any, method: str = "evaluate") -> Any:
+    def forward(self, *arguments: Any, method: str = "evaluate", **keywords: Any) -> Any:
         """`evaluate` or another method: an engine can only call `forward`."""
-        return getattr(self, method)(*arguments)
+        return getattr(self, method)(*arguments, **keywords)
 
     def evaluate(
-        self, batch: Rollout, with_policy: bool = True, entropy_gradient: bool = False, with_values: bool = True
+        self, batch: Rollout, with_policy: bool = True, with_values: bool = True, entropy_gradient: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs, entropies and values, each (B, A), of the batch's responses; None for what is not requested."""
         tokens, starts, mask = batch.tokens, batch.prompt_lengths, batch.response_mask
         before = before_responses(starts, tokens.shape[1], mask)  # (N,)
-        hidden: Any = None
-        logp = entropies = None
-        plain = multiplies_plainly(self.policy)
-        if (with_policy and plain) or self.shared:
-            hidden = hidden_at(self.policy.base_model, tokens, before)  # (N, D)
-        if with_policy and not plain:
-            logp, entropies = response_logprobs(self.policy, tokens, starts, mask, True, entropy_gradient)
-        elif with_policy:
+        hidden = hidden_at(self.policy.base_model, tokens, before) if self.shared else None  # (N, D)
+        logp = entropies = values = None
+        if with_policy and hidden is not None and multiplies_plainly(self.policy):
             chosen = tokens.flatten()[before + 1]
             logp, entropies = logprobs_of_hidden(self.policy, hidden, chosen, mask, True, entropy_gradient)
-        if self.critic is None or not with_values:
-            return logp, entropies, None
-        if hidden is not None and not with_policy:
-            hidden = hidden.detach()  # only the head trains: the shared trunk belongs to the policy
-        values = self._values(hidden) if self.shared else self.values_at(tokens, before)
-        return logp, entropies, unpacked(values, mask)
+        elif with_policy:
+            logp, entropies = response_logprobs(self.policy, tokens, starts, mask, True, entropy_gradient)
+        if with_values and hidden is not None:
+            # without the policy only the head trains: the shared trunk belongs to the policy
+            values = unpacked(self._values(hidden if with_policy else hidden.detach()), mask)
+        elif with_values and self.critic is not None:
+            values = unpacked(self.values_at(tokens, before), mask)
+        return logp, entropies, values
 
     def values_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """Values (N,) after the tokens of (B, T) in `kept`, row * T + position."""
@@ -77,10 +74,10 @@ class ActorCritic(nn.Module):
         """`policy_logprobs` and `response_values` of a shared trunk, from one forward."""
         after = before_responses(starts, tokens.shape[1], after_tokens(mask))
         hidden = hidden_at(self.policy.base_model, tokens, after)
-        goes_on = torch.cat((mask, mask.new_zeros(len(mask), 1)), 1)[after_tokens(mask)]  # not after the last token
-        chosen = tokens.flatten()[after[goes_on] + 1]
-        logp, _ = logprobs_of_hidden(self.policy, hidden[goes_on], chosen, mask, with_entropy=False)
-        return logp, *parted(self._values(hidden), mask)
+        has_next = torch.cat((mask, mask.new_zeros(len(mask), 1)), 1)[after_tokens(mask)]
+        chosen = tokens.flatten()[after[has_next] + 1]
+        logp, _ = logprobs_of_hidden(self.policy, hidden[has_next], chosen, mask, with_entropy=False)
+        return logp, *split_last_value(self._values(hidden), mask)
 
     def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
         return pretraining_loss(self.policy, batch, denominator)

@@ -4,12 +4,16 @@ Invariants 2, 3 and, for the sampler, 1 are checked on the first rollout, before
 minibatch, which comes after the critic's warm-up (ppo.critic_warmup_updates).
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from rlhf.errors import UserError
 from rlhf.ops.masked import masked_mean
 from rlhf.ppo.rollout import Rollout
+from rlhf.processes import Ranks
 
 RATIO_TOLERANCE = 1e-4  # bound on |log rho| per token, and on a token's gap to the reference; nats, float32
 
@@ -101,6 +105,28 @@ def check_reference(rollout: Rollout, tolerance: float) -> None:
             f"{kl:.2e} nats per sequence; {wanted}: the reference is not the model that the policy started from, or "
             "the sampler's log-probs are not the forward's",
         )
+
+
+@dataclass(slots=True)
+class Extremes:
+    """What `check_first_minibatch` bounds, over this rank's micro-batches."""
+
+    log_ratio: float = 0.0  # the largest |log rho|
+    clipped: float = 0.0  # tokens
+    least_entropy: float = math.inf  # nats, as the next
+    largest_entropy: float = -math.inf
+
+    def add(self, log_ratios: Tensor, entropies: Tensor, clipped: float) -> None:
+        """One micro-batch's tokens: log_ratios and entropies (N,)."""
+        self.log_ratio = max(self.log_ratio, log_ratios.abs().max().item())
+        self.clipped += clipped
+        self.least_entropy = min(self.least_entropy, entropies.min().item())
+        self.largest_entropy = max(self.largest_entropy, entropies.max().item())
+
+    def over_ranks(self, ranks: Ranks, vocab_size: int) -> tuple[float, float, tuple[float, float]]:
+        """The first three arguments of `check_first_minibatch`, the same on every rank."""
+        above = ranks.max(self.largest_entropy - math.log(vocab_size))
+        return ranks.max(self.log_ratio), ranks.sum(self.clipped), (-ranks.max(-self.least_entropy), above)
 
 
 def check_first_minibatch(

@@ -47,6 +47,25 @@ class Rollout(NamedTuple):
         return picked._replace(tokens=picked.tokens[:, :width], **cut)
 
 
+class Experience(NamedTuple):
+    """What an update trains on: B episodes, and the advantage and the return of each response token."""
+
+    rollout: Rollout
+    advantages: Tensor  # (B, A) float32
+    returns: Tensor  # (B, A) float32
+
+    def rows(self, index: list[int]) -> "Experience":
+        """The episodes of `index`, cut as `Rollout.rows` cuts them."""
+        rollout = self.rollout.rows(index)
+        columns = rollout.response_mask.shape[1]
+        return Experience(rollout, self.advantages[index, :columns], self.returns[index, :columns])
+
+    def without_tokens(self) -> "Experience":
+        """The same episodes, in which no token counts."""
+        nothing = torch.zeros_like(self.rollout.response_mask)
+        return self._replace(rollout=self.rollout._replace(response_mask=nothing))
+
+
 def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
     """(N,) positions of the token before each response token of mask (B, A), as row * width + position."""
     device = mask.device
@@ -68,12 +87,10 @@ def response_logprobs(
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
     chosen = tokens.flatten()[before + 1]
-    if not multiplies_plainly(policy):
-        logits = logits_at(policy, tokens, before)  # (N, V)
-        spread = unpacked(entropy(logits if entropy_gradient else logits.detach()), mask) if with_entropy else None
-        return unpacked(token_logprobs(logits, chosen), mask), spread
-    hidden = hidden_at(policy.base_model, tokens, before)  # (N, D)
-    return logprobs_of_hidden(policy, hidden, chosen, mask, with_entropy, entropy_gradient)
+    if multiplies_plainly(policy):
+        hidden = hidden_at(policy.base_model, tokens, before)  # (N, D)
+        return logprobs_of_hidden(policy, hidden, chosen, mask, with_entropy, entropy_gradient)
+    return logprobs_of_logits(logits_at(policy, tokens, before), chosen, mask, with_entropy, entropy_gradient)
 
 
 def logprobs_of_hidden(
@@ -84,13 +101,20 @@ def logprobs_of_hidden(
     The entropy has a gradient only on request.
     """
     head = policy.get_output_embeddings()
-    if is_plain(head):
-        logp, spread = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
-    else:
-        logits = head(hidden)  # (N, V)
-        logp = token_logprobs(logits, chosen)
-        spread = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
-    return unpacked(logp, mask), None if spread is None else unpacked(spread, mask)
+    if not is_plain(head):
+        return logprobs_of_logits(head(hidden), chosen, mask, with_entropy, entropy_gradient)
+    logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
+    return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)
+
+
+def logprobs_of_logits(
+    logits: Tensor, chosen: Tensor, mask: Tensor, with_entropy: bool, entropy_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `logprobs_of_hidden`, from logits (N, V)."""
+    logp = unpacked(token_logprobs(logits, chosen), mask)
+    if not with_entropy:
+        return logp, None
+    return logp, unpacked(entropy(logits if entropy_gradient else logits.detach()), mask)
 
 
 def unpacked(values: Tensor, mask: Tensor) -> Tensor:
@@ -111,13 +135,13 @@ def response_values(
     values(tokens, kept): values (N,) after the tokens in `kept`.
     """
     after = after_tokens(mask)
-    return parted(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), mask)
+    return split_last_value(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), mask)
 
 
-def parted(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def split_last_value(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """As `response_values`, from the values after the tokens of `after_tokens`, concatenated."""
-    found = unpacked(values, after_tokens(mask))  # (B, A + 1)
-    return torch.where(mask, found[:, :-1], 0.0), found.gather(1, mask.sum(1, keepdim=True))[:, 0]
+    by_row = unpacked(values, after_tokens(mask))  # (B, A + 1)
+    return torch.where(mask, by_row[:, :-1], 0.0), by_row.gather(1, mask.sum(1, keepdim=True))[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +191,12 @@ def sample_responses(setup: RolloutSetup, prompts: Prompts, keys: Sequence[tuple
 def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> Rollout:
     """Reference log-probs, values and scores of sampled responses. Without a critic all values are 0."""
     device = samples.mask.device
-    asked = [tokens for _, tokens in prompts]
-    tokens, lengths = right_pad([p + r for p, r in zip(asked, samples.responses, strict=True)], setup.pad)
+    prompt_ids = [ids for _, ids in prompts]
+    tokens, lengths = right_pad([p + r for p, r in zip(prompt_ids, samples.responses, strict=True)], setup.pad)
     tokens, lengths = tokens.to(device), lengths.to(device)
-    prompt_lengths = torch.tensor([len(p) for p in asked], device=device)
+    prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids], device=device)
     logp_old = samples.logprobs.clone()
-    logp_ref, old_values = torch.zeros_like(logp_old), torch.zeros_like(logp_old)
+    logp_ref, values = torch.zeros_like(logp_old), torch.zeros_like(logp_old)
     last_values = torch.zeros(len(prompts), device=device)
     for group in by_length(lengths.tolist(), setup.forward_batch):
         width = int(lengths[group].max())
@@ -180,24 +204,24 @@ def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> 
         part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
         logp_ref[group, :answer] = setup.reference(part, starts, mask)
         if setup.both is not None:
-            found = setup.both(part, starts, mask)
-            logp_old[group, :answer], old_values[group, :answer], last_values[group] = found
-        elif setup.recompute is not None:
+            logp_old[group, :answer], values[group, :answer], last_values[group] = setup.both(part, starts, mask)
+            continue
+        if setup.recompute is not None:
             logp_old[group, :answer] = setup.recompute(part, starts, mask)
-        if setup.both is None and setup.values is not None:
-            old_values[group, :answer], last_values[group] = response_values(setup.values, part, starts, mask)
+        if setup.values is not None:
+            values[group, :answer], last_values[group] = response_values(setup.values, part, starts, mask)
     records, texts = [record for record, _ in prompts], setup.texts(samples.responses)
-    scores = setup.reward(Episodes(records, asked, samples.responses, texts, samples.ended))
+    scores = setup.reward(Episodes(records, prompt_ids, samples.responses, texts, samples.ended))
     return Rollout(
-        tokens,
-        prompt_lengths,
-        lengths,
-        samples.mask.clone(),
-        samples.ended.clone(),
-        samples.logprobs.clone(),
-        logp_old,
-        logp_ref,
-        old_values,
-        last_values,
-        scores,
+        tokens=tokens,
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
+        response_mask=samples.mask.clone(),
+        ended=samples.ended.clone(),
+        logp_sampled=samples.logprobs.clone(),
+        logp_old=logp_old,
+        logp_ref=logp_ref,
+        values=values,
+        last_values=last_values,
+        scores=scores,
     )

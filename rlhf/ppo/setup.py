@@ -166,7 +166,7 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     kl: FixedKL | AdaptiveKL = FixedKL(config.kl.coef)
     if config.kl.target is not None:
         kl = AdaptiveKL(init=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
-    prompts, held_out = load_ppo_prompts(config, stage, tokenizer)
+    prompts, held_out = load_ppo_prompts(config, tokenizer, stage.say)
     return PpoRun(
         config,
         stage,
@@ -288,9 +288,9 @@ def make_reward(
     return CombinedReward(sources, weights), own
 
 
-def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prompts, Prompts]:
+def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[Prompts, Prompts]:
     """Tokenised prompts of the training split, and some of the dev split. Raises: UserError if none is left."""
-    records = read_prompts(config, stage.say)
+    records = read_prompts(config, say)
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
     if room < 4:
         raise UserError(
@@ -302,7 +302,7 @@ def load_ppo_prompts(config: Config, stage: Stage, tokenizer: Any) -> tuple[Prom
     if not fitting:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
     cut = sum(was_cut for _, _, was_cut in fitting)
-    stage.say(f"{len(fitting):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else ""))
+    say(f"{len(fitting):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else ""))
     return [(record, ids) for record, ids, _ in fitting], held_out_prompts(config, records, tokenizer)
 
 

@@ -16,33 +16,30 @@ from rlhf.config import PpoConfig
 from rlhf.model.batching import by_length
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.ppo import policy_loss, value_loss
-from rlhf.ppo.invariants import check_first_minibatch
-from rlhf.ppo.rollout import Rollout
+from rlhf.ppo.invariants import Extremes, check_first_minibatch
+from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.ppo.setup import PpoRun
 from rlhf.tracking.metrics import Sums
 from rlhf.training.engine import ZeroEngine
 from rlhf.training.loop import gradient_norm, refuse_nonfinite
 
 
-def optimize(
-    run: PpoRun, update: int, rollout: Rollout, advantages: Tensor, returns: Tensor, places: list[int], sums: Sums
-) -> None:
-    """All minibatches of one update. `places`: positions of this rank's episodes among those of all ranks."""
+def optimize(run: PpoRun, update: int, experience: Experience, episodes: list[int], sums: Sums) -> None:
+    """All minibatches of one update. `episodes`: the numbers of this rank's episodes among those of all ranks."""
     config = run.config.ppo
     begins = 1 + config.critic_warmup_updates  # the first update of the policy
     with_policy = update >= begins
     factors = {"policy": rate_factor(config, update, begins), "critic": rate_factor(config, update, 1)}
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
     run.engine.module.train(run.config.gradient_checkpointing)
-    local = {place: i for i, place in enumerate(places)}
+    row_of = {episode: row for row, episode in enumerate(episodes)}
     size = config.episodes_per_update // config.minibatches
     for epoch in range(config.epochs):
         order = shuffled_prompts(config, random.Random(f"minibatch-{run.config.seed}-{update}-{epoch}"))
         for number in range(config.minibatches):
-            chosen = [local[place] for place in order[number * size : (number + 1) * size] if place in local]
-            first = update == begins and epoch == 0 and number == 0
+            chosen = [row_of[e] for e in order[number * size : (number + 1) * size] if e in row_of]
             key = (update, epoch, number)
-            train_minibatch(run, rollout, advantages, returns, chosen, sums, with_policy, first, key=key)
+            train_minibatch(run, experience, chosen, sums, with_policy, check=key == (begins, 0, 0), key=key)
             step(run, factors, with_policy, sums)
     sums.add("optim/steps", config.epochs * config.minibatches)
     sums.add("optim/lr", config.lr * factors["policy"] if with_policy else 0.0)
@@ -51,7 +48,7 @@ def optimize(
 
 
 def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
-    """The positions of one update's episodes, prompts in random order. Responses to one prompt stay together: they share its cost."""
+    """The episodes of one update, prompts in random order. Responses to one prompt stay together: they share its cost."""
     k = config.responses_per_prompt
     prompts = list(range(config.episodes_per_update // k))
     rng.shuffle(prompts)
@@ -85,44 +82,37 @@ def step(run: PpoRun, factors: dict[str, float], with_policy: bool, sums: Sums) 
 
 def train_minibatch(
     run: PpoRun,
-    rollout: Rollout,
-    advantages: Tensor,
-    returns: Tensor,
+    experience: Experience,
     chosen: list[int],
     sums: Sums,
-    with_policy: bool,
-    check: bool,
+    with_policy: bool = True,
+    *,
+    check: bool = False,
     key: tuple = (),
 ) -> None:
-    """Gradients of one minibatch. `chosen`: this rank's part of it."""
-    config, ranks = run.config.ppo, run.ranks
-    tokens = int(ranks.sum(rollout.response_mask[chosen].sum()))  # N
-    clipped = log_ratio_max = 0.0
-    least_entropy, above_log_v = math.inf, -math.inf
-    for index in by_length_on_all_ranks(run, rollout, chosen):
-        part = rollout.rows(index or [0])
-        if not index:  # a rank with fewer micro-batches adds one whose tokens do not count
-            part = part._replace(response_mask=torch.zeros_like(part.response_mask))
+    """Gradients of one minibatch. chosen: this rank's rows of it. check: whether it is the policy's first. key: of the
+    pretraining blocks that are drawn with it.
+    """
+    config, model, ranks = run.config.ppo, run.actor_critic, run.ranks
+    tokens = int(ranks.sum(experience.rollout.response_mask[chosen].sum()))  # N
+    extremes = Extremes() if check else None
+    for group in by_length_on_all_ranks(run, experience.rollout, chosen):
+        # a rank with fewer micro-batches adds one whose tokens do not count
+        part = experience.rows(group) if group else experience.rows([0]).without_tokens()
         for models in models_at_once(run, with_policy):
-            loss, figures = micro_batch_loss(run, part, advantages, returns, index or [0], tokens, sums, models)
-            refuse_nonfinite(run.stage, {"loss": loss}, part._asdict())
+            loss = micro_batch_loss(run, part, tokens, models, sums, extremes)
+            refuse_nonfinite(run.stage, {"loss": loss}, part.rollout._asdict())
             run.engine.backward(loss)
-            clipped += figures["clipfrac"] * tokens
-            log_ratio_max = max(log_ratio_max, figures["log_ratio_max"])
-            least_entropy = min(least_entropy, figures["entropy_min"])
-            above_log_v = max(above_log_v, figures["entropy_max"] - math.log(run.actor_critic.policy.config.vocab_size))
-    model = run.actor_critic
     # During the critic's warm-up the policy has no gradient; it must have none on several ranks too.
     run.engine.reduce(list((model if with_policy or model.critic is None else model.critic).parameters()))
-    if check:
-        entropies = (-ranks.max(-least_entropy), ranks.max(above_log_v))
-        check_first_minibatch(ranks.max(log_ratio_max), ranks.sum(clipped), entropies, run.ratio_tolerance)
+    if extremes is not None:
+        check_first_minibatch(*extremes.over_ranks(ranks, model.policy.config.vocab_size), run.ratio_tolerance)
     if run.blocks is not None and with_policy:
         add_pretraining_gradient(run, key, sums)
     if not run.engine.sharded:  # ZeRO computes and clips the joint norm of both models in its step
         norms = {name: gradient_norm(module.parameters()) for name, module in model.parts().items()}
         sums.add("optim/grad_norm", torch.stack(list(norms.values())).norm().item())
-        refuse_nonfinite(run.stage, norms, rollout.rows(chosen or [0])._asdict())
+        refuse_nonfinite(run.stage, norms, experience.rollout.rows(chosen or [0])._asdict())
         for name, module in model.parts().items():
             sums.add(f"optim/{name}_grad_norm", norms[name].item())
             nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
@@ -154,39 +144,32 @@ def by_length_on_all_ranks(run: PpoRun, rollout: Rollout, chosen: list[int]) -> 
 
 
 def micro_batch_loss(
-    run: PpoRun,
-    part: Rollout,
-    advantages: Tensor,
-    returns: Tensor,
-    index: list[int],
-    tokens: int,
-    sums: Sums,
-    models: Models,
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one micro-batch, divided by the minibatch's N = `tokens`, and the figures that are checked and logged."""
-    config, kl = run.config.ppo, run.config.kl
-    mask = part.response_mask
-    columns, n = mask.shape[1], int(mask.sum())
-    logp, entropies, values = run.engine(part, models.policy, config.entropy_coef > 0, models.critic)
+    run: PpoRun, part: Experience, tokens: int, models: Models, sums: Sums, extremes: Extremes | None
+) -> Tensor:
+    """The loss of one micro-batch, divided by the minibatch's N = `tokens`; its metrics are added to `sums`."""
+    config, rollout, mask = run.config.ppo, part.rollout, part.rollout.response_mask
+    count = int(mask.sum())
+    logp, entropies, values = run.engine(
+        rollout, with_policy=models.policy, with_values=models.critic, entropy_gradient=config.entropy_coef > 0
+    )
     loss = torch.zeros((), device=mask.device)
-    figures = {
-        "clipfrac": 0.0,
-        "log_ratio_max": 0.0,
-        "entropy_min": math.inf,
-        "entropy_max": -math.inf,
-    }
     if values is not None:
-        loss, value = value_loss(
-            values, part.values, returns[index, :columns], mask, clip_range=config.value_clip_range, denominator=tokens
+        critic_loss, statistics = value_loss(
+            values,
+            rollout.values,
+            part.returns,
+            mask,
+            clip_range=config.value_clip_range,
+            denominator=tokens,
         )
-        loss = run.value_coef * loss
-        sums.add("loss/value_avg", float(value["loss"]) * tokens, n)
-        sums.add("val/clipfrac_avg", float(value["clipfrac"]) * tokens, n)
+        loss = run.value_coef * critic_loss
+        sums.add("loss/value_avg", float(statistics["loss"]) * tokens, count)
+        sums.add("val/clipfrac_avg", float(statistics["clipfrac"]) * tokens, count)
     if models.policy:
-        surrogate, found = policy_loss(
+        surrogate, statistics = policy_loss(
             logp,
-            part.logp_old,
-            advantages[index, :columns],
+            rollout.logp_old,
+            part.advantages,
             mask,
             clip_range=config.clip_range or math.inf,
             denominator=tokens,
@@ -194,19 +177,18 @@ def micro_batch_loss(
         loss = loss + surrogate
         if config.entropy_coef:
             loss = loss - config.entropy_coef * entropies.sum() / tokens
-        if kl.penalty == "loss":
-            k3 = torch.where(mask, kl_estimate(logp, part.logp_ref, kind="k3"), 0.0).sum() / tokens
+        if run.config.kl.penalty == "loss":
+            k3 = torch.where(mask, kl_estimate(logp, rollout.logp_ref, kind="k3"), 0.0).sum() / tokens
             loss = loss + run.kl.coef * k3
-        sums.add("loss/policy_avg", float(found["loss"]) * tokens, n)
-        sums.add("policy/approxkl_avg", float(found["approxkl"]) * tokens, n)
-        sums.add("policy/clipfrac_avg", float(found["clipfrac"]) * tokens, n)
-        sums.add("policy/ratio_max", float(found["ratio_max"]))
-        sums.add("policy/entropy_avg", float(entropies.detach().sum()), n)
-        figures["clipfrac"] = float(found["clipfrac"])
-        if n:
-            figures["entropy_min"], figures["entropy_max"] = (float(x) for x in entropies.detach()[mask].aminmax())
-        figures["log_ratio_max"] = float(torch.where(mask, logp.detach() - part.logp_old, 0.0).abs().max())
-    return loss, figures
+        sums.add("loss/policy_avg", float(statistics["loss"]) * tokens, count)
+        sums.add("policy/approxkl_avg", float(statistics["approxkl"]) * tokens, count)
+        sums.add("policy/clipfrac_avg", float(statistics["clipfrac"]) * tokens, count)
+        sums.add("policy/ratio_max", float(statistics["ratio_max"]))
+        sums.add("policy/entropy_avg", float(entropies.detach().sum()), count)
+        if extremes is not None and count:
+            clipped = float(statistics["clipfrac"]) * tokens
+            extremes.add((logp.detach() - rollout.logp_old)[mask], entropies.detach()[mask], clipped)
+    return loss
 
 
 def add_pretraining_gradient(run: PpoRun, key: tuple, sums: Sums) -> None:
@@ -217,7 +199,7 @@ def add_pretraining_gradient(run: PpoRun, key: tuple, sums: Sums) -> None:
     config, ranks, engine, blocks = run.config.ppo, run.ranks, run.engine, run.blocks
     assert blocks is not None
     parameters = [p for p in run.actor_critic.policy.parameters() if p.requires_grad]
-    ours = [p.grad for p in parameters]
+    rl_gradients = [p.grad for p in parameters]
     if not engine.sharded:
         sums.add("optim/rl_grad_norm", gradient_norm(parameters).item())
         for p in parameters:
@@ -226,14 +208,12 @@ def add_pretraining_gradient(run: PpoRun, key: tuple, sums: Sums) -> None:
     drawn = blocks.draw(key, max(1, round(config.ptx_blocks_per_episode * episodes)))
     width = blocks.blocks[0]["input_ids"].shape[0]
     tokens = len(drawn) * (width - 1)
-    mine = drawn[ranks.rank :: ranks.count]
+    of_rank = drawn[ranks.rank :: ranks.count]
     size = run.config.pretrain.micro_batch_sequences
-    most = -(-len(drawn) // ranks.count)
-    for start in range(0, most, size):
-        counted = mine[start : start + size]
-        batch = blocks.batch(
-            counted or drawn[:1], run.device
-        )  # a rank without blocks left computes one that does not count
+    for start in range(0, -(-len(drawn) // ranks.count), size):
+        counted = of_rank[start : start + size]
+        # a rank without blocks left computes one that does not count
+        batch = blocks.batch(counted or drawn[:1], run.device)
         loss = engine(batch, tokens, method="pretraining_loss") * bool(counted)
         refuse_nonfinite(run.stage, {"loss/ptx_avg": loss}, batch)
         engine.backward(config.ptx_coef * loss)
@@ -242,6 +222,6 @@ def add_pretraining_gradient(run: PpoRun, key: tuple, sums: Sums) -> None:
         return
     engine.reduce(parameters)
     sums.add("optim/ptx_grad_norm", gradient_norm(parameters).item())
-    for p, gradient in zip(parameters, ours, strict=True):
+    for p, gradient in zip(parameters, rl_gradients, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient

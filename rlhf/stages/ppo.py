@@ -26,6 +26,7 @@ from rlhf.ppo.metrics import (
     sample_rows,
 )
 from rlhf.ppo.rewards import adjust_scores
+from rlhf.ppo.rollout import Experience
 from rlhf.ppo.setup import PpoRun, make_ppo_run
 from rlhf.ppo.update import optimize
 from rlhf.runs.sources import hash_sources
@@ -71,11 +72,11 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     settings, sums = run.config.ppo, Sums()
     run.spent.clear()
     run.mark = time.monotonic()
-    index, places = choose_prompts(run, update), own_places(run)
-    prompts = [run.prompts[index[place]] for place in places]
+    chosen, episodes = choose_prompts(run, update), episodes_of_rank(run)
+    prompts = [run.prompts[chosen[episode]] for episode in episodes]
 
     # 1. Sample a response to each prompt from the policy
-    samples = run.sample(prompts, [("ppo", update, place) for place in places])
+    samples = run.sample(prompts, [("ppo", update, episode) for episode in episodes])
 
     # 2. Score it; log-probs of policy and reference, values
     rollout = run.score(prompts, samples)
@@ -83,8 +84,8 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
 
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score
     scores = adjust_scores(run.config, rollout.scores, rollout.ended)
-    goes_on = ~rollout.ended if settings.truncation == "bootstrap" else torch.zeros_like(rollout.ended)
-    scores = torch.where(goes_on, 0.0, scores)  # the value after its last token already predicts its score
+    bootstrapped = ~rollout.ended if settings.truncation == "bootstrap" else torch.zeros_like(rollout.ended)
+    scores = torch.where(bootstrapped, 0.0, scores)  # the value after the last token already predicts the score
     kl_coef = run.kl.coef if run.config.kl.penalty == "reward" else 0.0
     rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef)
 
@@ -96,7 +97,7 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
         mask,
         gamma=settings.gamma,
         lam=settings.lam,
-        last_values=torch.where(goes_on, rollout.last_values, 0.0),
+        last_values=torch.where(bootstrapped, rollout.last_values, 0.0),
         group_size=settings.responses_per_prompt,
     )
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
@@ -107,13 +108,13 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     # 5. Update policy and critic, minibatch by minibatch; then the KL coefficient
     add_rollout_metrics(run, sums, rollout, scores, returns)
     add_gold_parts(run, sums, prompts, rollout)
-    kl = run.ranks.sum(sums.state()["objective/kl"][0]) / len(index)  # nats per sequence
+    kl = run.ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
     if not above_ceiling(run.config, kl):
-        optimize(run, update, rollout, advantages, returns, places, sums)
+        optimize(run, update, Experience(rollout, advantages, returns), episodes, sums)
     run.clock("update")
     trained = update > settings.critic_warmup_updates  # before that the policy does not change
     if trained:
-        run.kl.update(kl, len(index))
+        run.kl.update(kl, settings.episodes_per_update)
 
     tokens = int(run.ranks.sum(mask.sum()))
     run.tokens += tokens
@@ -121,7 +122,7 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     metrics = run.ranks.merge(sums).reduce()
     if settings.eval_every and update % settings.eval_every == 0:
         metrics |= evaluate_held_out(run, update, tracker)
-    tracker.log(metrics, step=update, episodes=update * len(index), tokens=run.tokens)
+    tracker.log(metrics, step=update, episodes=update * settings.episodes_per_update, tokens=run.tokens)
     return metrics
 
 
@@ -135,22 +136,22 @@ def choose_prompts(run: PpoRun, update: int) -> list[int]:
     With k responses per prompt, each index appears k times in a row.
     """
     settings = run.config.ppo
-    count, size = len(run.prompts), settings.episodes_per_update // settings.responses_per_prompt
+    size = settings.episodes_per_update // settings.responses_per_prompt
     chosen: list[int] = []
-    for place in range((update - 1) * size, update * size):
-        epoch, offset = divmod(place, count)
-        if offset == 0 or not chosen:
-            order = list(range(count))
+    for number in range((update - 1) * size, update * size):  # of the prompts of all updates
+        epoch, position = divmod(number, len(run.prompts))
+        if position == 0 or not chosen:
+            order = list(range(len(run.prompts)))
             random.Random(f"ppo-{run.config.seed}-{epoch}").shuffle(order)
-        chosen.append(order[offset])
+        chosen.append(order[position])
     return [index for index in chosen for _ in range(settings.responses_per_prompt)]
 
 
-def own_places(run: PpoRun) -> list[int]:
+def episodes_of_rank(run: PpoRun) -> list[int]:
     """The episodes of an update that this rank samples: whole prompts, assigned to the ranks in turn."""
     settings, ranks = run.config.ppo, run.ranks
-    everything = range(settings.episodes_per_update)
-    return [place for place in everything if place // settings.responses_per_prompt % ranks.count == ranks.rank]
+    episodes = range(settings.episodes_per_update)
+    return [e for e in episodes if e // settings.responses_per_prompt % ranks.count == ranks.rank]
 
 
 def evaluate_held_out(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
@@ -161,12 +162,12 @@ def evaluate_held_out(run: PpoRun, update: int, tracker: Tracker) -> dict[str, f
     ranks = run.ranks
     # Under ZeRO-3 all ranks compute together, so each takes the same number of prompts; the rest are left out
     even = len(run.held_out) // ranks.count * ranks.count if run.engine.sharded else None
-    asked = run.held_out[:even][ranks.rank :: ranks.count]
+    prompts = run.held_out[:even][ranks.rank :: ranks.count]
     sums, rows = Sums(), []
-    if asked:
-        records = [record for record, _ in asked]
+    if prompts:
+        records = [record for record, _ in prompts]
         with run.ema.applied() if run.ema is not None else contextlib.nullcontext():
-            rollout = run.score(asked, run.sample(asked, [("held out", record.id) for record in records]))
+            rollout = run.score(prompts, run.sample(prompts, [("held out", record.id) for record in records]))
         scores, gold = adjust_scores(run.config, rollout.scores, rollout.ended), gold_parts(run, records, rollout)
         sums = held_out_sums(rollout, scores, gold)
         rows = sample_rows(run.tokenizer, records, rollout, scores, gold)[:SAMPLES_SHOWN]

@@ -58,7 +58,7 @@ def run(config: Config) -> None:
 
 def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: torch.device) -> list[Demonstration]:
     """The best of n samples of each prompt, of those that end. Raises: UserError if no sample ends."""
-    prompts, _ = load_ppo_prompts(config, stage, tokenizer)
+    prompts, _ = load_ppo_prompts(config, tokenizer, stage.say)
     prompts = prompts[: config.rejection.prompts]
     reward, _ = make_reward(config, tokenizer, device, stage.say)
     records, tokens = [record for record, _ in prompts], [ids for _, ids in prompts]

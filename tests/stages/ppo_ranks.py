@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from rlhf.composing import compose_config
 from rlhf.interrupts import leave
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.rollout import Rollout
+from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.processes import disconnect, gather
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
@@ -27,14 +27,14 @@ def main(arguments: list[str]) -> None:
     config = compose_config(overrides)
     with open_stage(config, "ppo") as stage:
         trainer = ppo.make_ppo_run(config, stage, set_up(config))
-        places = ppo.own_places(trainer)
+        places = ppo.episodes_of_rank(trainer)
         tensors = load_file(recorded)
         advantages, returns = (tensors.pop(name)[places] for name in ("advantages", "returns"))
         rollout = Rollout(**{name: value[places] for name, value in tensors.items()})
         chosen = [i for i, place in enumerate(places) if place < config.ppo.episodes_per_update // 2]
         sums = Sums()
         trainer.config.ppo.max_grad_norm = 1e9
-        ppo_update.train_minibatch(trainer, rollout, advantages, returns, chosen, sums, True, False)
+        ppo_update.train_minibatch(trainer, Experience(rollout, advantages, returns), chosen, sums)
         gradients = {n: p.grad.clone() for n, p in trainer.engine.module.named_parameters()}
         metrics = trainer.ranks.merge(sums).reduce()
         trainer.engine.optimizer.zero_grad()

@@ -17,7 +17,7 @@ from rlhf.ops.masked import whiten
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE, check_first_minibatch
 from rlhf.ppo.rewards import ModelReward
-from rlhf.ppo.rollout import Rollout, response_logprobs
+from rlhf.ppo.rollout import Experience, Rollout, response_logprobs
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
@@ -93,7 +93,7 @@ def gradients(trainer: ppo.PpoRun, batch: tuple, chosen: list[int], micro: int) 
     trainer.config.ppo.micro_batch_episodes, trainer.config.ppo.max_grad_norm = micro, 1e9
     trainer.engine.optimizer.zero_grad()
     sums = Sums()
-    ppo_update.train_minibatch(trainer, *batch, chosen, sums, with_policy=True, check=False)
+    ppo_update.train_minibatch(trainer, Experience(*batch), chosen, sums)
     return {name: p.grad.clone() for name, p in trainer.engine.module.named_parameters()}, sums.reduce()
 
 
@@ -148,7 +148,7 @@ def test_steps_are_epochs_times_minibatches_and_each_epoch_sees_every_episode(
     trainer.config.ppo.epochs, trainer.config.ppo.minibatches = epochs, minibatches
     seen: list[list[int]] = []
     train_minibatch, step, steps = ppo_update.train_minibatch, trainer.engine.optimizer.step, []
-    monkeypatch.setattr(ppo_update, "train_minibatch", lambda *a, **k: seen.append(a[4]) or train_minibatch(*a, **k))
+    monkeypatch.setattr(ppo_update, "train_minibatch", lambda *a, **k: seen.append(a[2]) or train_minibatch(*a, **k))
     monkeypatch.setattr(trainer.engine.optimizer, "step", lambda: steps.append(1) or step())
     update(trainer)
     assert len(steps) == len(seen) == epochs * minibatches

@@ -9,8 +9,8 @@ from rlhf.data.comparisons import load_comparisons
 from rlhf.errors import UserError
 from rlhf.files import read_json
 from rlhf.ops.kl import AdaptiveKL
-from rlhf.ppo.rollout import Rollout
-from rlhf.ppo.setup import by_ranking, load_ppo_prompts
+from rlhf.ppo.rollout import Experience, Rollout
+from rlhf.ppo.setup import PpoRun, by_ranking, load_ppo_prompts
 from rlhf.runs.sources import hash_sources
 from rlhf.stages import ppo
 
@@ -31,10 +31,9 @@ def optimized(trainer, monkeypatch) -> list[tuple[Rollout, torch.Tensor]]:
     found: list[tuple[Rollout, torch.Tensor]] = []
     optimize = ppo.optimize
 
-    def spy(*arguments: Any) -> None:
-        at = next(i for i, argument in enumerate(arguments) if isinstance(argument, Rollout))
-        found.append((arguments[at], arguments[at + 1]))
-        optimize(*arguments)
+    def spy(run: PpoRun, update: int, experience: Experience, *more: Any) -> None:
+        found.append((experience.rollout, experience.advantages))
+        optimize(run, update, experience, *more)
 
     monkeypatch.setattr(ppo, "optimize", spy)
     return found
@@ -53,9 +52,9 @@ def test_prompts_are_those_that_are_ranked_or_are_not(gold_run, trainer):
     named = {
         kind: {
             record.id
-            for record, _ in load_ppo_prompts(gold_run.config(f"ppo.prompts={kind}"), trainer.stage, trainer.tokenizer)[
-                0
-            ]
+            for record, _ in load_ppo_prompts(
+                gold_run.config(f"ppo.prompts={kind}"), trainer.tokenizer, trainer.stage.say
+            )[0]
         }
         for kind in ("all", "ranked", "unranked")
     }
@@ -69,7 +68,9 @@ def test_no_prompt_left_is_one_line_and_the_labels_count_as_input(gold_run, trai
     config = gold_run.config("ppo.prompts=unranked")
     ranked = [
         record
-        for record, _ in load_ppo_prompts(gold_run.config("ppo.prompts=ranked"), trainer.stage, trainer.tokenizer)[0]
+        for record, _ in load_ppo_prompts(gold_run.config("ppo.prompts=ranked"), trainer.tokenizer, trainer.stage.say)[
+            0
+        ]
     ]
     with pytest.raises(UserError, match=r"^ppo\.prompts=unranked: none of the \d+ prompts .* is unranked: add prompts"):
         by_ranking(config, ranked)

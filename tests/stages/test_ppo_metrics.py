@@ -111,9 +111,9 @@ def seen(trainer) -> Seen:
         found.rollouts.append(disturbed(score(trainer, prompts, samples), seed=len(found.rollouts)))
         return found.rollouts[-1]
 
-    def train_watched(trainer, rollout, advantages, returns, chosen, *rest, **named):
+    def train_watched(trainer, experience, chosen, *rest, **named):
         found.chosen.append(chosen)
-        return train(trainer, rollout, advantages, returns, chosen, *rest, **named)
+        return train(trainer, experience, chosen, *rest, **named)
 
     def draw_watched(key, count):
         found.blocks.append(draw(key, count))

@@ -12,7 +12,7 @@ from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rewards import adjust_scores
-from rlhf.ppo.rollout import Rollout, response_logprobs
+from rlhf.ppo.rollout import Experience, Rollout, response_logprobs
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.writers import make_tracker
@@ -72,7 +72,7 @@ def gradients(trainer: ppo.PpoRun, shift: float = 0.1) -> dict[str, torch.Tensor
     shifted = rollout._replace(logp_old=rollout.logp_old + shift * advantages)
     trainer.engine.module.train(trainer.config.gradient_checkpointing)
     ppo_update.train_minibatch(
-        trainer, shifted, advantages, rollout.values + advantages, list(range(16)), ppo.Sums(), True, False
+        trainer, Experience(shifted, advantages, rollout.values + advantages), list(range(16)), ppo.Sums()
     )
     return {n: p.grad.clone() for n, p in trainer.engine.module.named_parameters() if p.grad is not None}
 
@@ -145,13 +145,11 @@ def test_without_a_clip_range_every_token_has_a_gradient(open_trainer):
 
 def test_reinforce_has_no_critic_and_whitens_the_reward_to_go(open_trainer, monkeypatch):
     given = []
-    monkeypatch.setattr(
-        ppo, "optimize", lambda run, number, rollout, advantages, *more: given.append((rollout, advantages))
-    )
+    monkeypatch.setattr(ppo, "optimize", lambda run, number, experience, *more: given.append(experience))
     with open_trainer("ppo.advantages=reinforce", "kl.coef=0") as trainer:
         assert trainer.actor_critic.critic is None
         update(trainer)
-        ((rollout, advantages),) = given
+        ((rollout, advantages, _),) = given
         mask, scores = rollout.response_mask, adjust_scores(trainer.config, rollout.scores, rollout.ended)
     # without a KL penalty each token's reward to go is its response's score; whitened over the tokens
     plain = scores[:, None].expand(mask.shape)[mask]
@@ -258,7 +256,7 @@ def test_ptx_gradient_is_that_of_the_pretraining_loss(open_trainer):
         nothing = torch.zeros_like(rollout.logp_old)
         trainer.config.ppo.max_grad_norm = 1e9
         ppo_update.train_minibatch(
-            trainer, rollout, nothing, nothing, list(range(16)), ppo.Sums(), True, False, key=(1, 0, 0)
+            trainer, Experience(rollout, nothing, nothing), list(range(16)), ppo.Sums(), key=(1, 0, 0)
         )
         policy = trainer.actor_critic.policy
         found = {n: p.grad.clone() for n, p in policy.named_parameters()}

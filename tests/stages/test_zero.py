@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.rollout import Rollout
+from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.tracking.metrics import Sums
@@ -228,7 +228,7 @@ def test_one_process_goes_on_where_two_under_zero3_stopped(gold_run, recorded, s
         trainer.engine.restore(read_state(sharded / "zero3-state")[0])
         for _ in range(2):
             batch, sums = Rollout(**tensors), Sums()
-            ppo_update.train_minibatch(trainer, batch, advantages, returns, list(range(13)), sums, True, False)
+            ppo_update.train_minibatch(trainer, Experience(batch, advantages, returns), list(range(13)), sums)
             ppo_update.step(trainer, {"policy": 1.0, "critic": 1.0}, True, sums)
     wanted = load_file(sharded / "zero3-ppo.safetensors")
     for name, parameter in trainer.engine.module.named_parameters():

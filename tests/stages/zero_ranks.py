@@ -17,7 +17,7 @@ from rlhf.evaluation.scoring import item_encoder, score_items
 from rlhf.interrupts import leave
 from rlhf.model.generate import sample
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.rollout import Rollout
+from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.processes import disconnect, is_first, wait_for_all
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
@@ -47,13 +47,14 @@ def share_held(engine: Engine) -> dict[str, float]:
 
 
 def ppo_steps(trainer: Any, tensors: dict, steps: int, sums: list) -> None:
-    places = ppo.own_places(trainer)
+    places = ppo.episodes_of_rank(trainer)
     mine = {name: value[places] for name, value in tensors.items()}
     advantages, returns = mine.pop("advantages"), mine.pop("returns")
+    experience = Experience(Rollout(**mine), advantages, returns)
     for _ in range(steps):
         sums.append(Sums())
         chosen = [i for i, place in enumerate(places) if place < 13]  # 7 on one rank, 6 on the other
-        ppo_update.train_minibatch(trainer, Rollout(**mine), advantages, returns, chosen, sums[-1], True, False)
+        ppo_update.train_minibatch(trainer, experience, chosen, sums[-1])
         ppo_update.step(trainer, WARM, True, sums[-1])
 
 
