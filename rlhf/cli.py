@@ -263,19 +263,15 @@ def module_of(command: str) -> ModuleType:
 @contextlib.contextmanager
 def variable(name: str, value: str | None) -> Iterator[None]:
     """Set an environment variable within the block (None: unset it), then restore it."""
-    before = os.environ.get(name)
-
-    def put(to: str | None) -> None:
-        if to is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = to
-
-    put(value)
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
     try:
         yield
     finally:
-        put(before)
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:

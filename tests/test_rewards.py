@@ -6,7 +6,7 @@ import torch
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
-from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, combine_scores, load_function
+from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, load_function
 from rlhf.runs.sources import hash_sources
 
 CPU = torch.device("cpu")
@@ -27,12 +27,8 @@ def episodes(*texts: str) -> Episodes:
     ],
 )
 def test_scores_combine_by_hand(weights, wanted):
-    assert combine_scores(SCORES, weights).tolist() == pytest.approx(wanted)
-
-
-def test_wrong_weights_are_refused():
-    with pytest.raises(ValueError, match="1 weights for 2 sources"):
-        combine_scores(SCORES, [1.0])
+    sources = {"one": lambda episodes: SCORES[0], "two": lambda episodes: SCORES[1]}
+    assert CombinedReward(sources, weights)(episodes("a", "b", "c")).tolist() == pytest.approx(wanted)
 
 
 def test_a_combination_keeps_the_scores_of_its_parts():

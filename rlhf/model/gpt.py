@@ -62,12 +62,6 @@ class GPTModel(GPTPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value  # type: ignore[assignment]
-
     def embed(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rope | None]:
         """First hidden state, and rotary factors if any, of embeddings x (B, T, D) at positions (…, T)."""
         rope = rotary_factors(positions, self.config, x.dtype) if self.embed_positions is None else None
@@ -126,9 +120,9 @@ class GPTModel(GPTPreTrainedModel):
 
         hidden_states = [x] if output_hidden_states else None
         for number, layer in enumerate(self.layers):
-            chosen = kept if layer is self.layers[-1] else None
-            seen = mask if self.config.window_of(number) is None else banded
-            x = layer(x, rope, seen, past_key_values=past_key_values, kept=chosen)
+            layer_mask = mask if self.config.window_of(number) is None else banded
+            last_kept = kept if layer is self.layers[-1] else None
+            x = layer(x, rope, layer_mask, past_key_values=past_key_values, kept=last_kept)
             if hidden_states is not None:
                 hidden_states.append(x)
         x = self.norm(x)
@@ -152,12 +146,6 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         self.model = GPTModel(config)
         self.lm_head = Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.lm_head = value
 
     def forward(
         self,
@@ -203,8 +191,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
-            vocab_size = self.config.vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = self._balanced(loss, labels, kwargs)
         result = CausalLMOutputWithPast(
             loss=loss,

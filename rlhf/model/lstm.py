@@ -63,9 +63,6 @@ class LSTMForCausalLM(LSTMPreTrainedModel):
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
         logits = self.lm_head(self.model(input_ids).last_hidden_state)
         loss = None

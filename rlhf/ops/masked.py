@@ -1,7 +1,7 @@
-"""Sums, means and variances over masked entries.
+"""Sums and means over masked entries, and whitening.
 
 Over several ranks, a mean takes the global count as `denominator` and gives this rank's share of the global mean,
-so that the shares add up; a variance takes `all_reduce`, because it needs the global mean first.
+so that the shares add up; whitening takes `all_reduce`, because a variance needs the global mean first.
 """
 
 from collections.abc import Callable
@@ -39,34 +39,15 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | Tensor | None = No
     return total / resolve_denominator("masked_mean", mask.sum(), denominator, "True in mask")
 
 
-def masked_moments(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and biased variance of x where mask is True, over all ranks if `all_reduce` is given.
-
-    mean = sum(x) / count;  var = sum((x - mean)^2) / count
-
-    all_reduce: takes this rank's tensor of sums and returns the sum over ranks; it is called twice, on every
-    rank, in the same order (a rank may have no True of its own). x and mask of one shape; returns three
-    scalars.
-
-    Raises ValueError: mask not bool or of another shape; no True on any rank.
-    """
-    check_mask("masked_moments", mask, x=x)
-    x = torch.where(mask, upcast(x), 0.0)  # before any arithmetic: the gradient of NaN^2 is NaN even times 0
-    reduce = all_reduce if all_reduce is not None else _same
-    count, total = reduce(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)])).unbind()
-    if not bool(count > 0):  # the global count, so that all ranks raise together
-        raise ValueError("masked_moments: mask has no True: a mean of nothing has no value")
-    mean = total / count
-    var = reduce(masked_sum((x - mean) ** 2, mask)) / count  # two passes: E[x^2] - E[x]^2 cancels in float32
-    return count, mean, var
-
-
 def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tensor:
     """Shift and scale x to mean 0 and variance 1 over the masked entries of all ranks.
 
-    whiten = (x - mean) / sqrt(var + 1e-8) where mask, 0 elsewhere        var biased
+    mean = sum(x) / count;  var = sum((x - mean)^2) / count        sums where mask
+    whiten = (x - mean) / sqrt(var + 1e-8) where mask, 0 elsewhere
 
-    x and mask of one shape, mask bool; all_reduce as in masked_moments; returns x's shape, at least float32.
+    x and mask of one shape, mask bool; returns x's shape, at least float32. all_reduce: takes this rank's tensor of
+    sums and returns the sum over ranks; it is called twice, on every rank, in the same order (a rank may have no True
+    of its own).
 
     Raises ValueError: mask not bool or of another shape; no True on any rank.
 
@@ -74,8 +55,14 @@ def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tens
     Differs: the entries outside the mask do not count, and the statistics are of all ranks rather than of
     one.
     """
-    _, mean, var = masked_moments(x, mask, all_reduce)
-    x = torch.where(mask, upcast(x), 0.0)
+    check_mask("whiten", mask, x=x)
+    reduce: AllReduce = all_reduce if all_reduce is not None else lambda sums: sums
+    x = torch.where(mask, upcast(x), 0.0)  # before any arithmetic: the gradient of NaN^2 is NaN even times 0
+    count, total = reduce(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)])).unbind()
+    if not bool(count > 0):  # the global count, so that all ranks raise together
+        raise ValueError("whiten: mask has no True: a mean of nothing has no value")
+    mean = total / count
+    var = reduce(masked_sum((x - mean) ** 2, mask)) / count  # two passes: E[x^2] - E[x]^2 cancels in float32
     return torch.where(mask, (x - mean) * torch.rsqrt(var + 1e-8), 0.0)
 
 
@@ -106,7 +93,3 @@ def resolve_denominator(where: str, count: Tensor, denominator: float | Tensor |
     if not bool(denominator > 0):
         raise ValueError(f"{where}: denominator is {float(denominator)}: give the global count, more than 0")
     return denominator
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

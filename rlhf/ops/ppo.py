@@ -127,8 +127,8 @@ def value_loss(
     clipping). All tensors of one shape, mask bool, values and returns in units of the score. Gradients flow
     only into values.
 
-    Returns the scalar loss and statistics over the same denominator: `loss`, `clipfrac` (share of tokens at
-    which the clipped error is the larger), `error` (mean of V - R), `squared_error` (mean of (V - R)^2).
+    Returns the scalar loss and statistics over the same denominator: `loss`, and `clipfrac` (share of tokens at
+    which the clipped error is the larger).
 
     Raises ValueError: wrong shapes or types, clip_range not positive, no token and no denominator,
     denominator <= 0.
@@ -147,8 +147,6 @@ def value_loss(
         statistics = {
             "loss": loss.detach(),
             "clipfrac": masked_sum(squared_clipped > squared, mask) / N,
-            "error": masked_sum(V - R, mask) / N,
-            "squared_error": masked_sum(squared, mask) / N,
         }
     return loss, statistics
 

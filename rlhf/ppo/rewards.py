@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,14 +85,14 @@ class FunctionReward:
                 f"reward function {self.name}: raised {type(error).__name__}: {error} "
                 f"({Path(last.filename).name}:{last.lineno}): correct the function"
             ) from error
-        found = list(returned) if isinstance(returned, Iterable) else []
-        if len(found) != len(prompts):
+        scores = list(returned) if isinstance(returned, Iterable) else []
+        if len(scores) != len(prompts):
             raise UserError(
-                f"reward function {self.name}: returned {len(found)} numbers for {len(prompts)} responses: "
+                f"reward function {self.name}: returned {len(scores)} numbers for {len(prompts)} responses: "
                 "return one per response, in order"
             )
         try:
-            return torch.tensor([float(value) for value in found], dtype=torch.float32, device=self.device)
+            return torch.tensor([float(score) for score in scores], dtype=torch.float32, device=self.device)
         except (TypeError, ValueError) as error:
             raise UserError(f"reward function {self.name}: {error}: return one number per response") from None
 
@@ -134,21 +134,14 @@ def load_function(name: str) -> Callable[..., Any]:
 class CombinedReward:
     """Several sources as one: score = sum_s w_s x_s. `parts` contains each source's unweighted scores of the last call."""
 
-    def __init__(self, sources: dict[str, Reward], weights: Sequence[float]):
-        self.sources, self.weights = sources, list(weights)
+    def __init__(self, sources: dict[str, Reward], weights: list[float]):
+        self.sources, self.weights = sources, weights
         self.parts: dict[str, Tensor] = {}
 
     def __call__(self, episodes: Episodes) -> Tensor:
         self.parts = {name: source(episodes) for name, source in self.sources.items()}
-        return combine_scores(torch.stack(list(self.parts.values())), self.weights)
-
-
-def combine_scores(scores: Tensor, weights: Sequence[float]) -> Tensor:
-    """(B,) from scores (sources, B) and a weight per source: sum_s w_s x_s. Raises: ValueError for weights that do not fit."""
-    w = torch.tensor(weights, dtype=scores.dtype, device=scores.device)
-    if w.shape != scores.shape[:1]:
-        raise ValueError(f"combine_scores: {len(w)} weights for {scores.shape[0]} sources: give one each")
-    return (scores * w[:, None]).sum(0)
+        scores = torch.stack(list(self.parts.values()))  # (sources, B)
+        return (scores * scores.new_tensor(self.weights)[:, None]).sum(0)
 
 
 def adjust_scores(config: Config, scores: Tensor, ended: Tensor) -> Tensor:

@@ -119,8 +119,7 @@ class PpoRun:
 
     def frozen_models(self) -> list[nn.Module]:
         """The models of the reference and of the reward."""
-        sources = self.reward.sources.values() if isinstance(self.reward, CombinedReward) else [self.reward]
-        models = [getattr(source, "model", None) for source in (self.reference, *sources)]
+        models = [getattr(source, "model", None) for source in (self.reference, *sources_of(self.reward))]
         return [model for model in models if isinstance(model, nn.Module)]
 
     @property
@@ -133,8 +132,9 @@ class PpoRun:
 
     @property
     def value_coef(self) -> float:
-        given = self.config.ppo.value_coef
-        return given if given is not None else SHARED_VALUE_COEF if self.config.ppo.shared_critic else 1.0
+        if self.config.ppo.value_coef is not None:
+            return self.config.ppo.value_coef
+        return SHARED_VALUE_COEF if self.config.ppo.shared_critic else 1.0
 
 
 def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
@@ -143,12 +143,14 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     folder = stage_folder(config, "sft") / "model"
     tokenizer = load_tokenizer(folder)
     policy = without_dropout(load_policy(folder, dropout=0.0))
-    reward, own = make_reward(config, tokenizer, device, stage.say, policy if config.lora.share_trunk else None)
-    critic = make_critic(config, stage, policy, own)
-    for source in reward.sources.values() if isinstance(reward, CombinedReward) else [reward]:
-        if isinstance(source, ModelReward):
-            shared = config.lora.share_trunk
-            source.model = source.model.to(device) if shared else shard_frozen(config, source.model, device)
+    shared_trunk = policy if config.lora.share_trunk else None
+    reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
+    critic = make_critic(config, stage, policy, reward_model)
+    for source in sources_of(reward):
+        if isinstance(source, ModelReward) and shared_trunk is not None:
+            source.model = source.model.to(device)
+        elif isinstance(source, ModelReward):
+            source.model = shard_frozen(config, source.model, device)
         elif isinstance(source, TextReward) and not zero_stage(config):  # under ZeRO there is no autocast
             hold_frozen(config, source.model, device)
     reference: nn.Module
@@ -156,8 +158,9 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
         reference = Reference(share_weights(policy).requires_grad_(False))
         add_adapters(policy, config, folder, device)
         if isinstance(critic, RewardModel):
-            begun = reward_model_folder(reward_folder(config, None)) if own and settings.critic == "reward" else folder
-            add_adapters(critic, config, begun, device)
+            from_reward = reward_model is not None and settings.critic == "reward"
+            base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
+            add_adapters(critic, config, base, device)
         engine = make_actor_critic_engine(config, policy, critic, device)
         reference.to(device)
     else:
@@ -182,6 +185,10 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
         blocks=PretrainingBlocks.load(config, tokenizer) if settings.ptx_coef else None,
         ema=Ema(policy, settings.ema_decay) if settings.ema_decay is not None else None,
     )
+
+
+def sources_of(reward: Reward) -> list[Reward]:
+    return list(reward.sources.values()) if isinstance(reward, CombinedReward) else [reward]
 
 
 def make_actor_critic_engine(config: Config, policy: Any, critic: Any, device: torch.device) -> Engine:
@@ -218,11 +225,6 @@ def check_shares(config: Config, ranks: Ranks) -> None:
         )
 
 
-def load_reward(folder: Path, device: torch.device) -> RewardModel | TextRewardModel:
-    """A reward model of either kind, frozen. Raises: UserError."""
-    return load_reward_model(folder, device).requires_grad_(False)
-
-
 def load_on_trunk(config: Config, folder: Path, policy: Any) -> RewardModel:
     """The reward model of a stage's folder as adapters and a head on the policy's own trunk, the SFT model, frozen.
 
@@ -254,7 +256,7 @@ def make_reward(
     say: Callable[[str], None] = lambda text: None,
     policy: Any = None,
 ) -> tuple[Reward, RewardModel | None]:
-    """The reward, and the run's own reward model if the critic can start from it.
+    """The reward, and its first reward model with the policy's tokenizer, from which the critic can start.
 
     policy: the model whose trunk the reward models share, with their own adapters; None: each has its own weights.
     """
@@ -262,30 +264,30 @@ def make_reward(
     batch = 2 * settings.micro_batch_episodes
     names, weights = reward_sources(config)
     sources: dict[str, Reward] = {}
-    own: RewardModel | None = None
+    first: RewardModel | None = None
     for name in names:
         if name is not None and is_function(name):
             sources[f"function_{len(sources)}"] = FunctionReward(name, device)
             say(f"rewards come from the function {name}")
             continue
         folder = reward_folder(config, name)
-        model = (
-            load_reward(reward_model_folder(folder), device)
-            if policy is None
-            else load_on_trunk(config, folder, policy)
-        )
+        model: RewardModel | TextRewardModel
+        if policy is None:
+            model = load_reward_model(reward_model_folder(folder), device).requires_grad_(False)
+        else:
+            model = load_on_trunk(config, folder, policy)
         if not settings.calibrated:
             model.calibrate(gain=1.0, shift=0.0)
         if isinstance(model, RewardModel):
             check_tokenizer(folder, tokenizer)
             sources[f"model_{len(sources)}"] = ModelReward(model, tokenizer.pad_token_id, batch, device)
-            own = own or model
+            first = first or model
         else:
             sources[f"model_{len(sources)}"] = TextReward(model, device)
             say(f"{folder}: scores text with its own tokenizer")
     if len(sources) == 1 and weights == [1.0]:
-        return next(iter(sources.values())), own
-    return CombinedReward(sources, weights), own
+        return next(iter(sources.values())), first
+    return CombinedReward(sources, weights), first
 
 
 def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[Prompts, Prompts]:

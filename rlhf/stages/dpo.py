@@ -21,13 +21,14 @@ from rlhf.config import Config
 from rlhf.data.items import Item, token_encoder
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.model.batching import right_pad
+from rlhf.model.fused_loss import IGNORED
 from rlhf.ops.ranking import ranking_loss
 from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.stages.reward import load_items, load_rankings
+from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
 from rlhf.training.adapters import add_adapters, share_weights
@@ -136,9 +137,9 @@ class PreferenceLoss:
     def score(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """r (N, K) = beta (log pi - log pi_sft) of each answer, 0 if a prompt has fewer."""
         batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
-        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        logp = model(**given, labels=labels, use_cache=False, fused_lm_head=True).log_probs.float().sum(1)  # (R,)
+        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
+        text = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        logp = model(**text, labels=labels, use_cache=False, fused_lm_head=True).log_probs.float().sum(1)  # (R,)
         logp_ref = torch.cat(self.compute_ref_log_probs(self.ref_model, batch)).float()  # type: ignore[attr-defined]
         ratios = self.beta * (logp - logp_ref)  # type: ignore[attr-defined]
         shape = inputs["weights"].shape[:2]
@@ -148,7 +149,7 @@ class PreferenceLoss:
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         loss, figures = ranking_loss(self.score(model, inputs), inputs["weights"], denominator=num_items_in_batch)
-        add_figures(self.sums, figures)
+        add_ranking_figures(self.sums, "dpo", figures)
         return loss * Ranks(loss.device).count  # gradients are averaged over processes
 
     def log(self, logs: dict[str, float], *arguments: Any) -> None:
@@ -156,13 +157,6 @@ class PreferenceLoss:
             logs |= Ranks(self.args.device).merge(self.sums).reduce()  # type: ignore[attr-defined]
             self.sums = Sums()
         super().log(logs, *arguments)  # type: ignore[misc]
-
-
-def add_figures(sums: Sums, figures: dict[str, Tensor]) -> None:
-    """Add the statistics of `ranking_loss`."""
-    sums.add("dpo/loss", float(figures["loss_sum"]), float(figures["prompts"]))
-    sums.add("dpo/accuracy", float(figures["pairs_correct"]), float(figures["pairs"]))
-    sums.add("dpo/margin", float(figures["margin_sum"]), float(figures["pairs"]))
 
 
 def make_trainer(
@@ -211,9 +205,8 @@ def held_out_figures(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, floa
     trainer.model.eval()
     sums, size = Sums(), trainer.args.per_device_train_batch_size
     for start in range(0, len(rows), size):
-        batch = {
-            name: tensor.to(trainer.args.device)
-            for name, tensor in trainer.data_collator(rows[start : start + size]).items()
-        }
-        add_figures(sums, ranking_loss(trainer.score(trainer.model, batch), batch["weights"], denominator=1)[1])
+        collated = trainer.data_collator(rows[start : start + size])
+        batch = {name: tensor.to(trainer.args.device) for name, tensor in collated.items()}
+        _, figures = ranking_loss(trainer.score(trainer.model, batch), batch["weights"], denominator=1)
+        add_ranking_figures(sums, "dpo", figures)
     return {name.removeprefix("dpo/"): value for name, value in sums.reduce().items()}

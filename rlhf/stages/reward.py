@@ -140,13 +140,13 @@ def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], set[str]
 def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out: set[str]) -> None:
     """Write audit.json and print the audit. All processes must call it. The stage's hash does not cover it: it changes no result."""
     started = time.monotonic()
-    found = audit_reward_model(stage.config, models, records, held_out)
-    verdict = decide(found)
-    for line in describe_audit(found, verdict):
+    audit = audit_reward_model(stage.config, models, records, held_out)
+    verdict = decide(audit)
+    for line in describe_audit(audit, verdict):
         stage.say(f"audit: {line}")
     if stage.writes:
         seconds = round(time.monotonic() - started, 1)
-        write_json(stage.folder / "audit.json", asdict(found) | {"verdict": asdict(verdict), "seconds": seconds})
+        write_json(stage.folder / "audit.json", asdict(audit) | {"verdict": asdict(verdict), "seconds": seconds})
 
 
 def make_model(config: Config) -> RewardModel | TextRewardModel:
@@ -191,10 +191,10 @@ def fit_before_training(
     nn.Module.to(model, device)
     with inference(stage.config, device):
         features = read_features(model, items, pad, device)
-    found = fit_head(model.head, features, items)
+    fit = fit_head(model.head, features, items)
     stage.say(
-        f"head fitted on the frozen trunk: cross-validated accuracy {found['accuracy']:.3f}, loss {found['loss']:.3f}, "
-        f"weight decay {found['decay']:g}"
+        f"head fitted on the frozen trunk: cross-validated accuracy {fit['accuracy']:.3f}, loss {fit['loss']:.3f}, "
+        f"weight decay {fit['decay']:g}"
     )
 
 
@@ -236,11 +236,11 @@ def held_out_figures(loop: StageLoop, engine: Engine, items: list[Item], pad: in
     """Loss and accuracy on held-out prompts, and the accuracy of choosing by length; empty without held-out prompts."""
     if not items:
         return {}
-    found = evaluate_items(engine, items, pad, engine.device)
-    shown = found | {"length_baseline": length_baseline(items)}
-    loop.tracker.log({f"eval/dev/{name}": value for name, value in shown.items()}, step=loop.total)
-    loop.stage.say(f"held out: accuracy {found['accuracy']:.3f}, loss {found['loss']:.3f}")
-    return found
+    figures = evaluate_items(engine, items, pad, engine.device)
+    logged = figures | {"length_baseline": length_baseline(items)}
+    loop.tracker.log({f"eval/dev/{name}": value for name, value in logged.items()}, step=loop.total)
+    loop.stage.say(f"held out: accuracy {figures['accuracy']:.3f}, loss {figures['loss']:.3f}")
+    return figures
 
 
 def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], lr: float, pad: int) -> Sums:
@@ -251,7 +251,7 @@ def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], 
     engine.module.train()
     sums, device, lm_coef = Sums(), engine.device, config.reward.lm_coef
     zero = torch.zeros((), device=device)
-    for part, counts in own_parts(config, batch, engine.ranks):
+    for part, counts in parts_of_rank(config, batch, engine.ranks):
         rows = [row for item in part for row in item.rows]
         scores, nats = score_and_read(engine, part, pad) if lm_coef else (score_items(engine, part, pad, device), zero)
         weights = pad_weights(part, device) * counts
@@ -278,7 +278,7 @@ def score_and_read(engine: Engine, items: list[Item], pad: int) -> tuple[Tensor,
     return by_item(items, scores), by_item(items, nats).sum(1) / counts
 
 
-def own_parts(config: Config, batch: list[Item], ranks: Ranks) -> list[tuple[list[Item], bool]]:
+def parts_of_rank(config: Config, batch: list[Item], ranks: Ranks) -> list[tuple[list[Item], bool]]:
     """This rank's micro-batches of a batch, and whether each counts. Every rank has the same number.
 
     Prompts are assigned to the ranks in turn. A rank with fewer micro-batches repeats a prompt that does not count.
@@ -303,12 +303,17 @@ def evaluate_items(model: Any, items: list[Item], pad: int, device: torch.device
 
 def add_figures(sums: Sums, items: list[Item], scores: Tensor, figures: dict[str, Tensor]) -> None:
     """Add the statistics of `ranking_loss`, and of the scores."""
-    sums.add("reward/loss", float(figures["loss_sum"]), float(figures["prompts"]))
-    sums.add("reward/accuracy", float(figures["pairs_correct"]), float(figures["pairs"]))
-    sums.add("reward/margin", float(figures["margin_sum"]), float(figures["pairs"]))
+    add_ranking_figures(sums, "reward", figures)
     real = torch.cat([scores[i, : len(item.rows)] for i, item in enumerate(items)]).detach()
     sums.add("reward/mean", real.sum().item(), real.numel())
     sums.add("reward/std", real.sum().item(), real.square().sum().item(), real.numel())
+
+
+def add_ranking_figures(sums: Sums, stage: str, figures: dict[str, Tensor]) -> None:
+    """Add the statistics of `ranking_loss` as <stage>/loss, <stage>/accuracy and <stage>/margin."""
+    sums.add(f"{stage}/loss", float(figures["loss_sum"]), float(figures["prompts"]))
+    sums.add(f"{stage}/accuracy", float(figures["pairs_correct"]), float(figures["pairs"]))
+    sums.add(f"{stage}/margin", float(figures["margin_sum"]), float(figures["pairs"]))
 
 
 def training_demonstrations(config: Config) -> list[Demonstration]:

@@ -22,6 +22,7 @@ from rlhf.data.demonstrations import Row, encode_demonstrations, labels_of
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.blocks import Block
+from rlhf.model.fused_loss import IGNORED
 from rlhf.model.ragged import RaggedLoss
 from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
@@ -36,7 +37,7 @@ from rlhf.training.adapters import add_adapters
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
 from rlhf.training.setup import check_tokenizer, load_policy, set_up
-from rlhf.training.trainer import IGNORED, StageTrainer, one_device, save_output, shared_arguments, train
+from rlhf.training.trainer import StageTrainer, one_device, save_output, shared_arguments, train
 from rlhf.training.zero import offloads
 
 

@@ -195,16 +195,12 @@ def make_engine(
     groups: AdamW's, with their weights. max_grad_norm: the joint norm to which ZeRO clips (without ZeRO the loop clips).
     sampled: the part of `module` for which `Engine.whole` will be called.
     """
-    accelerator = make_accelerator(config, device)
+    need_deepspeed(config)
+    mixed_precision = "bf16" if wants_bfloat16(config, device) else "no"
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed_precision)
     if not zero_stage(config):
         return Engine(module, groups, accelerator)
     return ZeroEngine(module, groups, accelerator, config, max_grad_norm, sampled)
-
-
-def make_accelerator(config: Config, device: torch.device) -> Accelerator:
-    """Accelerate's view of the processes; it opens their connection if there are several."""
-    need_deepspeed(config)
-    return Accelerator(cpu=device.type == "cpu", mixed_precision="bf16" if wants_bfloat16(config, device) else "no")
 
 
 def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.Module:

@@ -119,17 +119,12 @@ def put_random_state(folder: Path) -> None:
         torch.cuda.set_rng_state(found[f"cuda{suffix}"])
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, each once."""
-    kept = module.state_dict(keep_vars=True).keys()
-    buffers = {name: b for name, b in module.named_buffers() if name in kept}
-    return dict(module.named_parameters()) | buffers
-
-
 @torch.no_grad()
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into a module, also under ZeRO."""
-    for name, tensor in tensors_of(module).items():
+    """Copy whole tensors into a module's parameters and persistent buffers, also under ZeRO."""
+    persistent = module.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    for name, tensor in (dict(module.named_parameters()) | buffers).items():
         with gathered([tensor], write=True):
             if tensor.numel():
                 tensor.copy_(weights[name].reshape(tensor.shape))

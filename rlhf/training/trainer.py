@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from rlhf.errors import UserError
 from rlhf.interrupts import finish_step, request_stop, stop_requested
+from rlhf.model.fused_loss import IGNORED
 from rlhf.precision import wants_bfloat16
 from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
 from rlhf.runs.stage import Stage
@@ -43,7 +44,6 @@ else:
     _Trainer = object
 
 TRAINER_STATE = "trainer_state.json"  # of a checkpoint: Trainer's own state
-IGNORED = -100  # the label of a token that does not count in the loss
 
 
 def split_batch(setting: str, rows: int, micro: int, processes: int) -> tuple[int, int]:
