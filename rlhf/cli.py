@@ -238,7 +238,7 @@ def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -
 
     def guarded(composed: Any) -> None:
         # Hydra would print a traceback of its own
-        with variable("HYDRA_FULL_ERROR", asked), ending(interrupted=interrupted(command)):
+        with full_errors(asked), ending(interrupted=interrupted(command)):
             config = to_settings(composed)
             if name != config_name(command):
                 check_config(config, command)
@@ -247,7 +247,7 @@ def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -
     register_schema(config_name(command))
     asked = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted
     # our code reports Hydra's errors; the folder is for Hydra's own record of a sweep, a run's record is in the run's folder
-    with variable("HYDRA_FULL_ERROR", "1"), tempfile.TemporaryDirectory() as nowhere:
+    with full_errors("1"), tempfile.TemporaryDirectory() as nowhere:
         sys.argv = [f"rlhf {command}", *flags, *plain, *([f"hydra.sweep.dir={nowhere}"] if sweep else [])]
         try:
             hydra.main(version_base="1.3", config_path=str(conf_dir().resolve()), config_name=name)(guarded)()
@@ -261,17 +261,17 @@ def module_of(command: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def variable(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable within the block (None: unset it), then restore it."""
-    before = os.environ.pop(name, None)
+def full_errors(value: str | None) -> Iterator[None]:
+    """Set HYDRA_FULL_ERROR within the block (None: unset it), then restore it."""
+    before = os.environ.pop("HYDRA_FULL_ERROR", None)
     if value is not None:
-        os.environ[name] = value
+        os.environ["HYDRA_FULL_ERROR"] = value
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        os.environ.pop("HYDRA_FULL_ERROR", None)
         if before is not None:
-            os.environ[name] = before
+            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:

@@ -1,10 +1,12 @@
 """The number of threads while other work takes the cores."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlhf.training import threads
 from rlhf.training.threads import ThreadCount, adapting_threads, processor_seconds, threads_for
 
 
@@ -41,10 +43,11 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def count(machine) -> ThreadCount:
-    return ThreadCount(
-        2, lambda: (machine.own_seconds, machine.idle_seconds), lambda: machine.time, machine.used.append
-    )
+def count(machine, monkeypatch) -> ThreadCount:
+    monkeypatch.setattr(threads, "processor_seconds", lambda: (machine.own_seconds, machine.idle_seconds))
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: machine.time))
+    monkeypatch.setattr(torch, "set_num_threads", machine.used.append)
+    return ThreadCount(2)
 
 
 def test_an_idle_machine_keeps_all_threads(machine, count):

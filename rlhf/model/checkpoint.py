@@ -1,6 +1,5 @@
 """A pretrained checkpoint before anything is loaded: its location, its configuration, and its weight files."""
 
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rlhf.errors import UserError, reading
+from rlhf.files import sha256_file
 from rlhf.model.convert import why_not_native
 from rlhf.model.loading import check_sizes
 
@@ -60,11 +60,7 @@ class Checkpoint:
 
     def weight_hashes(self) -> dict[str, str]:
         """SHA-256 (hex) of every weight file."""
-        hashes = {}
-        for path in self.weight_files():
-            with path.open("rb") as file:
-                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return hashes
+        return {path.name: sha256_file(path) for path in self.weight_files()}
 
     def describe(self) -> str:
         """One line: architecture, size, precision, memory, licence, and whether it runs natively."""
@@ -76,7 +72,7 @@ class Checkpoint:
         )
 
 
-def read_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
+def read_checkpoint(source: str | Path) -> Checkpoint:
     """Inspect a checkpoint: a hub id (optionally `name@revision`), a local folder, or a .gguf file.
 
     Raises: UserError if it cannot be read or needs its own code.
@@ -84,29 +80,30 @@ def read_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     source = str(source)
     path = Path(source).expanduser()
     gguf = path.name if path.suffix == ".gguf" else None
+    revision = None
     if path.is_dir() or (gguf and path.is_file()):
-        folder, revision = (path if gguf is None else path.parent), None
+        folder = path if gguf is None else path.parent
     elif path.is_file():
         raise UserError(f"model.pretrained={source}: is one file of a model: give its folder, {path.parent}")
     elif gguf or path.is_absolute() or source.startswith(".") or not HUB_ID.fullmatch(source):
         raise UserError(f"model.pretrained={source}: no such file or folder: give a hub id, a folder or a .gguf file")
     else:
-        name, _, after = source.partition("@")
-        revision = revision or after or None
-        folder = download(name, revision, DESCRIPTION)
+        name, _, named_revision = source.partition("@")
+        folder = download(name, named_revision or None, DESCRIPTION)
         revision = folder.name  # the commit
     if gguf is None:
         _check_folder(source, folder)
     config = _read_config(source, folder, gguf)
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return Checkpoint(
-        source,
-        folder,
-        gguf,
-        revision,
-        config,
-        count_parameters(source, config),
-        str(getattr(config, "dtype", None) or "float32").removeprefix("torch.") if gguf is None else "GGUF",
-        _read_licence(folder, gguf),
+        source=source,
+        folder=folder,
+        gguf_file=gguf,
+        revision=revision,
+        config=config,
+        parameters=count_parameters(source, config),
+        dtype=dtype if gguf is None else "GGUF",
+        licence=_read_licence(folder, gguf),
     )
 
 

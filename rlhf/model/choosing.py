@@ -1,4 +1,4 @@
-"""Choosing a token from logits: random numbers per prompt, top_k and top_p, inverse transform sampling.
+"""Choosing a token from logits: random numbers per prompt, top_p, inverse transform sampling.
 
 The token depends only on (seed, key, step) and the logits, never on the other prompts of the batch.
 """
@@ -31,7 +31,6 @@ class Choice:
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
     greedy: bool = False
     settled: bool = False  # the choice does not depend on rounding: see `rlhf.model.settled`
 
@@ -41,26 +40,9 @@ class Choice:
             problems.append(f"temperature={self.temperature} must be at least {LEAST_TEMPERATURE} (or ask for greedy)")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p={self.top_p} must be in (0, 1]")
-        if self.top_k < 0:
-            problems.append(f"top_k={self.top_k} must be 0 (off) or more")
+
         if problems:
             raise UserError("sampling: " + "; ".join(problems))
-
-
-def plain_keys(keys: Sequence[Key] | Tensor | None, count: int) -> list[Key]:
-    if keys is None:
-        return list(range(count))
-    plain = [_plain_key(key) for key in (keys.tolist() if isinstance(keys, Tensor) else keys)]
-    if len(plain) != count:
-        raise UserError(f"sampling: {len(plain)} keys for {count} prompts: give one key per prompt")
-    return plain
-
-
-def _plain_key(key: Any) -> Key:
-    """The key in Python's own types, so that equal keys hash alike whatever their number type."""
-    if isinstance(key, str):
-        return key
-    return tuple(map(_plain_key, key)) if isinstance(key, tuple | list) else int(key)
 
 
 def make_uniforms(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
@@ -95,11 +77,12 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
     """Tokens (B,) int64 and their log-probs (B,) float32 from logits (B, V) and uniforms (B,).
 
     Inverse transform sampling: the first token whose cumulative probability exceeds u. The log-prob is that
-    of softmax(logits / temperature), before any cut by top_k or top_p.
+    of softmax(logits / temperature), before the cut by top_p.
     """
     logits = logits.float() if choice.temperature == 1.0 else logits.float() / choice.temperature
     probs = torch.softmax(logits, dim=-1)
-    tokens = logits.argmax(-1, keepdim=True) if choice.greedy else _invert(_cut(probs, choice), uniforms[:, None])
+    cut = _cut(probs, choice.top_p)
+    tokens = logits.argmax(-1, keepdim=True) if choice.greedy else _invert(cut, uniforms[:, None])
     # the probability of a drawn token is well above the smallest float, so its logarithm is as accurate as a
     # log-softmax's, which would take a second pass of exponentials
     return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()
@@ -125,14 +108,11 @@ def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
     return tokens.clamp(max=size - 1)
 
 
-def _cut(probs: Tensor, choice: Choice) -> Tensor:
-    """Keep the `top_k` most probable tokens, then the most probable of these that together reach `top_p`; 0 elsewhere."""
-    if 0 < choice.top_k < probs.shape[-1]:
-        floor = probs.topk(choice.top_k, dim=-1).values[:, -1:]
-        probs = probs.masked_fill(probs < floor, 0.0)
-    if choice.top_p < 1.0:
-        ordered, order = probs.sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens: 0 for the first, so it stays
-        ordered = ordered.masked_fill(before >= choice.top_p * ordered.sum(-1, keepdim=True), 0.0)
-        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-    return probs
+def _cut(probs: Tensor, top_p: float) -> Tensor:
+    """Keep the most probable tokens that together reach `top_p`; 0 elsewhere."""
+    if top_p == 1.0:
+        return probs
+    ordered, order = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens: 0 for the first, so it stays
+    ordered = ordered.masked_fill(before >= top_p * ordered.sum(-1, keepdim=True), 0.0)
+    return torch.zeros_like(probs).scatter(-1, order, ordered)

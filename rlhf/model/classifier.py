@@ -53,7 +53,9 @@ class TextRewardModel(nn.Module):
         self.network, self.tokenizer = network, tokenizer
         scalar_heads_in_float32(network)
         self.gain, self.shift = gain, shift
-        self.pad = _pad_id(network, tokenizer)
+        # the model's own pad id first: its positions, and the position that it reads, may depend on it
+        pad = network.config.pad_token_id
+        self.pad: int = pad if pad is not None else tokenizer.pad_token_id or 0
         self.encoder = TextEncoder(tokenizer, position_limit(network, tokenizer))
         # SequenceSummary with "last" (XLNet) reads the last column, even if it is padding.
         self.pads_left = getattr(network.config, "summary_type", None) == "last"
@@ -102,8 +104,8 @@ class TextRewardModel(nn.Module):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
-        found = self.network(**inputs)
-        raw = (found if isinstance(found, Tensor) else found.logits).squeeze(-1).float()
+        output = self.network(**inputs)
+        raw = (output if isinstance(output, Tensor) else output.logits).squeeze(-1).float()
         return self.gain * (raw - self.shift) if calibrated else raw
 
     @torch.no_grad()
@@ -170,9 +172,9 @@ class TextRewardModel(nn.Module):
                 )
             return cls(_read_network(str(source), config, tokenizer), tokenizer).eval()
         with reading(f"{record}: not readable", "run `rlhf reward overwrite=true` again"):
-            kept = json.loads(record.read_text(encoding="utf-8"))
-            gain, shift = float(kept["gain"]), float(kept["shift"])
-        network = _read_network(str(source), config, tokenizer, own=True)
+            calibration = json.loads(record.read_text(encoding="utf-8"))
+            gain, shift = float(calibration["gain"]), float(calibration["shift"])
+        network = _read_network(str(source), config, tokenizer, saved_here=True)
         return cls(network, tokenizer, gain, shift).eval()
 
 
@@ -197,9 +199,9 @@ def _read_config(source: str) -> tuple[Any, Any]:
         check_sizes(config, f"reward.model={source}")
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     without_dropout(config)
-    for name, value in {"use_cache": False, "use_mems_eval": False, "use_mems_train": False}.items():
+    for name in ("use_cache", "use_mems_eval", "use_mems_train"):
         if hasattr(config, name):
-            setattr(config, name, value)
+            setattr(config, name, False)
     # Block-sparse attention (BigBird) depends on the amount of padding; full attention does not.
     if getattr(config, "attention_type", None) == "block_sparse":
         config.attention_type = "original_full"
@@ -208,11 +210,11 @@ def _read_config(source: str) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _read_network(source: str, config: Any, tokenizer: Any, own: bool = False, **keywords: Any) -> Any:
-    """The classifier in float32. own: the folder has an encoder with its head in our own form."""
+def _read_network(source: str, config: Any, tokenizer: Any, saved_here: bool = False, **keywords: Any) -> Any:
+    """The classifier in float32. saved_here: `save_pretrained` above wrote it, an encoder together with its head."""
     wanted = "want a transformers model for which there is a sequence classifier"
     with reading(f"{source}: not a readable text classifier", wanted):
-        if config.is_encoder_decoder and own:
+        if config.is_encoder_decoder and saved_here:
             network: Any = EncoderClassifier(AutoModel.from_config(config, trust_remote_code=False))
             load_model(network, str(Path(source) / "model.safetensors"))
         elif config.is_encoder_decoder:
@@ -233,12 +235,6 @@ def _read_network(source: str, config: Any, tokenizer: Any, own: bool = False, *
             "give a model and a tokenizer that belong together"
         )
     return network
-
-
-def _pad_id(network: Any, tokenizer: Any) -> int:
-    """The pad id: the model's own, since its positions and the position that it reads may depend on it."""
-    own = network.config.pad_token_id
-    return own if own is not None else tokenizer.pad_token_id or 0
 
 
 def position_limit(network: nn.Module, tokenizer: Any) -> int | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.errors import UserError
-from rlhf.model.choosing import Choice, Key, choose_tokens, make_uniforms, plain_keys
+from rlhf.model.choosing import Choice, Key, choose_tokens, make_uniforms
 from rlhf.model.decoder import Decoder, Prompts, computed_in
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.graphs import make_decoder
@@ -171,9 +171,8 @@ def sample(
     pad_token_id: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    top_k: int = 0,
     greedy: bool = False,
-    keys: Sequence[Key] | Tensor | None = None,
+    keys: Sequence[Key] | None = None,
     seed: int = 0,
     batch_size: int | None = None,
     settled: bool = False,
@@ -191,12 +190,15 @@ def sample(
     Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for
     sampling settings out of range, and for keys that do not match the prompts.
     """
-    choice = Choice(temperature, top_p, top_k, greedy, settled)
+    choice = Choice(temperature, top_p, greedy, settled)
     _check_room(model, prompts, max_new_tokens)
+    keys = range(len(prompts)) if keys is None else keys
+    if len(keys) != len(prompts):
+        raise UserError(f"sampling: {len(keys)} keys for {len(prompts)} prompts: give one key per prompt")
     device = next(model.parameters()).device
     eos = _as_tensor(eos_token_id, device)
     numbers = make_noise_seeds if settled else make_uniforms
-    uniforms = numbers(seed, plain_keys(keys, len(prompts)), max_new_tokens).to(device)
+    uniforms = numbers(seed, keys, max_new_tokens).to(device)
     native = isinstance(model, GPTForCausalLM)
     decode: Any = _sample_native if native else _sample_transformers
     size = batch_size or default_batch(model, max(map(len, prompts), default=1) + max_new_tokens)

@@ -38,7 +38,6 @@ class Adopted:
 def adopt(
     source: str | Path,
     native: Native = "auto",
-    revision: str | None = None,
     say: Callable[[str], None] = say,
     form: str = "chat",
 ) -> Adopted:
@@ -49,7 +48,7 @@ def adopt(
 
     Raises: UserError in one line.
     """
-    checkpoint = read_checkpoint(source, revision)
+    checkpoint = read_checkpoint(source)
     say(checkpoint.describe())
     tokenizer, notes = adopt_tokenizer(checkpoint, form)
     model = load_weights(checkpoint)

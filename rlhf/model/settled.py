@@ -65,8 +65,8 @@ def _draw(logits: Tensor, seeds: Tensor, choice: Choice, slack: float) -> tuple[
     logprobs = torch.log_softmax(logits, -1)
     noisy = logits if choice.greedy else logits + gumbel_noise(seeds, logits.shape[-1])
     sure = None
-    if not choice.greedy and (choice.top_p < 1 or 0 < choice.top_k < logits.shape[-1]):
-        sure, possible = _kept(logprobs, choice, slack)
+    if not choice.greedy and choice.top_p < 1:
+        sure, possible = _kept(logprobs, choice.top_p, slack)
         noisy = noisy.masked_fill(~possible, -torch.inf)
     best, tokens = noisy.topk(2, dim=-1)
     close, chosen = best[:, 0] - best[:, 1] < slack, tokens[:, :1]
@@ -75,17 +75,14 @@ def _draw(logits: Tensor, seeds: Tensor, choice: Choice, slack: float) -> tuple[
     return chosen[:, 0], logprobs.gather(-1, chosen)[:, 0], close
 
 
-def _kept(logprobs: Tensor, choice: Choice, slack: float) -> tuple[Tensor, Tensor]:
-    """The tokens that top_k and top_p certainly keep, and those that they may keep by rounding, both (B, V) bool."""
+def _kept(logprobs: Tensor, top_p: float, slack: float) -> tuple[Tensor, Tensor]:
+    """The tokens that top_p certainly keeps, and those that it may keep by rounding, both (B, V) bool."""
     ordered = logprobs.sort(dim=-1, descending=True).values
+    probs = ordered.exp()
+    before = probs.cumsum(-1) - probs  # mass of the likelier tokens
     floors = []
     for margin in (-slack, slack):
-        kept = torch.ones_like(ordered, dtype=torch.bool)
-        if choice.top_k:
-            kept[:, choice.top_k :] = False
-        probs = ordered.exp().masked_fill(~kept, 0.0)
-        before = probs.cumsum(-1) - probs  # mass of the likelier tokens
-        kept &= before < (choice.top_p + margin) * probs.sum(-1, keepdim=True)
+        kept = before < (top_p + margin) * probs.sum(-1, keepdim=True)
         kept[:, 0] = True
         floors.append(ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True))
     alone_at_the_top = (logprobs == ordered[:, :1]) & (ordered[:, :1] - ordered[:, 1:2] >= slack)

@@ -87,11 +87,11 @@ def run_stage(config: Config) -> None:
         results: dict[str, Any] = {}
 
         # 1. Evaluate the reward model, if the run has one
-        reward_model, written = None, (list[Demonstration](), "")
+        reward_model, demonstrations = None, (list[Demonstration](), "")
         if needs_parent(config, "evaluate", "reward"):
             reward_model = load_reward_model(stage_folder(config, "reward") / "model", device)
             reward_model = hold_frozen(config, reward_model, device)
-            written = unseen_demonstrations(config)
+            demonstrations = unseen_demonstrations(config)
             results["reward_model"] = evaluate_reward_model(config, reward_model, tokenizer, device)
             for line in describe(results["reward_model"]):
                 stage.say(line)
@@ -104,13 +104,14 @@ def run_stage(config: Config) -> None:
             folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
         models = {name: folder / "model" for name, folder in folders.items()}
         answers = answer_all(config, models, records, prompts, tokenizer, device)
-        scores, paid = score_answers(config, answers, records, reward_model, tokenizer, device)
+        scores, rewards = score_answers(config, answers, records, reward_model, tokenizer, device)
         if reward_model is not None:
-            found = score_distributions(reward_model, tokenizer, written, scores["sft"], device)
-            results["reward_model"]["scores"] = found
+            results["reward_model"]["scores"] = score_distributions(
+                reward_model, tokenizer, demonstrations, scores["sft"], device
+            )
 
         # 3. Evaluate the policies
-        optimised = with_missing_eos(config, answers, paid)
+        optimised = with_missing_eos(config, answers, rewards)
         results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
         results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
@@ -173,19 +174,19 @@ def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, 
 
     One that was built on another SFT model than this run's is named and left out. Raises: UserError for a run without PPO.
     """
-    found = {}
+    baselines = {}
     sft = check_output(stage_folder(config, "sft"), "sft")["hash"]
     folders = {name: run_folder(config) / name for name in BASELINES if is_complete(run_folder(config) / name)}
     for name in names_of(config.evaluate.compare):
         folders[name] = Path(config.runs_dir) / name / "ppo"
     for name, folder in folders.items():
         if check_output(folder, folder.name)["parents"].get("sft") == sft:
-            found[name] = folder
+            baselines[name] = folder
         else:
             say(
                 f"{folder}: built on another SFT model: left out, run `rlhf {folder.name} overwrite=true` to compare it"
             )
-    return found
+    return baselines
 
 
 class Answers(dict):
@@ -276,14 +277,14 @@ def score_answers(
     The two are the same if ppo.rewards, ppo.reward_weights and ppo.calibrated are not set, or if there is no reward model.
     """
     names = [name for name in answers if not name.startswith("base")]
-    scores, paid = {}, {}
+    scores, rewards = {}, {}
     if reward_model is not None:
         pad = tokenizer.pad_token_id
         scores = {name: score_answers_by(reward_model, answers[name], records, pad, device) for name in names}
     if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, tokenizer, device)
-        paid = {name: score_by(reward, answers[name], records) for name in names}
-    return scores or paid, paid or scores
+        rewards = {name: score_by(reward, answers[name], records) for name in names}
+    return scores or rewards, rewards or scores
 
 
 def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> list[list[float]]:
@@ -296,50 +297,41 @@ def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> l
     return [flat[i : i + count] for i in range(0, len(flat), count)]
 
 
-def with_missing_eos(
-    config: Config, answers: dict[str, Answers], scores: dict[str, list[list[float]]]
-) -> dict[str, list[list[float]]]:
+def with_missing_eos(config: Config, answers: dict[str, Answers], scores: Scores) -> Scores:
     """Scores with PPO's score clipping and its rule for responses without an end token."""
 
-    def paid(row: list[float], ended: list[bool]) -> list[float]:
+    def adjusted(row: list[float], ended: list[bool]) -> list[float]:
         return adjust_scores(config, torch.tensor(row), torch.tensor(ended)).tolist()
 
-    return {
-        name: [paid(row, ended) for row, ended in zip(rows, answers[name]["ended"], strict=True)]
-        for name, rows in scores.items()
-    }
+    return {name: list(map(adjusted, rows, answers[name]["ended"])) for name, rows in scores.items()}
 
 
 def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:
     """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates."""
     reward, _ = make_reward(config, asked.tokenizer, device)
     best, scores = pick_best(config, asked, load_frozen(config, models["sft"], device), reward)
-    if "rate" not in models:
-        return {"best_of_n": best}
-    return {
-        "best_of_n": best,
-        "generate_and_rate": evaluate_generate_and_rate(config, asked, models, reward, scores, device),
-    }
+    results = {"best_of_n": best}
+    if "rate" in models:
+        results["generate_and_rate"] = evaluate_generate_and_rate(config, asked, models, reward, scores, device)
+    return results
 
 
 def response_nats(config: Config, answers: Answers, folder: Path, pad: int, device: torch.device) -> list[list[float]]:
     """The log-prob in nats of each of a policy's samples under the model in `folder`, a list per prompt."""
     model = load_frozen(config, folder, device)
     pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
-    found = [0.0] * len(pairs)
-    for group, where in response_batches(pairs, pad, device):
-        for i, value in zip(group, response_logprobs(model, *where)[0].sum(1).tolist(), strict=True):
-            found[i] = value
-    flat = iter(found)
-    return [[next(flat) for _ in responses] for responses in answers["ids"]]
+    nats = torch.zeros(len(pairs))
+    for group, batch in response_batches(pairs, pad, device):
+        nats[group] = response_logprobs(model, *batch)[0].sum(1).cpu()
+    return [row.tolist() for row in nats.split([len(responses) for responses in answers["ids"]])]
 
 
 def kl_rows(
     config: Config, answers: Answers, folder: Path, nats: list[list[float]], pad: int, device: torch.device
 ) -> list[list[float]]:
     """log pi - log pi_sft of each of a policy's samples, whose mean estimates the KL; `nats` are SFT's log-probs."""
-    own = response_nats(config, answers, folder, pad, device)
-    return [[a - b for a, b in zip(ours, theirs, strict=True)] for ours, theirs in zip(own, nats, strict=True)]
+    policy_nats = response_nats(config, answers, folder, pad, device)
+    return [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(policy_nats, nats, strict=True)]
 
 
 def kl_between(

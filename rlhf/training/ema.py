@@ -26,7 +26,7 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
         self.steps = 0
-        self.average = {name: held(p).float().clone() for name, p in self._trained().items()}
+        self.average = {name: master_part(p).float().clone() for name, p in self._trained().items()}
 
     def _trained(self) -> dict[str, Any]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -37,17 +37,17 @@ class Ema:
         share = (1.0 - self.decay) / (1.0 - self.decay**self.steps)
         trained = self._trained()
         for name, average in self.average.items():
-            average.lerp_(held(trained[name]).to(average), share)
+            average.lerp_(master_part(trained[name]).to(average), share)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """The model with the average as its weights, in their dtype; its own weights are restored afterwards."""
-        before = {name: slice_of(p).clone() for name, p in self._trained().items()}
-        self._write(lambda name, p: whole(p, self.average[name]))
+        before = {name: part_of(p).clone() for name, p in self._trained().items()}
+        self._write(lambda name, p: gather_master(p, self.average[name]))
         try:
             yield self.model
         finally:
-            self._write(lambda name, p: joined(p, before[name]))
+            self._write(lambda name, p: gather_parts(p, before[name]))
 
     @torch.no_grad()
     def _write(self, value_of: Callable[[str, Any], Tensor]) -> None:
@@ -58,45 +58,45 @@ class Ema:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The average as whole tensors. Every rank has to call it."""
-        return {name: whole(p, self.average[name]) for name, p in self._trained().items()}
+        return {name: gather_master(p, self.average[name]) for name, p in self._trained().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], steps: int) -> None:
         """Set the average, given as whole tensors, and the number of its steps."""
         self.steps = steps
         for name, p in self._trained().items():
-            self.average[name].copy_(own_part(p, state[name]).to(self.average[name]))
+            self.average[name].copy_(cut_master(p, state[name]).to(self.average[name]))
 
 
-def slice_of(p: Any) -> Tensor:
+def part_of(p: Any) -> Tensor:
     """This rank's part of a parameter: all of it, or its slice under ZeRO-3."""
     return p.ds_tensor.detach() if is_partitioned(p) else p.detach()
 
 
-def held(p: Any) -> Tensor:
+def master_part(p: Any) -> Tensor:
     """This rank's part of the optimizer's float32 weights of a parameter, flat under ZeRO; it can be empty."""
     if hasattr(p, "_z3_optimizer"):
         from deepspeed.utils import safe_get_local_fp32_param
 
         return safe_get_local_fp32_param(p).detach()
     if hasattr(p, "_hp_mapping"):  # ZeRO-1 and 2: the ranks' slices are cut from all parameters in a row
-        return (
-            p.new_empty(0, dtype=torch.float32) if p._hp_mapping is None else p._hp_mapping.get_hp_fragment().detach()
-        )
+        if p._hp_mapping is None:
+            return p.new_empty(0, dtype=torch.float32)
+        return p._hp_mapping.get_hp_fragment().detach()
     return p.detach()
 
 
-def whole(p: Any, part: Tensor) -> Tensor:
-    """The whole tensor from the parts that `held` gives on each rank."""
+def gather_master(p: Any, part: Tensor) -> Tensor:
+    """The whole tensor from each rank's `master_part`."""
     if not hasattr(p, "_hp_mapping"):
-        return joined(p, part)
+        return gather_parts(p, part)
     value = torch.zeros(p.numel(), dtype=part.dtype, device=p.device)
-    value[place_of(p)] = part.to(p.device)
+    value[master_slice(p)] = part.to(p.device)
     dist.all_reduce(value)
     return value.view(p.shape)
 
 
-def joined(p: Any, part: Tensor) -> Tensor:
-    """The whole tensor from the ranks' slices under ZeRO-3; otherwise the part is already whole."""
+def gather_parts(p: Any, part: Tensor) -> Tensor:
+    """The whole tensor from each rank's `part_of`."""
     if not is_partitioned(p):
         return part
     part = part.to(p.device)
@@ -105,10 +105,10 @@ def joined(p: Any, part: Tensor) -> Tensor:
     return torch.cat(parts)[: p.ds_numel].view(p.ds_shape)
 
 
-def own_part(p: Any, value: Tensor) -> Tensor:
-    """This rank's part of a whole tensor."""
+def cut_master(p: Any, value: Tensor) -> Tensor:
+    """This rank's `master_part` of a whole tensor."""
     if hasattr(p, "_hp_mapping"):
-        return value.flatten()[place_of(p)]
+        return value.flatten()[master_slice(p)]
     if not is_partitioned(p):
         return value
     size, rank = p.ds_tensor.numel(), dist.get_rank()
@@ -116,8 +116,8 @@ def own_part(p: Any, value: Tensor) -> Tensor:
     return flat[size * rank : size * (rank + 1)]
 
 
-def place_of(p: Any) -> slice:
-    """The position of this rank's part in a flattened parameter under ZeRO-1 and 2."""
+def master_slice(p: Any) -> slice:
+    """The position of this rank's `master_part` in a flattened parameter under ZeRO-1 and 2."""
     if p._hp_mapping is None:
         return slice(0, 0)
     address = p._hp_mapping.lp_fragment_address

@@ -7,7 +7,6 @@ uses that many whole cores as threads for the next steps. On an idle machine it 
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,30 +30,24 @@ def processor_seconds() -> tuple[float, float]:
 
 
 class ThreadCount:
-    """The threads of a loop's steps. most: with all cores free. read, now: the clocks; use: sets the number of threads."""
+    """The threads of a loop's steps. most: with all cores free."""
 
-    def __init__(
-        self,
-        most: int,
-        read: Callable[[], tuple[float, float]] = processor_seconds,
-        now: Callable[[], float] = time.monotonic,
-        use: Callable[[int], None] = torch.set_num_threads,
-    ):
-        self.most, self.read, self.now, self.use = most, read, now, use
+    def __init__(self, most: int):
+        self.most = most
         self.threads = self.fitting = most  # in use; the number that fitted in the last window
-        self.seen, self.since = sum(read()), now()
+        self.seen, self.since = sum(processor_seconds()), time.monotonic()
 
     def look(self) -> None:
         """Call it after each step. The number falls at once and rises after two windows with room for more threads."""
-        taken = self.now() - self.since
+        taken = time.monotonic() - self.since
         if taken < WINDOW:
             return
-        total = sum(self.read())
+        total = sum(processor_seconds())
         fitting = threads_for((total - self.seen) / taken, self.most)
         wanted = min(fitting, max(self.fitting, self.threads))
         if wanted != self.threads:
-            self.use(wanted)
-        self.threads, self.fitting, self.seen, self.since = wanted, fitting, total, self.now()
+            torch.set_num_threads(wanted)
+        self.threads, self.fitting, self.seen, self.since = wanted, fitting, total, time.monotonic()
 
 
 def adapting_threads(threads: int, device: torch.device, processes: int) -> ThreadCount | None:

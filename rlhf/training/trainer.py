@@ -56,9 +56,9 @@ def split_batch(setting: str, rows: int, micro: int, processes: int) -> tuple[in
         raise UserError(
             f"{setting}: {rows} rows per batch cannot be divided among {processes} processes: want a multiple of {processes}"
         )
-    own = rows // processes
-    micro = max(size for size in range(1, min(micro, own) + 1) if own % size == 0)
-    return micro, own // micro
+    of_process = rows // processes
+    micro = max(size for size in range(1, min(micro, of_process) + 1) if of_process % size == 0)
+    return micro, of_process // micro
 
 
 def shared_arguments(
@@ -302,9 +302,9 @@ class StageTrainer(_Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Raises: UserError if the loss of any process is not finite, before its backward, and saves the batch."""
-        found = super().compute_loss(model, inputs, *args, **kwargs)
-        self._stop_unless_finite({"loss": found[0] if isinstance(found, tuple) else found}, inputs)
-        return found
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        self._stop_unless_finite({"loss": result[0] if isinstance(result, tuple) else result}, inputs)
+        return result
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Raises: UserError if the gradient is not finite: before the step, or under ZeRO, which steps itself, after

@@ -4,7 +4,6 @@ batching.
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,17 +147,17 @@ def test_stream_is_the_sampler(kind):
 
 
 @pytest.mark.parametrize("vocabulary", [40, 64, 65, 1000])
-@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.7}])
-def test_the_search_in_blocks_is_the_search_in_all(vocabulary, cut):
+@pytest.mark.parametrize("top_p", [1.0, 0.7, 0.2])
+def test_the_search_in_blocks_is_the_search_in_all(vocabulary, top_p):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(500, vocabulary, generator=generator)
     logits[:, 5] = -torch.inf
     uniforms = torch.rand(500, generator=generator)
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-24])
-    choice = Choice(temperature=1.3, **cut)
+    choice = Choice(temperature=1.3, top_p=top_p)
     tokens, logp = choose_tokens(logits, uniforms, choice)
     reference = torch.log_softmax(logits.double() / 1.3, -1)
-    kept = _cut(reference.exp().float(), choice)
+    kept = _cut(reference.exp().float(), top_p)
     cumulative = kept.double().cumsum(-1)
     plain = torch.searchsorted(cumulative, uniforms[:, None].double() * cumulative[:, -1:], right=True)[:, 0]
     # a number that falls within rounding of a boundary may go either way
@@ -200,8 +199,7 @@ def test_seed_and_key_choose_the_sample():
     model, prompts = make("llama"), [PROMPTS[0]] * 3
     out = sample(model, prompts, **SETTINGS, keys=[1, 1, 2])
     assert out.responses[0] == out.responses[1] != out.responses[2]
-    assert sample(model, prompts, **SETTINGS, keys=torch.tensor([1, 1, 2])).responses == out.responses
-    assert sample(model, prompts, **SETTINGS, keys=np.array([1, 1, 2])).responses == out.responses
+
     assert sample(model, prompts, **SETTINGS, keys=[1, 1, 2], seed=1).responses != out.responses
     torch.manual_seed(123)  # the global generator plays no part, and is not touched
     state = torch.get_rng_state()
@@ -253,10 +251,9 @@ def test_cuts_keep_the_likeliest():
     probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
     logits, u = probs.log().expand(1000, -1), torch.arange(1000) / 1000
     for choice, kept in (
-        (Choice(top_k=2), [0, 1]),
         (Choice(top_p=0.69), [0, 1]),  # 0.4 + 0.3 covers 0.69
         (Choice(top_p=0.71), [0, 1, 2]),
-        (Choice(top_k=4, top_p=0.4), [0]),
+        (Choice(top_p=0.4), [0]),
         (Choice(), [0, 1, 2, 3, 4]),
     ):
         tokens, logp = choose_tokens(logits, u, choice)
@@ -272,7 +269,7 @@ def test_rounding_never_chooses_an_impossible_token():
     logits = torch.randn(4000, 30, generator=torch.Generator().manual_seed(0))  # totals on both sides of 1
     logits[:, 0] = logits[:, 20:] = -torch.inf
     for u, possible in ((0.0, 1), (1 - 2**-24, 19)):
-        for choice in (Choice(), Choice(top_k=19, top_p=0.999999)):
+        for choice in (Choice(), Choice(top_p=0.999999)):
             tokens, logp = choose_tokens(logits, torch.full((4000,), u), choice)
             assert torch.isfinite(logp).all()
             assert tokens.unique().tolist() == [possible] or choice.top_p < 1

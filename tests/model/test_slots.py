@@ -86,8 +86,7 @@ CHOICES = [
     Choice(),
     Choice(1.3),
     Choice(0.5, top_p=0.7),
-    Choice(top_k=5),
-    Choice(top_k=6, top_p=0.8),
+    Choice(top_p=0.8),
     Choice(greedy=True),
 ]
 
