@@ -63,8 +63,8 @@ def _relations(config: Config, command: str) -> Iterator[str]:
             "leave it out, or set gold.enabled=false"
         )
     yield from _mixture_relations(config)
-    if own_context(config) is not None:
-        yield from _pretrain_relations(config)
+    if (context := own_context(config)) is not None:
+        yield from batch_problems(config, context, f"model.context_length={context}")
     unknown = [name for name in listed(config.evaluate.baselines) if name not in BASELINES]
     if unknown:
         yield f"evaluate.baselines: {unknown[0]}: want {' or '.join(BASELINES)}"
@@ -76,7 +76,6 @@ def _relations(config: Config, command: str) -> Iterator[str]:
             f"judge.model={config.judge.model}: the judge learns from comparisons that the reward model does not see: "
             "want data.half=1 or 2"
         )
-    context = own_context(config)
     if config.gold.enabled and context is not None and config.rollout.max_new_tokens >= context:
         yield (
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in "
@@ -130,20 +129,16 @@ def _mixture_relations(config: Config) -> Iterator[str]:
         yield f"data.corpus_weights={weights}: want one weight for each of the {len(entries)} entries of data.corpus"
 
 
-def _pretrain_relations(config: Config) -> Iterator[str]:
-    pretrain, context = config.pretrain, config.model.context_length
-    if pretrain.global_batch_tokens % context:
-        yield (
-            f"pretrain.global_batch_tokens={pretrain.global_batch_tokens}: want a multiple of "
-            f"model.context_length={context}"
-        )
-        return
-    sequences = pretrain.global_batch_tokens // context
-    if sequences % min(pretrain.micro_batch_sequences, sequences):
-        yield (
-            f"pretrain.micro_batch_sequences={pretrain.micro_batch_sequences}: want a divisor of the "
-            f"{sequences} sequences of a batch"
-        )
+def batch_problems(config: Config, length: int, wanted: str) -> Iterator[str]:
+    """Why a batch of pretraining cannot be divided into blocks of `length` tokens, or these into micro-batches. wanted: the
+    length as the message names it.
+    """
+    batch, micro_batch = config.pretrain.global_batch_tokens, config.pretrain.micro_batch_sequences
+    sequences, rest = divmod(batch, length)
+    if rest:
+        yield f"pretrain.global_batch_tokens={batch}: want a multiple of {wanted}"
+    elif sequences % min(micro_batch, sequences):
+        yield f"pretrain.micro_batch_sequences={micro_batch}: want a divisor of the {sequences} sequences of a batch"
 
 
 def _kl_relations(config: Config) -> Iterator[str]:

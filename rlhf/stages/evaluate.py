@@ -128,15 +128,7 @@ def run_stage(config: Config) -> None:
         if truth is not None and gold is not None:
             results["gold"] = summarize_truth(truth, gold)
         if baselines:
-            results["baselines"] = {
-                name: {
-                    "stage": (read_stage(folder) or {})["hash"],
-                    "kl_to_sft_nats": mean_of(kl[name]),
-                    "rm_win_rate_vs_sft": win_rate(optimised[name], optimised["sft"]),
-                }
-                | ({} if gold is None else truth_win_rates(gold, name))
-                for name, folder in baselines.items()
-            }
+            results["baselines"] = baseline_figures(baselines, kl, optimised, gold)
         if config.evaluate.best_of:
             results |= evaluate_best_of(config, Asked(records, prompts, tokenizer, truth, gold), models, device)
         if needs_parent(config, "evaluate", "judge"):
@@ -304,6 +296,19 @@ def with_missing_eos(config: Config, answers: dict[str, Answers], scores: Scores
         return adjust_scores(config, torch.tensor(row), torch.tensor(ended)).tolist()
 
     return {name: list(map(adjusted, rows, answers[name]["ended"])) for name, rows in scores.items()}
+
+
+def baseline_figures(baselines: dict[str, Path], kl: Scores, optimised: Scores, gold: Any) -> dict[str, Any]:
+    """Of each baseline: its stage's hash, its KL, and its win rates over the SFT model."""
+    return {
+        name: {
+            "stage": (read_stage(folder) or {})["hash"],
+            "kl_to_sft_nats": mean_of(kl[name]),
+            "rm_win_rate_vs_sft": win_rate(optimised[name], optimised["sft"]),
+        }
+        | ({} if gold is None else truth_win_rates(gold, name))
+        for name, folder in baselines.items()
+    }
 
 
 def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:

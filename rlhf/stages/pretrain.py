@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhf.checks import batch_problems
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
@@ -122,18 +123,8 @@ def keep_adopted(stage: Stage, adopted: Adopted) -> None:
 
 def check_continuation(config: Config, model: Any, length: int) -> None:
     """Raises: UserError for settings that continued pretraining of an adopted model does not support."""
-    batch = config.pretrain.global_batch_tokens
-    sequences = batch // length
-    if batch % length:
-        raise UserError(
-            f"pretrain.global_batch_tokens={batch}: want a multiple of the model's context of {length} tokens, or "
-            "less than it"
-        )
-    if sequences % min(config.pretrain.micro_batch_sequences, sequences):
-        raise UserError(
-            f"pretrain.micro_batch_sequences={config.pretrain.micro_batch_sequences}: want a divisor of the "
-            f"{sequences} sequences of a batch"
-        )
+    for problem in batch_problems(config, length, f"the model's context of {length} tokens, or less than it"):
+        raise UserError(problem)
     if config.pretrain.isolate_documents and not isinstance(model, GPTForCausalLM):
         raise UserError(
             "pretrain.isolate_documents: transformers' class does not keep documents apart: leave it out, or use "
