@@ -116,15 +116,15 @@ class LoadedRun:
         policy, tokenizer = self.policy(stage), self.tokenizer
         length, room = room_for(tokenizer, max_new_tokens or self.max_new_tokens(stage))
         fitted = fit_prompts(tokenizer, [_messages(prompt) for prompt in prompts], room)
-        missing = [i for i, found in enumerate(fitted) if found is None]
+        missing = [i for i, fit in enumerate(fitted) if fit is None]
         if missing:
             raise UserError(
                 f"prompt {missing[0]}: does not fit the context of {tokenizer.model_max_length} tokens: shorten it"
             )
-        asked = [found[0] for found in fitted if found is not None]
-        keys = [("api", i) for i in range(len(asked))]
+        prompt_ids = [fit[0] for fit in fitted if fit is not None]
+        keys = [("api", i) for i in range(len(prompt_ids))]
         with inference(self._config, self.device):
-            answers = draw_answers(policy, tokenizer, asked, keys, Drawing(seed, length, temperature, greedy))
+            answers = draw_answers(policy, tokenizer, prompt_ids, keys, Drawing(seed, length, temperature, greedy))
         return [answer.text for answer in answers]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -142,10 +142,10 @@ class LoadedRun:
         self._config.rollout.max_new_tokens = self.max_new_tokens("reward")
         encode = item_encoder(self._config, model, self.tokenizer)
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            found = encode(_messages(prompt), [(response, True)])
-            if found is None:
+            encoded = encode(_messages(prompt), [(response, True)])
+            if encoded is None:
                 raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
-            rows += found[0]
+            rows += encoded[0]
         with inference(self._config, self.device):
             return score_rows(model, rows, self.tokenizer.pad_token_id, self.device).tolist()  # type: ignore[arg-type]
 

@@ -109,8 +109,8 @@ def _call(tokenizer: Any, turns: list[Turn], generate: bool) -> str:
     if not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template: adopt it with model.pretrained, which gives it ours")
     try:
-        given = tokenizer.chat_template
-        _check_powers("\n".join(given.values()) if isinstance(given, dict) else given)
+        template = tokenizer.chat_template
+        _check_powers("\n".join(template.values()) if isinstance(template, dict) else template)
         with memory_limit(MEMORY), time_limit(SECONDS):
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
     except TimeoutError:
@@ -122,9 +122,9 @@ def _call(tokenizer: Any, turns: list[Turn], generate: bool) -> str:
             f"the chat template takes more than {MEMORY / 2**30:g} GiB of memory for a dialogue: use another tokenizer"
         ) from None
     except Exception as error:  # a template can raise anything
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"the chat template refuses a dialogue ({said}): change its turns, or use another tokenizer"
+            f"the chat template refuses a dialogue ({reason}): change its turns, or use another tokenizer"
         ) from error
     if len(text) > LENGTH:
         raise UserError(
@@ -188,8 +188,8 @@ def find_end_of_turn(tokenizer: Any) -> int | None:
     """The special token that the template writes after the assistant's text, or None."""
     marks = _make_marks(tokenizer, [])
     after = _around(_call(tokenizer, [*PROBE, {"role": "assistant", "content": marks.mark}], False), marks)[1]
-    found = marks.special.search(after)
-    return marks.ids[found[0]] if found else None
+    end = marks.special.search(after)
+    return marks.ids[end[0]] if end else None
 
 
 def _around(text: str, marks: _Marks) -> tuple[str, str]:

@@ -98,8 +98,8 @@ def _dispatch(arguments: list[str]) -> None:
 
         say(f"rlhf {__version__}")
         return
-    if (told := completion.reply(arguments)) is not None:
-        write(told + "\n")
+    if (completions := completion.reply(arguments)) is not None:
+        write(completions + "\n")
         return
     command, overrides = arguments[0], arguments[1:]
     if command == "report":
@@ -238,14 +238,14 @@ def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -
 
     def guarded(composed: Any) -> None:
         # Hydra would print a traceback of its own
-        with full_errors(asked), ending(interrupted=interrupted(command)):
+        with full_errors(users_value), ending(interrupted=interrupted(command)):
             config = to_settings(composed)
             if name != config_name(command):
                 check_config(config, command)
             start(config)
 
     register_schema(config_name(command))
-    asked = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted
+    users_value = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted
     # our code reports Hydra's errors; the folder is for Hydra's own record of a sweep, a run's record is in the run's folder
     with full_errors("1"), tempfile.TemporaryDirectory() as nowhere:
         sys.argv = [f"rlhf {command}", *flags, *plain, *([f"hydra.sweep.dir={nowhere}"] if sweep else [])]

@@ -54,9 +54,9 @@ def candidates(line: str) -> list[str]:
             is_switch = isinstance(schema_keys(command).get(key), bool)
             choices = ["true", "false"] if is_switch else list(settings[key].choices or ()) if key in settings else []
         return [choice for choice in choices if choice.startswith(value)]
-    found: dict[str, None] = {}
+    completions: dict[str, None] = {}
     for name in (*groups, *settings):
         if name.startswith(current):  # one level of a dotted key at a time
             head, dot, _ = name[len(current) :].partition(".")
-            found[current + head + (dot or "=")] = None
-    return list(found)
+            completions[current + head + (dot or "=")] = None
+    return list(completions)

@@ -67,10 +67,10 @@ def jobs_of(overrides: list[str], sweep: bool) -> list[list[str]]:
 def first_line(error: BaseException) -> str:
     """Hydra's message without its formatting, together with its cause, which names the value."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith(("full_key", "object_type"))][:2]
+    parts = [line for line in lines if line and not line.startswith(("full_key", "object_type"))][:2]
     if error.__cause__ is not None and str(error.__cause__).splitlines():
-        told.append(str(error.__cause__).splitlines()[0])
-    return "; ".join(dict.fromkeys(told)) or type(error).__name__
+        parts.append(str(error.__cause__).splitlines()[0])
+    return "; ".join(dict.fromkeys(parts)) or type(error).__name__
 
 
 def conf_dir() -> Path:
@@ -150,13 +150,13 @@ def nearest_key(key: str, known: list[str]) -> str:
 def unknown_key(error: BaseException, command: str) -> str | None:
     """The message for an unknown key in a YAML file, worded as on the command line."""
     text = str(error)
-    found = re.search(r"full_key: (\S+)", text)
-    if found is None or "not in" not in text:
+    full_key = re.search(r"full_key: (\S+)", text)
+    if full_key is None or "not in" not in text:
         return None
     where = re.search(r"In '([^']+)'", text)
     known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
-    told = f"unknown setting {found[1]!r}{nearest_key(found[1], known)}: `rlhf <command> --cfg job` shows all"
-    return f"{where[1]}.yaml: {told}" if where else told
+    message = f"unknown setting {full_key[1]!r}{nearest_key(full_key[1], known)}: `rlhf <command> --cfg job` shows all"
+    return f"{where[1]}.yaml: {message}" if where else message
 
 
 def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:

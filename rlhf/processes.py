@@ -179,9 +179,9 @@ def gather(value: T) -> list[T]:
         return [value]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * process_count()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * process_count()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
@@ -191,13 +191,13 @@ def on_first_rank(action: Callable[[], T]) -> T:
     """
     if process_count() == 1:
         return action()
-    found: tuple[Any, str | None] = (None, None)
+    outcome: tuple[Any, str | None] = (None, None)
     if is_first():
         try:
-            found = (action(), None)
+            outcome = (action(), None)
         except UserError as error:
-            found = (None, str(error))
-    value, problem = share(found)
+            outcome = (None, str(error))
+    value, problem = share(outcome)
     if problem is not None:
         raise UserError(problem)
     return value

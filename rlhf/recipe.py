@@ -208,10 +208,10 @@ PARENTS = names(row for row in ROWS if any(row.name in child.parents for child i
 
 def ancestors(stage: str) -> tuple[str, ...]:
     """Every stage that `stage` builds on, directly or not, in the order of the pipeline."""
-    found = set(STAGES[stage].parents)
+    reached = set(STAGES[stage].parents)
     for parent in STAGES[stage].parents:
-        found |= set(ancestors(parent))
-    return names(row for row in ROWS if row.name in found)
+        reached |= set(ancestors(parent))
+    return names(row for row in ROWS if row.name in reached)
 
 
 def gold_file(kind: str) -> tuple[str, str]:

@@ -78,16 +78,16 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
 
 def _train(backend: Any, documents: Iterable[str], trainer: Any) -> int:
     """Train in a thread, since the library does not return to Python for signals; returns the characters read."""
-    seen = 0
+    characters = 0
     stopped = False
     problems: list[BaseException] = []
 
     def counted() -> Iterable[str]:
-        nonlocal seen
+        nonlocal characters
         for document in documents:
             if stopped:
                 raise KeyboardInterrupt
-            seen += len(document)
+            characters += len(document)
             yield document
 
     def train() -> None:
@@ -107,7 +107,7 @@ def _train(backend: Any, documents: Iterable[str], trainer: Any) -> int:
         raise
     if problems:
         raise problems[0]
-    return seen
+    return characters
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:
@@ -130,8 +130,8 @@ def encode_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
 
 def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:
     """The id between documents: `<|endoftext|>`, or of an adopted tokenizer without one its end token."""
-    found = tokenizer.backend_tokenizer.token_to_id(SEPARATOR)
-    return tokenizer.eos_token_id if found is None else found  # type: ignore[return-value]
+    separator = tokenizer.backend_tokenizer.token_to_id(SEPARATOR)
+    return tokenizer.eos_token_id if separator is None else separator  # type: ignore[return-value]
 
 
 def is_byte_level(tokenizer: "PreTrainedTokenizerFast") -> bool:

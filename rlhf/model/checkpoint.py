@@ -52,8 +52,8 @@ class Checkpoint:
         if self.gguf_file is not None:
             return [self.folder / self.gguf_file]
         for pattern in ("*.safetensors", "pytorch_model*.bin"):
-            if found := sorted(self.folder.glob(pattern)):
-                return found
+            if files := sorted(self.folder.glob(pattern)):
+                return files
         raise UserError(
             f"model.pretrained={self.source}: no weights: want *.safetensors, pytorch_model*.bin or a .gguf file in it"
         )
@@ -176,8 +176,8 @@ def _read_licence(folder: Path, gguf: str | None) -> str | None:
     card = folder / "README.md"
     if gguf is None and card.is_file():
         header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-        found = re.search(r"^license:\s*(\S+)", header[1], re.MULTILINE) if header else None
-        return found[1].strip("'\"") if found else None
+        stated = re.search(r"^license:\s*(\S+)", header[1], re.MULTILINE) if header else None
+        return stated[1].strip("'\"") if stated else None
     if gguf is not None:
         from gguf import GGUFReader
 

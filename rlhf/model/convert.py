@@ -33,9 +33,9 @@ def misfits(config: Any, form: str) -> list[str]:
         return []
     architecture, wrong = ARCHITECTURES[form], []
     for name, wanted in {"window": None, "experts": 0, **architecture.shape}.items():
-        found = getattr(config, name)
-        if found not in (wanted if isinstance(wanted, tuple) else (wanted,)):
-            wrong.append(f"{name} is {found!r}, {form} has {wanted!r}")
+        value = getattr(config, name)
+        if value not in (wanted if isinstance(wanted, tuple) else (wanted,)):
+            wrong.append(f"{name} is {value!r}, {form} has {wanted!r}")
     if architecture.square and config.n_kv_head != config.n_head:
         wrong.append(f"n_kv_head is {config.n_kv_head}, {form} has n_head={config.n_head}")
     if architecture.square and config.head_dim * config.n_head != config.width:
@@ -154,12 +154,13 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str 
         raise UserError(f"export: form {form!r} is unknown: choose auto, {', '.join(ARCHITECTURES)} or {OWN}")
     converted, written = _as_form(model, form)
     ids = special_ids(tokenizer)
-    own = converted.generation_config
-    converted.generation_config = GenerationConfig(**{**ids, "eos_token_id": _all_ends(own, ids["eos_token_id"])})
+    generation_config = converted.generation_config
+    ends = _all_ends(generation_config, ids["eos_token_id"])
+    converted.generation_config = GenerationConfig(**{**ids, "eos_token_id": ends})
     try:
         converted.save_pretrained(out)
     finally:
-        converted.generation_config = own
+        converted.generation_config = generation_config
     tokenizer.save_pretrained(out)
     path = Path(out) / "config.json"
     config = {**json.loads(path.read_text(encoding="utf-8")), **ids}

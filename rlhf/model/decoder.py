@@ -46,14 +46,15 @@ class Decoder:
         self.column = max(map(len, prompts))
         padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
         self.tokens = torch.tensor(padded, device=weight.device)  # (B, P)
-        kind = computed_in(weight)
+        dtype = computed_in(weight)
+        head = model.lm_head
         # logits are float32 in half precision too, as in training's log-probs of responses
-        own = kind.itemsize < 4 and is_plain(model.lm_head) and not getattr(model.lm_head, "stands_for_shards", False)
-        self.unembedding = unembedding_factor(model.lm_head.weight.to(kind)) if own else None
-        self.kind = kind
+        wide_logits = dtype.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False)
+        self.unembedding = unembedding_factor(head.weight.to(dtype)) if wide_logits else None
+        self.kind = dtype
         columns, heads = self.column + max_new_tokens - 1, config.n_kv_head
         self.shape = (len(prompts), heads, columns, config.head_dim)
-        self.cache = [tuple(weight.new_empty(self.shape, dtype=kind) for _ in "kv") for _ in self.trunk.layers]
+        self.cache = [tuple(weight.new_empty(self.shape, dtype=dtype) for _ in "kv") for _ in self.trunk.layers]
         self.gap = None
         if min(map(len, prompts)) < self.column:
             column = torch.arange(columns, device=weight.device)

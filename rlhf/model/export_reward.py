@@ -112,10 +112,10 @@ def _with_score_head(model: RewardModel) -> Any:
 
 
 def _head(model: Any) -> nn.Linear:
-    found = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1]
-    if not found:
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1]
+    if not heads:
         raise UserError(f"export: {type(model).__name__} has no linear layer with one output")
-    return found[-1]
+    return heads[-1]
 
 
 def _last_norm(result: Any, model: RewardModel) -> nn.Module | None:

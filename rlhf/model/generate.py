@@ -54,12 +54,12 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
     every = _steps_between_looks(eos.device)
     rows = torch.arange(len(uniforms), device=eos.device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
-    said = torch.zeros(uniforms.shape[:2], dtype=torch.int64, device=eos.device)  # each row's response so far
+    generated = torch.zeros(uniforms.shape[:2], dtype=torch.int64, device=eos.device)  # each row's response so far
     logits = decoder.prefill()
     for step in range(uniforms.shape[1]):
-        tokens_of = partial(_tokens_of, decoder, rows, said, step)
+        tokens_of = partial(_tokens_of, decoder, rows, generated, step)
         tokens, logp = choose_settled(logits, uniforms[:, step], choice, tokens_of, decoder.model)
-        said[rows, step] = tokens
+        generated[rows, step] = tokens
         ended = ended | torch.isin(tokens, eos)
         yield rows, tokens, logp, ended
         if step + 1 == uniforms.shape[1]:
@@ -74,10 +74,10 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
         logits = decoder.step(tokens)
 
 
-def _tokens_of(decoder: Decoder, rows: Tensor, said: Tensor, step: int, row: int) -> Tensor:
+def _tokens_of(decoder: Decoder, rows: Tensor, generated: Tensor, step: int, row: int) -> Tensor:
     """A row's prompt and its response so far (T,)."""
     prompt = decoder.tokens[rows[row], : int(decoder.lengths[row]) - step]
-    return torch.cat((prompt, said[rows[row], :step]))
+    return torch.cat((prompt, generated[rows[row], :step]))
 
 
 def _steps_between_looks(device: torch.device) -> int:
@@ -134,7 +134,7 @@ def _sample_transformers(
     width, steps = int(lengths.max()), uniforms.shape[1]
     left = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=eos.device)  # (B, P)
     mask = torch.arange(width, device=eos.device) >= (width - lengths)[:, None]
-    own = model.generation_config
+    generation_config = model.generation_config
     model.generation_config = GenerationConfig()  # its penalties and cuts would change the distribution
     try:
         out = model.generate(
@@ -148,7 +148,7 @@ def _sample_transformers(
             logits_processor=LogitsProcessorList([_ChooseByUniform(model, uniforms, width, lengths, choice)]),
         )
     finally:
-        model.generation_config = own
+        model.generation_config = generation_config
     response = out[:, width:]
     attention = F.pad(mask, (0, response.shape[1]), value=True).long()  # pads after an end token come last
     positions = (attention.cumsum(-1) - 1).clamp(min=0)

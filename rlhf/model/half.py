@@ -54,8 +54,8 @@ def product_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of linear layers, without those that an embedding shares, and without slices (ZeRO-3)."""
     products = [module for module in model.modules() if is_product(module)]
     elsewhere = {id(p) for m in model.modules() if not is_product(m) for p in m.parameters(recurse=False)}
-    found = {id(p): p for module in products for p in module.parameters(recurse=False) if id(p) not in elsewhere}
-    return [p for p in found.values() if not hasattr(p, "ds_id")]
+    weights = {id(p): p for module in products for p in module.parameters(recurse=False) if id(p) not in elsewhere}
+    return [p for p in weights.values() if not hasattr(p, "ds_id")]
 
 
 def is_product(module: nn.Module) -> bool:

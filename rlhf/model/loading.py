@@ -20,8 +20,8 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
 
     Raises: UserError if weights are missing, left over, of another shape, or not finite.
     """
-    model, told = loader.from_pretrained(source, output_loading_info=True, trust_remote_code=False, **keywords)
-    missing, left = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
+    model, info = loader.from_pretrained(source, output_loading_info=True, trust_remote_code=False, **keywords)
+    missing, left = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if new_head:
         missing = [name for name in missing if LAYER.search(name) and name.startswith(model.base_model_prefix)]
     if headless or new_head:

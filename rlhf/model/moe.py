@@ -61,8 +61,8 @@ class SwitchMLP(nn.Module):
         """The expert (B, T) of each token; the value `experts` (no expert) for tokens beyond their expert's room."""
         count = len(self.experts)
         room = math.ceil(self.capacity * chosen.shape[1] / count)
-        mine = F.one_hot(chosen, count)  # (B, T, E)
-        place = (mine.cumsum(1) * mine).sum(-1)  # 1 for the first token of its expert in the row
+        chosen_expert = F.one_hot(chosen, count)  # (B, T, E)
+        place = (chosen_expert.cumsum(1) * chosen_expert).sum(-1)  # 1 for the first token of its expert in the row
         return chosen.masked_fill(place > room, count)
 
 
@@ -83,11 +83,13 @@ def balance_loss(model: nn.Module, labels: Tensor, ignored: int, coef: float, co
     n_row is the number of labels of a row, so the parts of a batch add up to the balance loss of the whole. 0 outside
     `limited_experts`.
     """
-    found = [layer.balance for layer in model.modules() if isinstance(layer, SwitchMLP) and layer.balance is not None]
-    if not found:
+    balances = [
+        layer.balance for layer in model.modules() if isinstance(layer, SwitchMLP) and layer.balance is not None
+    ]
+    if not balances:
         return labels.new_zeros((), dtype=torch.float32)
     counted = (labels[:, 1:] != ignored).sum(1)
-    return coef * (torch.stack(found).sum(0) * counted).sum() / (counted.sum() if count is None else count)
+    return coef * (torch.stack(balances).sum(0) * counted).sum() / (counted.sum() if count is None else count)
 
 
 @contextmanager

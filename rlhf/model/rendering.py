@@ -49,8 +49,8 @@ class TextEncoder:
         if self.form == "template" and not tokenizer.is_fast:
             raise UserError("reward.model: a chat template, but no tokenizer.json: save its tokenizer as a fast one")
         # spellings of special tokens in messages are marked when the template is rendered
-        found = [] if self.form == "template" else tokenizer.all_special_tokens
-        spellings = sorted((t for t in found if len(t) > 1), key=len, reverse=True)
+        special = [] if self.form == "template" else tokenizer.all_special_tokens
+        spellings = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         self._special_ids = set(tokenizer.all_special_ids)
         self._closing = {tokenizer.sep_token_id, tokenizer.eos_token_id} - {None}

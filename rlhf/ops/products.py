@@ -35,10 +35,10 @@ def is_faster() -> bool:
     """Whether oneDNN's products are faster: on AMD's processors with AVX-512."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            told = file.read()
+            description = file.read()
     except OSError:
         return False
-    return "AuthenticAMD" in told and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return "AuthenticAMD" in description and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @contextmanager
@@ -118,9 +118,9 @@ class _Product(torch.autograd.Function):
 
 def _pieces(count: int) -> list[slice]:
     """Parts of `count` rows, each of a size in PIECES, from the first row on."""
-    found, start = [], 0
+    pieces, start = [], 0
     for size in PIECES:
         while count - start >= size:
-            found.append(slice(start, start + size))
+            pieces.append(slice(start, start + size))
             start += size
-    return found
+    return pieces

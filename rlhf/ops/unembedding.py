@@ -165,17 +165,16 @@ class _CrossEntropy(torch.autograd.Function):
         d_hidden, d_weight = _gradients(ctx, h, w)
         with torch.autocast(h.device.type, enabled=False):
             for rows in _chunks(len(h), w):
-                part, own = h[rows], labels[rows]
+                part, chosen = h[rows], labels[rows, None]
                 logits = unembed(part, factor)  # (rows, V)
-                top, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, own[:, None])
+                top, chosen_logits = logits.amax(-1, keepdim=True), logits.gather(-1, chosen)
                 p = torch.softmax(logits, -1)
                 # the normaliser comes from the most probable token: its probability is never 0, unlike the label's
-                loss += (top - p.amax(-1, keepdim=True).log() - chosen).sum()
+                loss += (top - p.amax(-1, keepdim=True).log() - chosen_logits).sum()
                 if _is_exact(h):
-                    p.scatter_add_(-1, own[:, None], p.new_full((), -1.0).expand_as(own[:, None]))
-                    gradient = p
+                    gradient = p.scatter_add_(-1, chosen, p.new_full((), -1.0).expand_as(chosen))
                 else:
-                    gradient = _less_one_hot(p, own).to(h.dtype)
+                    gradient = _less_one_hot(p, labels[rows]).to(h.dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = plain_product(gradient, w.t())
                 if d_weight is not None and serves(part, len(w)):

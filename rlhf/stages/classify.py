@@ -145,11 +145,11 @@ def train_step(stage: Stage, engine: Engine, pad: int, steps: int, step: int, ba
 def predict(model: LabelModel, examples: list[Coded], pad: int, device: torch.device) -> Tensor:
     """P(y | x) of every class, (N, C) float32 on the CPU."""
     model.eval()
-    found = torch.zeros(len(examples), len(model.classes))
+    probabilities = torch.zeros(len(examples), len(model.classes))
     for group in by_length([max(map(len, example.rows)) for example in examples], MEASURED_TOGETHER):
         inputs, _ = collate([examples[i] for i in group], pad, device)
-        found[group] = model(**inputs)[0].softmax(-1).cpu()
-    return found
+        probabilities[group] = model(**inputs)[0].softmax(-1).cpu()
+    return probabilities
 
 
 def write_results(
@@ -161,12 +161,12 @@ def write_results(
     right = probabilities[torch.arange(len(labels)), torch.tensor(labels)]
     results["loss"] = -right.clamp(min=1e-30).log().mean().item()
     with (stage.folder / "predictions.jsonl").open("w", encoding="utf-8") as file:
-        for example, label, found, row in zip(examples, labels, predicted, probabilities.tolist(), strict=True):
+        for example, label, guess, row in zip(examples, labels, predicted, probabilities.tolist(), strict=True):
             shown = {
                 "where": example.where,
                 "rows": example.rows,
                 "label": classes[label],
-                "predicted": classes[found],
+                "predicted": classes[guess],
                 "probabilities": {name: round(p, 4) for name, p in zip(classes, row, strict=True)},
             }
             file.write(json.dumps(shown, ensure_ascii=False) + "\n")

@@ -131,8 +131,8 @@ class PreferenceLoss:
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> int:
         """Prompts of an optimizer step, over all processes."""
-        own = sum(int(batch["weights"].flatten(1).any(1).sum()) for batch in batch_samples)
-        return int(Ranks(device).sum(own))
+        of_process = sum(int(batch["weights"].flatten(1).any(1).sum()) for batch in batch_samples)
+        return int(Ranks(device).sum(of_process))
 
     def score(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """r (N, K) = beta (log pi - log pi_sft) of each answer, 0 if a prompt has fewer."""

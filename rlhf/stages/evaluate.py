@@ -150,14 +150,14 @@ def load_test_prompts(
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
     fitting = fitting_prompts(tokenizer, by_split(config, records)["test"], room)
-    asked = list(itertools.islice(fitting, config.evaluate.prompts))
-    cut = sum(was_cut for _, _, was_cut in asked)
-    say(f"{len(asked)} test prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
-    if not asked:
+    chosen = list(itertools.islice(fitting, config.evaluate.prompts))
+    cut = sum(was_cut for _, _, was_cut in chosen)
+    say(f"{len(chosen)} test prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
+    if not chosen:
         raise UserError(
             "evaluate: no prompt of the test split fits the context: raise data.test, or add shorter prompts"
         )
-    return [record for record, _, _ in asked], [ids for _, ids, _ in asked]
+    return [record for record, _, _ in chosen], [ids for _, ids, _ in chosen]
 
 
 def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
@@ -205,12 +205,14 @@ def answer_all(
     with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
             policy = load_frozen(config, folder, device)
-            asked, reading = prompts, of_chat(tokenizer)
+            policy_prompts, reading = prompts, of_chat(tokenizer)
             if name == "base_prompted":  # the beginning of a text like those it was trained on
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
-                asked = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
+                policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
                 reading = Reading([tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip())
-            answers[name] = Answers(prompts=asked, **draw(config, policy, asked, reading, tokenizer, name))
+            answers[name] = Answers(
+                prompts=policy_prompts, **draw(config, policy, policy_prompts, reading, tokenizer, name)
+            )
             bar.update(len(prompts))
     return answers
 
@@ -283,9 +285,9 @@ def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> l
     """A reward's scores of one policy's samples, a list per prompt."""
     count = len(answers["ids"][0])
     ids, texts, ended = ([x for row in answers[key] for x in row] for key in ("ids", "texts", "ended"))
-    asked = [record for record in records for _ in range(count)]
+    repeated = [record for record in records for _ in range(count)]
     prompts = [prompt for prompt in answers["prompts"] for _ in range(count)]
-    flat = reward(Episodes(asked, prompts, ids, texts, torch.tensor(ended))).tolist()
+    flat = reward(Episodes(repeated, prompts, ids, texts, torch.tensor(ended))).tolist()
     return [flat[i : i + count] for i in range(0, len(flat), count)]
 
 

@@ -7,11 +7,13 @@ of the previous reward model.
 
 import itertools
 import random
+from typing import Any
 
 from rlhf.chat_template import encode_prompts, end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
+from rlhf.data.items import Answer
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.errors import UserError
@@ -26,6 +28,8 @@ from rlhf.runs.stage import open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
 from rlhf.training.setup import load_frozen, set_up
+
+PROMPTS_TOGETHER = 128  # prompts whose responses are sampled in one call
 
 
 def run(config: Config) -> None:
@@ -46,37 +50,17 @@ def run(config: Config) -> None:
             )
 
         # 1. Sample
-        counts = [responses_wanted(config, record) + config.gold.spare_responses for record in prompts]
-        encoded = encode_prompts(tokenizer, [record.prompt for record in prompts])
-        responses: list[list[tuple[str, bool]]] = []
-        with progress(len(prompts), "label", unit="prompt") as bar:
-            for start in range(0, len(prompts), 128):
-                part = range(start, min(start + 128, len(prompts)))
-                samples = sample(
-                    policy,
-                    [encoded[i] for i in part for _ in range(counts[i])],
-                    seed=config.seed,
-                    keys=[("label", prompts[i].id, j) for i in part for j in range(counts[i])],
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    eos_token_id=end_ids(tokenizer),
-                    pad_token_id=tokenizer.pad_token_id,
-                    batch_size=config.rollout.batch_size,
-                )
-                texts = [response_text(tokenizer, ids) for ids in samples.responses]
-                both = iter(zip(texts, samples.ended.tolist(), strict=True))
-                responses += [list(itertools.islice(both, counts[i])) for i in part]
-                bar.update(len(part))
+        responses = sample_all(config, policy, tokenizer, prompts)
 
         # 2. Rank
         policy_id = f"{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
         rankings, alike, noise = rank_all(config, truth, prompts, responses, policy_id)
-        before = (
-            [] if earlier is None else load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0]
-        )
+        before: list[Ranking] = []
+        if earlier is not None:
+            before, _ = load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))
         rankings = before + rankings
-        write_jsonl(
-            stage.folder / "comparisons.jsonl", (r.model_dump(mode="json", exclude_none=True) for r in rankings)
-        )
+        rows = (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings)
+        write_jsonl(stage.folder / "comparisons.jsonl", rows)
         held_out = {labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, noise)}
         trained = [ranking for ranking in rankings if ranking.labeler not in held_out]
         agreement = pairwise_agreement(trained)["value"]
@@ -108,6 +92,31 @@ def choose_prompts(config: Config) -> list[PromptRecord]:
     ]
 
 
+def sample_all(config: Config, policy: Any, tokenizer: Any, prompts: list[PromptRecord]) -> list[list[Answer]]:
+    """Some responses more per prompt than will be ranked, since several can be the same."""
+    counts = [responses_wanted(config, record) + config.gold.spare_responses for record in prompts]
+    prompt_ids = encode_prompts(tokenizer, [record.prompt for record in prompts])
+    responses: list[list[Answer]] = []
+    with progress(len(prompts), "label", unit="prompt") as bar:
+        for start in range(0, len(prompts), PROMPTS_TOGETHER):
+            part = range(start, min(start + PROMPTS_TOGETHER, len(prompts)))
+            samples = sample(
+                policy,
+                [prompt_ids[i] for i in part for _ in range(counts[i])],
+                seed=config.seed,
+                keys=[("label", prompts[i].id, j) for i in part for j in range(counts[i])],
+                max_new_tokens=config.rollout.max_new_tokens,
+                eos_token_id=end_ids(tokenizer),
+                pad_token_id=tokenizer.pad_token_id,
+                batch_size=config.rollout.batch_size,
+            )
+            texts = [response_text(tokenizer, ids) for ids in samples.responses]
+            answers = iter(zip(texts, samples.ended.tolist(), strict=True))
+            responses += [list(itertools.islice(answers, counts[i])) for i in part]
+            bar.update(len(part))
+    return responses
+
+
 def responses_wanted(config: Config, record: PromptRecord) -> int:
     """K of a prompt."""
     rng = random.Random(f"responses-{config.seed}-{record.id}")
@@ -115,7 +124,7 @@ def responses_wanted(config: Config, record: PromptRecord) -> int:
 
 
 def rank_all(
-    config: Config, truth: Truth, prompts: list[PromptRecord], responses: list[list[tuple[str, bool]]], policy_id: str
+    config: Config, truth: Truth, prompts: list[PromptRecord], responses: list[list[Answer]], policy_id: str
 ) -> tuple[list[Ranking], int, float]:
     """Rankings by one or two labelers per prompt, the number of prompts whose samples were all the same, and the labelers' noise.
 
@@ -131,8 +140,8 @@ def rank_all(
             drafts.append((record, distinct, judged))
     noise = gold.labeler_noise
     if gold.labeler_agreement is not None:
-        seen = [[(parts, text) for parts, (text, _) in zip(j, d, strict=True)] for _, d, j in drafts]
-        noise = tune_noise(truth.labelers, seen, gold.labeler_agreement)
+        rated = [[(parts, text) for parts, (text, _) in zip(j, d, strict=True)] for _, d, j in drafts]
+        noise = tune_noise(truth.labelers, rated, gold.labeler_agreement)
     people = {"label": truth.labelers(noise)}
     strangers = {"label-held-out": truth.held_out_labelers(gold.held_out_labelers, noise)}
     rankings: list[Ranking] = []

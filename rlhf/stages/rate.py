@@ -101,15 +101,15 @@ def rate_all(config: Config, truth: Truth, tokenizer: Any, rankings: Sequence[Ra
 def draw_rating_rows(config: Config, tokenizer: Any, rated: Sequence[Rated], context: int) -> list[Row]:
     """`rate.ratings` different ones, a response and a quality each, in which the rating token alone is learned."""
     names, ratings = encode_ratings(tokenizer)
-    asked = [(one, name) for one in rated for name in QUALITIES if len(one.tokens) + len(names[name]) < context]
-    drawn = random.Random(f"ratings-{config.seed}").sample(asked, min(config.rate.ratings, len(asked)))
+    candidates = [(one, name) for one in rated for name in QUALITIES if len(one.tokens) + len(names[name]) < context]
+    drawn = random.Random(f"ratings-{config.seed}").sample(candidates, min(config.rate.ratings, len(candidates)))
     return [{"prompt": one.tokens + names[name], "response": [ratings[one.says[name]]]} for one, name in drawn]
 
 
 def held_out_figures(rater: Rater, rated: Sequence[Rated]) -> dict[str, float]:
     """Per quality the share of pairs, one that truly has it and one that has not, in which the first is rated higher."""
-    found = rater.rate([one.tokens for one in rated])
-    shares = {name: ordered_share(found[name], [one.truth[name] for one in rated]) for name in QUALITIES}
+    scores = rater.rate([one.tokens for one in rated])
+    shares = {name: ordered_share(scores[name], [one.truth[name] for one in rated]) for name in QUALITIES}
     return {name.lower(): value for name, value in shares.items() if value is not None}
 
 

@@ -5,6 +5,7 @@ Differs: one round, always from the SFT model.
 """
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -39,21 +40,23 @@ def run(config: Config) -> None:
         # 1. Sample n, keep the best that ends
         path = stage.folder / "demonstrations.jsonl"
         if path.exists():
-            kept = [Demonstration(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+            demonstrations = [
+                Demonstration(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()
+            ]
         else:
-            kept = choose(config, stage, policy, tokenizer, device)
+            demonstrations = choose(config, stage, policy, tokenizer, device)
             temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(r.model_dump_json() + "\n" for r in kept), encoding="utf-8")
+            temporary.write_text("".join(r.model_dump_json() + "\n" for r in demonstrations), encoding="utf-8")
             temporary.replace(path)
 
         # 2. Fine-tune on them
-        rows = encode_demonstrations(kept, tokenizer, context_of(policy, tokenizer))
+        rows = encode_demonstrations(demonstrations, tokenizer, context_of(policy, tokenizer))
         model = load_with_dropout(folder, config.sft.dropout)
         trainer = make_trainer(stage, model, tokenizer, rows, config.rejection.epochs, device)
         with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
             train(trainer, loop, "sft/loss")
         save_output(model, tokenizer, stage)
-        stage.finish({"demonstrations": float(len(kept))})
+        stage.finish({"demonstrations": float(len(demonstrations))})
 
 
 def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: torch.device) -> list[Demonstration]:
@@ -64,24 +67,26 @@ def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: to
     records, tokens = [record for record, _ in prompts], [ids for _, ids in prompts]
     n = config.rejection.samples
     with progress(len(prompts), "rejection: sampling", unit="prompt") as bar, inference(config, device):
-        found = draw_candidates(config, policy, tokenizer, records, tokens, n, reward, bar)
-    kept = []
+        candidates = draw_candidates(config, policy, tokenizer, records, tokens, n, reward, bar)
+    demonstrations = []
     for i, record in enumerate(records):
-        scores = [s if end else -float("inf") for s, end in zip(found["scores"][i], found["ended"][i], strict=True)]
-        best = best_index(scores)
-        if found["ended"][i][best] and found["texts"][i][best]:
-            kept.append(
+        texts, scores, ended = (candidates[key][i] for key in ("texts", "scores", "ended"))
+        best = best_index([score if end else -math.inf for score, end in zip(scores, ended, strict=True)])
+        if ended[best] and texts[best]:
+            demonstrations.append(
                 Demonstration(
                     id=record.id,
                     prompt=record.prompt,
-                    response=found["texts"][i][best],
+                    response=texts[best],
                     source=f"best of {n}",
-                    metadata={"score": found["scores"][i][best]},
+                    metadata={"score": scores[best]},
                 )
             )
-    if not kept:
+    if not demonstrations:
         raise UserError(
             "rejection: no sample of any prompt ends by itself: train SFT longer, or raise rollout.max_new_tokens"
         )
-    stage.say(f"{len(kept):,} prompts with a best of {n}; {len(records) - len(kept)} had no sample that ends")
-    return kept
+    stage.say(
+        f"{len(demonstrations):,} prompts with a best of {n}; {len(records) - len(demonstrations)} had no sample that ends"
+    )
+    return demonstrations

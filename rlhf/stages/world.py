@@ -42,11 +42,11 @@ def passage_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
     cut = Cut(gold.passage_min_tokens, gold.passage_max_tokens, gold.continuation_tokens)
     counts = dict(reversed(prompt_counts(config).items()))  # more training prompts do not change the others
     texts = iterate_documents(need_source(config, "corpus"), config.data.encoding)
-    found: dict[str, list[Passage]] = {"train": [], "dev": [], "test": []}
+    passages: dict[str, list[Passage]] = {"train": [], "dev": [], "test": []}
     for passage in make_passages(texts, counts, cut, token_ends(config), config.data.split_seed):
-        found[passage.split].append(passage)
-    prompts = [(f"p-{split}-{i}", passage) for split, of in found.items() for i, passage in enumerate(of)]
-    shown = [found["train"][: gold.demonstrations], found["dev"]]
+        passages[passage.split].append(passage)
+    prompts = [numbered for of_split in passages.values() for numbered in enumerate(of_split)]
+    shown = [*enumerate(passages["train"][: gold.demonstrations]), *enumerate(passages["dev"])]
     return {
         "demonstrations": (
             {
@@ -57,12 +57,16 @@ def passage_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
                 "source": "data.corpus",
                 "split": passage.split,
             }
-            for of in shown
-            for i, passage in enumerate(of)
+            for i, passage in shown
         ),
         "prompts": (
-            {"kind": "prompt", "id": name, "prompt": passage.prompt, "metadata": {"split": passage.split}}
-            for name, passage in prompts
+            {
+                "kind": "prompt",
+                "id": f"p-{passage.split}-{i}",
+                "prompt": passage.prompt,
+                "metadata": {"split": passage.split},
+            }
+            for i, passage in prompts
         ),
     }
 

@@ -117,14 +117,14 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
     W + alpha / rank B A, for each active set of adapters. Each W is removed from `state`, so that memory never contains both.
     """
-    found = {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
+    weights = {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
     for name, layer in adapted_layers(model):
         del state[f"{name}.base_layer.weight"]
         for adapter in layer.active_adapters:
             a, b = (state[f"{name}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
             change = layer.scaling[adapter] * (b @ a)
-            found[f"{name}.weight"] = found[f"{name}.weight"] + (change.T if layer.fan_in_fan_out else change)
-    return found
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + (change.T if layer.fan_in_fan_out else change)
+    return weights
 
 
 def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, Tensor] | None = None) -> None:

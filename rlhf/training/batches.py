@@ -92,5 +92,5 @@ def speed_metrics(config: Any, engine: Engine, tokens: int, seconds: float) -> d
     """Throughput, the share of the device's peak, and peak memory since the last line."""
     flops = training_flops(engine.module, tokens, 0.0)  # rows are short: attention is not counted
     seconds = max(seconds, 1e-9)
-    found = usage_metrics(config, engine.device, flops, seconds, engine.ranks.count)
-    return {"time/tokens_per_s": tokens / seconds} | found
+    usage = usage_metrics(config, engine.device, flops, seconds, engine.ranks.count)
+    return {"time/tokens_per_s": tokens / seconds} | usage

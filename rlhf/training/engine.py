@@ -64,8 +64,8 @@ class Engine:
         if self.ranks.count == 1:
             return
         trained = [p for p in parameters if p.requires_grad]
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        for p, total in zip(trained, self.ranks.sum_tensors(own), strict=True):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        for p, total in zip(trained, self.ranks.sum_tensors(gradients), strict=True):
             p.grad = total
 
     def step(self, rates: list[float]) -> None:

@@ -32,14 +32,14 @@ def plain_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     weights = gathered_state(module)
     if weights is None:
         return None
-    found: dict[str, dict[str, Tensor]] = {"weights": weights, "steps": {}}
+    state: dict[str, dict[str, Tensor]] = {"weights": weights, "steps": {}}
     for name, p in module.named_parameters():
         for kind, value in state_holder(optimizer, p).state.get(p, {}).items():
             if kind == "step":
-                found["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
+                state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
             elif isinstance(value, Tensor):
-                found.setdefault(kind, {})[name] = on_cpu(value)
-    return found
+                state.setdefault(kind, {})[name] = on_cpu(value)
+    return state
 
 
 @torch.no_grad()
@@ -49,11 +49,11 @@ def put_plain_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: 
     kinds = [kind for kind in state if kind not in ("weights", "steps")]
     on_device = steps_on_device(optimizer)
     for name, p in module.named_parameters():
-        held: dict[str, Any] = {kind: state[kind][name].to(p, copy=True) for kind in kinds if name in state[kind]}
+        restored: dict[str, Any] = {kind: state[kind][name].to(p, copy=True) for kind in kinds if name in state[kind]}
         if name in state["steps"]:
-            held["step"] = state["steps"][name].to(p.device if on_device else "cpu", copy=True)
-        if held:
-            state_holder(optimizer, p).state[p] = held
+            restored["step"] = state["steps"][name].to(p.device if on_device else "cpu", copy=True)
+        if restored:
+            state_holder(optimizer, p).state[p] = restored
 
 
 def write_checkpoint(
@@ -103,20 +103,20 @@ def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, An
 def random_state() -> dict[str, Tensor]:
     """torch's random state of this process."""
     suffix = f"-{rank()}" if rank() else ""
-    found = {f"rng{suffix}": torch.get_rng_state()}
+    state = {f"rng{suffix}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found[f"cuda{suffix}"] = torch.cuda.get_rng_state()
-    return found
+        state[f"cuda{suffix}"] = torch.cuda.get_rng_state()
+    return state
 
 
 def put_random_state(folder: Path) -> None:
     """Restore this rank's random state of torch; a rank that did not exist then keeps its own."""
-    found = load_file(str(folder / "rng.safetensors"))
+    state = load_file(str(folder / "rng.safetensors"))
     suffix = f"-{rank()}" if rank() else ""
-    if f"rng{suffix}" in found:
-        torch.set_rng_state(found[f"rng{suffix}"])
-    if f"cuda{suffix}" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found[f"cuda{suffix}"])
+    if f"rng{suffix}" in state:
+        torch.set_rng_state(state[f"rng{suffix}"])
+    if f"cuda{suffix}" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[f"cuda{suffix}"])
 
 
 @torch.no_grad()

@@ -332,10 +332,10 @@ class StageTrainer(_Trainer):
 
     def _stop_unless_finite(self, values: dict[str, Any], inputs: dict[str, Any]) -> None:
         """If a value is not finite on one process, all stop with the same message; the first such process saves its batch."""
-        mine = not all(torch.isfinite(torch.as_tensor(v)).all() for v in values.values())
-        if not Ranks(self.args.device).max(mine):
+        not_finite = not all(torch.isfinite(torch.as_tensor(v)).all() for v in values.values())
+        if not Ranks(self.args.device).max(not_finite):
             return
-        bad = gather(mine)
+        bad = gather(not_finite)
         message = ""
         if rank() == bad.index(True):
             batch = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}

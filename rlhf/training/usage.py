@@ -41,8 +41,10 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
 
 def known_peak(name: str, half: bool) -> float | None:
     """Operations per second of a GPU by its name, in bfloat16 (`half`) or float32; None for an unknown one."""
-    found = next((row for row in PEAK_TFLOPS if row[0] in name.upper()), None)
-    return None if found is None else 1e12 * (found[1] if half else found[2])
+    for part, bfloat16_peak, float32_peak in PEAK_TFLOPS:
+        if part in name.upper():
+            return 1e12 * (bfloat16_peak if half else float32_peak)
+    return None
 
 
 def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
@@ -106,10 +108,10 @@ def usage_metrics(
 
     Without a known peak, as on a CPU, there is no time/mfu.
     """
-    found = {"memory/peak_rss_mb": peak_rss_mb()}
+    metrics = {"memory/peak_rss_mb": peak_rss_mb()}
     if device.type == "cuda":
-        found["memory/peak_gpu_mb"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+        metrics["memory/peak_gpu_mb"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
     peak = peak_flops(config, device)
     if peak and flops and seconds > 0 and math.isfinite(flops):
-        found["time/mfu"] = flops / seconds / (peak * processes)
-    return found
+        metrics["time/mfu"] = flops / seconds / (peak * processes)
+    return metrics

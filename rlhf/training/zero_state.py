@@ -34,8 +34,8 @@ class ZeroState:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         first = self.ranks.rank == 0
-        found: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module) or {}, "steps": {}}
-        found |= {kind: {} for kind in MOMENTS}
+        state: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module) or {}, "steps": {}}
+        state |= {kind: {} for kind in MOMENTS}
         steps = self.steps()
         self._link()
         for name, p in self._trained():
@@ -43,10 +43,10 @@ class ZeroState:
             for kind in MOMENTS if taken else ():
                 value = safe_get_full_optimizer_state(p, kind)
                 if first:
-                    found[kind][name] = on_cpu(value).reshape(shape_of(p))
+                    state[kind][name] = on_cpu(value).reshape(shape_of(p))
             if first and taken:
-                found["steps"][name] = torch.tensor(taken)
-        return found if first else None
+                state["steps"][name] = torch.tensor(taken)
+        return state if first else None
 
     @torch.no_grad()
     def write(self, state: State) -> None:
@@ -119,8 +119,8 @@ class ZeroState:
         # ZeRO-3 divides each tensor into equal slices; the last one is padded
         size = -(-value.numel() // self.ranks.count)
         flat = nn.functional.pad(value.flatten(), (0, size * self.ranks.count - value.numel()))
-        own = flat[size * self.ranks.rank : size * (self.ranks.rank + 1)]
-        safe_set_local_fp32_param(p, own) if kind is None else safe_set_local_optimizer_state(p, own, kind)
+        part = flat[size * self.ranks.rank : size * (self.ranks.rank + 1)]
+        safe_set_local_fp32_param(p, part) if kind is None else safe_set_local_optimizer_state(p, part, kind)
 
     def _link(self) -> None:
         """Make DeepSpeed find the moments of every group: it looks only once, when only the first group has any."""

@@ -110,7 +110,7 @@ def test_rounding_changes_only_draws_that_are_known_to_be_close(choice):
 def test_the_noise_draws_from_the_softmax(choice):
     """Frequencies of 50,000 draws, over keys and over steps: within 5 standard errors of each probability."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 2
-    probs, count = _cut(torch.softmax(logits / choice.temperature, -1)[None], choice)[0], 50_000
+    probs, count = _cut(torch.softmax(logits / choice.temperature, -1)[None], choice.top_p)[0], 50_000
     probs = probs / probs.sum()
     for seeds in (make_noise_seeds(3, list(range(count)), 1)[:, 0], make_noise_seeds(3, ["one"], count)[0]):
         tokens, logp, _ = _draw(logits.expand(count, -1), seeds, choice, 0.0)
