@@ -134,23 +134,17 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:
     return tokenizer.eos_token_id if separator is None else separator  # type: ignore[return-value]
 
 
-def is_byte_level(tokenizer: "PreTrainedTokenizerFast") -> bool:
-    """Whether each token represents a fixed number of bytes."""
-    from tokenizers import decoders
-
-    return isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel)
-
-
-def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """Bytes of text that each token id represents, (V,): 0 for special tokens.
+def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int] | None:
+    """Bytes of text that each token id represents, (V,): 0 for special tokens. None if the tokenizer is not byte-level, since
+    its tokens then have no fixed number of bytes.
 
     Bits per byte of any stretch of tokens = nats of its text tokens / (ln 2 * sum of these lengths).
-
-    Raises: UserError if the tokenizer is not byte-level, since its tokens have no fixed number of bytes.
     """
+    from tokenizers import decoders
+
     backend = tokenizer.backend_tokenizer
-    if not is_byte_level(tokenizer):
-        raise UserError("bits per byte needs a byte-level BPE tokenizer: this tokenizer's decoder is another one")
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        return None
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     # Byte-level BPE writes each byte of a token as one character of its alphabet.
     return [0 if i in special else len(backend.id_to_token(i) or "") for i in range(len(tokenizer))]
@@ -176,14 +170,11 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def tokenizer_hash(tokenizer_or_folder: "PreTrainedTokenizerFast | str | Path") -> str:
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
     """SHA-256 (hex) of everything that determines ids: the tokenizer.json and the chat template.
 
     The same before saving and after loading. Padding and truncation are left out, since calls change them.
     """
-    tokenizer: Any = tokenizer_or_folder
-    if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(tokenizer)
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state.pop("padding", None)
     state.pop("truncation", None)

@@ -210,7 +210,7 @@ def test_a_saved_tokenizer_is_the_same(tmp_path):
     assert loaded.decode(encode_text(loaded, "a cat , isn 't it .")) == "a cat , isn 't it ."
     assert loaded.clean_up_tokenization_spaces is False
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.model_max_length) == (0, 5, 16)
-    assert tokenizer_hash(loaded) == tokenizer_hash(tmp_path) == tokenizer_hash(TOKENIZER)
+    assert tokenizer_hash(loaded) == tokenizer_hash(TOKENIZER)
 
 
 def test_the_hash_depends_on_vocabulary_and_template_but_not_on_passing_state():
@@ -240,5 +240,4 @@ def test_a_foreign_tokenizer_without_the_chat_tokens_is_refused():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     with pytest.raises(UserError, match=r"has no chat template: adopt it with model.pretrained"):
         encode_prompt(bare, "hi")
-    with pytest.raises(UserError, match="byte-level"):
-        token_byte_lengths(bare)
+    assert token_byte_lengths(bare) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from os import PathLike
 from typing import Any
 
 import torch
@@ -112,18 +111,16 @@ class RewardModel(PreTrainedModel):
             self.head.initialise()
 
     @classmethod
-    def from_causal_lm(
-        cls, source: str | PathLike | PreTrainedModel, layers: int | None = None, **kwargs: Any
-    ) -> RewardModel:
+    def from_causal_lm(cls, source: str | PreTrainedModel, layers: int | None = None) -> RewardModel:
         """A reward model on a copy of a causal LM's trunk, with a fresh head.
 
-        source: a folder or hub name (`kwargs` go to `from_pretrained`) or a loaded model, which is left as it
-        is. layers: how many of the trunk's first blocks are kept; None: all.
+        source: a folder or hub name, or a loaded model, which is left as it is. layers: how many of the trunk's first
+        blocks are kept; None: all.
         """
         if isinstance(source, PreTrainedModel):
             trunk: Any = source.base_model
         else:
-            trunk = load_whole(AutoModel, str(source), headless=True, **kwargs)
+            trunk = load_whole(AutoModel, source, headless=True)
         model = cls(RewardConfig(trunk=trunk.config if layers is None else first_blocks(trunk, layers)))
         nn.Module.to(model, device=trunk.device, dtype=trunk.dtype)
         state = trunk.state_dict()

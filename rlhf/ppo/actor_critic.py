@@ -109,8 +109,8 @@ def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardM
         return None
     if settings.shared_critic:
         head = ScalarHead(policy.config.hidden_size)
-        for p in head.parameters():
-            nn.init.zeros_(p)  # random values would be noise in the advantages until they are unlearned
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)  # random values would be noise in the advantages until they are unlearned
         return head
     start = settings.critic
     if start == "reward" and reward_model is None:
@@ -127,7 +127,7 @@ def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardM
     return RewardModel(RewardConfig(trunk=policy.base_model.config))
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
+def turn_off_dropout(model: nn.Module) -> nn.Module:
     """Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode)."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):

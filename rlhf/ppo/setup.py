@@ -26,7 +26,7 @@ from rlhf.model.half import hold_frozen
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.kl import AdaptiveKL, FixedKL
-from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, without_dropout
+from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, turn_off_dropout
 from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
 from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
@@ -142,7 +142,7 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     settings = config.ppo
     folder = stage_folder(config, "sft") / "model"
     tokenizer = load_tokenizer(folder)
-    policy = without_dropout(load_policy(folder, dropout=0.0))
+    policy = turn_off_dropout(load_policy(folder, dropout=0.0))
     shared_trunk = policy if config.lora.share_trunk else None
     reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
     critic = make_critic(config, stage, policy, reward_model)

@@ -233,14 +233,18 @@ def draw(
 ) -> dict[str, Any]:
     """{"ids", "texts", "ended"}: lists per prompt of `evaluate.samples` responses; and the greedy ones."""
     count = config.evaluate.samples
-    settings = {
-        "max_new_tokens": config.rollout.max_new_tokens, "eos_token_id": reading.ends, "pad_token_id": tokenizer.pad_token_id,
-        "batch_size": config.rollout.batch_size,
-    }  # fmt: skip
+    respond = functools.partial(
+        sample,
+        policy,
+        max_new_tokens=config.rollout.max_new_tokens,
+        eos_token_id=reading.ends,
+        pad_token_id=tokenizer.pad_token_id,
+        batch_size=config.rollout.batch_size,
+    )
     repeated = [prompt for prompt in prompts for _ in range(count)]
     keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
-    drawn = unpack(sample(policy, repeated, seed=config.seed, keys=keys, **settings), reading, count)
-    greedy = unpack(sample(policy, prompts, greedy=True, **settings), reading, 1)
+    drawn = unpack(respond(repeated, seed=config.seed, keys=keys), reading, count)
+    greedy = unpack(respond(prompts, greedy=True), reading, 1)
     return drawn | {f"greedy_{key}": value for key, value in greedy.items()}
 
 

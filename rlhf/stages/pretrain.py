@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from rlhf.processes import Ranks, on_first_rank
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.tokenizer import is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_hash
+from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.tracking.progress import progress
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, inverse_sqrt_schedule, make_adamw
@@ -196,8 +197,6 @@ def pack(config: Config, tokenizer: "PreTrainedTokenizerFast", length: int, fold
 
 def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCausalLM:
     """The GPT of the configuration with random weights, sized for the tokenizer."""
-    from dataclasses import asdict
-
     settings = asdict(config.model)
     del settings["pretrained"], settings["native"]
     try:
@@ -273,7 +272,8 @@ def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTraine
     A tokenizer that is not byte-level has no number of bytes per token, so that there is no "bpb".
     """
     collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
-    bytes_of = torch.tensor(token_byte_lengths(tokenizer)) if is_byte_level(tokenizer) else None
+    lengths = token_byte_lengths(tokenizer)
+    bytes_of = None if lengths is None else torch.tensor(lengths)
     device = next(model.parameters()).device
     model.eval()
     nats = bytes_seen = tokens_seen = 0.0

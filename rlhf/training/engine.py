@@ -114,7 +114,7 @@ class ZeroEngine(Engine):
         self.accelerator, self.device, self.ranks = accelerator, accelerator.device, Ranks(accelerator.device)
         self.stage, self.bfloat16 = zero_stage(config), wants_bfloat16(config, accelerator.device)
         # Under ZeRO-3 a rank has only slices: this copy without weights receives the whole ones for sampling.
-        self.copy_of, self.empty_copy = sampled, hollow(sampled) if self.stage == 3 and sampled is not None else None
+        self.empty_copy = hollow(sampled) if self.stage == 3 and sampled is not None else None
         if self.empty_copy is not None:  # samples by the logits that the sharded unembedding gives
             self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
         group_of = group_numbers(module, groups)
@@ -161,10 +161,9 @@ class ZeroEngine(Engine):
         if self.empty_copy is None:
             yield part
             return
-        assert part is self.copy_of
-        for mine, theirs in zip(self.empty_copy.parameters(), part.parameters(), strict=True):
-            with gather.gathered([theirs]):
-                mine.data = theirs.data.clone()
+        for whole, sliced in zip(self.empty_copy.parameters(), part.parameters(), strict=True):
+            with gather.gathered([sliced]):
+                whole.data = sliced.data.clone()
         try:
             yield self.empty_copy
         finally:

@@ -6,11 +6,9 @@ The same functions work without DeepSpeed and under ZeRO-1, 2 and 3.
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -75,24 +73,16 @@ def gathered_state(module: nn.Module) -> dict[str, Tensor] | None:
     return state | {name: buffer.cpu().clone() for name, buffer in module.named_buffers() if name in persistent}
 
 
-def save_model_checked(module: Any, folder: Path, state: Mapping[str, Tensor] | None) -> None:
-    """Write a model folder from gathered weights and read it back; ranks whose state is None do nothing.
-
-    The folder loads with `from_pretrained`; a module without `save_pretrained` becomes one model.safetensors.
+def save_model_checked(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a model folder from gathered weights and read it back.
 
     Raises: UserError if a file differs from the gathered weights.
     """
-    if state is None:
-        return
     folder.mkdir(parents=True, exist_ok=True)
-    if hasattr(module, "save_pretrained"):
-        module.save_pretrained(str(folder), state_dict=dict(state))  # a copy: save_pretrained empties the dictionary
-        _state_type(folder, state)
-        if isinstance(module, PreTrainedModel):  # experts are one tensor in memory and several in the file
-            state = revert_weight_conversion(module, dict(state))
-    else:
-        save_file({n: t.contiguous() for n, t in state.items()}, str(folder / "model.safetensors"))
-    check_saved(folder, state)
+    model.save_pretrained(str(folder), state_dict=dict(state))  # a copy: save_pretrained empties the dictionary
+    _state_type(folder, state)
+    # experts are one tensor in memory and several in the file
+    check_saved(folder, revert_weight_conversion(model, dict(state)))
 
 
 def _state_type(folder: Path, state: Mapping[str, Tensor]) -> None:

@@ -44,9 +44,12 @@ def deepspeed_settings(
     stage = zero_stage(config)
     bucket = config.sharding.bucket_elements
     zero: dict[str, Any] = {
-        "stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "overlap_comm": False,
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": False,
         "contiguous_gradients": True,
-    }  # fmt: skip
+    }
     if stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": bucket,

@@ -97,7 +97,7 @@ def test_the_trunk_is_the_policys_and_the_policy_stays(tokens, tmp_path):
     policy = make_policy(dropout=0.1)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     policy.save_pretrained(tmp_path)
-    for source in (policy, tmp_path):
+    for source in (policy, str(tmp_path)):
         model = RewardModel.from_causal_lm(source)
         assert not any("lm_head" in name for name, _ in model.named_parameters())
         assert torch.equal(model.trunk(tokens).last_hidden_state, policy.model(tokens).last_hidden_state)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlhf.errors import UserError
@@ -28,11 +27,9 @@ def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model):
     assert torch.equal(state["model.norm.weight"], before)
 
 
-def test_only_the_first_process_gets_it(model, monkeypatch, tmp_path):
+def test_only_the_first_process_gets_it(model, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert gather.gathered_state(model) is None
-    gather.save_model_checked(model, tmp_path / "model", None)
-    assert not (tmp_path / "model").exists()
 
 
 def test_the_folder_states_the_type_of_its_weights(model, tmp_path):
@@ -54,9 +51,3 @@ def test_a_file_that_holds_something_else_is_noticed(model, tmp_path):
         gather.check_saved(tmp_path, wrong)
     with pytest.raises(UserError, match="more differ"):
         gather.check_saved(tmp_path, dict(state) | {"more": torch.zeros(1)})
-
-
-def test_a_plain_module_becomes_one_file(tmp_path):
-    module = nn.Linear(2, 3)
-    gather.save_model_checked(module, tmp_path, gather.gathered_state(module))
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
