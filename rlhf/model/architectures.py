@@ -59,32 +59,34 @@ def special_ids(config: Any) -> Fields:
     return {name: getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 
+def _read_names(c: Any, names: dict[str, str]) -> Fields:
+    """Our fields of their configuration. names: ours to theirs, of fields that mean the same."""
+    return {ours: getattr(c, theirs) for ours, theirs in names.items()}
+
+
+def _write_names(c: GPTConfig, names: dict[str, str]) -> Fields:
+    return {theirs: getattr(c, ours) for ours, theirs in names.items()}
+
+
 # ---------------------------------------------------------------------------------------------- GPT and GPT-2
 
 
+_GPT_NAMES = {
+    "context_length": "n_positions",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "width": "n_embd",
+    "dropout": "resid_pdrop",
+    "norm_eps": "layer_norm_epsilon",
+}
+
+
 def _read_gpt(c: Any) -> Fields:
-    return {
-        "context_length": c.n_positions,
-        "n_layer": c.n_layer,
-        "n_head": c.n_head,
-        "width": c.n_embd,
-        "mlp_width": getattr(c, "n_inner", None) or 4 * c.n_embd,
-        "dropout": c.resid_pdrop,
-        "norm_eps": c.layer_norm_epsilon,
-    }
+    return {**_read_names(c, _GPT_NAMES), "mlp_width": getattr(c, "n_inner", None) or 4 * c.n_embd}
 
 
 def _write_gpt(c: GPTConfig) -> Fields:
-    return {
-        "n_positions": c.context_length,
-        "n_layer": c.n_layer,
-        "n_head": c.n_head,
-        "n_embd": c.width,
-        "resid_pdrop": c.dropout,
-        "embd_pdrop": c.dropout,
-        "attn_pdrop": c.dropout,
-        "layer_norm_epsilon": c.norm_eps,
-    }
+    return {**_write_names(c, _GPT_NAMES), "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
 
 
 def _gpt2_problems(c: Any) -> list[str]:
@@ -154,45 +156,38 @@ def _rope_problems(c: Any) -> list[str]:
     return [] if kind == "default" else [f"rope_type is {kind!r}: only unscaled rotary positions convert"]
 
 
-def _read_llama(c: Any, eps: str = "rms_norm_eps") -> Fields:
+_LLAMA_NAMES = {
+    "context_length": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "dropout": "attention_dropout",
+    "norm_eps": "rms_norm_eps",
+}
+
+
+def _read_llama(c: Any, names: dict[str, str] = _LLAMA_NAMES) -> Fields:
     return {
+        **_read_names(c, names),
         "context_length": _context(c),
-        "n_layer": c.num_hidden_layers,
-        "n_head": c.num_attention_heads,
-        "n_kv_head": c.num_key_value_heads,
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        "width": c.hidden_size,
-        "mlp_width": c.intermediate_size,
-        "dropout": c.attention_dropout,
-        "norm_eps": getattr(c, eps),
         "rope_theta": c.rope_parameters["rope_theta"],
     }
 
 
-def _write_llama(c: GPTConfig) -> Fields:
-    return {
-        "max_position_embeddings": c.context_length,
-        "num_hidden_layers": c.n_layer,
-        "num_attention_heads": c.n_head,
-        "num_key_value_heads": c.n_kv_head,
-        "head_dim": c.head_dim,
-        "hidden_size": c.width,
-        "intermediate_size": c.mlp_width,
-        "hidden_act": "silu",
-        "attention_dropout": c.dropout,
-        "rms_norm_eps": c.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-    }
+def _write_llama(c: GPTConfig, names: dict[str, str] = _LLAMA_NAMES) -> Fields:
+    rope = {"rope_type": "default", "rope_theta": c.rope_theta}
+    return {**_write_names(c, names), "head_dim": c.head_dim, "hidden_act": "silu", "rope_parameters": rope}
 
 
-def _write_qwen2(c: GPTConfig) -> Fields:
+def _write_qwen2(c: GPTConfig, names: dict[str, str] = _LLAMA_NAMES) -> Fields:
     """Its configuration has no head_dim, though its class reads one."""
-    fields = _write_llama(c)
-    return {name: value for name, value in fields.items() if name != "head_dim" or c.head_dim * c.n_head != c.width}
-
-
-def _write_mistral(c: GPTConfig) -> Fields:
-    return {**_write_llama(c), "sliding_window": None}
+    fields = _write_llama(c, names)
+    if c.head_dim * c.n_head == c.width:
+        del fields["head_dim"]
+    return fields
 
 
 def _llama_problems(c: Any) -> list[str]:
@@ -234,14 +229,15 @@ _LLAMA_SHAPE = {
 # ----------------------------------------------------------------------------------------- Cohere, which is PaLM's block
 
 
+_COHERE_NAMES = {**_LLAMA_NAMES, "norm_eps": "layer_norm_eps"}
+
+
 def _read_cohere(c: Any) -> Fields:
-    return _read_llama(c, eps="layer_norm_eps")
+    return _read_llama(c, _COHERE_NAMES)
 
 
 def _write_cohere(c: GPTConfig) -> Fields:
-    fields = {**_write_qwen2(c), "layer_norm_eps": c.norm_eps, "logit_scale": 1.0, "use_qk_norm": False}
-    del fields["rms_norm_eps"]
-    return fields
+    return {**_write_qwen2(c, _COHERE_NAMES), "logit_scale": 1.0, "use_qk_norm": False}
 
 
 def _cohere_problems(c: Any) -> list[str]:
@@ -277,17 +273,22 @@ def _cohere_entries(c: GPTConfig) -> Iterator[Entry]:
 # --------------------------------------------------------------------------------------------------- GPT-NeoX
 
 
+_NEOX_NAMES = {
+    "context_length": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "dropout": "hidden_dropout",
+    "norm_eps": "layer_norm_eps",
+}
+
+
 def _read_neox(c: Any) -> Fields:
     return {
-        "context_length": c.max_position_embeddings,
-        "n_layer": c.num_hidden_layers,
-        "n_head": c.num_attention_heads,
-        "width": c.hidden_size,
-        "mlp_width": c.intermediate_size,
+        **_read_names(c, _NEOX_NAMES),
         "mlp": "gelu_erf" if c.hidden_act == "gelu" else "gelu",
         "block": "parallel" if c.use_parallel_residual else "pre",
-        "dropout": c.hidden_dropout,
-        "norm_eps": c.layer_norm_eps,
         "rope_theta": c.rope_parameters["rope_theta"],
         "rotary_share": c.rope_parameters.get("partial_rotary_factor", 1.0),
     }
@@ -295,16 +296,10 @@ def _read_neox(c: Any) -> Fields:
 
 def _write_neox(c: GPTConfig) -> Fields:
     return {
-        "max_position_embeddings": c.context_length,
-        "num_hidden_layers": c.n_layer,
-        "num_attention_heads": c.n_head,
-        "hidden_size": c.width,
-        "intermediate_size": c.mlp_width,
+        **_write_names(c, _NEOX_NAMES),
         "hidden_act": "gelu" if c.mlp == "gelu_erf" else "gelu_new",
         "use_parallel_residual": c.block == "parallel",
-        "hidden_dropout": c.dropout,
         "attention_dropout": c.dropout,
-        "layer_norm_eps": c.norm_eps,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": c.rope_theta,
@@ -383,8 +378,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mistral": Architecture(
         transformers.MistralConfig, transformers.MistralForCausalLM,
-        {**_LLAMA_SHAPE, "qkv_bias": False, "qk_norm": False}, _read_llama, _write_mistral, _llama_problems,
-        _llama_entries,
+        {**_LLAMA_SHAPE, "qkv_bias": False, "qk_norm": False}, _read_llama,
+        lambda c: {**_write_llama(c), "sliding_window": None}, _llama_problems, _llama_entries,
     ),
     "qwen2": Architecture(
         transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": True, "qk_norm": False},

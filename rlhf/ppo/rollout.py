@@ -164,7 +164,7 @@ class RolloutSetup:
     decode_batch: int  # responses decoded at once
     forward_batch: int  # episodes per forward
     # (tokens, prompt_lengths, mask) -> the results of `recompute` and `response_values`, if one forward computes both
-    both: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    recompute_with_values: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 Prompts = list[tuple[PromptRecord, list[int]]]  # each prompt as a record and as tokens
@@ -203,8 +203,9 @@ def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> 
         answer = int(samples.mask[group].sum(1).max())
         part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
         logp_ref[group, :answer] = setup.reference(part, starts, mask)
-        if setup.both is not None:
-            logp_old[group, :answer], values[group, :answer], last_values[group] = setup.both(part, starts, mask)
+        if setup.recompute_with_values is not None:
+            recomputed = setup.recompute_with_values(part, starts, mask)
+            logp_old[group, :answer], values[group, :answer], last_values[group] = recomputed
             continue
         if setup.recompute is not None:
             logp_old[group, :answer] = setup.recompute(part, starts, mask)

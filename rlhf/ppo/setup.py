@@ -100,7 +100,7 @@ class PpoRun:
         return RolloutSetup(
             policy=lambda: engine.whole(model.policy),
             recompute=functools.partial(engine, method="policy_logprobs") if recomputes else None,
-            both=functools.partial(engine, method="logprobs_and_values") if together else None,
+            recompute_with_values=functools.partial(engine, method="logprobs_and_values") if together else None,
             reference=self.reference,
             reward=self.reward,
             values=None if model.critic is None else functools.partial(engine, method="values_at"),
