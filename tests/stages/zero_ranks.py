@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.composing import compose_config
+from rlhf.data.comparisons import load_comparisons
 from rlhf.evaluation.scoring import item_encoder, score_items
 from rlhf.interrupts import leave
 from rlhf.model.generate import sample
@@ -113,7 +114,7 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder / "sft" / "model")
     torch.manual_seed(0)
     model = reward.make_model(config)
-    records, _ = reward.load_comparisons(str(folder / "label" / "comparisons.jsonl"), "auto", False)
+    records, _ = load_comparisons(str(folder / "label" / "comparisons.jsonl"), "auto", False)
     items, _ = reward.join_rankings(records, item_encoder(config, model, tokenizer), None)
     engine = make_engine(config, model, decay_groups(model, 0.0), device, max_grad_norm=1e9)
     metrics = []
