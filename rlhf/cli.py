@@ -122,8 +122,8 @@ def _dispatch(arguments: list[str]) -> None:
     overrides = [o[1:] if o.startswith("+") and o[1:].partition("=")[0] in CONFIG_GROUPS else o for o in overrides]
     flags, plain = split_flags(overrides)
     check_overrides(plain, command, read_flags(flags, command)[1])
-    if not shared and not {"-c", "--cfg", "-i", "--info"}.intersection(split_flags(overrides)[0]):
-        check_used(split_flags(overrides)[1], command)
+    if not shared and not {"-c", "--cfg", "-i", "--info"}.intersection(flags):
+        check_used(plain, command)
     _run_with_hydra(command, overrides, texts)
 
 
@@ -188,9 +188,8 @@ def check_used(overrides: list[str], command: str) -> None:
     unused = [key for key in given if not uses(command, key)]
     if unused:
         refuse_in_later_stage(command, unused[0])
-        others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])] or [
-            "pipeline"
-        ]
+        others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])]
+        others = others or ["pipeline"]
         more = f" ({', '.join(unused[1:])}: neither)" if unused[1:] else ""
         raise UserError(
             f"{unused[0]}: `rlhf {command}` does not use it; {', '.join(others)} {'do' if others[1:] else 'does'}{more}: "

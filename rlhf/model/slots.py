@@ -19,7 +19,6 @@ from rlhf.model.choosing import Choice, Key, hashed
 from rlhf.model.decoder import Decoder
 from rlhf.model.generate import rows_carried
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.model.packed import is_packed
 from rlhf.model.settled import choose_settled, noise_seeds_at, unpacked
 
 COLUMN_BLOCK = 64  # the cache grows by this many columns
@@ -65,7 +64,6 @@ class Slots(Decoder):
         super().__init__(model, [[0]], 1, pad=0)
         self.most = rows
         self.rows, self.live, self.columns = 0, 0, 0
-        self.packed = any(is_packed(module) for module in model.modules())
         self.device = self.tokens.device
         self.all_lengths = torch.zeros(0, dtype=torch.int64, device=self.device)
         self.whole = torch.zeros(0)  # keys and values of every layer, (layers, 2, rows, heads, columns, D/H)

@@ -3,7 +3,6 @@
 L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1). The loop is transformers' Trainer.
 """
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -151,20 +150,22 @@ def load_or_pack(
     """
     folder = stage.folder / "corpus"
 
+    def is_packed() -> bool:
+        try:
+            corpus = PackedCorpus.load(folder)
+            changed = any(sha256_file(folder / name) != digest for name, digest in corpus.sha256.items())
+        except UserError:
+            return False
+        if changed:
+            stage.say(f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packing it again")
+        return not changed and corpus.tokenizer_hash == tokenizer_hash(tokenizer)
+
     def ensure() -> None:
         if packed is not None and not folder.exists():
             shutil.copytree(packed, folder, copy_function=os.link)
-        with contextlib.suppress(UserError):
-            corpus = PackedCorpus.load(folder)
-            if all(sha256_file(folder / name) == digest for name, digest in corpus.sha256.items()):
-                if corpus.tokenizer_hash == tokenizer_hash(tokenizer):
-                    return
-            else:
-                stage.say(
-                    f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packing it again"
-                )
-        with progress(None, "pretrain: packing", unit="token") as bar:
-            pack(stage.config, tokenizer, length, folder, bar)
+        if not is_packed():
+            with progress(None, "pretrain: packing", unit="token") as bar:
+                pack(stage.config, tokenizer, length, folder, bar)
 
     on_first_rank(ensure)
     return PackedCorpus.load(folder)

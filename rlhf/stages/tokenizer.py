@@ -1,6 +1,6 @@
 """Stage 0: the byte-level BPE, trained on the pretraining text; or the tokenizer of the model to adopt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rlhf.chat_template import use_completion
@@ -47,11 +47,11 @@ def adopt(source: str, form: str, say: Callable[[str], None]) -> Any:
     return tokenizer
 
 
-def limited(documents, characters: int):
+def limited(documents: Iterable[str], characters: int) -> Iterator[str]:
     """Documents up to `characters` of text in all."""
-    given = 0
+    total = 0
     for document in documents:
         yield document
-        given += len(document)
-        if given >= characters:
+        total += len(document)
+        if total >= characters:
             return
