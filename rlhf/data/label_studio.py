@@ -229,8 +229,9 @@ def read_ranker(ranker: Any, control: str, task: Task, judgement: Judgement) -> 
     columns = {control: ranker} if isinstance(ranker, list) else ranker
     if not isinstance(columns, dict) or not all(isinstance(ids, list) for ids in columns.values()):
         raise BadRow("value.ranker", f"got {shown(ranker)}, want lists of response ids")
+    known = set(task.ids)
     for name in (str(name) for ids in columns.values() for name in ids):
-        if name not in task.ids:
+        if name not in known:
             raise BadRow("value.ranker", f"got {shown(name)}, the task's responses are {', '.join(task.ids)}")
     if control in columns or len(columns) == 1:
         order = columns.get(control, next(iter(columns.values())))

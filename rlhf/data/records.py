@@ -333,13 +333,22 @@ def join_judgements(n: int, judgements: Iterable[tuple[int, int, int]]) -> Joine
     for i, j in sorted(ties):
         low, high = sorted((group[i], group[j]))
         group = [low if g == high else g for g in group]
-    edges = {(group[better], group[worse]) for better, worse in strict}
-    left = {group[i] for pair in strict | ties for i in pair}
+    tied: dict[int, list[int]] = {}  # the judged responses by group
+    for i in sorted({i for pair in strict | ties for i in pair}):
+        tied.setdefault(group[i], []).append(i)
+    unordered = Joined(None, sorted(strict), sorted(ties))
+    sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter({first: () for first in tied})
+    for better, worse in strict:
+        sorter.add(group[worse], group[better])
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:  # ties and orders contradict each other
+        return unordered
     order: list[list[int]] = []
-    while left:
-        unbeaten = [g for g in left if not any((other, g) in edges for other in left)]
-        if len(unbeaten) != 1:  # none: ties and orders contradict each other; several: their order was not judged
-            return Joined(None, sorted(strict), sorted(ties))
-        left.remove(unbeaten[0])
-        order.append([i for i in range(n) if group[i] == unbeaten[0]])
+    while sorter.is_active():
+        best, *others = sorter.get_ready()
+        if others:  # their order was not judged
+            return unordered
+        order.append(tied[best])
+        sorter.done(best)
     return Joined(order, None, sorted(ties))

@@ -1,3 +1,4 @@
+import time
 from itertools import pairwise, product
 
 import pytest
@@ -211,6 +212,13 @@ def test_judgements_that_follow_or_are_missing():
     assert join_judgements(2, [(0, 1, 1), (0, 1, 0)]).pairs == [(0, 1)]
     with pytest.raises(CycleError, match="0 over 1 over 0"):
         join_judgements(2, [(0, 1, 1), (0, 1, 2)])
+
+
+def test_joining_takes_time_in_proportion_to_the_judgements():
+    """With a quadratic or cubic step it takes minutes."""
+    started = time.process_time()
+    assert join_judgements(2001, [(i, i + 1, 1) for i in range(2000)]).ranking == [[i] for i in range(2001)]
+    assert time.process_time() - started < 5
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=15))

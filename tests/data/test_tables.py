@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import io
 import re
+import time
 from datetime import datetime
 from decimal import Decimal
 
@@ -109,6 +110,13 @@ def test_a_quote_that_never_closes_spoils_its_row_only(table):
 def test_text_after_a_closing_quote(table):
     bad, good = read(table(b'q,a\n1,"x"y\n3,4\n'))
     assert bad.message.startswith("not CSV (',' expected after '\"')") and good.line == 3
+
+
+def test_a_header_of_very_many_columns_is_read_at_once(table):
+    """With a step that grows with the square of the columns it takes minutes."""
+    started = time.process_time()
+    assert read(table(",".join(f"c{i}" for i in range(100_000)).encode())) == []
+    assert time.process_time() - started < 5
 
 
 def test_a_record_above_the_limit_is_a_reject_and_reading_goes_on(table, monkeypatch):

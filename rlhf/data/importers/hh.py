@@ -9,6 +9,8 @@ turn belongs to the markers and is stripped. An empty answer is a legal response
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rlhf.data.conversion.foreign import number, preference, ranking_of
@@ -50,13 +52,11 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 def _turns(text: str) -> list[dict[str, str]]:
     """The turns of a dialogue; one speaker's turns in a row are one turn, its parts a blank line apart."""
     _, *parts = _TURN.split(text)  # role, text, role, text, …
-    turns: list[dict[str, str]] = []
-    for speaker, said in zip(parts[::2], parts[1::2], strict=True):
-        if turns and turns[-1]["role"] == _ROLES[speaker]:
-            turns[-1]["content"] += "\n\n" + said.strip()
-        else:
-            turns.append({"role": _ROLES[speaker], "content": said.strip()})
-    return turns
+    spoken = zip(parts[::2], parts[1::2], strict=True)
+    return [
+        {"role": _ROLES[speaker], "content": "\n\n".join(said.strip() for _, said in group)}
+        for speaker, group in groupby(spoken, key=itemgetter(0))
+    ]
 
 
 def prompt_turns(text: str) -> list[dict[str, str]] | None:

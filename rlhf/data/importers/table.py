@@ -18,7 +18,7 @@ from rlhf.data.conversion.mapped import Mapped, cells_of, value_at
 from rlhf.data.conversion.paths import MISSING, lookup
 from rlhf.data.conversion.verdicts import TIE, Vocabulary, as_number, normal, read_thumb
 from rlhf.data.importers import BadRow, Format
-from rlhf.data.records import shown
+from rlhf.data.records import first_repeat, shown
 from rlhf.errors import UserError
 
 _WANTS = "any rows, with their columns named by columns.*"
@@ -52,8 +52,7 @@ def _paths(name: str, value: Any, problems: list[str]) -> tuple[str, ...]:
     found = tuple(str(one) for one in given if isinstance(one, str | int) and not isinstance(one, bool) and str(one))
     if len(found) < len(given):
         problems.append(f"columns.{name}={value}: want the name of a column")
-    twice = next((one for i, one in enumerate(found) if one in found[:i]), None)
-    if twice is not None:
+    if (twice := first_repeat(found)) is not None:
         problems.append(f"columns.{name} names {twice} twice: want each column once")
     return found
 

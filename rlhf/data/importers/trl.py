@@ -64,10 +64,10 @@ def _split_messages(chosen: Turns, rejected: Turns) -> tuple[Turns, list[dict[st
 
 def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
     """An implicit prompt: what both strings share, up to the last white space that leaves both an answer."""
-    at = hh.shared_length(chosen, rejected)
-    while at and not (chosen[at - 1].isspace() and chosen[at:].strip() and rejected[at:].strip()):
+    at = min(hh.shared_length(chosen, rejected), len(chosen.rstrip()) - 1, len(rejected.rstrip()) - 1)
+    while at > 0 and not chosen[at - 1].isspace():
         at -= 1
-    if not chosen[:at].strip():
+    if at < 1 or not chosen[:at].strip():
         raise BadRow("chosen", "chosen and rejected share no beginning that could be the prompt: give the key prompt")
     return chosen[:at].strip(), [chosen[at:].strip(), rejected[at:].strip()]
 

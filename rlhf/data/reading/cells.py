@@ -6,6 +6,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
 
+from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 
 
@@ -20,8 +21,7 @@ def check_header(cells: Sequence[Any], name: str, line: int) -> list[str]:
         where = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
         came = f"columns {where} have" if len(empty) > 1 else f"column {where} has"
         raise UserError(f"{name}:{line}: {came} no name in the header: want a name for each column")
-    twice = next((one for i, one in enumerate(names) if one in names[:i]), None)
-    if twice is not None:
+    if (twice := first_repeat(names)) is not None:
         raise UserError(f'{name}:{line}: the header names "{twice}" twice: rename one of these columns')
     if any("\0" in one for one in names):
         raise UserError(f"{name}:{line}: the header contains NUL bytes: if the file is UTF-16, set encoding=utf-16")

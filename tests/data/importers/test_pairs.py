@@ -1,7 +1,10 @@
 """Formats of pairs: what each good row becomes, and what is said of each kind of bad one."""
 
+import time
+
 import pytest
 
+from rlhf.data.importers import BadRow, trl
 from tests.data.importers.samples import (
     HH,
     USER,
@@ -205,6 +208,14 @@ def test_what_a_turn_has_beside_its_text_is_kept(load):
 )
 def test_a_bad_trl_row(rejects, bad, message):
     assert rejects("trl", TRL, bad) == [(message.split(":")[0], message)]
+
+
+def test_an_implicit_prompt_before_a_run_of_spaces_is_cut_at_once():
+    """With a step that grows with the square of the spaces it takes a minute."""
+    started = time.process_time()
+    with pytest.raises(BadRow, match="share no beginning that could be the prompt"):
+        list(trl.convert({"chosen": "a" + " " * 500_000, "rejected": "a" + " " * 500_000 + "b"}))
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
