@@ -11,13 +11,13 @@ from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking
-from rlhf.data.splits import prompt_key, record_split
+from rlhf.data.splits import prompt_key
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
 from rlhf.files import held, read_json, replaced, sha256_file, write_json
 from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.runs.sources import data_source, fractions, need_source
+from rlhf.runs.sources import data_source, need_source, of_split
 from rlhf.terminal import say
 from rlhf.tracking.progress import progress
 
@@ -128,18 +128,16 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     """
     records, _ = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
     split = config.sample.split
-    of_split = [
-        record for record in records if record_split(record, config.data.split_seed, fractions(config)) == split
-    ]
-    if not of_split:
+    candidates = of_split(config, records, split)
+    if not candidates:
         raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
-    known = labelled_prompts(config)
-    fresh = [record for record in of_split if prompt_key(record.prompt) not in known]
+    labelled = labelled_prompts(config)
+    fresh = [record for record in candidates if prompt_key(record.prompt) not in labelled]
     if not fresh:
         raise UserError(
-            f"sample.split={split}: all {len(of_split)} prompts of it are labelled already: give new ones with data.prompts=…"
+            f"sample.split={split}: all {len(candidates)} prompts of it are labelled already: give new ones with data.prompts=…"
         )
-    return fresh[: config.sample.prompts], len(of_split) - len(fresh)
+    return fresh[: config.sample.prompts], len(candidates) - len(fresh)
 
 
 def labelled_prompts(config: Config) -> set[str]:

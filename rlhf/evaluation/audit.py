@@ -20,15 +20,16 @@ from rlhf.data.records import Message, PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.attacks import ATTACKS, Material, collect_material
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
-from rlhf.evaluation.reward_report import comparison_figures, records_of, score_held_out
-from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, score_rows, share
-from rlhf.evaluation.statistics import interval, ratio_interval
+from rlhf.evaluation.reward_report import comparison_figures, score_held_out
+from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, score_rows, share, unwrapped
+from rlhf.evaluation.statistics import Figures, interval, ratio_interval, sum_by
 from rlhf.evaluation.truth_figures import judge_rows, totals
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import TextRewardModel
 from rlhf.ppo.rewards import Episodes, Reward
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
+from rlhf.runs.sources import of_split
 
 PROMPTS_PER_PAIR = 4  # held-out prompts that are scored, for each pair that is attacked
 PAIRS_PER_SAMPLED = 8  # pairs that are attacked, for each prompt that is sampled from
@@ -36,7 +37,6 @@ BEST_OF = (1, 2, 4, 8, 16, 32, 64)
 PICKED_FROM = (2, 4, 8)
 MATERIAL_RANKINGS = 2000
 
-Figures = dict[str, Any]  # {"value", "ci95", "n"}, a prompt being the unit
 Pair = tuple[Item, int, int]  # a prompt's answers, and the positions of the better and the worse one
 
 
@@ -45,9 +45,8 @@ class AttackFigures:
     """The effect of one attack on held-out answers."""
 
     name: str
-    flips: (
-        Figures | None
-    )  # of the pairs in the right order, the share in which the attacked worse answer scores above the better one
+    # Of the pairs in the right order, the share in which the attacked worse answer scores above the better one.
+    flips: Figures | None
     gain: Figures  # mean change of the score
     gain_better: Figures  # … of the better answers
     gain_worse: Figures
@@ -97,7 +96,7 @@ class Audited:
 
     @property
     def reward_model(self) -> Any:
-        return getattr(self.model, "module", self.model)
+        return unwrapped(self.model)
 
     def scores(self, rows: Sequence[Any]) -> list[float]:
         """Calibrated scores of rows from the item encoder."""
@@ -105,10 +104,10 @@ class Audited:
 
     def reward(self, episodes: Episodes) -> torch.Tensor:
         """The reward model as a source of rewards."""
-        own = self.reward_model
-        if isinstance(own, TextRewardModel):
-            given = zip(episodes.records, episodes.texts, episodes.ended.tolist(), strict=True)
-            return torch.tensor(self.scores([own.encode(record.prompt, *answer) for record, *answer in given]))
+        model = self.reward_model
+        if isinstance(model, TextRewardModel):
+            answers = zip(episodes.records, episodes.texts, episodes.ended.tolist(), strict=True)
+            return torch.tensor(self.scores([model.encode(record.prompt, *answer) for record, *answer in answers]))
         return torch.tensor(self.scores([p + r for p, r in zip(episodes.prompts, episodes.responses, strict=True)]))
 
 
@@ -116,7 +115,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     """Every figure of the audit. records: all rankings; strangers: the labelers that were held out of training."""
     limit, judged = config.reward.audit, {record.labeler for record in records}
     rng = random.Random(f"audit-{config.seed}")
-    dev = sample_prompts(records_of(config, records, "dev"), limit * PROMPTS_PER_PAIR, rng)
+    dev = sample_prompts(of_split(config, records, "dev"), limit * PROMPTS_PER_PAIR, rng)
     encode = item_encoder(config, models.reward_model, models.tokenizer)
     items, scores = score_held_out(dev, encode, models.model, models.tokenizer.pad_token_id, models.device)
     figures = comparison_figures(
@@ -129,7 +128,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     pairs = draw_pairs(fitting, limit, rng)
     if not pairs:
         return Audit(len(items), 0, figures, picked=picked_by_scores(items, scores))
-    train = records_of(config, records, "train")[:MATERIAL_RANKINGS]
+    train = of_split(config, records, "train")[:MATERIAL_RANKINGS]
     material = collect_material((r.prompt[-1].content, answer.text) for r in train for answer in r.responses)
     by_item = {id(item): s for item, s in zip(items, scores, strict=True)}
     return Audit(
@@ -259,10 +258,7 @@ def answer_logprobs(config: Config, models: Audited, answers: Sequence[tuple[Ite
 
 def per_prompt(keys: Sequence[str], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Sums and counts of values per key."""
-    sums, counts = dict.fromkeys(keys, 0.0), Counter(keys)
-    for key, value in zip(keys, values, strict=True):
-        sums[key] += value
-    return list(sums.values()), [float(counts[key]) for key in sums]
+    return sum_by(keys, values), sum_by(keys, [1.0] * len(keys))
 
 
 # --- best of n -----------------------------------------------------------------------------------------------------
@@ -306,16 +302,8 @@ def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], lim
             name: interval([expected_best(s, v, n) for s, v in zip(drawn["scores"], judged, strict=True)])
             for name, judged in values.items()
         }
-        rows.append(
-            BestOfN(
-                n,
-                round(best_of_n_kl(n), 4),
-                round(sum(kl) / len(kl), 4),
-                figures["score"],
-                figures.get("check"),
-                figures.get("truth"),
-            )
-        )
+        bound, mean_kl = round(best_of_n_kl(n), 4), round(sum(kl) / len(kl), 4)
+        rows.append(BestOfN(n, bound, mean_kl, figures["score"], figures.get("check"), figures.get("truth")))
     return rows
 
 
@@ -328,17 +316,14 @@ def check_scores(
     """Scores of the samples by the reward sources of reward.audit_check; None if it is not set."""
     if config.reward.audit_check is None:
         return None
-    paid = replace(
-        config, ppo=replace(config.ppo, rewards=config.reward.audit_check, reward_weights=None, calibrated=True)
-    )
-    reward: Reward = make_reward(paid, models.tokenizer, models.device)[0]
-    found = []
-    for record, prompt, ids, texts, ended in zip(
-        records, prompts, drawn["ids"], drawn["texts"], drawn["ended"], strict=True
-    ):
+    sources = replace(config.ppo, rewards=config.reward.audit_check, reward_weights=None, calibrated=True)
+    reward: Reward = make_reward(replace(config, ppo=sources), models.tokenizer, models.device)[0]
+    scores = []
+    rows = zip(records, prompts, drawn["ids"], drawn["texts"], drawn["ended"], strict=True)
+    for record, prompt, ids, texts, ended in rows:
         episodes = Episodes([record] * len(ids), [prompt] * len(ids), ids, texts, torch.tensor(ended))
-        found.append(reward(episodes).tolist())
-    return found
+        scores.append(reward(episodes).tolist())
+    return scores
 
 
 def true_scores(

@@ -13,15 +13,13 @@ from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError, reason_of
 from rlhf.evaluation.instructions import models_of
-from rlhf.evaluation.statistics import show
+from rlhf.evaluation.statistics import Figures, figure, show
 from rlhf.runs.folders import check_output, stage_folder
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.jsonl import is_number
 from rlhf.training.setup import load_frozen
 
 BOOTSTRAPS = 1000  # bootstrap samples of metrics without a formula for their error
-
-Figures = dict[str, Any]
 
 
 def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
@@ -74,14 +72,7 @@ def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
                 torch_random_seed=config.seed,
                 fewshot_random_seed=config.seed,
             )
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            RuntimeError,
-            TypeError,
-            AttributeError,
-        ) as error:  # tasks and their data can raise anything
+        except Exception as error:  # tasks and their data can raise anything
             raise UserError(
                 f"evaluate.benchmarks: lm-eval stopped on {', '.join(names)} ({reason_of(error)}): check the tasks and the "
                 "connection to their data"
@@ -101,9 +92,8 @@ def task_figures(results: dict[str, Any]) -> Figures:
             if metric.endswith("_stderr") or not is_number(value) or not filtered:
                 continue
             error = row.get(f"{metric}_stderr,{filtered}")
-            ends = [round(value + side * 1.96 * error, 4) for side in (-1, 1)] if is_number(error) else None
             name = f"{task} {metric}" + ("" if filtered == "none" else f" ({filtered})")
-            found[name] = {"value": round(float(value), 4), "ci95": ends, "n": count}
+            found[name] = figure(float(value), 1.96 * error if is_number(error) else None, count)
     return found
 
 
@@ -114,17 +104,11 @@ def differences(models: dict[str, Figures]) -> Figures:
     found: Figures = {}
     for name in others:
         rows = {}
-        for task, figure in models[name].items():
-            base = models[first].get(task)
-            if base is not None:
-                difference = figure["value"] - base["value"]
-                half = (
-                    math.hypot(*(f["ci95"][1] - f["value"] for f in (figure, base)))
-                    if figure["ci95"] and base["ci95"]
-                    else None
-                )
-                ends = None if half is None else [round(difference - half, 4), round(difference + half, 4)]
-                rows[task] = {"value": round(difference, 4), "ci95": ends, "n": figure["n"]}
+        for task, ours in models[name].items():
+            if (base := models[first].get(task)) is not None:
+                halves = [row["ci95"][1] - row["value"] for row in (ours, base) if row["ci95"]]
+                half = math.hypot(*halves) if len(halves) == 2 else None
+                rows[task] = figure(ours["value"] - base["value"], half, ours["n"])
         found[f"{name} - {first}"] = rows
     return found
 

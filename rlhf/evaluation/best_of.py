@@ -16,15 +16,13 @@ import torch
 from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
-from rlhf.evaluation.statistics import win_rate
+from rlhf.evaluation.statistics import Figures, win_rate
 from rlhf.evaluation.text_figures import text_figures
 from rlhf.evaluation.truth_figures import interval_of, judge_rows, mean_of, totals
 from rlhf.gold.truth import Truth
 from rlhf.model.generate import sample
 from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
 from rlhf.tracking.progress import progress
-
-Figures = dict[str, Any]
 
 
 def best_of_n_kl(n: int) -> float:

@@ -10,13 +10,11 @@ from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
 from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
 from rlhf.evaluation.rules import checks_of, follows
-from rlhf.evaluation.statistics import interval, ratio_interval, show
+from rlhf.evaluation.statistics import Figures, interval, ratio_interval, show
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.setup import load_frozen
-
-Figures = dict[str, Any]
 
 
 def models_of(config: Config, base: bool = False) -> list[str]:

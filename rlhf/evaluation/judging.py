@@ -14,7 +14,7 @@ import torch
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.evaluation.endpoint import Endpoint, shown_counts
-from rlhf.evaluation.statistics import interval, length_controlled, show
+from rlhf.evaluation.statistics import Figures, interval, length_controlled, show
 from rlhf.runs.folders import run_folder, stage_folder
 from rlhf.terminal import say
 from rlhf.tracking.jsonl import read_jsonl
@@ -27,8 +27,6 @@ INSTRUCTION = (
 VERDICT = re.compile(r"\b(A|B|TIE)\b")
 POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
 OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samples.jsonl
-
-Figures = dict[str, Any]
 
 
 def judge_answers(config: Config, device: torch.device) -> Figures:

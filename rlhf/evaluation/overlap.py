@@ -12,7 +12,6 @@ Source: Brown et al. 2020, appendix C (n-grams and their n); Chowdhery et al. 20
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,18 +19,16 @@ import torch
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
 from rlhf.data.prompts import load_prompts
-from rlhf.data.splits import conversation, record_split
+from rlhf.data.splits import conversation
 from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import columns_of, load_task
-from rlhf.evaluation.statistics import wilson
+from rlhf.evaluation.statistics import Figures, wilson
 from rlhf.runs.folders import run_folder
-from rlhf.runs.sources import data_source, fractions, need_source
+from rlhf.runs.sources import data_source, need_source, of_split
 
 WORD = re.compile(r"\w+")
 LEAST, MOST, NEAR = 8, 13, 0.7
 SHOWN = 5  # number of listed n-grams, those in most prompts
-
-Figures = dict[str, Any]
 
 
 def words_of(text: str) -> list[str]:
@@ -76,8 +73,7 @@ def evaluate_overlap(config: Config, device: torch.device) -> Figures:
     sets: dict[str, dict[str, str]] = {}
     if (source := data_source(config, "prompts")) is not None:
         records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
-        shares = fractions(config)
-        test = [r for r in records if record_split(r, config.data.split_seed, shares) == "test"]
+        test = of_split(config, records, "test")
         sets["test prompts"] = {record.id: conversation(record.prompt) for record in test}
     if config.classify.data is not None:
         folder = run_folder(config) / "evaluations"

@@ -5,9 +5,7 @@ rejected answers (RewardBench 2, RM-Bench) count as all their pairs.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,7 +16,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
-from rlhf.evaluation.statistics import show
+from rlhf.evaluation.statistics import Figures, figure, show, sum_by
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.half import hold_frozen
 from rlhf.runs.folders import check_output
@@ -28,8 +26,6 @@ from rlhf.tokenizer import load_tokenizer
 
 SUBSETS = ("subset", "domain", "category", "section")  # keys that name a row's subset; the first one counts
 STYLES = 3  # of RM-Bench's chosen and rejected answers: concise, detailed, detailed with Markdown
-
-Figures = dict[str, Any]
 
 
 def evaluate_pairs(config: Config, device: torch.device) -> Figures:
@@ -59,22 +55,21 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
 
 def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
     """The figures of scored rows: over all, by subset, the mean over subsets, and by style where all rows have three of each."""
-    named = [subset_of(item.record) for item in items]
+    by_subset: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        by_subset.setdefault(subset_of(item.record), []).append(i)
     subsets = {
-        name: row_figures(
-            [item for item, own in zip(items, named, strict=True) if own == name],
-            [s for s, own in zip(scores, named, strict=True) if own == name],
-        )
-        for name in sorted(set(named))
+        name: row_figures([items[i] for i in rows], [scores[i] for i in rows])
+        for name, rows in sorted(by_subset.items())
     }
-    found: Figures = {"overall": row_figures(items, scores), "subsets": subsets}
+    figures: Figures = {"overall": row_figures(items, scores), "subsets": subsets}
     if len(subsets) > 1:
-        found["mean_of_subsets"] = {
+        figures["mean_of_subsets"] = {
             key: mean_of_shares([row[key] for row in subsets.values()]) for key in ("pairs", "all_right")
         }
     if (styles := style_figures(items, scores)) is not None:
-        found["styles"] = styles
-    return found
+        figures["styles"] = styles
+    return figures
 
 
 def subset_of(record: Ranking | None) -> str:
@@ -86,8 +81,7 @@ def subset_of(record: Ranking | None) -> str:
 def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
     """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
     share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
-    listed = list(items)
-    keys = ["" if item.record is None else prompt_key(item.record.prompt) for item in listed]
+    listed, keys = list(items), keys_of(items)
     right, count = count_right(listed, scores)
     whole = [float(r == c) for r, c in zip(right, count, strict=True)]
     return {
@@ -99,18 +93,14 @@ def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
 
 def by_prompt(keys: Sequence[str], right: Sequence[float], count: Sequence[float]) -> Figures:
     """A share of sums per row, with a prompt as the unit of its interval."""
-    rights, counts = Counter[str](), Counter[str]()
-    for key, r, c in zip(keys, right, count, strict=True):
-        rights[key] += r  # type: ignore[assignment]
-        counts[key] += c  # type: ignore[assignment]
-    return share([rights[key] for key in counts], list(counts.values()))
+    return share(sum_by(keys, right), sum_by(keys, count))
 
 
 def mean_of_shares(figures: Sequence[Figures]) -> Figures:
     """The plain mean of independent shares, as benchmarks average their subsets."""
-    errors = [(figure["ci95"][1] - figure["ci95"][0]) / 2 for figure in figures]
-    mean, half = sum(f["value"] for f in figures) / len(figures), math.hypot(*errors) / len(figures)
-    return {"value": round(mean, 4), "ci95": [round(mean - half, 4), round(mean + half, 4)], "n": len(figures)}
+    halves = [(row["ci95"][1] - row["ci95"][0]) / 2 for row in figures]
+    mean = sum(row["value"] for row in figures) / len(figures)
+    return figure(mean, math.hypot(*halves) / len(figures), len(figures))
 
 
 def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
@@ -121,17 +111,22 @@ def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
     order = list(range(2 * STYLES))
     if any(sorted({*item.pairs()}) != [(i, j) for i in order[:STYLES] for j in order[STYLES:]] for item in items):
         return None
-    found: dict[str, list[float]] = {"easy": [], "normal": [], "hard": []}
+    accuracies: dict[str, list[float]] = {"easy": [], "normal": [], "hard": []}
     for s in scores:
-        levels: dict[str, list[float]] = {name: [] for name in found}
+        points: dict[str, list[float]] = {level: [] for level in accuracies}
         for i in range(STYLES):
             for j in range(STYLES):
                 level = "easy" if i > j else "normal" if i == j else "hard"
-                levels[level].append(1.0 if s[i] > s[STYLES + j] else 0.5 if s[i] == s[STYLES + j] else 0.0)
-        for name, points in levels.items():
-            found[name].append(sum(points) / len(points))
-    keys = ["" if item.record is None else prompt_key(item.record.prompt) for item in items]
-    return {name: by_prompt(keys, values, [1.0] * len(values)) for name, values in found.items()}
+                points[level].append(1.0 if s[i] > s[STYLES + j] else 0.5 if s[i] == s[STYLES + j] else 0.0)
+        for level, of_row in points.items():
+            accuracies[level].append(sum(of_row) / len(of_row))
+    keys = keys_of(items)
+    return {level: by_prompt(keys, values, [1.0] * len(values)) for level, values in accuracies.items()}
+
+
+def keys_of(items: Sequence[Item]) -> list[str]:
+    """Keys of the items' prompts."""
+    return ["" if item.record is None else prompt_key(item.record.prompt) for item in items]
 
 
 def describe_pairs(results: Figures) -> list[str]:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.evaluation.best_of import Asked, Figures, pick_best
+from rlhf.evaluation.best_of import Asked, pick_best
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, response_batches
-from rlhf.evaluation.statistics import show, win_rate
+from rlhf.evaluation.statistics import Figures, show, win_rate
 from rlhf.evaluation.truth_figures import totals
 from rlhf.ppo.rewards import Episodes, Reward
 from rlhf.ppo.rollout import response_logprobs

@@ -11,10 +11,9 @@ import numpy as np
 from rlhf.config import Config
 from rlhf.data.items import Item
 from rlhf.evaluation.scoring import Scores, accuracy
+from rlhf.evaluation.statistics import Figures
 from rlhf.gold.labelers import mean_utility
 from rlhf.gold.truth import Truth
-
-Figures = dict[str, Any]
 
 
 def judged_parts(truth: Truth, item: Item) -> list[dict[str, float]]:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from rlhf.config import Config
+from rlhf.data.agreement.figures import ratio
 from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.items import Encode, Item, join_rankings
 from rlhf.data.records import Demonstration, Ranking
-from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.reward_gold import compare_with_truth, gold_regression
 from rlhf.evaluation.scoring import (
@@ -31,15 +31,13 @@ from rlhf.evaluation.scoring import (
     score_each,
     share,
 )
-from rlhf.evaluation.statistics import ratio_interval, show
+from rlhf.evaluation.statistics import Figures, ratio_interval, show
 from rlhf.gold.truth import make_truth
 from rlhf.runs.folders import read_stage, stage_folder
-from rlhf.runs.sources import fractions, need_source
+from rlhf.runs.sources import need_source, of_split
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
 HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; larger gaps are in the last bin
-
-Figures = dict[str, Any]
 
 
 def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: torch.device) -> Figures:
@@ -53,7 +51,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     records, _ = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
     strangers = check_held_out(config, records)
     encode = item_encoder(config, model, tokenizer)
-    held_out = score_held_out(records_of(config, records, "test"), encode, model, tokenizer.pad_token_id, device)
+    held_out = score_held_out(of_split(config, records, "test"), encode, model, tokenizer.pad_token_id, device)
     results = comparison_figures(records, strangers, held_out, model.gain)
     if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
@@ -68,12 +66,6 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
         if truth.parts:
             results["gold_regression"] = gold_regression(config, truth, *held_out)
     return results
-
-
-def records_of(config: Config, records: Sequence[Ranking], split: str) -> list[Ranking]:
-    """The rankings of one split."""
-    shares = fractions(config)
-    return [r for r in records if record_split(r, config.data.split_seed, shares) == split]
 
 
 def score_held_out(
@@ -151,14 +143,31 @@ def difference(items: list[Item], scores: Scores, baseline: Scores) -> Figures:
 def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
     """How often labelers agree on pairs that two of them judged: among the training labelers, among the held-out ones, and
     between the two ({"value", "ci95", "n": items, "pairs"}; value None if none was judged twice)."""
-    sides = {True: "held-out", False: "training"}
-    mixed = [r.model_copy(update={"labeler": sides[r.labeler in strangers]}) for r in records]
     groups = {
-        "training": [r for r in records if r.labeler not in strangers],
-        "held_out": [r for r in records if r.labeler in strangers],
-        "between": mixed if strangers else [],  # the labelers of one side now count as one person
+        "training": pairwise_agreement(r for r in records if r.labeler not in strangers),
+        "held_out": pairwise_agreement(r for r in records if r.labeler in strangers),
+        "between": agreement_between(records, strangers),
     }
-    return {name: rounded(pairwise_agreement(group)) for name, group in groups.items()}
+    return {name: rounded(figures) for name, figures in groups.items()}
+
+
+def agreement_between(records: Sequence[Ranking], strangers: set[str | None]) -> Figures:
+    """As `pairwise_agreement`, of each training labeler with each held-out one."""
+    items: dict[Any, tuple[list[set[tuple[str, str]]], list[set[tuple[str, str]]]]] = {}
+    for record in records:
+        texts = [response.text for response in record.responses]
+        ordered = {(texts[better], texts[worse]) for better, worse in record.pair_list()}
+        prompt = tuple((message.role, message.content) for message in record.prompt)
+        training, held_out = items.setdefault((prompt, frozenset(texts)), ([], []))
+        (held_out if record.labeler in strangers else training).append(ordered)
+    agreed, compared = [], []
+    for training, held_out in items.values():
+        same = sum(len(ours & theirs) for ours in training for theirs in held_out)
+        opposed = sum((j, i) in theirs for ours in training for theirs in held_out for i, j in ours)
+        if same + opposed:
+            agreed.append(same)
+            compared.append(same + opposed)
+    return ratio(np.array(agreed), np.array(compared))
 
 
 def rounded(figures: Figures) -> Figures:
@@ -233,11 +242,9 @@ def calibration_error(curve: list[Figures]) -> float:
 
 def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
     """The demonstrations that were not used for calibration, or all if none was held out; and which of the two."""
-    records, _ = load_demonstrations(
-        need_source(config, "demonstrations"), config.data.format, config.data.allow_partial
-    )
-    shares = fractions(config)
-    unseen = [r for r in records if record_split(r, config.data.split_seed, shares) != "train"]
+    source = need_source(config, "demonstrations")
+    records, _ = load_demonstrations(source, config.data.format, config.data.allow_partial)
+    unseen = of_split(config, records, "dev", "test")
     return (unseen, "held out") if unseen else (records, "train")
 
 

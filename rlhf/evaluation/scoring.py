@@ -50,11 +50,16 @@ def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
     yield part
 
 
+def unwrapped(model: Any) -> Any:
+    """The model, or the model inside an engine."""
+    return getattr(model, "module", model)
+
+
 def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
     """The arguments of the model's forward for rows of items; `pad` is the policy tokenizer's."""
-    own = getattr(model, "module", model)  # the module inside an engine
-    if isinstance(own, TextRewardModel):
-        return own.collate(rows)
+    reward_model = unwrapped(model)
+    if isinstance(reward_model, TextRewardModel):
+        return reward_model.collate(rows)
     return dict(zip(("tokens", "lengths"), right_pad(list(rows), pad), strict=True))
 
 
@@ -68,9 +73,8 @@ def score_items(model: Any, items: list[Item], pad: int, device: torch.device) -
 def by_item(items: list[Item], flat: Tensor) -> Tensor:
     """(N, K) of one value per row of the items, (R,); 0 if an item has fewer than K rows."""
     most = max(len(item.rows) for item in items)
-    where = torch.tensor(
-        [i * most + j for i, item in enumerate(items) for j in range(len(item.rows))], device=flat.device
-    )
+    places = [i * most + j for i, item in enumerate(items) for j in range(len(item.rows))]
+    where = torch.tensor(places, device=flat.device)
     return flat.new_zeros(len(items) * most).index_put((where,), flat).view(len(items), most)
 
 
@@ -134,9 +138,10 @@ def score_demonstrations(
     model: Any, records: Sequence[Demonstration], tokenizer: Any, device: torch.device, calibrated: bool = True
 ) -> Tensor:
     """Scores (B,) of demonstrations; `tokenizer` is the policy's."""
-    own = getattr(model, "module", model)
-    if isinstance(own, TextRewardModel):
-        return own.score_rows([own.encode(record.prompt, record.response) for record in records], calibrated)
+    reward_model = unwrapped(model)
+    if isinstance(reward_model, TextRewardModel):
+        rows = [reward_model.encode(record.prompt, record.response) for record in records]
+        return reward_model.score_rows(rows, calibrated)
     encoded = encode_demonstrations(records, tokenizer, tokenizer.model_max_length)
     return score_rows(model, [e["prompt"] + e["response"] for e in encoded], tokenizer.pad_token_id, device, calibrated)
 
@@ -158,8 +163,8 @@ def accuracy(items: list[Item], scores: Scores) -> dict[str, Any]:
 
 def share(right: Sequence[float], count: Sequence[float]) -> dict[str, Any]:
     """`ratio_interval` of a share, its interval within [0, 1]."""
-    found: dict[str, Any] = ratio_interval(right, count)
-    return found | {"ci95": [min(1.0, max(0.0, end)) for end in found["ci95"]]}
+    figure = ratio_interval(right, count)
+    return figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]}
 
 
 def length_scores(items: list[Item]) -> tuple[Scores, bool]:

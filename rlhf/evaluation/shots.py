@@ -20,7 +20,7 @@ from rlhf.config.setting import listed
 from rlhf.data.labelled import Columns, Example, classes_of
 from rlhf.evaluation.instructions import models_of
 from rlhf.evaluation.labelled_task import columns_of, load_task, option_scores, options_of
-from rlhf.evaluation.statistics import wilson
+from rlhf.evaluation.statistics import Figures, wilson
 from rlhf.model.trunk import context_of
 from rlhf.runs.folders import check_output, run_folder, stage_folder
 from rlhf.tokenizer import encode_texts, load_tokenizer, separator_id
@@ -28,7 +28,6 @@ from rlhf.tracking.progress import progress
 from rlhf.training.setup import load_frozen
 
 BETWEEN = "\n\n"
-Figures = dict[str, Any]
 
 
 def evaluate_shots(config: Config, device: torch.device) -> Figures:

@@ -10,16 +10,32 @@ RIDGE = 1e-3  # ridge of a logistic regression, so that it has a solution if one
 DETECTED = 2.8  # standard errors at which a 5% test detects an effect in 80% of samples: 1.96 + 0.84
 
 
-def interval(values: Sequence[float]) -> dict[str, object]:
-    """{"value": mean, "ci95": [low, high], "n"} of one number per prompt, by the normal approximation."""
+Figures = dict[str, Any]
+
+
+def figure(value: float, half: float | None, n: int) -> Figures:
+    """{"value", "ci95": [low, high], "n"}, rounded. half: half the width of the interval; None if it is unknown."""
+    ends = None if half is None else [round(value - half, 4), round(value + half, 4)]
+    return {"value": round(value, 4), "ci95": ends, "n": n}
+
+
+def interval(values: Sequence[float]) -> Figures:
+    """`figure` of the mean of one number per prompt, by the normal approximation."""
     n = len(values)
     mean = sum(values) / n
     variance = sum((v - mean) ** 2 for v in values) / max(1, n - 1)
-    half = 1.96 * math.sqrt(variance / n)
-    return {"value": round(mean, 4), "ci95": [round(mean - half, 4), round(mean + half, 4)], "n": n}
+    return figure(mean, 1.96 * math.sqrt(variance / n), n)
 
 
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, object]:
+def sum_by(keys: Sequence[str], values: Sequence[float]) -> list[float]:
+    """The sum of the values of each key, in the order in which the keys first occur."""
+    sums = dict.fromkeys(keys, 0.0)
+    for key, value in zip(keys, values, strict=True):
+        sums[key] += value
+    return list(sums.values())
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Figures:
     """As `interval`, for a share whose parts come from prompts: sum of numerators over sum of denominators.
 
     The interval is the delta method's with a prompt as the unit (Cochran 1977, section 6.3).
@@ -27,8 +43,7 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
     n, total = len(numerators), sum(denominators)
     ratio = sum(numerators) / total
     residuals = sum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
-    half = 1.96 * math.sqrt(n / max(1, n - 1) * residuals) / total
-    return {"value": round(ratio, 4), "ci95": [round(ratio - half, 4), round(ratio + half, 4)], "n": round(total)}
+    return figure(ratio, 1.96 * math.sqrt(n / max(1, n - 1) * residuals) / total, round(total))
 
 
 def win_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[float]:
@@ -44,12 +59,12 @@ def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[f
     ]
 
 
-def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> dict[str, object]:
+def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Figures:
     """The mean of `win_points` over prompts."""
     return interval(win_points(scores, baseline))
 
 
-def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> dict[str, Any]:
+def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> Figures:
     """The win rate if both answers had the same number of words, by logistic regression: sigmoid(a) of
 
         P(win) = sigmoid(a + b d / sd(d))        d = words of ours minus theirs
@@ -74,12 +89,8 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     residual = (x * (y - p.reshape(y.shape))[..., None]).sum(1)  # (prompts, 2)
     error = math.sqrt((bread @ (residual.T @ residual) @ bread)[0, 0])
     low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
-    return {
-        "value": round(value, 4),
-        "ci95": [round(low, 4), round(high, 4)],
-        "n": len(y),
-        "per_sd_of_length": round(float(w[1]), 4),
-    }
+    rate: Figures = {"value": round(value, 4), "ci95": [round(low, 4), round(high, 4)], "n": len(y)}
+    return rate | {"per_sd_of_length": round(float(w[1]), 4)}
 
 
 def prompts_needed(figure: dict[str, Any]) -> int | None:
@@ -101,7 +112,7 @@ def show(figure: dict[str, Any] | None, digits: int = 3) -> str:
     return f"{figure['value']:.{digits}f}{ends}"
 
 
-def wilson(right: int, n: int) -> dict[str, object]:
+def wilson(right: int, n: int) -> Figures:
     """{"value", "ci95", "n"} of a share of independent cases. Source: Wilson 1927; z = 1.96."""
     share, z2 = right / n, 1.96**2
     centre, half = share + z2 / (2 * n), 1.96 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
@@ -115,20 +126,16 @@ def classification(labels: Sequence[int], predicted: Sequence[int], classes: Seq
     majority: the accuracy of always saying the most frequent label.
     """
     confusion = [[0] * len(classes) for _ in classes]
-    for label, found in zip(labels, predicted, strict=True):
-        confusion[label][found] += 1
-    rows: dict[str, dict[str, Any]] = {}
+    for label, prediction in zip(labels, predicted, strict=True):
+        confusion[label][prediction] += 1
+    rows: dict[str, Figures] = {}
     scores = []
     for i, name in enumerate(classes):
-        right, said, there = confusion[i][i], sum(row[i] for row in confusion), sum(confusion[i])
-        f1 = 2 * right / (said + there) if said + there else 0.0
-        scores += [f1] if said + there else []
-        rows[name] = {
-            "n": there,
-            "precision": right / said if said else None,
-            "recall": right / there if there else None,
-            "f1": f1,
-        }
+        right, positives, n = confusion[i][i], sum(row[i] for row in confusion), sum(confusion[i])
+        f1 = 2 * right / (positives + n) if positives + n else 0.0
+        scores += [f1] if positives + n else []
+        precision, recall = right / positives if positives else None, right / n if n else None
+        rows[name] = {"n": n, "precision": precision, "recall": recall, "f1": f1}
     right = sum(confusion[i][i] for i in range(len(classes)))
     return {
         "accuracy": wilson(right, len(labels)),

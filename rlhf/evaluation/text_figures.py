@@ -6,16 +6,13 @@ Every figure has a 95% interval with a prompt as the unit.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
-from rlhf.evaluation.statistics import interval, ratio_interval
-
-Figure = dict[str, Any]
+from rlhf.evaluation.statistics import Figures, figure, interval, ratio_interval
 
 
 def text_figures(
     texts: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]], nats: Sequence[Sequence[float]]
-) -> dict[str, Figure]:
+) -> dict[str, Figures]:
     """Figures of one policy's responses, a list per prompt.
 
     lengths: response tokens; nats: log-probs of whole responses under the SFT model.
@@ -41,9 +38,9 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def exponential(figure: Figure) -> Figure:
-    ends = [round(math.exp(end), 4) for end in figure["ci95"]]
-    return figure | {"value": round(math.exp(figure["value"]), 4), "ci95": ends}
+def exponential(of: Figures) -> Figures:
+    ends = [round(math.exp(end), 4) for end in of["ci95"]]
+    return of | {"value": round(math.exp(of["value"]), 4), "ci95": ends}
 
 
 def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
@@ -55,7 +52,7 @@ def repetition(words: Sequence[str]) -> float:
     return 1 - len(set(found)) / len(found) if found else 0.0
 
 
-def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figure:
+def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:
     """Different n-grams over all n-grams of all rows; the interval is the delete-one jackknife's (Efron and Tibshirani 1993,
     chapter 11).
     """
@@ -67,6 +64,5 @@ def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figure:
     for row in rows:
         alone = sum(rows_with[gram] == 1 for gram in set(row))
         left.append((kinds - alone) / max(1, total - len(row)))
-    half = 1.96 * math.sqrt((n - 1) / n * sum((x - mean(left)) ** 2 for x in left))
-    value = kinds / total
-    return {"value": round(value, 4), "ci95": [round(value - half, 4), round(value + half, 4)], "n": n}
+    centre = mean(left)
+    return figure(kinds / total, 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)), n)

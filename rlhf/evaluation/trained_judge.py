@@ -9,7 +9,7 @@ from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import Scores, score_answers_by
-from rlhf.evaluation.statistics import interval, length_controlled, pair_points, prompts_needed, show
+from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, prompts_needed, show
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import stage_folder
 
@@ -20,8 +20,6 @@ HELD_OUT = (
     "above_length",
     "labeler_agreement",
 )  # figures of the judge itself
-
-Figures = dict[str, Any]
 
 
 def compare_policies(

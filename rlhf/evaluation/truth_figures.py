@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf.data.records import PromptRecord
-from rlhf.evaluation.statistics import interval, win_rate
+from rlhf.evaluation.statistics import Figures, interval, win_rate
 from rlhf.gold.truth import Truth
 
 Judged = list[list[dict[str, float]]]  # the parts of each response, a list per prompt
@@ -41,7 +41,7 @@ def mean_of(rows: Sequence[Sequence[Any]]) -> float:
     return round(sum(map(sum, rows)) / sum(map(len, rows)), 4)
 
 
-def interval_of(rows: Sequence[Sequence[float]]) -> dict[str, object]:
+def interval_of(rows: Sequence[Sequence[float]]) -> Figures:
     """Interval of the mean over prompts of each prompt's mean."""
     return interval([sum(row) / len(row) for row in rows])
 

@@ -3,19 +3,25 @@
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
+from rlhf.data.splits import record_split
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
 from rlhf.files import read_json, sha256_file
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
 
+if TYPE_CHECKING:
+    from rlhf.data.records import Record
+
+T = TypeVar("T", bound="Record")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 CLASSIFIER_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -24,6 +30,12 @@ def fractions(config: Config) -> dict[str, float]:
     """Shares of train, dev and test, for `record_split`."""
     dev, test = config.data.dev, config.data.test
     return {"train": 1.0 - dev - test, "dev": dev, "test": test}
+
+
+def of_split(config: Config, records: Sequence[T], *splits: str) -> list[T]:
+    """The label records of these splits."""
+    seed, shares = config.data.split_seed, fractions(config)
+    return [record for record in records if record_split(record, seed, shares) in splits]
 
 
 def data_source(config: Config, kind: str) -> Any:

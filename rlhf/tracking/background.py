@@ -78,15 +78,9 @@ class Background(Sink):
     def _tell(self, doing: str, error: Exception, consequence: str) -> None:
         if self._given_up:
             return
-        told = " ".join(str(error).split())[:300]
-        logger.warning(
-            "%s could not %s (%s: %s): %s, metrics.jsonl and samples.jsonl have everything",
-            self._name,
-            doing,
-            type(error).__name__,
-            told,
-            consequence,
-        )
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        remedy = f"{consequence}, metrics.jsonl and samples.jsonl have everything"
+        logger.warning("%s could not %s (%s): %s", self._name, doing, reason, remedy)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if self._broken or not self._thread.is_alive():
@@ -119,8 +113,5 @@ class Background(Sink):
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._broken = self._given_up = True
-            logger.warning(
-                "%s did not finish in %.0f s: continuing without it, metrics.jsonl has everything",
-                self._name,
-                self._finish_timeout,
-            )
+            remedy = "continuing without it, metrics.jsonl has everything"
+            logger.warning("%s did not finish in %.0f s: %s", self._name, self._finish_timeout, remedy)

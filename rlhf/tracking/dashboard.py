@@ -51,18 +51,17 @@ def make_specification(project: str, entity: str | None = None) -> dict[str, Any
 
 
 def _panel_specification(panel: Chart | TablePanel, x: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"title": panel.title, "width": width(panel)}
+    specification: dict[str, Any] = {"title": panel.title, "width": width(panel)}
     if isinstance(panel, TablePanel):
-        told |= {"kind": "chart of a table" if panel.chart else "table", "table": panel.table}
-        told["columns"] = list(TABLES[panel.table])
-        return told | ({"chart": panel.chart, "fields": dict(panel.fields)} if panel.chart else {})
+        specification |= {"kind": "chart of a table" if panel.chart else "table", "table": panel.table}
+        specification["columns"] = list(TABLES[panel.table])
+        return specification | ({"chart": panel.chart, "fields": dict(panel.fields)} if panel.chart else {})
     metrics = []
     for name in panel.metrics:
         metric = find(example(name))
-        metrics.append(
-            {"name": name, "unit": metric.unit if metric else "", "meaning": metric.meaning if metric else ""}
-        )
-    return told | {"kind": "lines", "x": panel.x or x, "log_y": panel.log_y, "metrics": metrics}
+        assert metric is not None
+        metrics.append({"name": name, "unit": metric.unit, "meaning": metric.meaning})
+    return specification | {"kind": "lines", "x": panel.x or x, "log_y": panel.log_y, "metrics": metrics}
 
 
 def example(name: str) -> str:

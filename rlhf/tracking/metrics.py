@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +28,13 @@ class Metric:
         return "<" in self.name
 
 
-class Reduction(NamedTuple):
-    """How sums over all micro-batches and ranks become one number."""
-
-    sums: tuple[str, ...]  # the global sums that it needs, in the order of `Sums.add`
-    close: str  # the formula, for readers; `_close` computes it
-
-
-REDUCTIONS = {
-    "mean": Reduction(("total", "count"), "total / count"),
-    "std": Reduction(("total", "squares", "count"), "sqrt(squares/count - (total/count)^2)"),
-    "explained": Reduction(
-        ("error", "error_squares", "target", "target_squares", "count"), "1 - var(error) / var(target)"
-    ),
-    "max": Reduction(("value",), "the largest"),
-    "last": Reduction(("value",), "the newest; the same on every rank"),
+# The global sums that each reduction needs, in the order of `Sums.add`; `_close` has the formulas.
+REDUCTIONS: dict[str, tuple[str, ...]] = {
+    "mean": ("total", "count"),
+    "std": ("total", "squares", "count"),
+    "explained": ("error", "error_squares", "target", "target_squares", "count"),
+    "max": ("value",),
+    "last": ("value",),
 }
 
 _PPO = ("ppo",)
@@ -64,13 +55,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("sft/loss", ("sft",), _NATS_TOKEN, "response tokens, end of turn included", "mean",
            "loss on the demonstrated response, with sft.lm_coef times that on the prompt"),
     # reward model
-    Metric("reward/loss", _RANKED, "nats per prompt", "prompts with an ordered pair", "mean",
-           "ranking loss"),
+    Metric("reward/loss", _RANKED, "nats per prompt", "prompts with an ordered pair", "mean", "ranking loss"),
     Metric("reward/accuracy", _RANKED, _SHARE, _PAIRS, "mean", "pairs whose winner has the higher score"),
     Metric("reward/lm_loss", _RANKED, _NATS_TOKEN, "tokens after the first", "mean",
            "mean over prompts of the language model's loss on their responses' rows, with reward.lm_coef"),
-    Metric("reward/margin", _RANKED, "score", _PAIRS, "mean",
-           "score of the winner minus score of the loser"),
+    Metric("reward/margin", _RANKED, "score", _PAIRS, "mean", "score of the winner minus score of the loser"),
     Metric("reward/mean", _RANKED, "score", "responses", "mean", "mean score"),
     Metric("reward/std", _RANKED, "score", "responses", "std", "standard deviation of the scores"),
     Metric("calibration/gain", _RANKED, "", "SFT samples", "last",
@@ -96,12 +85,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("objective/scores", _PPO, "score", _SEQUENCES, "mean",
            "score in the reward: after score_clip and the rule for a missing end token"),
     Metric("objective/scores/<part>", _PPO, "score", _SEQUENCES, "mean", "score of one of several sources"),
-    Metric("objective/non_score_reward", _PPO, "score", _SEQUENCES, "mean",
-           "-kl_coef * KL; 0 if kl.penalty=loss"),
-    Metric("objective/rlhf_reward", _PPO, "score", _SEQUENCES, "mean",
-           "objective/scores + objective/non_score_reward"),
-    Metric("objective/entropy", _PPO, _NATS_SEQUENCE, _RESPONSE, "mean",
-           "mean over sequences of -sum_t logp_old"),
+    Metric("objective/non_score_reward", _PPO, "score", _SEQUENCES, "mean", "-kl_coef * KL; 0 if kl.penalty=loss"),
+    Metric("objective/rlhf_reward", _PPO, "score", _SEQUENCES, "mean", "objective/scores + objective/non_score_reward"),
+    Metric("objective/entropy", _PPO, _NATS_SEQUENCE, _RESPONSE, "mean", "mean over sequences of -sum_t logp_old"),
     Metric("objective/kl_coef", _PPO, "score per nat", "-", "last", "KL coefficient in force"),
     Metric("objective/sqrt_kl", _PPO, "sqrt(nats per sequence)", _RESPONSE, "last",
            "sqrt(max(objective/kl, 0)), the distance that reward is plotted against"),
@@ -112,16 +98,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_max", _PPO, "", _RESPONSE, "max", "largest policy ratio rho"),
     Metric("loss/policy_avg", _PPO, "", _RESPONSE, "mean", "clipped surrogate"),
     Metric("loss/value_avg", _PPO, "score squared", _RESPONSE, "mean", "half the clipped squared error"),
-    Metric("loss/ptx_avg", _PPO, _NATS_TOKEN, "tokens of pretraining blocks", "mean",
-           "pretraining loss of PPO-ptx"),
+    Metric("loss/ptx_avg", _PPO, _NATS_TOKEN, "tokens of pretraining blocks", "mean", "pretraining loss of PPO-ptx"),
     Metric("val/clipfrac_avg", _PPO, _SHARE, _RESPONSE, "mean", "tokens whose value was clipped"),
     Metric("val/explained_var", _PPO, "", _RESPONSE, "explained", "1 - var(returns - values) / var(returns)"),
     # PPO: the rollouts
     Metric("rollout/eos_fraction", _PPO, _SHARE, _SEQUENCES, "mean", "responses that ended by themselves"),
-    Metric("rollout/response_len", _PPO, "tokens", _SEQUENCES, "mean",
-           "response tokens, end of turn included"),
-    Metric("rollout/tokens_per_s", _PPO, "tokens per second", _RESPONSE, "last",
-           "global tokens over seconds"),
+    Metric("rollout/response_len", _PPO, "tokens", _SEQUENCES, "mean", "response tokens, end of turn included"),
+    Metric("rollout/tokens_per_s", _PPO, "tokens per second", _RESPONSE, "last", "global tokens over seconds"),
     Metric("gold/<part>", _PPO, "gold score", _SEQUENCES, "mean", "the judge's own score of the rollouts"),
     # optimizer
     Metric("optim/lr", _TRAINED, "", "-", "last", "learning rate; the policy's in ppo"),
@@ -130,26 +113,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("optim/policy_grad_norm", _PPO, "", "-", "last", "gradient norm of the policy before clipping"),
     Metric("optim/critic_grad_norm", _PPO, "", "-", "last", "gradient norm of the critic before clipping"),
     Metric("optim/steps", _PPO, "steps", "-", "last", "optimizer steps of an update"),
-    Metric("optim/rl_grad_norm", _PPO, "", "-", "last",
-           "gradient norm of the policy without the pretraining term"),
-    Metric("optim/ptx_grad_norm", _PPO, "", "-", "last",
-           "gradient norm of the pretraining term before clipping"),
+    Metric("optim/rl_grad_norm", _PPO, "", "-", "last", "gradient norm of the policy without the pretraining term"),
+    Metric("optim/ptx_grad_norm", _PPO, "", "-", "last", "gradient norm of the pretraining term before clipping"),
     # cost
-    Metric("time/elapsed_s", _ALL, "seconds", "-", "last",
-           "wall time of the stage, earlier attempts included"),
+    Metric("time/elapsed_s", _ALL, "seconds", "-", "last", "wall time of the stage, earlier attempts included"),
     Metric("time/rollout_s", _PPO, "seconds", "-", "max", "sampling, one update"),
     Metric("time/score_s", _PPO, "seconds", "-", "max", "reward, reference and values, one update"),
     Metric("time/update_s", _PPO, "seconds", "-", "max", "optimisation, one update"),
     Metric("time/tokens_per_s", _TRAINED, "tokens per second", "-", "last", "global tokens over seconds"),
-    Metric("time/samples_per_s", _TRAINED, "samples per second", "-", "last",
-           "global sequences over seconds"),
-    Metric("time/mfu", _TRAINED, _SHARE, "-", "last",
-           "the models' own FLOPs over what all devices could do meanwhile"),
+    Metric("time/samples_per_s", _TRAINED, "samples per second", "-", "last", "global sequences over seconds"),
+    Metric("time/mfu", _TRAINED, _SHARE, "-", "last", "the models' own FLOPs over what all devices could do meanwhile"),
     Metric("memory/peak_rss_mb", _TRAINED, "MB", "-", "max", "peak resident memory of a process"),
     Metric("memory/peak_gpu_mb", _TRAINED, "MB", "-", "max", "peak memory that tensors took on a GPU"),
     # held-out, always under eval/
-    Metric("eval/<split>/loss", _ALL, "nats", "as the stage's own loss", "mean",
-           "the stage's loss, held out"),
+    Metric("eval/<split>/loss", _ALL, "nats", "as the stage's own loss", "mean", "the stage's loss, held out"),
     Metric("eval/<split>/bpb", ("pretrain", "evaluate"), "bits per byte", "text tokens, no separators",
            "mean", "nats of text tokens over bytes of text, in bits, held out"),
     Metric("eval/<split>/accuracy", (*_RANKED, "dpo", "classify", "evaluate"), _SHARE, "ordered pairs; examples", "mean",
@@ -157,10 +134,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<split>/macro_f1", ("classify",), _SHARE, "examples", "mean", "mean over classes of F1"),
     Metric("eval/<split>/margin", (*_RANKED, "dpo", "evaluate"), "score", _PAIRS, "mean",
            "as reward/margin or dpo/margin, held out"),
-    Metric("eval/<split>/mean", (*_RANKED, "evaluate"), "score", "responses", "mean",
-           "as reward/mean, held out"),
-    Metric("eval/<split>/std", (*_RANKED, "evaluate"), "score", "responses", "std",
-           "as reward/std, held out"),
+    Metric("eval/<split>/mean", (*_RANKED, "evaluate"), "score", "responses", "mean", "as reward/mean, held out"),
+    Metric("eval/<split>/std", (*_RANKED, "evaluate"), "score", "responses", "std", "as reward/std, held out"),
     Metric("eval/<split>/length_baseline", (*_RANKED, "evaluate"), _SHARE, _PAIRS, "mean",
            "pairs whose winner is the longer response, or the shorter where that is right more often"),
     Metric("eval/<split>/noise_ceiling", (*_RANKED, "evaluate"), _SHARE, _PAIRS, "mean",
@@ -171,14 +146,12 @@ METRICS: tuple[Metric, ...] = (
            "labelers who agree with each other"),
     Metric("eval/<split>/scores", ("sft", "ppo", "evaluate"), "score", _SEQUENCES, "mean",
            "reward-model score; in ppo as objective/scores"),
-    Metric("eval/<split>/kl", ("ppo", "evaluate"), _NATS_SEQUENCE, _RESPONSE, "mean",
-           "as objective/kl, held out"),
+    Metric("eval/<split>/kl", ("ppo", "evaluate"), _NATS_SEQUENCE, _RESPONSE, "mean", "as objective/kl, held out"),
     Metric("eval/<split>/entropy", ("ppo", "evaluate"), _NATS_SEQUENCE, _RESPONSE, "mean",
            "as objective/entropy, held out"),
     Metric("eval/<split>/eos_fraction", ("sft", "ppo", "evaluate"), _SHARE, _SEQUENCES, "mean",
            "responses that ended by themselves"),
-    Metric("eval/<split>/response_len", ("sft", "ppo", "evaluate"), "tokens", _SEQUENCES, "mean",
-           "response tokens"),
+    Metric("eval/<split>/response_len", ("sft", "ppo", "evaluate"), "tokens", _SEQUENCES, "mean", "response tokens"),
     Metric("eval/<split>/win_rate", ("ppo", "evaluate"), _SHARE, "prompts", "mean",
            "responses preferred to the SFT model's; a tie counts half"),
     Metric("eval/<split>/win_rate_greedy", ("ppo", "evaluate"), _SHARE, "prompts", "mean",
@@ -212,25 +185,20 @@ def find(name: str) -> Metric | None:
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
-def known(name: str) -> bool:
-    """Whether a writer accepts `name`."""
-    return find(name) is not None
-
-
 def check_names(names: Iterable[str]) -> None:
     """Refuses names that the table lacks.
 
     Raises: ValueError that lists every unknown name, each with the nearest known one.
     """
-    unknown = [name for name in names if not known(name)]
+    unknown = [name for name in names if find(name) is None]
     if unknown:
         import difflib
 
-        told = []
+        hints = []
         for name in unknown:
             near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
-            told.append(f"{name!r}" + (f" (nearest: {near[0]})" if near else ""))
-        raise ValueError(f"unknown metric {', '.join(told)}: add it to rlhf/tracking/metrics.py or use a known name")
+            hints.append(f"{name!r}" + (f" (nearest: {near[0]})" if near else ""))
+        raise ValueError(f"unknown metric {', '.join(hints)}: add it to rlhf/tracking/metrics.py or use a known name")
 
 
 def derive(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -242,8 +210,18 @@ def derive(metrics: Mapping[str, float]) -> dict[str, float]:
     return full
 
 
+def _reduction_of(name: str) -> str:
+    metric = find(name)
+    assert metric is not None
+    return metric.reduction
+
+
 def _close(reduction: str, sums: Sequence[float]) -> float | None:
-    """The formula of `REDUCTIONS[reduction].close`; None if nothing was counted."""
+    """One number from the global sums of REDUCTIONS[reduction]; None if nothing was counted.
+
+    max: the largest; last: the newest, which is the same on every rank; mean: total / count;
+    std: sqrt(squares / count - (total / count)²); explained: 1 - var(error) / var(target).
+    """
     if reduction in ("max", "last"):
         return sums[0]
     count = sums[-1]
@@ -275,24 +253,18 @@ class Sums:
         Raises: ValueError if the table lacks `name` or its reduction wants other sums.
         """
         check_names([name])
-        metric = find(name)
-        assert metric is not None
-        wanted = REDUCTIONS[metric.reduction].sums
+        reduction = _reduction_of(name)
+        wanted = REDUCTIONS[reduction]
         if len(sums) != len(wanted):
-            raise ValueError(
-                f"{name}: reduction {metric.reduction!r} takes ({', '.join(wanted)}), got {len(sums)} sums"
-            )
-        self._join(name, metric.reduction, [float(value) for value in sums])
-
-    def _join(self, name: str, reduction: str, sums: list[float]) -> None:
-        before = self._sums.get(name)
+            raise ValueError(f"{name}: reduction {reduction!r} takes ({', '.join(wanted)}), got {len(sums)} sums")
+        before, new = self._sums.get(name), [float(value) for value in sums]
         if before is None or reduction == "last":
-            self._sums[name] = sums
+            self._sums[name] = new
         elif reduction == "max":
             # not max(), which loses a NaN in second place
-            self._sums[name] = before if before[0] >= sums[0] or math.isnan(before[0]) else sums
+            self._sums[name] = before if before[0] >= new[0] or math.isnan(before[0]) else new
         else:
-            self._sums[name] = [a + b for a, b in zip(before, sums, strict=True)]
+            self._sums[name] = [a + b for a, b in zip(before, new, strict=True)]
 
     def state(self) -> dict[str, list[float]]:
         """The sums so far, for sending to other ranks."""
@@ -305,11 +277,5 @@ class Sums:
 
     def reduce(self) -> dict[str, float]:
         """One number per metric, in the order in which the metrics were first added."""
-        closed = {}
-        for name, sums in self._sums.items():
-            metric = find(name)
-            assert metric is not None
-            value = _close(metric.reduction, sums)
-            if value is not None:
-                closed[name] = value
-        return closed
+        closed = {name: _close(_reduction_of(name), sums) for name, sums in self._sums.items()}
+        return {name: value for name, value in closed.items() if value is not None}

@@ -19,11 +19,7 @@ PLAIN_INTERVAL = 10.0
 
 
 def progress(
-    total: int | None,
-    label: str,
-    unit: str = "step",
-    initial: int = 0,
-    stream: TextIO | None = None,
+    total: int | None, label: str, unit: str = "step", initial: int = 0, stream: TextIO | None = None
 ) -> "Progress":
     """Shows a loop of `total` units (None: unknown), `initial` of them done before this process began.
 
@@ -44,10 +40,12 @@ class Progress:
     def __init__(self, total: int | None, label: str, unit: str, initial: int) -> None:
         self.total, self.label, self.unit, self.initial = total, label, unit, initial
         self.done = initial
+        self._figures: dict[str, str] = {}
 
     def update(self, n: int = 1, **figures: float) -> None:
         """Moves on by `n` units and shows `figures`, which stay until replaced."""
         self.done += n
+        self._figures |= {name: format_figure(value) for name, value in figures.items()}
 
     def close(self) -> None:
         """Shows the last state; a second call does nothing."""
@@ -85,11 +83,9 @@ class _LiveProgress(Progress):
             # A short bar, so that a narrow terminal still shows time left and figures.
             bar_format=LIVE if total is not None else None,
         )
-        self._figures: dict[str, str] = {}
 
     def update(self, n: int = 1, **figures: float) -> None:
-        super().update(n)
-        self._figures |= {name: format_figure(value) for name, value in figures.items()}
+        super().update(n, **figures)
         self._bar.set_postfix_str("  ".join(f"{k} {v}" for k, v in self._figures.items()), refresh=False)
         self._bar.update(n)
 
@@ -103,23 +99,21 @@ class _PlainProgress(Progress):
     def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO) -> None:
         super().__init__(total, label, unit, initial)
         self._stream = stream
-        self._started = self._told_at = time.monotonic()
-        self._told: int | None = None
-        self._figures: dict[str, str] = {}
+        self._started = self._printed_at = time.monotonic()
+        self._printed: int | None = None
 
     def update(self, n: int = 1, **figures: float) -> None:
-        super().update(n)
-        self._figures |= {name: format_figure(value) for name, value in figures.items()}
+        super().update(n, **figures)
         now = time.monotonic()
-        if self._told is None or now - self._told_at >= PLAIN_INTERVAL:
-            self._tell(now)
+        if self._printed is None or now - self._printed_at >= PLAIN_INTERVAL:
+            self._print(now)
 
     def close(self) -> None:
-        if self.done != self._told and (self._told is not None or self.done != self.initial):
-            self._tell(time.monotonic())
+        if self.done != self._printed and (self._printed is not None or self.done != self.initial):
+            self._print(time.monotonic())
 
-    def _tell(self, now: float) -> None:
-        self._told, self._told_at = self.done, now
+    def _print(self, now: float) -> None:
+        self._printed, self._printed_at = self.done, now
         seconds = now - self._started
         rate = (self.done - self.initial) / seconds if seconds > 0 else 0.0
         parts = [f"{self.label}: {self.unit} {self.done:,}"]

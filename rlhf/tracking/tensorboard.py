@@ -7,18 +7,16 @@ from typing import Any
 from rlhf.errors import UserError
 from rlhf.tracking.background import Rows, Sink
 
-MISSING = (
-    "tracking=tensorboard: the package tensorboard is not installed: run pip install 'rlhf-recipe[tensorboard]', "
-    "or set tracking=jsonl"
-)
-
 
 def require_tensorboard() -> None:
     """Raises: UserError if the package is missing."""
     import importlib.util
 
     if importlib.util.find_spec("tensorboard") is None:
-        raise UserError(MISSING)
+        raise UserError(
+            "tracking=tensorboard: the package tensorboard is not installed: run pip install 'rlhf-recipe[tensorboard]', "
+            "or set tracking=jsonl"
+        )
 
 
 class TensorboardSink(Sink):
@@ -44,8 +42,8 @@ class TensorboardSink(Sink):
     def samples(self, rows: Rows, step: int) -> None:
         for number, row in enumerate(rows):
             # Four spaces make a block of code in Markdown, so that model output is shown unchanged.
-            told = "\n\n".join(f"{key}\n\n" + indent(row.get(key)) for key in ("prompt", "response", "score", "kl"))
-            self._writer.add_text(f"samples/{number}", told, step)
+            text = "\n\n".join(f"{key}\n\n" + indent(row.get(key)) for key in ("prompt", "response", "score", "kl"))
+            self._writer.add_text(f"samples/{number}", text, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         lines = ["\t".join(columns), *("\t".join(map(str, row)) for row in rows)]

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from rlhf.tracking.background import Rows, Sink
 from rlhf.tracking.metrics import X_AXES
+from rlhf.tracking.panels import TABLES
 
 logger = logging.getLogger(__name__)
 
 # Seconds after which the stage continues without W&B: starting online, uploading the rest, and the thread that does so.
 INIT_TIMEOUT, FINISH_TIMEOUT = 20.0, 30.0
-SAMPLE_COLUMNS = ("step", "id", "prompt", "response", "score", "kl", "length")
 # Dicts of a sample row whose entries become separate columns.
 SAMPLE_PARTS = ("parts", "gold")
 # Only in samples.jsonl, for the report: a list per row is not a column.
@@ -196,12 +196,10 @@ def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str,
 
 def choose_mode(wandb: Any) -> Literal["online", "offline"] | None:
     """Offline unless the user chose otherwise; None leaves it to WANDB_MODE. W&B then never prompts."""
-    asked = os.environ.get("WANDB_MODE")
+    chosen = os.environ.get("WANDB_MODE")
     if os.environ.get("WANDB_API_KEY"):
-        return None if asked else "online"
-    if asked in ("offline", "disabled", "dryrun"):
-        return None
-    if asked and wandb.login(prompt=False, verify=False):
+        return None if chosen else "online"
+    if chosen in ("offline", "disabled", "dryrun") or (chosen and wandb.login(prompt=False, verify=False)):
         return None
     return "offline"
 
@@ -209,7 +207,7 @@ def choose_mode(wandb: Any) -> Literal["online", "offline"] | None:
 def columns_of(rows: Rows) -> list[str]:
     """The samples table's columns: the fixed ones, then one for each part of a score."""
     parts = {f"{group}/{name}": None for row in rows for group in SAMPLE_PARTS for name in row.get(group) or {}}
-    return [*SAMPLE_COLUMNS, *parts]
+    return [*TABLES["samples"], *parts]
 
 
 def flatten(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import glob
 import os
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from rlhf.runs.replacing import under_way
 from rlhf.terminal import printable
 from rlhf.tracking.jsonl import is_number, parse_line
 from rlhf.tracking.progress import format_figure, format_seconds
-from rlhf.tracking.run_files import get
+from rlhf.tracking.run_files import number
 
 # The figures shown for a stage, by label.
 FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -26,6 +27,7 @@ FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
             ("gold", "gold/total")),
     "dpo": (("loss", "dpo/loss"), ("accuracy", "dpo/accuracy"), ("held out", "eval/dev/accuracy")),
 }  # fmt: skip
+MARKS = {"complete": "●", "running": "◐", "stopped": "✕"}  # of stages that have begun
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Lines over which the speed is measured.
 RATE_LINES = 20
@@ -96,15 +98,14 @@ class Watched:
     @property
     def total(self) -> int | None:
         """The stage's number of steps, from its record or its configuration; None if it depends on the data."""
-        told = self.record.get("steps")
-        if isinstance(told, int):
-            return told
-        config = self.record.get("config")
-        pairs = {"ppo": ("episodes", "episodes_per_update"), "pretrain": ("tokens", "global_batch_tokens")}
-        if self.name not in pairs:
+        recorded = self.record.get("steps")
+        if isinstance(recorded, int):
+            return recorded
+        keys = {"ppo": ("episodes", "episodes_per_update"), "pretrain": ("tokens", "global_batch_tokens")}
+        if self.name not in keys:
             return None
-        asked, each = (get(config, self.name, key) for key in pairs[self.name])
-        return int(asked // each) if is_number(asked) and is_number(each) and each > 0 else None
+        whole, per_step = (number(self.record, "config", self.name, key) for key in keys[self.name])
+        return int(whole // per_step) if whole is not None and per_step is not None and per_step > 0 else None
 
     @property
     def seconds_left(self) -> float | None:
@@ -158,15 +159,14 @@ class Watch:
 
     def _find_rounds(self) -> None:
         """Insert the stages of newly started rounds before this run's labelling, in order."""
-        found = {
-            p
-            for p in self.folder.parent.glob(f"{glob.escape(self.folder.name)}-round-*")
-            if p.name.rsplit("-", 1)[-1].isdigit()
+        numbers = {
+            p: p.name.rpartition("-")[2] for p in self.folder.parent.glob(f"{glob.escape(self.folder.name)}-round-*")
         }
-        for folder in sorted(found - self.rounds, key=lambda p: int(p.name.rsplit("-", 1)[-1])):
+        started = {folder: int(number) for folder, number in numbers.items() if number.isdigit()}
+        for folder in sorted(started.keys() - self.rounds, key=lambda folder: started[folder]):
             at = next(i for i, stage in enumerate(self.stages) if stage.title == "label")
             self.stages[at:at] = [watched(folder, name, f"{folder.name}/{name}") for name in ROUND_STAGES]
-        self.rounds |= found
+        self.rounds |= started.keys()
 
     def look(self) -> bool:
         """Read new lines; returns whether there were any."""
@@ -184,8 +184,6 @@ class Watch:
         return changed
 
     def _fresh(self, stage: Watched) -> bool:
-        import time
-
         times = [p.stat().st_mtime for p in (stage.tail.path, stage.folder / "stage.json") if p.exists()]
         return bool(times) and time.time() - max(times) < 120
 
@@ -196,9 +194,8 @@ class Watch:
     @property
     def current(self) -> Watched | None:
         """The running stage, else the one whose files changed last."""
-        running = [stage for stage in self.begun if stage.status == "running"]
-        found = running or self.begun
-        return found[-1] if found else None
+        stages = [stage for stage in self.begun if stage.status == "running"] or self.begun
+        return stages[-1] if stages else None
 
     @property
     def ended(self) -> bool:
@@ -230,24 +227,19 @@ def line(stage: Watched) -> str:
 
 def screen(watch: Watch, width: int) -> list[str]:
     """The live view: a line per stage, and below the current one a bar and a small curve for each figure."""
-    lines = [
-        f"{watch.folder.name}  "
-        + " → ".join(
-            f"{ {'complete': '●', 'running': '◐', 'stopped': '✕'}.get(s.status, '○') } {s.title}" for s in watch.begun
-        )
-    ]
     stage = watch.current
     if stage is None:
         return [f"{watch.folder.name}  nothing has started"]
-    lines.append(line(stage))
+    stages = " → ".join(f"{MARKS[one.status]} {one.title}" for one in watch.begun)
+    lines = [f"{watch.folder.name}  {stages}", line(stage)]
     if stage.total:
         room = max(10, min(60, width - 4))
         done = round(room * min(1.0, stage.step / stage.total))
         lines.append("━" * done + "─" * (room - done))
     for label, values in stage.figures():
         if len(values) > 1:
-            told = f"  {format_figure(values[0])} → {format_figure(values[-1])}"
-            lines.append(f"{label:<10}{sparkline(values, max(10, min(48, width - 12 - len(told))))}{told}")
+            ends = f"  {format_figure(values[0])} → {format_figure(values[-1])}"
+            lines.append(f"{label:<10}{sparkline(values, max(10, min(48, width - 12 - len(ends))))}{ends}")
     return [printable(text)[:width] for text in lines]
 
 

@@ -45,25 +45,22 @@ class Tracker:
         self._axes: dict[str, float] = {}
         self._resume_step, self._kept, self._kept_samples = resume_step, set[str](), set[str]()
         if folder is not None:
-            newest = self._open(folder, resume_step)
-            # The clock continues from the end of the kept lines.
-            self._started -= float(newest.get("time/elapsed_s") or 0.0)
+            self._open(folder)
         self._view = view() if view is not None else None
 
-    def _open(self, folder: Path, resume_step: int) -> dict[str, Any]:
+    def _open(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        newest: dict[str, Any] = {}
-        metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
-        if resume_step > 0:
-            newest = truncate_jsonl(metrics, "progress/step", resume_step)
-            truncate_jsonl(samples, "step", resume_step)
-            self._remember(metrics, samples)
+        metrics, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
+        if self._resume_step > 0:
+            newest = truncate_jsonl(metrics, "progress/step", self._resume_step)
+            truncate_jsonl(self._samples_path, "step", self._resume_step)
+            self._remember(metrics, self._samples_path)
+            # The clock continues from the end of the kept lines.
+            self._started -= float(newest.get("time/elapsed_s") or 0.0)
         else:
-            samples.unlink(missing_ok=True)
+            self._samples_path.unlink(missing_ok=True)
             metrics.unlink(missing_ok=True)
         self._metrics = metrics.open("a", encoding="utf-8", errors="backslashreplace")
-        self._samples_path = samples
-        return newest
 
     def _remember(self, metrics: Path, samples: Path) -> None:
         """The names in the kept lines of the step from which a stage resumes: written after that step's checkpoint."""
@@ -74,12 +71,7 @@ class Tracker:
         self._kept_samples = {str(row.get("id")) for row in read_jsonl(samples) if row["step"] == self._resume_step}
 
     def log(
-        self,
-        metrics: Mapping[str, float],
-        *,
-        step: int,
-        episodes: int | None = None,
-        tokens: int | None = None,
+        self, metrics: Mapping[str, float], *, step: int, episodes: int | None = None, tokens: int | None = None
     ) -> None:
         """Writes one line. Several lines may share a step; log a step before its checkpoint is saved.
 
@@ -187,10 +179,7 @@ class Tracker:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish(failed=kind is not None)
 

@@ -23,7 +23,7 @@ from rlhf.model.fused_loss import IGNORED
 from rlhf.precision import wants_bfloat16
 from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
 from rlhf.runs.stage import Stage
-from rlhf.tracking.metrics import known
+from rlhf.tracking.metrics import find
 from rlhf.training.adapters import save_model
 from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
 from rlhf.training.state import (
@@ -178,7 +178,7 @@ class StageCallback(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         metrics = {self.loss_name: logs["loss"], "optim/lr": logs.get("learning_rate", 0.0)}
-        metrics |= {name: value for name, value in logs.items() if "/" in name and known(name)}  # a stage's own
+        metrics |= {name: value for name, value in logs.items() if "/" in name and find(name)}  # a stage's own
         if "grad_norm" in logs:
             metrics["optim/grad_norm"] = float(logs["grad_norm"])
         tokens, now = self.tokens_seen(state), time.monotonic()

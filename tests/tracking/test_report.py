@@ -17,7 +17,7 @@ from rlhf.commands.report import rewrite_arguments
 from rlhf.report.evaluation import histograms, rank_agreement
 from rlhf.report.page import write_figures, write_report
 from rlhf.report.samples import level
-from rlhf.tracking.metrics import known
+from rlhf.tracking.metrics import find
 from rlhf.tracking.run_files import decimal, prompt_text, read_points, read_run, visible
 
 ATTACK = "</div><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"
@@ -167,7 +167,7 @@ def test_a_complete_run_shows_its_numbers(complete: tuple[Path, str]) -> None:
                   "1.5e-4",
                   digest("data"), "PPO is preferred to SFT"):  # fmt: skip
         assert shown in text, shown
-    assert "made/up" not in text and not known("made/up")
+    assert "made/up" not in text and find("made/up") is None
 
 
 def test_model_output_stays_text(complete: tuple[Path, str]) -> None:
