@@ -14,7 +14,7 @@ from rlhf.model.generate import sample
 from rlhf.model.heads import ScalarHead
 from rlhf.ppo import rollout as rollout_module
 from rlhf.ppo.actor_critic import ActorCritic
-from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, check_first_rollout, check_sampler
+from rlhf.ppo.invariants import check_first_rollout, check_sampler
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import (
     Rollout,
@@ -315,7 +315,7 @@ def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> R
 
 def check(rollout: Rollout) -> None:
     scores = torch.zeros(len(rollout.tokens))
-    check_first_rollout(rollout, torch.zeros_like(rollout.logp_old), scores, 0.0, HALF_RATIO_TOLERANCE)
+    check_first_rollout(rollout, torch.zeros_like(rollout.logp_old), scores, 0.0, half=True)
 
 
 @pytest.mark.parametrize(("spread", "layers"), [(0.02, 4), (0.1, 4), (0.1, 8)])

@@ -5,34 +5,43 @@ minibatch, which comes after the critic's warm-up (ppo.critic_warmup_updates).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf.errors import UserError
-from rlhf.ops.masked import masked_mean
 from rlhf.ppo.rollout import Rollout
-from rlhf.processes import Ranks
+from rlhf.processes import gather
 
-RATIO_TOLERANCE = 1e-4  # bound on |log rho| per token, and on a token's gap to the reference; nats, float32
+TOLERANCE = 1e-4  # bound on |log rho| per token, and on a token's gap to the reference; nats, float32
 
-# The same in bf16, whose products depend on a batch's shape. Measured on two layers of width 64, 3000 tokens, batches of
-# 16, 5 and 1 against 32 rows, with logits rounded to bf16 (as under ZeRO-3; elsewhere they are float32): |log rho| is
-# 0.03 at most and 1.2e-4 on average, 2.5e-3 nats per sequence at most on average; 0.08 and 3e-4 with logits three times as
-# large. The gap to the reference is 0: both models see the same batches.
-HALF_RATIO_TOLERANCE = 0.15  # below log(1 + clip_range) = 0.18, so a ratio that passes is not clipped either
-HALF_MEAN_GAP = 0.01  # nats per token, mean of absolute values: 30 times the largest mean above
-HALF_SEQUENCE_KL = 0.05  # nats per sequence, mean over sequences: 20 times the largest above
 
-# The sampler's log-probs in bf16 against a recomputation, in standard deviations of the log-probs: the rounding of logits
-# grows with their spread. Measured on models of 4 and 8 layers with weights of deviation 0.02 to 0.1, 1280 tokens: a mean
-# of 0.015 at most and a quantile of 0.07. Sampling at temperature 1.3 has 0.16 and 0.75 at least, a decoder that sees
-# padding 0.22 and 1.8, and log-probs of the token before 0.99 and 4.8. A maximum has no bound: it grows with the tokens.
-SAMPLER_MEAN, SAMPLER_QUANTILE = 0.06, 0.3
-SAMPLER_SHARE = 0.999  # of tokens: the quantile that is compared
-SAMPLER_FLOOR = 0.02  # nats: lower bound of the standard deviation
+class Bounds(NamedTuple):
+    """How far two computations of the same log-probs may be apart in bf16, in standard deviations of the log-probs.
 
+    Logits are rounded in proportion to their size, so no bound in nats fits all models.
+    """
+
+    mean: float  # of absolute values
+    quantile: float
+    share: float  # of tokens: which quantile
+
+
+# Two forwards over batches of different shapes. Measured: two layers of width 64 have a mean of 1e-4 and 0.03 at most;
+# SmolLM2-135M (30 layers, 768 tokens of responses) 0.0022 and 0.064 at most, which is 0.19 nats on a token of log-prob -12.7.
+FORWARDS = Bounds(mean=0.02, quantile=0.3, share=1.0)
+
+# The sampler against a forward. Measured on models of 4 and 8 layers with weights of deviation 0.02 to 0.1, 1280 tokens: a
+# mean of 0.015 at most and a quantile of 0.07; on SmolLM2-135M 0.006 and 0.1 at most. Sampling at temperature 1.3 has 0.16 and
+# 0.75 at least, a decoder that sees padding 0.22 and 1.8, and log-probs of the token before 0.99 and 4.8.
+SAMPLER = Bounds(mean=0.06, quantile=0.3, share=0.999)
+
+LEAST_SPREAD = 0.02  # nats: lower bound of the standard deviation
+# A KL to the reference in bf16 is refused if it is both larger than this and no noise around 0
+SEQUENCE_KL, STANDARD_ERRORS = 0.05, 5.0  # nats per sequence, mean over sequences
+CLIPPED_SHARE = 0.01  # of tokens that rounding in bf16 may put outside ppo.clip_range
 ENTROPY_TOLERANCE = 1e-4  # nats
 
 
@@ -40,18 +49,27 @@ def refuse(number: int, what: str, trained: str = "nothing was trained") -> None
     raise UserError(f"ppo: invariant {number} fails on the first update: {what}: {trained}")
 
 
-def check_first_rollout(
-    rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, tolerance: float = RATIO_TOLERANCE
-) -> None:
+def rounding_problem(gaps: Tensor, logprobs: Tensor, bounds: Bounds) -> str | None:
+    """Why gaps (N,) between two computations of logprobs (N,) are more than rounding in bf16; None if they are not."""
+    ordered = gaps.abs().sort().values
+    mean, most = ordered.mean().item(), ordered[round(bounds.share * (len(ordered) - 1))].item()
+    spread = max(logprobs.std(correction=0).item(), LEAST_SPREAD)
+    if mean <= bounds.mean * spread and most <= bounds.quantile * spread:
+        return None
+    where = "at most" if bounds.share == 1.0 else f"at the {bounds.share:.1%} quantile"
+    return (
+        f"{mean:.2e} nats off on average and {most:.2e} {where}, "
+        f"want {bounds.mean * spread:.2e} and {bounds.quantile * spread:.2e} or less"
+    )
+
+
+def check_first_rollout(rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool) -> None:
     """Before the first step the policy equals the reference, and the score is on the last response token.
 
-    tolerance: nats per token. If it is looser than float32's, the log-probs are bf16's, and their means have bounds too:
-    single tokens may be off, but not all.
-
-    Raises: UserError naming the invariant.
+    half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """
     check_sampler(rollout)
-    check_reference(rollout, tolerance)
+    check_reference(rollout, half)
     mask = rollout.response_mask
     counts = mask.sum(1)
     if not (counts > 0).all():
@@ -74,87 +92,90 @@ def check_sampler(rollout: Rollout) -> None:
     mask = rollout.response_mask
     if torch.equal(rollout.logp_sampled, rollout.logp_old) or not mask.any():
         return
-    gap = (rollout.logp_sampled - rollout.logp_old).abs()  # (B, A)
-    ordered = gap[mask].sort().values
-    mean, most = masked_mean(gap, mask).item(), ordered[round(SAMPLER_SHARE * (len(ordered) - 1))].item()
-    spread = max(rollout.logp_old[mask].std(correction=0).item(), SAMPLER_FLOOR)
-    if not (mean <= SAMPLER_MEAN * spread and most <= SAMPLER_QUANTILE * spread):
+    gaps = (rollout.logp_sampled - rollout.logp_old)[mask]
+    if problem := rounding_problem(gaps, rollout.logp_old[mask], SAMPLER):
         refuse(
             1,
-            f"the sampler's log-probs are {mean:.2e} nats off a forward's on average and {most:.2e} at the "
-            f"{SAMPLER_SHARE:.1%} quantile, want at most {SAMPLER_MEAN * spread:.2e} and {SAMPLER_QUANTILE * spread:.2e}: "
-            "the sampler and the training forward differ (temperature, padding, position, or dtype?)",
+            f"the sampler's log-probs are {problem}: the sampler and the training forward differ (temperature, padding, "
+            "position, or dtype?)",
         )
 
 
-def check_reference(rollout: Rollout, tolerance: float) -> None:
+def check_reference(rollout: Rollout, half: bool) -> None:
     """Invariant 2: log-probs of policy and reference are the same. Raises: UserError."""
     mask = rollout.response_mask
-    gap = torch.where(mask, rollout.logp_old - rollout.logp_ref, 0.0)  # (B, A)
-    most, mean = gap.abs().max().item(), masked_mean(gap.abs(), mask, mask.sum().clamp(min=1)).item()
-    kl = gap.sum(1).mean().item()  # nats per sequence
-    limits = [most <= tolerance]
-    wanted = f"want at most {tolerance:.2g} on a token"
-    if tolerance > RATIO_TOLERANCE:
-        limits += [mean <= HALF_MEAN_GAP, abs(kl) <= HALF_SEQUENCE_KL]
-        wanted += f", {HALF_MEAN_GAP} on average, and a KL within {HALF_SEQUENCE_KL}"
-    if not all(limits):
+    if not mask.any():
+        return
+    gaps = (rollout.logp_old - rollout.logp_ref)[mask]
+    problem: str | None = None
+    if not half and (most := gaps.abs().max().item()) > TOLERANCE:
+        problem = f"{most:.2e} nats off on a token, want {TOLERANCE:.0e} or less"
+    elif half:
+        problem = rounding_problem(gaps, rollout.logp_old[mask], FORWARDS)
+        kl, noise = gaps.sum().item() / len(mask), gaps.std(correction=0).item() * len(gaps) ** 0.5 / len(mask)
+        if problem is None and abs(kl) > max(SEQUENCE_KL, STANDARD_ERRORS * noise):
+            problem = f"a KL of {kl:.2e} nats per sequence off, want {SEQUENCE_KL} or less, or {STANDARD_ERRORS:.0f} standard errors"
+    if problem is not None:
         refuse(
             2,
-            f"log-probs are up to {most:.2e} nats off the reference's, {mean:.2e} on average, which is a KL of "
-            f"{kl:.2e} nats per sequence; {wanted}: the reference is not the model that the policy started from, or "
+            f"log-probs are {problem}, from the reference's: the reference is not the model that the policy started from, or "
             "the sampler's log-probs are not the forward's",
         )
 
 
 @dataclass(slots=True)
-class Extremes:
-    """What `check_first_minibatch` bounds, over this rank's micro-batches."""
+class FirstMinibatch:
+    """What is checked of the policy's first minibatch, by micro-batch of this rank."""
 
-    log_ratio: float = 0.0  # the largest |log rho|
+    log_ratios: list[Tensor] = field(default_factory=list)  # each (N,), as the next two
+    logp_old: list[Tensor] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
     clipped: float = 0.0  # tokens
-    least_entropy: float = math.inf  # nats, as the next
-    largest_entropy: float = -math.inf
 
-    def add(self, log_ratios: Tensor, entropies: Tensor, clipped: float) -> None:
-        """One micro-batch's tokens: log_ratios and entropies (N,)."""
-        self.log_ratio = max(self.log_ratio, log_ratios.abs().max().item())
+    def add(self, log_ratios: Tensor, logp_old: Tensor, entropies: Tensor, clipped: float) -> None:
+        """One micro-batch's tokens."""
+        for values, new in ((self.log_ratios, log_ratios), (self.logp_old, logp_old), (self.entropies, entropies)):
+            values.append(new.cpu())
         self.clipped += clipped
-        self.least_entropy = min(self.least_entropy, entropies.min().item())
-        self.largest_entropy = max(self.largest_entropy, entropies.max().item())
 
-    def over_ranks(self, ranks: Ranks, vocab_size: int) -> tuple[float, float, tuple[float, float]]:
-        """The first three arguments of `check_first_minibatch`, the same on every rank."""
-        above = ranks.max(self.largest_entropy - math.log(vocab_size))
-        return ranks.max(self.log_ratio), ranks.sum(self.clipped), (-ranks.max(-self.least_entropy), above)
+    def over_ranks(self) -> "FirstMinibatch":
+        """That of all ranks, on every rank."""
+        whole = FirstMinibatch()
+        for part in gather(self):
+            whole.log_ratios += part.log_ratios
+            whole.logp_old += part.logp_old
+            whole.entropies += part.entropies
+            whole.clipped += part.clipped
+        return whole
 
 
-def check_first_minibatch(
-    largest_log_ratio: float, clipped_tokens: float, entropies: tuple[float, float], tolerance: float = RATIO_TOLERANCE
-) -> None:
+def check_first_minibatch(minibatch: FirstMinibatch, vocab_size: int, half: bool) -> None:
     """rho = 1 and nothing is clipped before the policy's first step, and entropies are between 0 and log V.
 
-    entropies: the least entropy of a token, and the largest one minus log V. tolerance: of |log rho|, nats.
-
-    Raises: UserError naming the invariant.
+    half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """
     untouched = "the policy was not trained"  # the critic may have been
-    if largest_log_ratio > tolerance:
+    log_ratios, entropies = torch.cat(minibatch.log_ratios), torch.cat(minibatch.entropies)
+    largest = log_ratios.abs().max().item()
+    problem = None
+    if half:
+        problem = rounding_problem(log_ratios, torch.cat(minibatch.logp_old), FORWARDS)
+    elif largest > TOLERANCE:
+        problem = f"{largest:.2e} nats off at most, want {TOLERANCE:.0e} or less"
+    if problem is not None:
         refuse(
             1,
-            f"|log rho| is up to {largest_log_ratio:.2e} before any step, want at most {tolerance:.2g}: the sampler's "
-            "log-probs differ from the training forward's (dropout, dtype, or temperature?)",
+            f"before any step log-probs are {problem}, from those of the rollout (dropout, dtype, or temperature?)",
             untouched,
         )
-    if clipped_tokens > 0:
+    if minibatch.clipped > (CLIPPED_SHARE * len(log_ratios) if half else 0):
         refuse(
             1,
-            f"{clipped_tokens:.0f} tokens are clipped before any step, want none, with |log rho| up to "
-            f"{largest_log_ratio:.2e}: ppo.clip_range is narrower than the rounding of log-probs, raise it or set "
-            "precision=float32",
+            f"{minibatch.clipped:.0f} of {len(log_ratios)} tokens are clipped before any step, with |log rho| up to "
+            f"{largest:.2e}: ppo.clip_range is narrower than the rounding of log-probs, raise it or set precision=float32",
             untouched,
         )
-    least, above = entropies
+    least, above = entropies.min().item(), entropies.max().item() - math.log(vocab_size)
     if least < -ENTROPY_TOLERANCE or above > ENTROPY_TOLERANCE:
         refuse(
             7,

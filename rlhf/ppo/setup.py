@@ -27,7 +27,6 @@ from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, turn_off_dropout
-from rlhf.ppo.invariants import HALF_RATIO_TOLERANCE, RATIO_TOLERANCE
 from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
 from rlhf.ppo.rollout import Prompts, Rollout, RolloutSetup, sample_responses, score_responses
@@ -125,10 +124,6 @@ class PpoRun:
     @property
     def actor_critic(self) -> ActorCritic:
         return self.engine.module  # type: ignore[return-value]
-
-    @property
-    def ratio_tolerance(self) -> float:
-        return HALF_RATIO_TOLERANCE if self.engine.bfloat16 else RATIO_TOLERANCE
 
     @property
     def value_coef(self) -> float:

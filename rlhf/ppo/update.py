@@ -16,7 +16,7 @@ from rlhf.config import PpoConfig
 from rlhf.model.batching import by_length
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.ppo import policy_loss, value_loss
-from rlhf.ppo.invariants import Extremes, check_first_minibatch
+from rlhf.ppo.invariants import FirstMinibatch, check_first_minibatch
 from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.ppo.setup import PpoRun
 from rlhf.tracking.metrics import Sums
@@ -95,18 +95,18 @@ def train_minibatch(
     """
     config, model, ranks = run.config.ppo, run.actor_critic, run.ranks
     tokens = int(ranks.sum(experience.rollout.response_mask[chosen].sum()))  # N
-    extremes = Extremes() if check else None
+    checked = FirstMinibatch() if check else None
     for group in by_length_on_all_ranks(run, experience.rollout, chosen):
         # a rank with fewer micro-batches adds one whose tokens do not count
         part = experience.rows(group) if group else experience.rows([0]).without_tokens()
         for models in models_at_once(run, with_policy):
-            loss = micro_batch_loss(run, part, tokens, models, sums, extremes)
+            loss = micro_batch_loss(run, part, tokens, models, sums, checked)
             refuse_nonfinite(run.stage, {"loss": loss}, part.rollout._asdict())
             run.engine.backward(loss)
     # During the critic's warm-up the policy has no gradient; it must have none on several ranks too.
     run.engine.reduce(list((model if with_policy or model.critic is None else model.critic).parameters()))
-    if extremes is not None:
-        check_first_minibatch(*extremes.over_ranks(ranks, model.policy.config.vocab_size), run.ratio_tolerance)
+    if checked is not None:
+        check_first_minibatch(checked.over_ranks(), model.policy.config.vocab_size, run.engine.bfloat16)
     if run.blocks is not None and with_policy:
         add_pretraining_gradient(run, key, sums)
     if not run.engine.sharded:  # ZeRO computes and clips the joint norm of both models in its step
@@ -144,7 +144,7 @@ def by_length_on_all_ranks(run: PpoRun, rollout: Rollout, chosen: list[int]) -> 
 
 
 def micro_batch_loss(
-    run: PpoRun, part: Experience, tokens: int, models: Models, sums: Sums, extremes: Extremes | None
+    run: PpoRun, part: Experience, tokens: int, models: Models, sums: Sums, checked: FirstMinibatch | None
 ) -> Tensor:
     """The loss of one micro-batch, divided by the minibatch's N = `tokens`; its metrics are added to `sums`."""
     config, rollout, mask = run.config.ppo, part.rollout, part.rollout.response_mask
@@ -185,9 +185,9 @@ def micro_batch_loss(
         sums.add("policy/clipfrac_avg", float(statistics["clipfrac"]) * tokens, count)
         sums.add("policy/ratio_max", float(statistics["ratio_max"]))
         sums.add("policy/entropy_avg", float(entropies.detach().sum()), count)
-        if extremes is not None and count:
-            clipped = float(statistics["clipfrac"]) * tokens
-            extremes.add((logp.detach() - rollout.logp_old)[mask], entropies.detach()[mask], clipped)
+        if checked is not None and count:
+            logp_old, clipped = rollout.logp_old[mask], float(statistics["clipfrac"]) * tokens
+            checked.add(logp.detach()[mask] - logp_old, logp_old, entropies.detach()[mask], clipped)
     return loss
 
 

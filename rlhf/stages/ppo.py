@@ -103,7 +103,7 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
         advantages = whiten(advantages, mask, run.ranks.sum_tensor)
     if update == 1:
-        check_first_rollout(rollout, rewards, scores, kl_coef, run.ratio_tolerance)
+        check_first_rollout(rollout, rewards, scores, kl_coef, run.engine.bfloat16)
 
     # 5. Update policy and critic, minibatch by minibatch; then the KL coefficient
     add_rollout_metrics(run, sums, rollout, scores, returns)

@@ -6,6 +6,7 @@ rollout, the models and the judge. A metric that none of them computes fails the
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -351,10 +352,11 @@ def test_held_out_prompts_are_answered_the_same_way_every_time(trainer):
 
 
 def test_an_entropy_outside_its_bounds_is_refused():
-    invariants.check_first_minibatch(0.0, 0.0, (0.1, -0.5))
-    for entropies in ((-0.01, -0.5), (0.1, 0.01)):
-        with pytest.raises(UserError, match="invariant 7 fails"):
-            invariants.check_first_minibatch(0.0, 0.0, entropies)
+    none_off = [torch.zeros(2)]
+    for entropies, refused in (([0.1, 2.0], False), ([-0.01, 2.0], True), ([0.1, math.log(10) + 0.01], True)):
+        minibatch = invariants.FirstMinibatch(none_off, none_off, [torch.tensor(entropies)])
+        with pytest.raises(UserError, match="invariant 7 fails") if refused else nullcontext():
+            invariants.check_first_minibatch(minibatch, vocab_size=10, half=False)
 
 
 def test_the_best_checkpoint_is_not_chosen_by_a_moving_coefficient(trainer, monkeypatch):
