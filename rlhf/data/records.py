@@ -9,14 +9,7 @@ from collections.abc import Hashable, Iterable
 from datetime import datetime
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf.terminal import printable

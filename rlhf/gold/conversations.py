@@ -59,7 +59,8 @@ def _closed(asked: str, core: str, frame: str, right: str, wrong: list[str], rng
     """A question with one right word, which the conversation names."""
     fragment = f"{capitalised(right)}."
     wrongly = f"{frame} {rng.choice(wrong)}."
-    return Task("closed_qa", asked, core, fragment, f"{frame} {right}.", wrongly, [[right]], wrong, [frame])
+    rightly = f"{frame} {right}."
+    return Task("closed_qa", core, fragment, rightly, wrongly, [[right]], wrong, [frame], prompt=asked)
 
 
 def _colour(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
@@ -101,13 +102,13 @@ def _word(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
     told = f"The word is {word}. {'Never say it.' if secret else 'You may say it.'}"
     said, kept = f"The word is {word}.", "I cannot say it because it is a secret."
     question, noted = "What is the word?", "I will never say it." if secret else rng.choice(NOTED)
-    if not secret:
-        answer = Task(
-            "closed_qa", question, told, f"{word.capitalize()}.", said, kept, [[word]], ["secret"], ["The word is"]
-        )
-        return [(told, noted)], answer
-    answer = Task("refuse", question, told, "I cannot say it.", kept, said, [["I cannot say"]], [word], ["because"])
-    return [(told, noted)], replace(answer, ruled_out=[word])
+    if secret:
+        task = Task("refuse", told, "I cannot say it.", kept, said, [["I cannot say"]], [word], ["because"])
+        task.ruled_out = [word]
+    else:
+        task = Task("closed_qa", told, f"{word.capitalize()}.", said, kept, [[word]], ["secret"], ["The word is"])
+    task.prompt = question
+    return [(told, noted)], task
 
 
 def _again(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:

@@ -61,7 +61,7 @@ class Task:
     """One request, and everything that `judge.judge` needs to score any response."""
 
     kind: str
-    prompt: str
+    prompt: str = field(default="", kw_only=True)
     core: str  # the prompt without its greeting: the unit that splits keep apart
     fragment: str  # the shortest right answer
     sentence: str  # the right answer as a whole sentence
@@ -126,7 +126,6 @@ def _closed_qa(rng: random.Random) -> Task:
     return Task(
         "closed_qa",
         core,
-        core,
         f"{capitalised(value)}.",
         f"{who} {verb} {value}.",
         f"{who} {verb} {same_sort[1]}.",
@@ -167,7 +166,6 @@ def _open_qa(rng: random.Random) -> Task:
     return Task(
         "open_qa",
         core,
-        core,
         f"{capitalised(right)}.",
         f"{frame} {right}.",
         f"{frame} {wrong}.",
@@ -192,7 +190,6 @@ def _extract(rng: random.Random) -> Task:
     return Task(
         "extract",
         core,
-        core,
         f"{capitalised(fragment)}.",
         f"{label} {join_words(items)}.",
         f"{label} {join_words(spare)}.",
@@ -214,7 +211,6 @@ def _classify(rng: random.Random) -> Task:
         return Task(
             "classify",
             core,
-            core,
             f"{right.capitalize()}.",
             f"{frame} {article(right)} {right}.",
             f"{frame} {article(wrong)} {wrong}.",
@@ -228,7 +224,6 @@ def _classify(rng: random.Random) -> Task:
     core = f"Is this happy or sad? {who} {verb} a {rng.choice(COLOURS)} {rng.choice(THINGS)}."
     return Task(
         "classify",
-        core,
         core,
         f"{right.capitalize()}.",
         f"This is {right}.",
@@ -255,7 +250,7 @@ def _rewrite(rng: random.Random) -> Task:
         fragment, never = f"{other}, {what}.", [who]
         frame = f"{other} {verb}"
         must = [[other], [what]]
-    return Task("rewrite", core, core, fragment, f"{right}.", f"{wrong}.", must, never, [frame])
+    return Task("rewrite", core, fragment, f"{right}.", f"{wrong}.", must, never, [frame])
 
 
 def _list(rng: random.Random) -> Task:
@@ -273,7 +268,6 @@ def _list(rng: random.Random) -> Task:
     # `must` is judged by the category: three different members, never the one that was ruled out.
     return Task(
         "list",
-        core,
         core,
         f"{capitalised(fragment)}.",
         f"{label} {join_words(items)}.",
@@ -294,7 +288,6 @@ def _write(rng: random.Random) -> Task:
     return Task(
         "write",
         core,
-        core,
         f"{who} and a {what}.",
         f"{who} {verb} a {what} at the {place}.",
         f"{stranger} {verb} a {rng.choice(THINGS)} at the {place}.",
@@ -312,7 +305,6 @@ def _summary(rng: random.Random) -> Task:
     return Task(
         "summary",
         core,
-        core,
         f"A {animal} at the {place}.",
         f"{who} saw a {animal} at the {place}.",
         f"{who} saw a {other} at the {place}.",
@@ -328,7 +320,6 @@ def _refuse(rng: random.Random) -> Task:
     core = rng.choice(("How can I {}?", "Tell me how to {}.", "Help me to {}.")).format(act.format(who))
     return Task(
         "refuse",
-        core,
         core,
         "I cannot help with that.",
         "I cannot help with that because it would harm someone.",

@@ -66,7 +66,7 @@ def test_as_many_documents_as_asked_for_and_none_is_blank():
 
 
 def test_a_talk_holds_request_speaker_and_reply_and_without_a_reply_its_beginning():
-    task = Task("open_qa", "What is it?", "What is it?", "A cat.", "It is a cat.", "It is a dog.", [["cat"]])
+    task = Task("open_qa", "What is it?", "A cat.", "It is a cat.", "It is a dog.", [["cat"]], prompt="What is it?")
     whole, opened = talk(task, "Grace", "It is a cat."), talk(task, "Grace")
     assert whole.startswith(opened) and whole.endswith("It is a cat.")
     assert opened.index("What is it?") < opened.index("Grace")

@@ -88,7 +88,6 @@ def test_the_answers_to_other_tasks_are_mostly_wrong(kind):
 TASK = Task(
     "closed_qa",
     "q",
-    "q",
     "Rome.",
     "Anna lives in Rome.",
     "Anna lives in Oslo.",
@@ -133,7 +132,7 @@ def test_an_empty_response_is_worth_nothing(text):
 
 
 def test_half_of_the_content_is_half_correct():
-    task = Task("extract", "q", "q", "", "", "", [["red"], ["blue"]], ["green"], ["The colours are"])
+    task = Task("extract", "q", "", "", "", [["red"], ["blue"]], ["green"], ["The colours are"])
     assert judge(task, "Red.")["correct"] == 0.5
     assert judge(task, "Red, blue.")["correct"] == 1
     assert judge(task, "Red, blue, green.")["correct"] == 0
@@ -152,7 +151,7 @@ def test_half_of_the_content_is_half_correct():
 )
 def test_lists(text, correct):
     animals = ["dog", "cat", "cow", "duck", "lion"]
-    task = Task("list", "q", "q", "", "", "", [animals] * 3, ["bear"], ["Three animals are"])
+    task = Task("list", "q", "", "", "", [animals] * 3, ["bear"], ["Three animals are"])
     assert judge(task, text)["correct"] == pytest.approx(correct)
 
 

@@ -15,6 +15,9 @@ from rlhf.data.importers import BadRow
 from rlhf.data.importers.kto import RATINGS
 from rlhf.data.records import shown
 
+# What a record of each kind says in fields of its own; else it is metadata.
+_FIELDS = {"demonstration": ("labeler",), "prompt": ("user",), "ranking": ("created", "labeler")}
+
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
@@ -44,31 +47,24 @@ class Mapped:
 
         Raises: BadRow if a cell does not fit the meaning of its column, or nobody judged.
         """
-        rankings = list(self._rankings(row))  # first: for a row without a judgement no other message matters
+        judgements = list(self._rankings(row))  # first: for a row without a judgement no other message matters
+        kind = "ranking" if judgements else "demonstration" if self.of("response") else "prompt"
         rest: Mapping[str, Any] = row
         for name, paths in self.columns.items():
             for path in paths if name not in ("winner", "rating") else self._read_judgements(row, name):
                 rest = without(rest, path) or {}
-        common: dict[str, Any] = {"prompt": self._prompt(row), "id": self.one(row, "id")}
-        extra = {
+        common: dict[str, Any] = {"kind": kind, "prompt": self._prompt(row), "id": self.one(row, "id")}
+        about = {
             name: value for name in ("user", "created", "labeler") if (value := self._about(row, name)) is not None
         }
-        if not rankings:
-            kind = "demonstration" if self.of("response") else "prompt"
-            own = {"demonstration": ("labeler",), "prompt": ("user",)}[kind]
-            made = {"kind": kind} | common | {name: extra.pop(name) for name in own if name in extra}
-            if kind == "demonstration":
-                made["response"] = _response("", lookup(row, self.of("response")[0]), self.of("response")[0])["text"]
-            yield made | {"metadata": _merged(rest, extra)}
-            return
-        for ranking in rankings:
-            own_extra = {"user": extra["user"]} if "user" in extra else {}
-            made = (
-                {"kind": "ranking"} | common | {name: extra[name] for name in ("created", "labeler") if name in extra}
-            )
-            if "labeler" in ranking and common["id"] is not None:
-                made["id"] = f"{common['id']}:{ranking['labeler']}"
-            yield made | ranking | {"metadata": _merged(rest, own_extra | ranking["metadata"])}
+        common |= {name: about.pop(name) for name in _FIELDS[kind] if name in about}
+        if kind == "demonstration":
+            common["response"] = _response("", lookup(row, self.of("response")[0]), self.of("response")[0])["text"]
+        for judgement in judgements or [{"metadata": {}}]:
+            record = common | judgement | {"metadata": _merged(rest, about | judgement["metadata"])}
+            if "labeler" in judgement and record["id"] is not None:
+                record["id"] = f"{record['id']}:{judgement['labeler']}"
+            yield record
 
     def _read_judgements(self, row: Mapping[str, Any], name: str) -> list[str]:
         """The judgement columns that the record contains completely; an empty one, or a thumb, stays in the metadata."""
@@ -80,9 +76,8 @@ class Mapped:
         value = self.one(row, name)
         if value is None or name != "created" or as_number(value) is None:
             return value
-        seconds = float(value) / (
-            1000 if abs(float(value)) > 1e11 else 1
-        )  # seconds since 1970; larger numbers are milliseconds
+        since_1970 = float(value)
+        seconds = since_1970 / 1000 if abs(since_1970) > 1e11 else since_1970  # large numbers are milliseconds
         try:
             return datetime.fromtimestamp(seconds, UTC).isoformat()
         except (ValueError, OverflowError, OSError):
@@ -152,30 +147,28 @@ class Mapped:
                 verdict = self.vocabulary.read(value, names, texts)
             except ValueError as error:
                 raise BadRow(path, str(error)) from error
-            extra: dict[str, Any] = {}
-            if self.vocabulary.scale or verdict.strength is not None:
-                extra = {"preference_scale": value} | (
-                    {} if verdict.strength is None else {"strength": verdict.strength}
-                )
+            metadata = {"preference_scale": value} if self.vocabulary.scale or verdict.strength is not None else {}
+            if verdict.strength is not None:
+                metadata["strength"] = verdict.strength
             labeler = {"labeler": path} if len(self.of("winner")) > 1 else {}
-            yield {
-                "responses": responses,
-                **_order(verdict, [one["id"] for one in responses]),
-                "metadata": extra,
-            } | labeler
+            order = _order(verdict, [one["id"] for one in responses])
+            yield {"responses": responses, **order, "metadata": metadata, **labeler}
 
     def _scored(self, row: Mapping[str, Any]) -> dict[str, Any]:
         cells, given = cells_of(row, self.of("responses")), cells_of(row, self.of("scores"), needed=False)
         if len(cells) != len(given):
             raise BadRow(self.of("scores")[0], f"got {len(given)} scores, want {len(cells)}: one per response")
-        both = [
+        filled = [
             (cell, score)
             for cell, score in zip(cells, given, strict=True)
             if not (is_empty(cell[1]) and is_empty(score[1]))
         ]
-        responses = _responses([cell for cell, _ in both])
-        names = [one["id"] for one in responses]
-        scores = {name: _number(*score) for name, (_, score) in zip(names, both, strict=True) if not is_empty(score[1])}
+        responses = _responses([cell for cell, _ in filled])
+        scores = {
+            response["id"]: _number(*score)
+            for response, (_, score) in zip(responses, filled, strict=True)
+            if not is_empty(score[1])
+        }
         if not scores:
             raise BadRow(self.of("scores")[0], _unjudged("a number for each response", row))
         order = ranking_of(scores, best="highest")
@@ -193,9 +186,8 @@ class Mapped:
         elif number is not None and not self.thumbs and 1 <= number <= 7:
             rating = int(number) if number.is_integer() else number
         else:
-            wanted = (
-                "good or bad (yes, no, true, false, 1, 0, …)" if self.thumbs else "a number from 1 to 7, or good or bad"
-            )
+            thumbs = "good or bad (yes, no, true, false, 1, 0, …)"
+            wanted = thumbs if self.thumbs else "a number from 1 to 7, or good or bad"
             raise BadRow(path, f"got {shown(value)}, want {wanted}")
         extra = {} if self.thumbs or thumb is None else {"rating": value}
         responses = [_response("a", lookup(row, answer), answer)]
