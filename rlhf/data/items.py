@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlhf.chat_template import encode_response
@@ -99,30 +100,31 @@ def join_rankings(
     labeler_weights: labelers that are not named have weight 1.
     """
     weights = labeler_weights or {}
-    drafts: dict[str, list[Item]] = {}
+    items_of: dict[str, list[Item]] = {}  # by prompt
     unpaired = 0
     for record in records:
         weight = 1.0 if record.labeler is None else float(weights.get(record.labeler, 1.0))
-        given = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
-        pairs = [(i, j) for i, j in record.pair_list() if given[i] != given[j]]
+        answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
+        pairs = [(i, j) for i, j in record.pair_list() if answers[i] != answers[j]]
         if not pairs or not weight > 0:
             unpaired += 1
             continue
         key = repr([(m.role, m.content) for m in record.prompt])
-        item = _item_for(drafts.setdefault(key, []), key, record, list(dict.fromkeys(given)))
+        item = _item_for(items_of.setdefault(key, []), key, record, list(dict.fromkeys(answers)))
         place = {answer: i for i, answer in enumerate(item.answers)}
         ranks = record.ranks() if record.pairs is None else None
         gap_of: dict[tuple[int, int], int] = {}
         for i, j in pairs:
-            gap_of.setdefault((place[given[i]], place[given[j]]), ranks[j] - ranks[i] if ranks else 0)
-        item.judgements.append(Judgement(record.labeler, sorted(gap_of), None, weight))
+            gap_of.setdefault((place[answers[i]], place[answers[j]]), ranks[j] - ranks[i] if ranks else 0)
+        judgement = Judgement(record.labeler, sorted(gap_of), None, weight)
         if ranks:
-            if len(set(given)) == len(given):  # equal answers can have different ranks
-                item.judgements[-1].ranks = {place[answer]: rank for answer, rank in zip(given, ranks, strict=True)}
-            item.judgements[-1].gaps = [gap_of[pair] for pair in sorted(gap_of)]
+            judgement.gaps = [gap_of[pair] for pair in judgement.pairs]
+            if len(set(answers)) == len(answers):  # equal answers can have different ranks
+                judgement.ranks = {place[answer]: rank for answer, rank in zip(answers, ranks, strict=True)}
+        item.judgements.append(judgement)
 
     items = []
-    for item in (item for found in drafts.values() for item in found):
+    for item in chain.from_iterable(items_of.values()):
         assert item.record is not None
         encoded = encode(item.record.prompt, item.answers)
         if encoded is None:
@@ -133,15 +135,15 @@ def join_rankings(
     return items, unpaired
 
 
-def _item_for(found: list[Item], key: str, record: Ranking, answers: list[Answer]) -> Item:
+def _item_for(items: list[Item], key: str, record: Ranking, answers: list[Answer]) -> Item:
     """The prompt's item that these answers join: the newest one, or a new one if it would grow too large."""
-    if found:
-        joined = list(dict.fromkeys([*found[-1].answers, *answers]))
+    if items:
+        joined = list(dict.fromkeys([*items[-1].answers, *answers]))
         if len(joined) <= MOST_ANSWERS:
-            found[-1].answers = joined
-            return found[-1]
-    found.append(Item(f"{key}#{len(found)}" if found else key, [], [], record, answers))
-    return found[-1]
+            items[-1].answers = joined
+            return items[-1]
+    items.append(Item(f"{key}#{len(items)}" if items else key, [], [], record, answers))
+    return items[-1]
 
 
 def labelers_of(records: Sequence[Ranking]) -> list[str]:

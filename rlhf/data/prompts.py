@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.chat_template import encode_prompt
 from rlhf.data.importers import SourceInfo, load_all
 from rlhf.data.records import Message, PromptRecord, Record
-from rlhf.data.splits import prompt_key
+from rlhf.data.splits import given_split, prompt_key
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,22 +18,18 @@ def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
 
     The split and group of a demonstration or ranking are kept, since they determine the prompt's split.
     """
-    found: dict[str, PromptRecord] = {}
+    prompt_of: dict[str, PromptRecord] = {}
     for record in records:
         key = prompt_key(record.prompt)
-        if key in found:
+        if key in prompt_of:
             continue
         if isinstance(record, PromptRecord):
-            found[key] = record
+            prompt_of[key] = record
             continue
-        metadata: dict[str, Any] = {
-            name: record.metadata[name] for name in ("group", "split") if name in record.metadata
-        }
-        split = getattr(record, "split", None)
-        if split is not None:
-            metadata["split"] = split
-        found[key] = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
-    return list(found.values())
+        kept = {"group": record.metadata.get("group"), "split": given_split(record)}
+        metadata = {name: value for name, value in kept.items() if value is not None}
+        prompt_of[key] = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
+    return list(prompt_of.values())
 
 
 def load_prompts(

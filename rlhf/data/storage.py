@@ -163,13 +163,9 @@ class ArrowWriter:
         """Finish the file, and make sure that it is on disk."""
         if self._file is not None and not self._file.closed:
             self._stream.close()
-            sync(self._file)
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._file.close()
-
-
-def sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def seal(folder: Path, status: str, about: dict[str, Any]) -> None:

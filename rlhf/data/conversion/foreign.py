@@ -193,6 +193,14 @@ def preference(better: Mapping[str, Any], worse: Mapping[str, Any]) -> dict[str,
     }
 
 
+def best_of(best: str, names: Sequence[str]) -> dict[str, Any]:
+    """What naming the best of several responses says: `ranking` of two, `pairs` of more, since the others have no order."""
+    others = [name for name in names if name != best]
+    if len(others) > 1:
+        return {"pairs": [[best, other] for other in others]}
+    return {"ranking": [[best], *([other] for other in others)]}
+
+
 def letters(n: int) -> Sequence[str]:
     """Names for n responses that have none: a, b, c, …, then r27, r28, …"""
     return [chr(ord("a") + i) if i < 26 else f"r{i + 1}" for i in range(n)]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from rlhf.data.conversion.foreign import ROLES, Turns, chat_turns, letters, one_answer, ranking_of, response_of
+from rlhf.data.conversion.foreign import ROLES, Turns, best_of, chat_turns, letters, one_answer, ranking_of, response_of
 from rlhf.data.conversion.paths import MISSING, as_json, lookup, without
-from rlhf.data.conversion.verdicts import TIE, Verdict, Vocabulary, as_number, is_empty, read_thumb
+from rlhf.data.conversion.verdicts import TIE, Vocabulary, as_number, is_empty, read_thumb
 from rlhf.data.importers import BadRow
 from rlhf.data.importers.kto import RATINGS
 from rlhf.data.records import shown
@@ -141,7 +141,7 @@ class Mapped:
             raise BadRow(self.of("responses")[0], "got no text in any response, want what was judged")
         responses = _responses(cells)
         names = [path for path, _ in cells]
-        texts = [one["text"] for one in responses]
+        ids, texts = [one["id"] for one in responses], [one["text"] for one in responses]
         for path, value in judgements:
             try:
                 verdict = self.vocabulary.read(value, names, texts)
@@ -151,7 +151,7 @@ class Mapped:
             if verdict.strength is not None:
                 metadata["strength"] = verdict.strength
             labeler = {"labeler": path} if len(self.of("winner")) > 1 else {}
-            order = _order(verdict, [one["id"] for one in responses])
+            order = {"ranking": [ids]} if verdict.winner == TIE else best_of(ids[verdict.winner], ids)
             yield {"responses": responses, **order, "metadata": metadata, **labeler}
 
     def _scored(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,13 +284,3 @@ def _number(path: str, value: Any) -> float:
     if not math.isfinite(number):
         raise BadRow(path, f"got {shown(value)}, want a finite number")
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
-
-
-def _order(verdict: Verdict, names: Sequence[str]) -> dict[str, Any]:
-    """A verdict as `ranking`; as `pairs` if it names the best of more than two and leaves the others unordered."""
-    if verdict.winner == TIE:
-        return {"ranking": [list(names)]}
-    others = [name for name in names if name != names[verdict.winner]]
-    if len(others) > 1:
-        return {"ranking": None, "pairs": [[names[verdict.winner], other] for other in others]}
-    return {"ranking": [[names[verdict.winner]], *([other] for other in others)]}

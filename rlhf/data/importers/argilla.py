@@ -21,7 +21,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import Turns, chat_turns, is_chat, is_number, last_answer, ranking_of
+from rlhf.data.conversion.foreign import (
+    best_of,
+    chat_turns,
+    id_and_rest,
+    is_chat,
+    is_number,
+    is_text,
+    last_answer,
+    ranking_of,
+)
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
 
@@ -105,7 +114,7 @@ def _read(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, list[
 
 
 def _annotators(questions: list[tuple[str, list[Any]]]) -> list[_Annotator]:
-    found: dict[Any, _Annotator] = {}
+    annotators: dict[Any, _Annotator] = {}  # by name, else by position
     for question, answers in questions:
         if not isinstance(answers, list):
             raise BadRow("responses", f"got {shown(answers)}, want a list of answers")
@@ -114,15 +123,15 @@ def _annotators(questions: list[tuple[str, list[Any]]]) -> list[_Annotator]:
                 raise BadRow("responses", f"got {shown(answer)}, want {{user_id, value or values}}")
             user = answer.get("user_id")
             labeler = user if isinstance(user, str) and user not in ("", "None") else None
-            one = found.setdefault(labeler or i, _Annotator(labeler))
-            one.status = str(answer.get("status") or one.status)
-            one.created = answer.get("updated_at") or answer.get("inserted_at") or one.created
+            annotator = annotators.setdefault(labeler or i, _Annotator(labeler))
+            annotator.status = str(answer.get("status") or annotator.status)
+            annotator.created = answer.get("updated_at") or answer.get("inserted_at") or annotator.created
             values = answer.get("values") if "values" in answer else {question: {"value": answer.get("value")}}
             if not isinstance(values, dict):
                 raise BadRow("responses", f"got {shown(values)}, want values by question")
             for name, value in values.items():
-                one.answers[name] = value["value"] if isinstance(value, dict) and "value" in value else value
-    return list(found.values())
+                annotator.answers[name] = value["value"] if isinstance(value, dict) and "value" in value else value
+    return list(annotators.values())
 
 
 def _prompt_and_responses(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -134,7 +143,7 @@ def _prompt_and_responses(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str
         texts = {key: value for key, value in others.items() if isinstance(value, str)}
         rest = {key: value for key, value in others.items() if key not in texts and value is not None}
         return "\n\n".join(text for text in texts.values() if text.strip()), named, rest
-    turns: Turns = chat_turns(others.pop(chat), f"fields.{chat}")
+    turns = chat_turns(others.pop(chat), f"fields.{chat}")
     if not named and turns[-1]["role"] == "assistant":
         turns, answer = last_answer(turns, f"fields.{chat}")
         named = {chat: answer["content"]}
@@ -173,10 +182,7 @@ def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None
         best = _about(value, names)
     elif is_number(value) and _CHOICE.search(question) and value in range(1, len(names) + 1):
         best = names[int(value) - 1]
-    if best is None:
-        return None
-    others = [name for name in names if name != best]
-    return {"ranking": [[best], others]} if len(others) == 1 else {"pairs": [[best, other] for other in others]}
+    return None if best is None else best_of(best, names)
 
 
 def _rated(answers: Answers, names: list[str]) -> dict[str, dict[str, float]]:
@@ -227,10 +233,10 @@ def _verdict(answers: Answers, name: str) -> dict[str, Any] | None:
     return made or ({} if numbers else None)
 
 
-def _records_of(one: _Annotator, prompt: Any, responses: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _records_of(annotator: _Annotator, prompt: Any, responses: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     names = list(responses)
     if not names:
-        texts = {question: value for question, value in one.answers.items() if isinstance(value, str) and value.strip()}
+        texts = {question: value for question, value in annotator.answers.items() if is_text(value)}
         written = {q: v for q, v in texts.items() if _RESPONSE.search(q)} or texts
         if len(written) == 1:
             question = next(iter(written))
@@ -239,12 +245,12 @@ def _records_of(one: _Annotator, prompt: Any, responses: Mapping[str, str]) -> I
     judged = {
         "kind": "ranking",
         "responses": [{"id": name, "text": text} for name, text in responses.items()],
-        "created": one.created,
+        "created": annotator.created,
     }
     if len(names) > 1:
-        for order in _orders(one.answers, names):
+        for order in _orders(annotator.answers, names):
             yield {**judged, **order}
-    elif (verdict := _verdict(one.answers, names[0])) is not None:
+    elif (verdict := _verdict(annotator.answers, names[0])) is not None:
         yield {**judged, **verdict, "metadata": {}}
 
 
@@ -256,27 +262,29 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     fields, questions, about = _read(row)
     annotators = _annotators(questions)
     prompt, responses, rest = _prompt_and_responses(fields)
-    submitted = [one for one in annotators if one.status == "submitted"]
+    submitted = [annotator for annotator in annotators if annotator.status == "submitted"]
     if not submitted:
-        came = ", ".join(sorted({one.status for one in annotators})) or "none"
+        came = ", ".join(sorted({annotator.status for annotator in annotators})) or "none"
         raise BadRow("responses", f"got {came}, want a submitted answer: label the record or remove it")
-    made, left_out = [], [one.left_out() for one in annotators if one.status != "submitted"]
-    for one in submitted:
-        records = list(_records_of(one, prompt, responses))
-        if not records:
-            left_out.append(one.left_out())
-        for record in records:
-            record["metadata"] = record["metadata"] | {"answers": one.answers}
-            made.append({**record, "prompt": prompt, "labeler": one.labeler})
-    if not made:
-        asked = ", ".join(dict.fromkeys(question for one in submitted for question in one.answers))
+    records = []
+    left_out = [annotator.left_out() for annotator in annotators if annotator.status != "submitted"]
+    for annotator in submitted:
+        judgements = list(_records_of(annotator, prompt, responses))
+        if not judgements:
+            left_out.append(annotator.left_out())
+        for judgement in judgements:
+            judgement["metadata"]["answers"] = annotator.answers
+            records.append({**judgement, "prompt": prompt, "labeler": annotator.labeler})
+    if not records:
+        asked = ", ".join(dict.fromkeys(question for annotator in submitted for question in annotator.answers))
         held = f"fields {', '.join(fields)}; questions {asked}"
         raise BadRow("responses", f"no answer judges a response ({held}): rename them as the format's file says")
-    name = next((row[key] for key in ("id", "external_id") if isinstance(row.get(key), str) and row[key]), None)
-    kept = {"record": {k: v for k, v in about.items() if v not in (None, {}, [])}, "fields": rest, "left_out": left_out}
-    for i, record in enumerate(made):
-        record["metadata"] = record["metadata"] | {key: value for key, value in kept.items() if value}
-        yield {"id": name if name is None or len(made) == 1 else f"{name}.{i}", **record}
+    name, _ = id_and_rest(row, ids=("id", "external_id"))
+    about = {key: value for key, value in about.items() if value not in (None, {}, [])}
+    common = {"record": about, "fields": rest, "left_out": left_out}
+    for i, record in enumerate(records):
+        record["metadata"] |= {key: value for key, value in common.items() if value}
+        yield {"id": name if name is None or len(records) == 1 else f"{name}.{i}", **record}
 
 
 FORMAT = Format("argilla", "keys fields and responses, or questions with user_id, value and status", recognise, convert)
