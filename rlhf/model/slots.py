@@ -87,16 +87,22 @@ class Slots(Decoder):
         self.rope = self._make_rope(columns)
 
     def join(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (N, V) after prompts that take the next rows."""
+        """Logits (N, V) after prompts that take the next rows; equal prompts are read once."""
         first, self.live = self.live, self.live + len(prompts)
         self._view(self.live)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        self.lengths[first:] = lengths
+        different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        lengths = torch.tensor([len(prompt) for prompt in different], device=self.device)
         self.column = int(lengths.max())
-        tokens = torch.tensor([list(p) + [0] * (self.column - len(p)) for p in prompts], device=self.device)
+        tokens = torch.tensor([[*p, *[0] * (self.column - len(p))] for p in different], device=self.device)
         # packed products are compiled for each number of rows
         with unpacked(self.model) if self.packed else nullcontext():
-            return self._logits(self._prefill_rows(slice(first, self.live), tokens, lengths))
+            logits = self._logits(self._prefill_rows(slice(first, first + len(different)), tokens, lengths))
+        source = torch.tensor([different[tuple(prompt)] for prompt in prompts], device=self.device)
+        self.lengths[first:] = lengths[source]
+        if len(different) == len(prompts):
+            return logits
+        self.whole[:, :, first : self.live, :, : self.column] = self.whole[:, :, first + source, :, : self.column]
+        return logits[source]
 
     def leave(self, row: int) -> None:
         """Move the last row in use into the place of an ended one."""

@@ -57,6 +57,24 @@ def test_a_response_is_the_samplers_whatever_joins_and_leaves(kind):
         assert drawn_by_batch(model, asked, 5, 0.6, **choice) == expected.responses
 
 
+def test_equal_prompts_are_read_once():
+    model, asked = make("llama"), [[3, 4, 5], [6, 7], [3, 4, 5], [8, 9, 10, 11], [6, 7], [3, 4, 5]]
+    expected = sample(model, asked, max_new_tokens=NEW, eos_token_id=EOS, pad_token_id=0, seed=5, settled=True)
+    rows: list[int] = []
+    batch = RunningBatch(model, 8)
+    prefill = batch.slots._prefill_rows
+    batch.slots._prefill_rows = lambda part, *a: (rows.append(part.stop - part.start), prefill(part, *a))[1]
+    batch.join([Response([1, 2], Choice(settled=True), 9, "before", NEW, frozenset())])
+    made = [Response(p, Choice(settled=True), 5, i, NEW, frozenset(EOS)) for i, p in enumerate(asked)]
+    batch.join(made)
+    while len(batch):
+        for one in [one for one in batch.responses if one.finished]:
+            batch.leave(one)
+        if len(batch):
+            batch.step()
+    assert rows == [1, 3] and [one.tokens for one in made] == expected.responses
+
+
 def test_packed_weights_and_hundreds_of_sequences():
     torch.manual_seed(0)
     model = GPTForCausalLM(preset("tiny", vocab_size=512, context_length=64, n_layer=2, n_head=4, width=256)).eval()
