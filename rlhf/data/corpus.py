@@ -42,9 +42,9 @@ def cut_text(text: str, size: int) -> list[str]:
     while len(text) - begin > size:
         end = begin + size
         for mark in ("\n\n", "\n", " "):
-            found = text.rfind(mark, begin + size // 2, begin + size)
-            if found >= 0:
-                end = found + len(mark)
+            at = text.rfind(mark, begin + size // 2, begin + size)
+            if at >= 0:
+                end = at + len(mark)
                 break
         parts.append(text[begin:end])
         begin = end

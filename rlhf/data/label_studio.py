@@ -54,16 +54,16 @@ def is_own(data: Mapping[str, Any]) -> bool:
 
 def own_task(data: Mapping[str, Any]) -> Task:
     """A task that `rlhf sample` wrote. Raises: BadRow if its responses lack an id or a text."""
-    found: list[tuple[Any, Any]]
+    named_texts: list[tuple[Any, Any]]
     if isinstance(data.get("responses"), list):
-        found = [(r.get("id"), r.get("body")) if isinstance(r, dict) else (None, r) for r in data["responses"]]
-        keys = [str(name) for name, _ in found]
+        named_texts = [(r.get("id"), r.get("body")) if isinstance(r, dict) else (None, r) for r in data["responses"]]
+        keys = [str(name) for name, _ in named_texts]
     else:
         keys = ["left", "right"]
-        found = [(data[f"{side}_id"], data[side]) for side in keys]
+        named_texts = [(data[f"{side}_id"], data[side]) for side in keys]
     about, metadata = (value if isinstance(value := data.get(key), dict) else {} for key in ("about", "metadata"))
     responses: list[dict[str, Any]] = []
-    for name, text in found:
+    for name, text in named_texts:
         if not isinstance(name, str) or not isinstance(text, str):
             raise BadRow("data", f"got a response {shown({'id': name, 'body': text})}, want an id and a text")
         known = about.get(name)
@@ -91,9 +91,9 @@ def numbered_keys(data: Mapping[str, Any]) -> list[str]:
     """Keys that differ in a number or letter at their end, as answer1 and answer2, or in their side; [] without such."""
     stems: dict[str, dict[str, str]] = {}
     for key, value in data.items():
-        found = re.fullmatch(r"(.*[a-zA-Z])[ _-]?(\d+)|(.+)[ _-]([a-zA-Z])", key)
-        if found and isinstance(value, str):
-            stems.setdefault((found[1] or found[3]).lower(), {})[(found[2] or found[4]).lower()] = key
+        match = re.fullmatch(r"(.*[a-zA-Z])[ _-]?(\d+)|(.+)[ _-]([a-zA-Z])", key)
+        if match and isinstance(value, str):
+            stems.setdefault((match[1] or match[3]).lower(), {})[(match[2] or match[4]).lower()] = key
     groups = {stem: ends for stem, ends in stems.items() if len(ends) > 1 and {"0", "1", "a"} & set(ends)}
     likely = [stem for stem in groups if len(groups) == 1 or stem in RESPONSE_STEMS]
     if len(likely) == 1:
@@ -180,10 +180,10 @@ class Judgement:
 
 def _marks(task: Task) -> list[set[str]]:
     """The names of each response, in lower case: its key or id, and its position if no other response has that name."""
-    own = [{key.lower(), name.lower()} for key, name in zip(task.keys, task.ids, strict=True)]
-    taken = set().union(*own)
-    places = [{str(i + 1), chr(ord("a") + i), *(SIDES_OF_TWO[i] if i < 2 else ())} for i in range(len(own))]
-    return [names | (place - taken) for names, place in zip(own, places, strict=True)]
+    names_of = [{key.lower(), name.lower()} for key, name in zip(task.keys, task.ids, strict=True)]
+    taken = set().union(*names_of)
+    places = [{str(i + 1), chr(ord("a") + i), *(SIDES_OF_TWO[i] if i < 2 else ())} for i in range(len(names_of))]
+    return [names | (place - taken) for names, place in zip(names_of, places, strict=True)]
 
 
 def named_response(control: str, task: Task, *, glued: bool = True) -> str | None:
@@ -196,12 +196,12 @@ def named_response(control: str, task: Task, *, glued: bool = True) -> str | Non
     told = {ends[0], ends[-1]} if len(ends) > 1 else set()
     if glued and len(words) > 1 and words[-1].isdecimal():
         told.add(words[-1])
-    found = []
+    meant = []
     for key, name, marks in zip(task.keys, task.ids, _marks(task), strict=True):
         parts = re.findall(r"[a-z]+|\d+", key.lower())
         if told & marks or any(words[i : i + len(parts)] == parts for i in range(len(words))):
-            found.append(name)
-    return found[0] if len(found) == 1 else None
+            meant.append(name)
+    return meant[0] if len(meant) == 1 else None
 
 
 def preferred(choice: str, task: Task) -> list[list[str]] | None:
@@ -260,8 +260,8 @@ def read_choices(choices: Any, control: str, targets: Sequence[str], task: Task,
 
 def aimed_at(targets: Sequence[str], task: Task) -> str | None:
     """The response that a result's toName is; the only one if there is just one."""
-    found = [name for key, name in zip(task.keys, task.ids, strict=True) if [key] == list(targets)]
-    return found[0] if found else task.ids[0] if len(task.ids) == 1 else None
+    meant = [name for key, name in zip(task.keys, task.ids, strict=True) if [key] == list(targets)]
+    return meant[0] if meant else task.ids[0] if len(task.ids) == 1 else None
 
 
 def read_result(result: Mapping[str, Any], task: Task, judgement: Judgement) -> None:

@@ -51,16 +51,16 @@ class Example:
 
 def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -> list[Example]:
     """Every row of the sources as an example. Raises: UserError for a row without one of the columns, or with an empty one."""
-    found = [
+    examples = [
         _example(f"{source.name}:{row.line}", row, columns)
         for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting)
         for row in _whole_rows(read_rows(source, TableOptions(encoding)))
     ]
-    if not found:
+    if not examples:
         raise UserError(f"{setting}: no row to read: want labelled examples")
     if columns.choices:
-        counts = [len(example.rows) for example in found]
-        odd = next((example for example in found if len(example.rows) != counts[0]), None)
+        counts = [len(example.rows) for example in examples]
+        odd = next((example for example in examples if len(example.rows) != counts[0]), None)
         if odd is not None:
             raise UserError(
                 f"{odd.where}: has {len(odd.rows)} choices, the first row {counts[0]}: want as many in each row"
@@ -69,7 +69,7 @@ def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -
             raise UserError(
                 f"{setting}: classify.choices gives one choice: name a column for each, or one that holds lists"
             )
-    return found
+    return examples
 
 
 def _whole_rows(rows: Iterator[Row | Reject]) -> Iterator[Row]:
@@ -143,8 +143,8 @@ def divide(examples: list[Example], held_out: float, seed: int) -> tuple[list[Ex
     """(training, held-out) examples by a hash of the texts, so that a text is in only one of them."""
     shares = {"train": 1.0 - held_out, "dev": held_out}
     splits = [split_of(example.split_key, seed, shares) for example in examples]
-    found = [[e for e, split in zip(examples, splits, strict=True) if split == name] for name in shares]
-    return found[0], found[1]
+    parts = [[e for e, split in zip(examples, splits, strict=True) if split == name] for name in shares]
+    return parts[0], parts[1]
 
 
 @dataclass(frozen=True, slots=True)

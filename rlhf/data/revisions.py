@@ -36,7 +36,7 @@ def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
 
 def find_replaced(path: Path) -> Replaced:
     """The records that lines of a file replace; only lines with that key are parsed."""
-    found = set()
+    replaced = set()
     with suppress(UserError), open_bytes(path) as file:  # reading the rows reports how the file is damaged
         while line := file.readline(MAX_RECORD_BYTES):  # a longer one is no record
             if MARK not in line:
@@ -47,5 +47,5 @@ def find_replaced(path: Path) -> Replaced:
             except (ValueError, TypeError, AttributeError, RecursionError):
                 continue
             if isinstance(metadata.get("replaces"), str):
-                found.add((metadata["replaces"], row.get("labeler")))
-    return frozenset(found)
+                replaced.add((metadata["replaces"], row.get("labeler")))
+    return frozenset(replaced)

@@ -30,10 +30,10 @@ def _sorted_marks(text: str) -> str:
     if text.isascii() or not _MARKS.search(text):
         return text
 
-    def in_order(found: re.Match[str]) -> str:
+    def in_order(match: re.Match[str]) -> str:
         marks: list[tuple[int, int, str]] = []
         base = 0  # how many characters that are no accent came before
-        for character in found[0]:
+        for character in match[0]:
             order = unicodedata.combining(character)
             base += order == 0
             marks.append((base, order, character))

@@ -51,8 +51,8 @@ def _correct(task: Task, text: str) -> float:
     if _says_wrong(task, text):
         return 0.0
     if task.kind == "list":
-        found = {word for word in task.must[0] if _has(text, word)}
-        return min(len(found), 3) / 3 if len(found) <= 3 else 0.5
+        named = {word for word in task.must[0] if _has(text, word)}
+        return min(len(named), 3) / 3 if len(named) <= 3 else 0.5
     return sum(any(_has(text, spelling) for spelling in spellings) for spellings in task.must) / len(task.must)
 
 

@@ -75,4 +75,4 @@ def word_ends(text: str) -> list[int]:
     """Tokens of a text for a tokenizer that is not trained yet: words and punctuation, which it divides further."""
     import re
 
-    return [found.end() for found in re.finditer(r"\w+|[^\w\s]", text)]
+    return [match.end() for match in re.finditer(r"\w+|[^\w\s]", text)]

@@ -63,9 +63,9 @@ def make_truth(config: Config) -> Truth | None:
 
 def need_truth(config: Config, command: str) -> Truth:
     """As `make_truth`. Raises: UserError if there is none."""
-    found = make_truth(config)
-    if found is None:
+    truth = make_truth(config)
+    if truth is None:
         raise UserError(
             f"{command}: needs a world with a known true score: add experiment=gold or experiment=sentiment"
         )
-    return found
+    return truth

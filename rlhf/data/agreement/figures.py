@@ -169,9 +169,9 @@ class Figures:
         agree = (better * (better - 1) + worse * (worse - 1)).sum(1) // 2
         compared = (strict * (strict - 1)).sum(1) // 2
         self._item_sums.append(np.stack([agree, compared])[:, compared > 0])
-        own = np.where(batch.verdicts == 1, better[item], worse[item])  # people who say the same, oneself included
+        same = np.where(batch.verdicts == 1, better[item], worse[item])  # people who say the same, oneself included
         is_strict = np.abs(batch.verdicts) == 1
-        agree, compared = ((others - 1).sum(1, where=is_strict) for others in (own, strict[item]))
+        agree, compared = ((others - 1).sum(1, where=is_strict) for others in (same, strict[item]))
         rows = (batch.people < len(self.names)) & (compared > 0)
         self._row_sums.append(np.stack([batch.people, agree, compared])[:, rows])
 

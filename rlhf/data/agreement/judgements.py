@@ -166,9 +166,9 @@ class AgreementCounter:
             judged = order[rows]
             batch = packing.read(data, offsets[judged], forms[judged], orders[judged], int(k[first]))
             where = np.flatnonzero(new_row[rows])
-            own = np.cumsum(new_row[rows])[starts[first:last] - rows.start] - 1
+            firsts = np.cumsum(new_row[rows])[starts[first:last] - rows.start] - 1
             verdicts, ranks, ratings = packing.merge(batch, where)
-            figures.add(Judgements(verdicts, ranks, ratings, people[rows][where], own, chosen[first:last]))
+            figures.add(Judgements(verdicts, ranks, ratings, people[rows][where], firsts, chosen[first:last]))
         return int(chosen.sum())
 
     def _add_seconds(self, table: dict[str, dict[str, Any]]) -> None:

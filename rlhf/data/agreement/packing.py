@@ -58,27 +58,27 @@ def _ranks(ranking: Ranking, place: list[int], size: int) -> bytes:
 
 def _verdicts(ranking: Ranking, place: list[int], size: int) -> bytes:
     """The verdict on each pair i < j of texts in one byte; ties are under `metadata.ties` if given."""
-    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+    verdicts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for better, worse in ranking.pair_list():
         i, j = place[better], place[worse]
-        found[min(i, j), max(i, j)].add(1 if i < j else -1)
+        verdicts[min(i, j), max(i, j)].add(1 if i < j else -1)
     index = {response.id: i for response, i in zip(ranking.responses, place, strict=True)}
     ties = ranking.metadata.get("ties")
     for tie in ties if isinstance(ties, list) else ():
         if isinstance(tie, list) and len(tie) == 2 and all(isinstance(name, str) and name in index for name in tie):
             i, j = sorted(index[name] for name in tie)
-            found[i, j].add(0)
-    said = (found.get(pair, set()) for pair in combinations(range(size), 2))
+            verdicts[i, j].add(0)
+    said = (verdicts.get(pair, set()) for pair in combinations(range(size), 2))
     return np.array([next(iter(v)) if len(v) == 1 else MISSING for v in said], dtype=np.int8).tobytes()
 
 
 def _ratings(ranking: Ranking, place: list[int], size: int) -> bytes:
     """The rating of each text in quarters, in one byte; 0: none, or a text that appears twice with two ratings."""
-    found: dict[int, set[int]] = defaultdict(set)
+    quarters: dict[int, set[int]] = defaultdict(set)
     for response, i in zip(ranking.responses, place, strict=True):
         if response.id in ranking.ratings:
-            found[i].add(round(4 * ranking.ratings[response.id]))
-    return bytes(found[i].pop() if len(found[i]) == 1 else 0 for i in range(size))
+            quarters[i].add(round(4 * ranking.ratings[response.id]))
+    return bytes(quarters[i].pop() if len(quarters[i]) == 1 else 0 for i in range(size))
 
 
 def cut(starts: np.ndarray, sizes: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -194,9 +194,9 @@ class Mapped:
         return {"responses": responses, "ratings": {"a": rating}, "metadata": extra}
 
 
-def _merged(rest: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(rest: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata of a record; if a column has the name of one of our keys, the column takes precedence."""
-    return {(f"table.{key}" if key in rest else key): value for key, value in own.items()} | dict(rest)
+    return {(f"table.{key}" if key in rest else key): value for key, value in ours.items()} | dict(rest)
 
 
 def _whole_row(row: Mapping[str, Any]) -> str:
@@ -261,13 +261,13 @@ def cells_of(row: Mapping[str, Any], paths: Sequence[str], *, needed: bool = Tru
 
     Raises: BadRow if a needed column is missing, or the single one is not a list.
     """
-    found = [(path, lookup(row, path)) for path in paths]
-    for path, value in found:
+    cells = [(path, lookup(row, path)) for path in paths]
+    for path, value in cells:
         if value is MISSING and needed:
             raise BadRow(path, f"missing{_whole_row(row)}: want a response")
-    if len(found) > 1:
-        return [(path, None if value is MISSING else value) for path, value in found]
-    path, value = found[0]
+    if len(cells) > 1:
+        return [(path, None if value is MISSING else value) for path, value in cells]
+    path, value = cells[0]
     items = as_json(value)
     if value is MISSING or is_empty(value):
         return []

@@ -18,10 +18,10 @@ def as_json(value: Any) -> Any:
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    return value if is_deep(found) else found
+    return value if is_deep(parsed) else parsed
 
 
 def lookup(value: Any, path: str) -> Any:
@@ -30,9 +30,9 @@ def lookup(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         for key, rest in _splits(path):
             if key in value:
-                found = value[key] if rest is None else lookup(value[key], rest)
-                if found is not MISSING:
-                    return found
+                inner = value[key] if rest is None else lookup(value[key], rest)
+                if inner is not MISSING:
+                    return inner
         return MISSING
     if not isinstance(value, Sequence) or isinstance(value, str):
         return MISSING

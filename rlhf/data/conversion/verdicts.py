@@ -92,12 +92,12 @@ def read_phrase(text: str, k: int) -> Verdict | None:
     words = re.sub(r"[\s_\-/,;:.!?()\[\]\"'*]+", " ", text.casefold()).strip()
     if _TIES.fullmatch(words):
         return Verdict(TIE)
-    if found := _SIGNS.fullmatch(words):
-        return _compared(found)
+    if match := _SIGNS.fullmatch(words):
+        return _compared(match)
     for pattern in _PHRASES:
-        if (found := pattern.fullmatch(words)) and not words.isdecimal():
-            side = _side(found["side"])
-            groups = found.groupdict()
+        if (match := pattern.fullmatch(words)) and not words.isdecimal():
+            side = _side(match["side"])
+            groups = match.groupdict()
             worse = groups.get("word") in ("worse", "loses", "lost")
             if side >= k or (worse and k != 2):
                 return None
@@ -114,15 +114,15 @@ def _strength(degree: str | None) -> int:
     return 2 if degree is None or degree == "moderately" else 1 if degree in _SLIGHT.split("|") else 3
 
 
-def _compared(found: re.Match[str]) -> Verdict | None:
+def _compared(match: re.Match[str]) -> Verdict | None:
     """ "A>>B" and its like."""
-    one, other = _side(found["one"]), _side(found["other"])
+    one, other = _side(match["one"]), _side(match["other"])
     if one == other:
         return None
-    if found["sign"][0] in "=~≈":
+    if match["sign"][0] in "=~≈":
         return Verdict(TIE)
-    steps = len(found["sign"])
-    return Verdict(one if found["sign"][0] == ">" else other, steps)
+    steps = len(match["sign"])
+    return Verdict(one if match["sign"][0] == ">" else other, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +165,15 @@ class Vocabulary:
             if word in self.words:
                 return Verdict(self.words[word])
             raise ValueError(f"got {shown(value)}, want {self.described()}: add it to one of words.*")
-        found = self._usual(value, names)
+        verdict = self._usual(value, names)
         same = [i for i, text in enumerate(texts) if isinstance(value, str) and text.strip() == value.strip()]
-        if same and (found is None or [found.winner] != same):
-            if found is not None or len(same) > 1:
+        if same and (verdict is None or [verdict.winner] != same):
+            if verdict is not None or len(same) > 1:
                 raise ValueError(f"got {shown(value)}, which is also the text of a response: say it with words.*")
             return Verdict(same[0])
-        if found is None:
+        if verdict is None:
             raise ValueError(f"got {shown(value)}, want {self.described()}: say what it means with words.*")
-        return found
+        return verdict
 
     def _usual(self, value: Any, names: Sequence[str]) -> Verdict | None:
         word = normal(value)

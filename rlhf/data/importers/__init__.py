@@ -315,13 +315,13 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
         if source.imported:
             records += _load_import(source, info, allow_partial)
             continue
-        found: list[Record] = []
+        of_source: list[Record] = []
         for one in import_source(source, format, info):
             if isinstance(one, Reject):
                 rejects.append(one)
             else:
-                found.append(one)
-        records += without_replaced(found)
+                of_source.append(one)
+        records += without_replaced(of_source)
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
         more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""

@@ -83,8 +83,8 @@ def recognise(row: Mapping[str, Any]) -> str | None:
         return None
     if isinstance(row.get("fields"), dict) and isinstance(row.get("responses"), list | dict):
         return "keys fields and responses"
-    found = next((key for key in row if _flat_answers(row, key)), None)
-    return f"key {found} holds annotators' answers" if found else None
+    question = next((key for key in row if _flat_answers(row, key)), None)
+    return f"key {question} holds annotators' answers" if question else None
 
 
 def _read(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, list[Any]]], dict[str, Any]]:
@@ -151,8 +151,8 @@ def _prompt_and_responses(fields: Mapping[str, Any]) -> tuple[Any, dict[str, str
 
 
 def _suffix(name: str) -> str:
-    found = re.search(r"(?:^|[-_ .])?(\d+|(?<![a-z])[a-z])$", name.strip(), re.I)
-    return found.group(1).lower() if found else ""
+    match = re.search(r"(?:^|[-_ .])?(\d+|(?<![a-z])[a-z])$", name.strip(), re.I)
+    return match.group(1).lower() if match else ""
 
 
 def _about(text: Any, names: list[str]) -> str | None:
@@ -187,7 +187,7 @@ def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None
 
 def _rated(answers: Answers, names: list[str]) -> dict[str, dict[str, float]]:
     """Ratings by what is rated: the questions' names without the response that each is about."""
-    found: dict[str, dict[str, float]] = {}
+    ratings_of: dict[str, dict[str, float]] = {}
     for question, value in answers.items():
         within = [name for name in names if name.lower() in question.lower()]
         name = within[0] if len(within) == 1 else _about(question, names)
@@ -195,8 +195,8 @@ def _rated(answers: Answers, names: list[str]) -> dict[str, dict[str, float]]:
             continue
         part = name if within else _suffix(question)
         stem = re.sub(re.escape(part) + ("" if within else "$"), "", question, flags=re.I).strip("-_ .")
-        found.setdefault(stem or "rating", {})[name] = value
-    return {stem: ratings for stem, ratings in found.items() if len(ratings) > 1}
+        ratings_of.setdefault(stem or "rating", {})[name] = value
+    return {stem: ratings for stem, ratings in ratings_of.items() if len(ratings) > 1}
 
 
 def _in_scale(ratings: Mapping[str, float]) -> bool:

@@ -13,8 +13,8 @@ from rlhf.data.records import shown
 
 def recognise(row: Mapping[str, Any]) -> str | None:
     turns = row.get("turns")
-    found = isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) for turn in turns)
-    return "key turns with what a user says" if found and "prompt" not in row and "kind" not in row else None
+    fits = isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) for turn in turns)
+    return "key turns with what a user says" if fits and "prompt" not in row and "kind" not in row else None
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

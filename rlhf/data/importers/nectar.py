@@ -15,8 +15,8 @@ def recognise(row: Mapping[str, Any]) -> str | None:
     answers = row.get("answers")
     if "prompt" not in row or "kind" in row or not isinstance(answers, list) or not answers:
         return None
-    found = all(isinstance(answer, dict) and "answer" in answer and "rank" in answer for answer in answers)
-    return "keys prompt and answers, each with a rank" if found else None
+    fits = all(isinstance(answer, dict) and "answer" in answer and "rank" in answer for answer in answers)
+    return "keys prompt and answers, each with a rank" if fits else None
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

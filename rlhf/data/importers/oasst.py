@@ -18,8 +18,8 @@ Node = Mapping[str, Any]
 
 def recognise(row: Mapping[str, Any]) -> str | None:
     root = row.get("prompt")
-    found = isinstance(root, dict) and "text" in root and ("replies" in root or "message_tree_id" in row)
-    return "key prompt is the first message of a tree, with replies" if found else None
+    fits = isinstance(root, dict) and "text" in root and ("replies" in root or "message_tree_id" in row)
+    return "key prompt is the first message of a tree, with replies" if fits else None
 
 
 def _id(node: Node) -> str | None:
@@ -75,7 +75,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any] | BadRow]:
     if not isinstance(root, dict):
         raise BadRow("prompt", f"got {shown(root)}, want the first message of a tree")
     about = other_keys(row, "prompt")
-    found = False
+    yielded = False
     left: list[tuple[list[dict[str, Any]], Node]] = [([], root)]  # (turns above, message); a stack: trees may be deep
     while left:
         above, node = left.pop()
@@ -84,14 +84,14 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any] | BadRow]:
             path = [*above, _turn(node)]
             made = _ranking(path, node)
         except BadRow as error:
-            found = True
+            yielded = True
             yield error
             continue
         if made is not None:
-            found = True
+            yielded = True
             yield made | {"metadata": about | made["metadata"]}
         left += [(path, reply) for reply in reversed(replies)]
-    if not found:
+    if not yielded:
         yield {"kind": "prompt", "id": _id(root), "prompt": [_turn(root)], "metadata": about}
 
 

@@ -19,8 +19,8 @@ _OF_TREE = ("message_tree_id", "tree_state")  # the same for all messages of a t
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    found = all(key in row for key in ("message_id", "text", "role")) and "replies" not in row
-    return "keys message_id, text and role: one message of a tree" if found else None
+    fits = all(key in row for key in ("message_id", "text", "role")) and "replies" not in row
+    return "keys message_id, text and role: one message of a tree" if fits else None
 
 
 class _Message(NamedTuple):

@@ -9,8 +9,8 @@ from rlhf.data.records import shown
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    found = "instruction" in row and isinstance(row.get("instances"), list)
-    return "keys instruction and instances" if found else None
+    fits = "instruction" in row and isinstance(row.get("instances"), list)
+    return "keys instruction and instances" if fits else None
 
 
 def _instance(instruction: str, instance: Any, field: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def make_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
     """
     problems: list[str] = []
     paths = {name: _paths(name, getattr(columns, name), problems) for name in [field.name for field in fields(columns)]}
-    mapped = {name: found for name, found in paths.items() if found}
+    mapped = {name: given for name, given in paths.items() if given}
     problems += _contradictions(mapped)
     vocabulary = Vocabulary(_words(words, mapped, problems))
     if problems:
@@ -49,12 +49,12 @@ def _paths(name: str, value: Any, problems: list[str]) -> tuple[str, ...]:
     if value is None or value == []:
         return ()
     given = list(value) if isinstance(value, list | tuple) else [value]
-    found = tuple(str(one) for one in given if isinstance(one, str | int) and not isinstance(one, bool) and str(one))
-    if len(found) < len(given):
+    names = tuple(str(one) for one in given if isinstance(one, str | int) and not isinstance(one, bool) and str(one))
+    if len(names) < len(given):
         problems.append(f"columns.{name}={value}: want the name of a column")
-    if (twice := first_repeat(found)) is not None:
+    if (twice := first_repeat(names)) is not None:
         problems.append(f"columns.{name} names {twice} twice: want each column once")
-    return found
+    return names
 
 
 def _contradictions(mapped: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -81,20 +81,20 @@ def _contradictions(mapped: Mapping[str, tuple[str, ...]]) -> list[str]:
 def _words(words: WordsConfig, mapped: Mapping[str, tuple[str, ...]], problems: list[str]) -> dict[str, int]:
     given = {name: getattr(words, name) for name in ("first", "second", "tie")}
     given = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
-    found: dict[str, int] = {}
+    outcome_of: dict[str, int] = {}
     for name, outcome in (("first", 0), ("second", 1), ("tie", TIE)):
         for word in given[name]:
             if word is None:
                 continue
-            if found.setdefault(normal(word), outcome) != outcome:
+            if outcome_of.setdefault(normal(word), outcome) != outcome:
                 problems.append(f"words: {normal(word)} has two meanings: want each word once")
-    if found and "winner" not in mapped:
+    if outcome_of and "winner" not in mapped:
         problems.append("words.* need columns.winner: name the column that holds them")
-    if found and not {0, 1} <= set(found.values()):
+    if outcome_of and not {0, 1} <= set(outcome_of.values()):
         problems.append("words.* are not complete: want words.first and words.second, and words.tie if there are ties")
-    if found and len(mapped.get("responses", ())) > 2:
+    if outcome_of and len(mapped.get("responses", ())) > 2:
         problems.append("words.* with more than two columns.responses: put the names of these columns as the winner")
-    return found
+    return outcome_of
 
 
 def _prepare(mapped: Mapped, name: str, rows: Sequence[Mapping[str, Any]]) -> Format:

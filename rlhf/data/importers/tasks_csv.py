@@ -52,13 +52,13 @@ def _about(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]
 
 def _responses(row: Mapping[str, Any], columns: list[str], known: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The responses with their ids, in the order of `columns`. Raises: BadRow."""
-    found = []
+    responses = []
     for name, column in zip(_text(row["ids"]).split(), columns, strict=True):
         about = known.get(name)
         if not isinstance(about, dict):
             raise BadRow("ids", f"got {shown(row['ids'])}, but about knows {shown(list(known))}: {_LEAVE}")
-        found.append({"id": name, "text": _text(row[column]), **about})
-    return found
+        responses.append({"id": name, "text": _text(row[column]), **about})
+    return responses
 
 
 def _by_scores(row: Mapping[str, Any], columns: list[str], ids: list[str]) -> list[list[str]] | None:

@@ -20,8 +20,8 @@ def recognise(row: Mapping[str, Any]) -> str | None:
     completions = row.get("completions")
     if "instruction" not in row or not isinstance(completions, list) or not completions:
         return None
-    found = all(isinstance(one, dict) and "response" in one for one in completions)
-    return "keys instruction and completions with responses" if found else None
+    fits = all(isinstance(one, dict) and "response" in one for one in completions)
+    return "keys instruction and completions with responses" if fits else None
 
 
 def _as_number(value: Any) -> float | None:
@@ -29,21 +29,21 @@ def _as_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except (ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def _mean_rating(completion: Mapping[str, Any]) -> float | None:
     annotations = completion.get("annotations")
-    found = [
+    numbers = [
         _as_number(one.get("Rating"))
         for aspect in (annotations.values() if isinstance(annotations, dict) else ())
         for one in (aspect if isinstance(aspect, list) else [aspect])
         if isinstance(one, dict) and "Rating" in one
     ]
-    ratings = [rating for rating in found if rating is not None]
+    ratings = [rating for rating in numbers if rating is not None]
     return sum(ratings) / len(ratings) if ratings else None
 
 

@@ -52,10 +52,10 @@ def read_assignments(folder: Path, prefix_characters: int) -> Assignments:
             f"{folder}: was imported with prefix_characters={made_with}, now it is {prefix_characters}: "
             f"set prefix_characters={made_with}, or do without that earlier import"
         )
-    found = Assignments()
+    assignments = Assignments()
     for row in read_arrow(folder / FILE, 10_000) if (folder / FILE).exists() else ():
-        (found.prompts if row["what"] == "prompt" else found.users)[row["key"]] = SPLITS.index(row["split"])
-    return found
+        (assignments.prompts if row["what"] == "prompt" else assignments.users)[row["key"]] = SPLITS.index(row["split"])
+    return assignments
 
 
 def write_assignments(path: Path, assignments: Assignments) -> None:
@@ -150,9 +150,9 @@ class Assigner:
         return {root: known.get(root, by_hash[root])[1] for root in by_hash}
 
     @staticmethod
-    def _keep_first(found: dict[int, tuple[int, int]], root: int, rank: int, split: int) -> None:
-        if root not in found or rank < found[root][0]:
-            found[root] = rank, split
+    def _keep_first(decided: dict[int, tuple[int, int]], root: int, rank: int, split: int) -> None:
+        if root not in decided or rank < decided[root][0]:
+            decided[root] = rank, split
 
     def splits_of(self, keys: np.ndarray) -> np.ndarray:
         """The splits (indices into SPLITS) of prompts that were added."""

@@ -93,8 +93,8 @@ class BatchMaker:
         fact = look.fact
         pii = fact[FACT.names.index("pii")]  # type: ignore[union-attr]
         if pii and self.plan.pii == "flag" and "pii" not in record.metadata:
-            found = [name for i, name in enumerate(PII_KINDS) if pii >> i & 1]
-            line["metadata"] = json_text(record.metadata | {"pii": found})
+            kinds = [name for i, name in enumerate(PII_KINDS) if pii >> i & 1]
+            line["metadata"] = json_text(record.metadata | {"pii": kinds})
         rows = self._rows.setdefault(record.kind, [])
         self._facts.append((fact[0], len(rows), row, *fact[3:]))
         rows.append(line)

@@ -65,17 +65,17 @@ def luhn(digits: str) -> bool:
 
 def find_pii(text: str) -> set[str]:
     """Which of PII_KINDS a text holds: e-mail addresses, card numbers with a right check digit, phone numbers."""
-    found = {"email"} if "@" in text and _EMAIL.search(text) else set()
+    kinds = {"email"} if "@" in text and _EMAIL.search(text) else set()
     if not _DIGIT.search(text):
-        return found
+        return kinds
     for match in _DIGITS.finditer(text):
         run = match[0]
         digits = "".join(c for c in run if c in "0123456789")
         if _CARD.fullmatch(run) and 13 <= len(digits) <= 19 and luhn(digits) and len(set(digits)) > 1:
-            found.add("card")
+            kinds.add("card")
         elif 7 <= len(digits) <= 15 and any(phone.fullmatch(run) for phone in _PHONES):
-            found.add("phone")
-    return found
+            kinds.add("phone")
+    return kinds
 
 
 def _digest(value: Any) -> int:

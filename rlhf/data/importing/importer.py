@@ -220,8 +220,8 @@ class Importer:
         facts = batch.facts
         self.statistics.add(facts[kept], batch.lengths[np.repeat(kept, facts["responses"])])
         for kind, table in batch.tables.items():
-            own = facts["kind"] == KIND_NUMBERS[kind]
-            mask = kept[own]
+            of_kind = facts["kind"] == KIND_NUMBERS[kind]
+            mask = kept[of_kind]
             if not mask.any():
                 continue
             if kind == "ranking":
@@ -234,7 +234,7 @@ class Importer:
                 self.statistics.add_labelers(counted.field(0).to_pylist(), counted.field(1).to_pylist())
             self._writer(kind).write(chosen)
             report.records[kind] += int(mask.sum())
-            self._facts[kind].append(facts[own][mask][["key", "prompt", "user", "given"]].copy())
+            self._facts[kind].append(facts[of_kind][mask][["key", "prompt", "user", "given"]].copy())
 
     def _writer(self, kind: str) -> ArrowWriter:
         if kind not in self._writers:
@@ -337,9 +337,9 @@ class Importer:
         pairs = np.unique(np.concatenate([part[["key", "prompt"]] for part in facts]))
         keys, counts = np.unique(pairs["key"], return_counts=True)
         total = len(pairs)
-        found: list[dict[str, Any]] = []
+        warned: list[dict[str, Any]] = []
         if total < _LEAST_PROMPTS:
-            return found
+            return warned
         large = np.flatnonzero(counts > _LARGE_PREFIX * total)
         for i in large:
             split = SPLITS[int(self.assigner.splits_of(keys[i : i + 1])[0])]
@@ -347,8 +347,8 @@ class Importer:
                 f"{counts[i]:,} of {total:,} prompts have one beginning and stay together in {split}: "
                 "a larger prefix_characters separates them"
             )
-            found.append({"prompts": int(counts[i]), "of": total, "split": split})
-        return found
+            warned.append({"prompts": int(counts[i]), "of": total, "split": split})
+        return warned
 
 
 def settings_of(config: ImportConfig) -> dict[str, Any]:

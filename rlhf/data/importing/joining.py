@@ -39,12 +39,12 @@ class _NoJoinError(Exception):
 
 def _responses(records: list[Ranking]) -> dict[str, RankedResponse]:
     """Every response of the item by its id, in order of appearance."""
-    found: dict[str, RankedResponse] = {}
+    responses: dict[str, RankedResponse] = {}
     for record in records:
         for response in record.responses:
-            if found.setdefault(response.id, response).text != response.text:
+            if responses.setdefault(response.id, response).text != response.text:
                 raise _NoJoinError("responses", f'give response "{shown(response.id)[1:-1]}" two texts: want one')
-    return found
+    return responses
 
 
 def _join(records: list[Ranking]) -> Ranking:
@@ -99,9 +99,9 @@ def _metadata(records: list[Ranking]) -> dict[str, Any]:
     """The metadata that all judgements share; those of each alone are listed with its id under `judgements`."""
     first = records[0].metadata
     shared = {k: v for k, v in first.items() if all(k in r.metadata and r.metadata[k] == v for r in records)}
-    own = [
+    judgements = [
         {"id": record.id, "responses": [response.id for response in record.responses]}
         | {key: value for key, value in record.metadata.items() if key not in shared}
         for record in records
     ]
-    return shared | {"judgements": own}
+    return shared | {"judgements": judgements}

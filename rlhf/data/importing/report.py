@@ -107,16 +107,16 @@ class Statistics:
 
 
 def versions() -> dict[str, str]:
-    found = {"rlhf": __version__, "python": platform.python_version()}
-    return found | {name: importlib.metadata.version(name) for name in ("pydantic", "pyarrow", "datasets")}
+    ours = {"rlhf": __version__, "python": platform.python_version()}
+    return ours | {name: importlib.metadata.version(name) for name in ("pydantic", "pyarrow", "datasets")}
 
 
 def reject_line(reject: Reject) -> str:
     """A line of rejects.jsonl: where, what came, what was wanted, and the original."""
     message = reject.message.removeprefix(f"{reject.field}: ") if reject.field else reject.message
-    found = _GOT_WANT.fullmatch(message)
-    if found:
-        got, wanted = found[1], found[2]
+    parts = _GOT_WANT.fullmatch(message)
+    if parts:
+        got, wanted = parts[1], parts[2]
     elif message == "missing":
         got, wanted = "nothing", "a value"
     else:

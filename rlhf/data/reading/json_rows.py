@@ -265,9 +265,9 @@ class _ArrayReader:
             return Reject(self.name, line, "", problem, self.number, offset, raw)
         return Row(line, value, self.number, offset, raw)
 
-    def _not_utf8(self, begin: int, found: re.Match[str]) -> str:
-        at = self.window.offset + len(self.window.text[begin : found.start()].encode("utf-8", "surrogateescape"))
-        return f"byte 0x{ord(found[0]) - 0xDC00:02x} at offset {at} is not UTF-8: save the file as UTF-8"
+    def _not_utf8(self, begin: int, match: re.Match[str]) -> str:
+        at = self.window.offset + len(self.window.text[begin : match.start()].encode("utf-8", "surrogateescape"))
+        return f"byte 0x{ord(match[0]) - 0xDC00:02x} at offset {at} is not UTF-8: save the file as UTF-8"
 
     def _bad_value(self, error: ValueError, at: int) -> Reject:
         """A reject for invalid JSON; parsing continues after it, as well as its end can be found."""
@@ -287,20 +287,20 @@ class _ArrayReader:
         digest, length, kept = hashlib.sha256(), 0, b""
         alone = not window.lead.strip(" \t[],")
         scan = _Brackets(window.lead[: len(window.lead) - len(window.lead.lstrip(" \t"))] if alone else None)
-        found = False
-        while not found:
+        at_end = False
+        while not at_end:
             if self.in_array:
-                end, found = scan.find_end(window.text, window.at)
+                end, at_end = scan.find_end(window.text, window.at)
             else:
                 newline = window.text.find("\n", window.at)
-                end, found = (newline, True) if newline >= 0 else (len(window.text), False)
-            if found and end == window.at and length == 0:
+                end, at_end = (newline, True) if newline >= 0 else (len(window.text), False)
+            if at_end and end == window.at and length == 0:
                 end += 1  # always make progress
             raw = window.take(end)
             digest.update(raw)
             length += len(raw)
             kept = kept + raw if length <= readers.KEPT_BYTES else b""
-            if not found:
+            if not at_end:
                 if window.ended:
                     self.in_array = False  # the reject already reports it; that the array does not end follows from it
                     break

@@ -216,9 +216,9 @@ def _xlsx_extent(path: Path, index: int) -> Extent:
             given = attributes.get("r", "")
             row, column = int(given) if given.isdecimal() else row + 1, 0
         elif tag == "c":
-            found = _REFERENCE.fullmatch(attributes.get("r", ""))
-            column = _column(found[1]) if found else column + 1
-            row = int(found[2]) if found else row
+            match = _REFERENCE.fullmatch(attributes.get("r", ""))
+            column = _column(match[1]) if match else column + 1
+            row = int(match[2]) if match else row
             if not extent.stored or extent.stored[-1] != row:
                 extent.stored.append(row)
             is_shared = attributes.get("t") == "s"

@@ -216,8 +216,8 @@ def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterato
         if header is None:
             if problem is not None:
                 raise UserError(f"{name}:{line}: header: {problem}")
-            if (found := _undecodable(text)) is not None:
-                raise UserError(f"{name}:{line}: {_wrong_byte(found, encoding)}")
+            if (byte := _undecodable(text)) is not None:
+                raise UserError(f"{name}:{line}: {_wrong_byte(byte, encoding)}")
             if _excel_hint(text.lstrip("\ufeff")) is None:
                 header = check_header(cells, name, line)
             continue
@@ -232,8 +232,8 @@ def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterato
 
 def _undecodable(text: str) -> int | None:
     """The first byte that is not in the encoding."""
-    found = None if text.isascii() else _ESCAPED_BYTE.search(text)
-    return ord(found[0]) - 0xDC00 if found else None
+    match = None if text.isascii() else _ESCAPED_BYTE.search(text)
+    return ord(match[0]) - 0xDC00 if match else None
 
 
 def _wrong_byte(byte: int, encoding: str) -> str:
@@ -243,8 +243,8 @@ def _wrong_byte(byte: int, encoding: str) -> str:
 
 
 def _problem(cells: list[str], text: str, header: list[str], encoding: str) -> str | None:
-    if (found := _undecodable(text)) is not None:
-        return _wrong_byte(found, encoding)
+    if (byte := _undecodable(text)) is not None:
+        return _wrong_byte(byte, encoding)
     if any("\0" in cell for cell in cells):
         return "got a NUL byte, want text: remove it"
     if len(cells) != len(header):
