@@ -9,7 +9,7 @@ from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
 from rlhf.precision import inference
 from rlhf.recipe import PARENTS, POLICY_STAGES
-from rlhf.runs.folders import check_output, is_complete, read_stage, stage_folder
+from rlhf.runs.folders import check_output, is_complete, read_stage, stage_folder, stages_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class LoadedRun:
                 raise UserError(problem)
         self.folder = folder
         self._config = Config(run=folder.name, runs_dir=str(folder.parent), device=device, precision=precision)
-        records = [read_stage(path.parent) or {} for path in sorted(folder.glob("*/stage.json"))]
+        records = [read_stage(stage) or {} for stage in stages_of(folder).values()]
         if not records:
             raise UserError(f"{folder}: no stage of a run in it: want the folder of a run, such as runs/demo")
         for record in records:  # stages that the run took from elsewhere

@@ -96,6 +96,12 @@ def earlier_run(config: Config) -> Config | None:
     return earlier
 
 
+def stages_of(run: Path) -> dict[str, Path]:
+    """The folders of a run's stages by name, complete or not; unfinished replacements are left out."""
+    folders = (path.parent for path in sorted(run.glob("*/stage.json")))
+    return {folder.name: folder for folder in folders if not folder.name.startswith(".")}
+
+
 def rounds_before(run: Path) -> list[Path]:
     """The runs of the earlier labelling rounds that a run was built on, the latest first."""
     parents = (read_stage(run / "label") or {}).get("parents", {})

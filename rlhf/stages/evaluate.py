@@ -60,6 +60,7 @@ from rlhf.runs.folders import (
     rounds_before,
     run_folder,
     stage_folder,
+    stages_of,
 )
 from rlhf.runs.inputs import by_split
 from rlhf.runs.sources import hash_sources, need_source, reward_sources
@@ -358,9 +359,9 @@ def kl_between(
 
 def costs(config: Config) -> dict[str, Any]:
     """Seed, held-out bits per byte, and the time and memory of each stage."""
-    folders = {path.parent.name: path.parent for path in sorted(run_folder(config).glob("*/stage.json"))}
+    folders = stages_of(run_folder(config))
     for run in rounds_before(run_folder(config)):
-        folders |= {f"{run.name}/{path.parent.name}": path.parent for path in sorted(run.glob("*/stage.json"))}
+        folders |= {f"{run.name}/{stage}": folder for stage, folder in stages_of(run).items()}
     records = {name: read_stage(folder) or {} for name, folder in folders.items() if folder.name != "evaluate"}
     pretrain = read_stage(stage_folder(config, "pretrain")) or {}
     return {

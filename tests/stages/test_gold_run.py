@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.config import Config
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.gold.judge import WEIGHTS
 from rlhf.runs.folders import is_complete, read_stage
 from rlhf.runs.sources import fractions
+from rlhf.stages.evaluate import costs
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
@@ -101,6 +103,15 @@ def test_results_of_the_reward_model(results):
         assert row["gap"] >= 0 and 0.5 <= row["predicted"] <= 1 and 0 <= row["observed"] <= 1 and row["n"] > 0
     assert [row["gap"] for row in rm["calibration"]] == sorted(row["gap"] for row in rm["calibration"])
     assert sum(row["n"] for row in rm["calibration"]) == rm["accuracy"]["n"]
+
+
+def test_a_replacement_under_way_is_no_stage_of_the_run(tmp_path):
+    for name in ("sft", "evaluate", ".evaluate.new"):
+        folder = tmp_path / "x" / name
+        folder.mkdir(parents=True)
+        record = {"stage": name, "status": "running", "settings": {}, "parents": {}, "data": {}, "seconds": 1.0}
+        (folder / "stage.json").write_text(json.dumps(record), encoding="utf-8")
+    assert costs(Config(run="x", runs_dir=str(tmp_path)))["seconds"] == {"sft": 1.0}
 
 
 def test_other_results(results, gold_run):
