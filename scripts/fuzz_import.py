@@ -123,11 +123,11 @@ def check(files: list[File], out: Path, code: int, said: str, tally: Tally, stri
     if code not in (0, 2) or "Traceback" in said:
         problem(f"{files[0].path.parent}: exit code {code}: {said[-2000:]}")
         return
-    found = out if out.exists() else out.with_name(out.name + ".partial")
-    if not found.exists():
+    written_to = out if out.exists() else out.with_name(out.name + ".partial")
+    if not written_to.exists():
         problem(f"{files[0].path.parent}: nothing was written: {said[-500:]}")
         return
-    report = json.loads((found / "report.json").read_text(encoding="utf-8"))
+    report = json.loads((written_to / "report.json").read_text(encoding="utf-8"))
     by_name = {str(file.path): file for file in files}
     for entry in report["files"]:
         counts, file = entry["counts"], by_name[entry["file"]]
@@ -140,9 +140,9 @@ def check(files: list[File], out: Path, code: int, said: str, tally: Tally, stri
             lines = sum(bool(line.strip(BLANK)) for line in file.content.removeprefix(b"\xef\xbb\xbf").split(b"\n"))
             if lines != counts["input"]:
                 problem(f"{entry['file']}: {lines} lines, {counts['input']} counted")
-    originals = check_rejects(found, by_name, problem)
+    originals = check_rejects(written_to, by_name, problem)
     if strict:  # nothing was filtered or dropped
-        written = {marker for path in found.rglob("*.arrow") for marker in MARKER.findall(path.read_bytes())}
+        written = {marker for path in written_to.rglob("*.arrow") for marker in MARKER.findall(path.read_bytes())}
         for file in files:
             named = set(MARKER.findall(file.content))
             assert named.issuperset(marker.encode() for marker in file.markers)
@@ -152,14 +152,14 @@ def check(files: list[File], out: Path, code: int, said: str, tally: Tally, stri
                 problem(f"{file.path}: {len(lost)} rows are nowhere, first {lost[0].decode()}")
 
 
-def check_rejects(found: Path, by_name: dict[str, File], problem: Callable[[str], None]) -> dict[str, bytes]:
+def check_rejects(folder: Path, by_name: dict[str, File], problem: Callable[[str], None]) -> dict[str, bytes]:
     """Compare each reject's original with the file; returns the originals of each file, joined."""
     originals: dict[str, list[bytes]] = {name: [] for name in by_name}
-    for number, line in enumerate((found / "rejects.jsonl").read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate((folder / "rejects.jsonl").read_bytes().split(b"\n")[:-1], start=1):
         try:
             entry = json.loads(line)
         except ValueError as error:
-            problem(f"{found}/rejects.jsonl:{number}: {error}")
+            problem(f"{folder}/rejects.jsonl:{number}: {error}")
             continue
         content, at = by_name[entry["file"]].content, entry["offset"]
         if "original" in entry:
@@ -169,16 +169,16 @@ def check_rejects(found: Path, by_name: dict[str, File], problem: Callable[[str]
         elif "sha256" in entry:
             raw = content[at : at + entry["bytes"]]
             if hashlib.sha256(raw).hexdigest() != entry["sha256"] or len(raw) != entry["bytes"]:
-                problem(f"{found}/rejects.jsonl:{number}: another sha256 than the file at {at}")
+                problem(f"{folder}/rejects.jsonl:{number}: another sha256 than the file at {at}")
         elif "does not end" in entry["message"]:
             continue
         else:
-            problem(f"{found}/rejects.jsonl:{number}: no original: {entry['message']}")
+            problem(f"{folder}/rejects.jsonl:{number}: no original: {entry['message']}")
             continue
         if content[at : at + len(raw)] != raw:
-            problem(f"{found}/rejects.jsonl:{number}: the original differs from the file at {at}")
+            problem(f"{folder}/rejects.jsonl:{number}: the original differs from the file at {at}")
         if "\n" in entry["message"] or not entry["message"]:
-            problem(f"{found}/rejects.jsonl:{number}: the message is not one line: {entry['message']!r}")
+            problem(f"{folder}/rejects.jsonl:{number}: the message is not one line: {entry['message']!r}")
         originals[entry["file"]].append(raw)
     return {name: b"\n".join(parts) for name, parts in originals.items()}
 

@@ -127,7 +127,7 @@ def main() -> None:
     if rank():
         return
     base = statistics.median(seconds["one process"])
-    found = {
+    figures = {
         way: {
             "median_s": statistics.median(times),
             "ratio": statistics.median(times) / base,
@@ -139,7 +139,7 @@ def main() -> None:
     print(
         f"{arguments.size}, {process_count()} processes on {device}, {arguments.rounds} steps each, {ROWS} rows per step"
     )
-    for way, row in found.items():
+    for way, row in figures.items():
         print(
             f"{way:<12} {1000 * row['median_s']:8.1f} ms  {row['ratio']:.2f} x one process  "
             f"({1000 * row['least_s']:.1f} to {1000 * row['most_s']:.1f})"
@@ -152,7 +152,7 @@ def main() -> None:
         print(f"{row['link']:<15} {row['way']:<6} {times}: {share:.1%}")
     if arguments.out:
         arguments.out.write_text(
-            json.dumps({"size": arguments.size, "measured": found, "on_paper": paper}, indent=1) + "\n"
+            json.dumps({"size": arguments.size, "measured": figures, "on_paper": paper}, indent=1) + "\n"
         )
 
 

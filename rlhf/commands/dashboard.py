@@ -48,7 +48,7 @@ def send_within(seconds: float, project: str, entity: str | None, remembered: Pa
 
     Raises: UserError if the server refuses or does not answer in time.
     """
-    found: list[str] = []
+    addresses: list[str] = []
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -62,15 +62,15 @@ def send_within(seconds: float, project: str, entity: str | None, remembered: Pa
             owner = entity or wandb.Api(timeout=int(seconds)).default_entity
             if not owner:
                 raise ValueError("the key has no default entity: set tracking.entity")
-            found.append(send(project, owner, remembered))
+            addresses.append(send(project, owner, remembered))
         except Exception as error:
             failed.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
-    if found:
-        return found[0]
+    if addresses:
+        return addresses[0]
     reason = " ".join(str(failed[0]).split())[:300] if failed else f"no answer within {seconds:.0f} s"
     raise UserError(
         f"dashboard: W&B did not take it ({reason}): check WANDB_API_KEY, WANDB_BASE_URL and "

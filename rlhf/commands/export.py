@@ -17,7 +17,7 @@ def run(config: Config) -> None:
     out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / config.export.stage
     refuse_inside_stage(out, "export.out")
 
-    from rlhf.commands.model_card import model_card, write_card
+    from rlhf.commands.model_card import model_card
 
     write = write_reward if config.export.stage == "reward" else write_policy
     try:
@@ -25,13 +25,14 @@ def run(config: Config) -> None:
             check_free(out, config.overwrite)
             with replaced(out) as folder:
                 loading, notes = write(config, source / "model", folder)
-                write_card(folder, model_card(config, config.export.stage, loading.format(out.name), notes))
+                card = model_card(config, config.export.stage, loading.format(out.name), notes)
+                (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
                 share(folder)
     except Exception as error:  # libraries report a full disk with errors other than OSError
-        told = checkpoint_error(error, out)
-        if told is error:
+        reported = checkpoint_error(error, out)
+        if reported is error:
             raise
-        raise told from error
+        raise reported from error
     say(f"export: {source / 'model'} -> {out}: {loading.format(out)} loads it")
     for note in notes:
         say(f"export: {note}")
@@ -70,17 +71,15 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
         )
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
-    text = isinstance(loaded, TextRewardModel)
-    told = export_reward(loaded, None if text else load_tokenizer(model), folder)
-    form = (
-        "prompt and response as its tokenizer frames them"
-        if text
-        else "rendered with the chat template, read at its last token"
-    )
+    if isinstance(loaded, TextRewardModel):
+        exported, form = export_reward(loaded, None, folder), "prompt and response as its tokenizer frames them"
+    else:
+        exported = export_reward(loaded, load_tokenizer(model), folder)
+        form = "rendered with the chat template, read at its last token"
     notes = [f"The logit is the calibrated score of a dialogue: {form}."]
-    if told.offset:
+    if exported.offset:
         notes.append(
-            f"score = logit {told.offset:+.6g} (score_offset in config.json): {told.class_name} has no bias for this "
+            f"score = logit {exported.offset:+.6g} (score_offset in config.json): {exported.class_name} has no bias for this "
             "constant, which changes neither an order nor a difference of scores."
         )
     return "AutoModelForSequenceClassification.from_pretrained('{}')", notes

@@ -138,10 +138,10 @@ def answer_rows(
     keys = [("generate", prompt_key(record.prompt), j) for record, _, _ in asked for j in range(count)]
     answers = draw_answers(policy, tokenizer, [ids for _, ids, _ in asked for _ in range(count)], keys, how)
     for i, head in enumerate(heads):
-        own = answers[i * count : (i + 1) * count]
-        row = head | {"responses": [a.text for a in own], "ended": [a.ended for a in own]}
+        of_prompt = answers[i * count : (i + 1) * count]
+        row = head | {"responses": [a.text for a in of_prompt], "ended": [a.ended for a in of_prompt]}
         if config.generate.logprobs:
-            row |= {"token_ids": [a.ids for a in own], "logprobs": [a.logprobs for a in own]}
+            row |= {"token_ids": [a.ids for a in of_prompt], "logprobs": [a.logprobs for a in of_prompt]}
         yield row
 
 

@@ -92,9 +92,9 @@ def _start_server() -> None:
 
     By default Python would put the working directory first and import any file there with a module's name.
     """
-    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in sys.path)}
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
+    paths = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in sys.path)}
+    before = {name: os.environ.get(name) for name in paths}
+    os.environ.update(paths)
     try:
         forkserver.ensure_running()
     finally:

@@ -3,7 +3,6 @@ not measured. Everything in it is read from the records of the run's stages."""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
@@ -23,37 +22,33 @@ NOT_MEASURED = (
 def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> str:
     """Markdown with a header that the hub reads. loading: the line of Python that loads the folder."""
     records = stage_records(config, stage)
-    adopted = adopted_record(config)
+    adopted = read_json(stage_folder(config, "pretrain") / "adopted.json")  # empty if the stage pretrained a model
     licence = str(adopted.get("licence") or "")
     header = ["library_name: transformers", f"tags: [rlhf, {stage}]"]
     header += [f"license: {one_line(licence)}"] if licence else []
     header += [f"base_model: {json.dumps(one_line(adopted['source']))}"] if adopted.get("source") else []
+    record, what = records[stage], STAGES[stage].help
+    about = f"{what[:1].upper()}{what[1:]}. Made with rlhf {record['versions'].get('rlhf', '')}."
     parts = [
         ["---", *header, "---"],
-        [f"# {one_line(records[stage]['run'])}: {stage}", "", f"{STAGES[stage].help[:1].upper()}{STAGES[stage].help[1:]}. Made with rlhf "
-         f"{records[stage]['versions'].get('rlhf', '')}.", "", f"    {loading}", *(f"\n{note}" for note in notes)],
+        [f"# {one_line(record['run'])}: {stage}", "", about, "", f"    {loading}", *(f"\n{note}" for note in notes)],
         ["## Base model", "", *base_lines(adopted, licence)],
         ["## Data", "", "| stage | what | sha256 |", "| --- | --- | --- |", *data_rows(records)],
         ["## Stages", "", *settings_lines(records)],
         ["## Results", "", *result_lines(config, stage, records)],
         ["## Not measured", "", *(f"- {text}" for text in NOT_MEASURED)],
-    ]  # fmt: skip
+    ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
 def stage_records(config: Config, stage: str) -> dict[str, dict[str, Any]]:
     """The records of a stage and of the stages that it builds on, in the order of the pipeline."""
-    found = {}
+    records = {}
     for name in (*ancestors(stage), stage):
         record = read_stage(stage_folder(config, name))
         if record is not None and record.get("status") == "complete":
-            found[name] = record
-    return found
-
-
-def adopted_record(config: Config) -> dict[str, Any]:
-    """The pretrain stage's record of the checkpoint that it adopted; empty if it pretrained a model."""
-    return read_json(stage_folder(config, "pretrain") / "adopted.json")
+            records[name] = record
+    return records
 
 
 def base_lines(adopted: dict[str, Any], licence: str) -> list[str]:
@@ -118,7 +113,3 @@ def figures(prefix: str, results: dict[str, Any]) -> Iterator[tuple[str, str, st
 def cell(text: object) -> str:
     """Text in a table's cell."""
     return one_line(text, 200).replace("|", "\\|")
-
-
-def write_card(folder: Path, text: str) -> None:
-    (folder / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")

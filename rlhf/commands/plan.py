@@ -115,16 +115,16 @@ def _time(plan: dict[str, Any]) -> list[str]:
 
 
 def _optimal(plan: dict[str, Any]) -> list[str]:
-    found = plan["compute_optimal"]
-    if not found:
+    optimal = plan["compute_optimal"]
+    if not optimal:
         return ["an adopted model: no pretraining is planned (set pretrain.tokens to continue it on data.corpus)"]
     lines = [
-        f"compute-optimal (Hoffmann et al. 2022)     for this model          for {found['budget_flops']:.2e} FLOPs"
+        f"compute-optimal (Hoffmann et al. 2022)     for this model          for {optimal['budget_flops']:.2e} FLOPs"
     ]
     for number in (1, 2, 3):
-        one = found[f"approach {number}"]
+        figures = optimal[f"approach {number}"]
         lines.append(
-            f"  approach {number}:  {amount(one['model_tokens']):>8} tokens, {one['model_flops']:.2e} FLOPs;  "
-            f"{amount(one['budget_parameters']):>8} parameters on {amount(one['budget_tokens'])} tokens"
+            f"  approach {number}:  {amount(figures['model_tokens']):>8} tokens, {figures['model_flops']:.2e} FLOPs;  "
+            f"{amount(figures['budget_parameters']):>8} parameters on {amount(figures['budget_tokens'])} tokens"
         )
     return lines

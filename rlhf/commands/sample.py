@@ -106,11 +106,12 @@ def check_free(out: Path, overwrite: bool) -> None:
         raise UserError(
             f"{out}: contains the tasks of an earlier round: choose another sample.out=…, or add overwrite=true"
         )
-    own = record["files"]
+    written = record["files"]
     changed = [
         path.name
         for path in sorted(out.iterdir())
-        if path.name not in (RECORD, "README.md") and not (path.is_file() and sha256_file(path) == own.get(path.name))
+        if path.name not in (RECORD, "README.md")
+        and not (path.is_file() and sha256_file(path) == written.get(path.name))
     ]
     if changed:
         raise UserError(
@@ -170,12 +171,12 @@ def draw_tasks(
             part = whole[start : start + CHUNK]
             for (record, _), drawn in zip(part, draw(config, policy, tokenizer, part, length), strict=True):
                 task_id = next(ids)
-                first_of = {text: (text, ended) for text, ended in reversed(drawn)}  # a labeler sees only the text
-                distinct = [first_of[text] for text in dict.fromkeys(text for text, _ in drawn)][
-                    : config.sample.responses
-                ]
-                if len(distinct) >= 2:
-                    tasks.append(make_task(task_id, record, distinct, policy_id, config.seed))
+                distinct: dict[str, bool] = {}
+                for text, ended in drawn:
+                    distinct.setdefault(text, ended)  # a labeler sees only the text
+                responses = list(distinct.items())[: config.sample.responses]
+                if len(responses) >= 2:
+                    tasks.append(make_task(task_id, record, responses, policy_id, config.seed))
             bar.update(len(part))
     return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
 

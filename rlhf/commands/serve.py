@@ -96,16 +96,16 @@ def listen(config: Config) -> Any:
     import socket
 
     host, port = config.serve.host, config.serve.port
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        made.close()
+        listener.close()
         raise UserError(
             f"serve.host={host} serve.port={port}: {error.strerror}: choose another, or 0 for any free one"
         ) from None
-    return made
+    return listener
 
 
 def make(config: Config, folders: list[Path], loopback: bool, address: str) -> Any:
@@ -171,15 +171,15 @@ def labeler_secrets(path: Path, names: list[str], address: str) -> dict[str, str
 
     if bad := [name for name in names if not NAME.fullmatch(name)]:
         raise UserError(f"serve.labelers: {bad[0]!r}: want names of letters, digits, '.', '_' and '-'")
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     if path.is_file():
         for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
             if (link := LINK.fullmatch(line)) is None:
                 raise UserError(f"{path}: line {number} is no link of `rlhf serve`: move this file away, or correct it")
-            found[link[1]] = link[2]
-    found |= {name: secrets.token_urlsafe(24) for name in names if name not in found}
+            by_name[link[1]] = link[2]
+    by_name |= {name: secrets.token_urlsafe(24) for name in names if name not in by_name}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.writelines(f"{name} {address}#{secret}\n" for name, secret in found.items())
+        file.writelines(f"{name} {address}#{secret}\n" for name, secret in by_name.items())
     say(f"serve: the links of {len(names)} labelers: {path}")
-    return {name: found[name] for name in names}
+    return {name: by_name[name] for name in names}

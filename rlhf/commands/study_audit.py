@@ -88,12 +88,12 @@ def judged(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     """
     x = np.where(np.isnan(x), np.nanmean(np.where(np.isnan(x).all(0), 0.0, x), 0), x)
     predicted, means = predict_each(x, y)
-    found = {
+    quality = {
         "leave_one_out": spearman(predicted, y),
         "error": float(np.abs(predicted - y).mean()),
         "error_of_mean": float(np.abs(means - y).mean()),
     }
-    return ({"rank_correlation": spearman(x[:, 0], y)} if x.shape[1] == 1 else {}) | found
+    return ({"rank_correlation": spearman(x[:, 0], y)} if x.shape[1] == 1 else {}) | quality
 
 
 def predict_each(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -33,6 +33,13 @@ from rlhf.training.setup import load_frozen, set_up
 BEST_OF = (1, 2, 4, 8, 16, 32, 64)
 TITLES = {"details": "What each choice buys", "prompts": "Prompts that the reward model knows and others"}
 CURVES = ("kl", "score", "gold", "correct")
+DEV_METRICS = {
+    "update": "progress/step",
+    "kl": "eval/dev/kl",
+    "score": "eval/dev/scores",
+    "gold": "eval/dev/gold/total",
+    "correct": "eval/dev/gold/correct",
+}
 
 
 def cell_config(cell: Cell) -> Config:
@@ -44,8 +51,8 @@ def dev_prompts(config: Config, world: Path, tokenizer: Any) -> tuple[list[Promp
     """The study's held-out prompts of a world stage, and their tokens."""
     records, _ = load_prompts(str(world / "prompts.jsonl"))
     settings = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, eval_prompts=EVAL_PROMPTS))
-    asked = held_out_prompts(settings, records, tokenizer)
-    return [record for record, _ in asked], [ids for _, ids in asked]
+    held_out = held_out_prompts(settings, records, tokenizer)
+    return [record for record, _ in held_out], [ids for _, ids in held_out]
 
 
 def hashes(stages: dict[str, Path]) -> dict[str, Any]:
@@ -60,19 +67,12 @@ def frontier_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
     curves: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         rows = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "eval/dev/kl" in row]
-        path = [
-            {
-                "update": row["progress/step"],
-                "kl": max(0.0, row["eval/dev/kl"]),
-                "score": row["eval/dev/scores"],
-                "gold": row["eval/dev/gold/total"],
-            }
-            | ({"correct": row["eval/dev/gold/correct"]} if "eval/dev/gold/correct" in row else {})
-            for row in rows
-        ]
-        curves.setdefault(cell.name, []).append({"seed": cell.seed, "path": path})
+        points = [{name: row[metric] for name, metric in DEV_METRICS.items() if metric in row} for row in rows]
+        for point in points:
+            point["kl"] = max(0.0, point["kl"])
+        curves.setdefault(cell.name, []).append({"seed": cell.seed, "path": points})
     by_seed = {cell.seed: cell for cell in cells}
-    chosen = [
+    best_of_n = [
         cached(
             cell.folder,
             f"best-of-n-seed{seed}",
@@ -89,7 +89,7 @@ def frontier_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
         "parents": len({cell.parent for cell in cells}),
         "curves": {name: {"seeds": found, "mean": mean_path(found)} for name, found in curves.items()},
         "over_optimisation": {name: over_optimisation(found) for name, found in curves.items()},
-        "best_of_n": [mean_best(rows) for rows in zip(*chosen, strict=True)],
+        "best_of_n": [mean_best(rows) for rows in zip(*best_of_n, strict=True)],
         "points": [
             {"kl": found["path"][-1]["kl"], "score": found["path"][-1]["score"], "gold": found["path"][-1]["gold"]}
             for runs in curves.values()
@@ -156,19 +156,19 @@ def one_seed_loss(path: list[dict[str, Any]]) -> dict[str, Any]:
         return before - after
 
     peak, gained = max(path, key=lambda row: row["gold"]), fall("score")
-    found = {
+    figures = {
         "peak_update": peak["update"],
         "peak_kl": peak["kl"],
         "gold_lost": fall("gold"),
         "score_gained": None if gained is None else -gained,
     }
-    told: dict[str, Any] = {name: {"mean": value, "ci95": None, "n": 1} for name, value in found.items()}
-    return told | {"rule": "middle third less last third"}
+    intervals: dict[str, Any] = {name: {"mean": value, "ci95": None, "n": 1} for name, value in figures.items()}
+    return intervals | {"rule": "middle third less last third"}
 
 
 def mean_best(rows: tuple[dict[str, float], ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {"n": rows[0]["n"], "kl": rows[0]["kl"]}
-    return found | {
+    bounds: dict[str, Any] = {"n": rows[0]["n"], "kl": rows[0]["kl"]}
+    return bounds | {
         name: mean_interval([row[name] for row in rows]) for name in (*CURVES[1:], "kl_estimate") if name in rows[0]
     }
 
@@ -182,16 +182,16 @@ def best_of_curve(cell: Cell) -> list[dict[str, float]]:
     reward, _ = make_reward(config, tokenizer, device)
     records, prompts = dev_prompts(config, cell.stages["world"], tokenizer)
     with inference(config, device):
-        found = draw_candidates(config, policy, tokenizer, records, prompts, max(BEST_OF), reward)
-    judged = judge_rows(need_truth(config, "study"), records, found["texts"], found["ended"])
-    drawn = list(zip(found["ids"], found["logprobs"], found["scores"], strict=True))
+        candidates = draw_candidates(config, policy, tokenizer, records, prompts, max(BEST_OF), reward)
+    judged = judge_rows(need_truth(config, "study"), records, candidates["texts"], candidates["ended"])
+    drawn = list(zip(candidates["ids"], candidates["logprobs"], candidates["scores"], strict=True))
     rows = []
     for size in BEST_OF:
         estimates = [estimate_kl(*draws, size) for draws in drawn]
         row = {"n": float(size), "kl": best_of_n_kl(size), "kl_estimate": sum(estimates) / len(records), "score": 0.0}
         columns = {"gold": "total"} | ({"correct": "correct"} if "correct" in judged[0][0] else {})
         row |= dict.fromkeys(columns, 0.0)
-        for scores, parts in zip(found["scores"], judged, strict=True):
+        for scores, parts in zip(candidates["scores"], judged, strict=True):
             row["score"] += expected_best(scores, scores, size) / len(records)
             for name, part in columns.items():
                 row[name] += expected_best(scores, [p[part] for p in parts], size) / len(records)
@@ -232,18 +232,18 @@ def details_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
 
 def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     """The figures of one finished cell; SFT's responses are drawn once for all cells of a parent."""
-    own = cell_config(cell)
-    own.evaluate = config.evaluate
-    device = set_up(own)
+    of_cell = cell_config(cell)
+    of_cell.evaluate = config.evaluate
+    device = set_up(of_cell)
     sft, ppo = cell.stages["sft"] / "model", cell.ppo / "model"
     tokenizer = load_tokenizer(sft)
-    records, prompts = dev_prompts(own, cell.stages["world"], tokenizer)
-    truth = need_truth(own, "study")
+    records, prompts = dev_prompts(of_cell, cell.stages["world"], tokenizer)
+    truth = need_truth(of_cell, "study")
 
     def answers_of(folder: Path, name: str) -> dict[str, Any]:
-        with inference(own, device):
+        with inference(of_cell, device):
             drawn = evaluate.draw(
-                own, load_frozen(own, folder, device), prompts, evaluate.of_chat(tokenizer), tokenizer, name
+                of_cell, load_frozen(of_cell, folder, device), prompts, evaluate.of_chat(tokenizer), tokenizer, name
             )
         return drawn | {
             kind: judge_rows(truth, records, drawn[f"{prefix}texts"], drawn[f"{prefix}ended"])
@@ -253,7 +253,7 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     base = cached(
         cell.folder,
         f"sft-{cell.parent.name}-seed{cell.seed}",
-        sft_basis(own, cell),
+        sft_basis(of_cell, cell),
         lambda: {k: v for k, v in answers_of(sft, "sft").items() if k.startswith("judged")},
     )
     ours = answers_of(ppo, "ppo")
@@ -266,15 +266,15 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
 
     answers = evaluate.Answers(prompts=prompts, **{k: v for k, v in ours.items() if not k.startswith("judged")})
     last = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "objective/kl" in row][-1]
-    with inference(own, device):
-        kl = evaluate.kl_between(own, answers, ppo, sft, tokenizer.pad_token_id, device)
+    with inference(of_cell, device):
+        kl = evaluate.kl_between(of_cell, answers, ppo, sft, tokenizer.pad_token_id, device)
     figures = {
         "win_rate": wins("judged"),
         "win_rate_greedy": wins("judged_greedy"),
         "gold": mean(totals(ours["judged"])),
         "kl": kl,
         "kl_coef": float(last["objective/kl_coef"]),
-        "score": score_of(own, tokenizer, records, answers, device),
+        "score": score_of(of_cell, tokenizer, records, answers, device),
         "seconds": float((read_stage(cell.ppo) or {})["seconds"]),
     }
     # The learned gain beyond the true gain, both in standard deviations of SFT's answers.
@@ -286,8 +286,8 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     if (cell.stages["pretrain"] / "corpus").is_dir():  # an adopted model has no corpus
         corpus = PackedCorpus.load(cell.stages["pretrain"] / "corpus")
         blocks = corpus.blocks("heldout", tokenizer.model_max_length)
-        with inference(own, device):
-            figures["bpb"] = held_out_loss(own, load_frozen(own, ppo, device), blocks, tokenizer)["bpb"]
+        with inference(of_cell, device):
+            figures["bpb"] = held_out_loss(of_cell, load_frozen(of_cell, ppo, device), blocks, tokenizer)["bpb"]
     if "val/explained_var" in last:
         figures["explained_var"] = float(last["val/explained_var"])
     return figures

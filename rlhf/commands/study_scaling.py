@@ -66,7 +66,7 @@ def scaling_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
     """{name: the overrides} of the trainings. Raises: UserError for a budget of less than ten steps, or an odd width."""
     vocabulary = len(load_tokenizer(parent / "tokenizer" / "model"))
     batch = config.pretrain.global_batch_tokens
-    found: dict[str, tuple[str, ...]] = {}
+    choices: dict[str, tuple[str, ...]] = {}
     for budget in listed(config.study.budgets) or BUDGETS:
         for width in listed(config.study.widths) or WIDTHS:
             n = parameters_of(config, width, vocabulary)[0]
@@ -77,7 +77,7 @@ def scaling_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
                     "it, or lower pretrain.global_batch_tokens"
                 )
             tokens = steps * batch
-            found[cell_name(budget, width)] = (
+            choices[cell_name(budget, width)] = (
                 f"model.width={width}",
                 f"model.initializer_range={config.model.initializer_range * (config.model.width / width) ** 0.5:.4g}",
                 f"pretrain.tokens={tokens}",
@@ -85,7 +85,7 @@ def scaling_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
                 "pretrain.shuffle=true",
                 f"pretrain.eval_sequences={HELD_OUT_BLOCKS}",
             )
-    return found
+    return choices
 
 
 def cell_name(budget: float, width: int) -> str:
@@ -120,16 +120,18 @@ def read_runs(config: Config, cells: list[Cell]) -> list[Run]:
         for c in listed(config.study.budgets) or BUDGETS
         for w in listed(config.study.widths) or WIDTHS
     }
-    found = []
+    runs = []
     for cell in cells:
-        record, own = read_stage(folder_of(cell)) or {}, compose_config(list(cell.overrides))
+        record, of_cell = read_stage(folder_of(cell)) or {}, compose_config(list(cell.overrides))
         text = read_json(folder_of(cell) / "corpus" / "meta.json")["splits"]["train"]["tokens"]
-        sizes = parameters_of(own, own.model.width, len(load_tokenizer(folder_of(cell) / "model")))
-        tokens, loss = own.pretrain.tokens, record["summary"]["loss"]
-        found.append(
-            Run(names[cell.name], own.model.width, cell.seed, *sizes, tokens, tokens / text, loss, record["seconds"])
+        sizes = parameters_of(of_cell, of_cell.model.width, len(load_tokenizer(folder_of(cell) / "model")))
+        tokens, loss = of_cell.pretrain.tokens, record["summary"]["loss"]
+        runs.append(
+            Run(
+                names[cell.name], of_cell.model.width, cell.seed, *sizes, tokens, tokens / text, loss, record["seconds"]
+            )
         )
-    return found
+    return runs
 
 
 def scaling_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
@@ -138,16 +140,16 @@ def scaling_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
     seeds = sorted({run.seed for run in runs})
     rows: dict[str, dict[str, Any]] = {}
     laws, curves = {}, {}
-    for told, without in (("all parameters", False), ("without embeddings", True)):
+    for which, without in (("all parameters", False), ("without embeddings", True)):
         law = fit_law(runs, without)
         again = [] if len(seeds) < 2 else [estimate(drawn, without, law) for drawn in resamples(runs)]
-        found = {name: with_interval(value, name, again) for name, value in estimate(runs, without, law).items()}
+        figures = {name: with_interval(value, name, again) for name, value in estimate(runs, without, law).items()}
         for method in ("IsoFLOP minima", "fitted law"):
-            exponents = {name: found[f"{method} {name}"] for name in "ab" if f"{method} {name}" in found}
+            exponents = {name: figures[f"{method} {name}"] for name in "ab" if f"{method} {name}" in figures}
             if exponents:
-                rows[f"{method}, {told}"] = exponents
-        laws[told] = {name: value for name, value in found.items() if name in asdict(law or LossLaw(0, 0, 0, 0, 0))}
-        curves[told] = [isoflop_curve(budget, list(points)) for budget, points in by_budget(runs, without)]
+                rows[f"{method}, {which}"] = exponents
+        laws[which] = {name: value for name, value in figures.items() if name in asdict(law or LossLaw(0, 0, 0, 0, 0))}
+        curves[which] = [isoflop_curve(budget, list(points)) for budget, points in by_budget(runs, without)]
     return {
         "study": "scaling",
         "title": "Scaling: the best size at equal compute",
@@ -194,15 +196,15 @@ def estimate(runs: list[Run], without: bool, near: LossLaw | None) -> dict[str, 
     """a and b by the IsoFLOP minima inside the trained sizes (two budgets or more), and by the law with its constants."""
     curves = [isoflop_curve(budget, list(points)) for budget, points in by_budget(runs, without)]
     inside = [curve for curve in curves if curve.get("inside")]
-    found = {}
+    figures = {}
     if len(inside) > 1:
         budgets = [curve["budget"] for curve in inside]
         for name, key in (("a", "best_parameters"), ("b", "best_tokens")):
-            found[f"IsoFLOP minima {name}"] = fit_power(budgets, [curve[key] for curve in inside])[1]
+            figures[f"IsoFLOP minima {name}"] = fit_power(budgets, [curve[key] for curve in inside])[1]
     law = fit_law(runs, without, near)
     if law is not None:
-        found |= {"fitted law a": law.a, "fitted law b": law.b} | asdict(law)
-    return found
+        figures |= {"fitted law a": law.a, "fitted law b": law.b} | asdict(law)
+    return figures
 
 
 def fit_law(runs: list[Run], without: bool, near: LossLaw | None = None) -> LossLaw | None:

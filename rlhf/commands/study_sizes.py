@@ -124,31 +124,31 @@ def basis(config: Config, cell: Cell) -> list[Any]:
 
 def answer_all(config: Config, cell: Cell) -> dict[str, Any]:
     """{policy: its values}, and the number of parameters; for a cell with PPO-ptx only its policy."""
-    own = cell_config(cell)
-    own.evaluate = config.evaluate
-    device, truth = set_up(own), need_truth(own, "study")
-    folders = {stage: stage_folder(own, stage) / "model" for stage in ("pretrain", "sft", "ppo")}
+    of_cell = cell_config(cell)
+    of_cell.evaluate = config.evaluate
+    device, truth = set_up(of_cell), need_truth(of_cell, "study")
+    folders = {stage: stage_folder(of_cell, stage) / "model" for stage in ("pretrain", "sft", "ppo")}
     tokenizer = load_tokenizer(folders["ppo"])
-    records, prompts = evaluate.load_test_prompts(own, tokenizer, str(cell.stages["world"] / "prompts.jsonl"))
+    records, prompts = evaluate.load_test_prompts(of_cell, tokenizer, str(cell.stages["world"] / "prompts.jsonl"))
     tasks = [task_from_metadata(record.metadata["gold"]) for record in records]
     models = {"base": "pretrain", "few_shot": "pretrain", "sft": "sft", "ppo": "ppo"}
     if cell.name.endswith(PTX):
         models = {"ppo_ptx": "ppo"}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, stage in models.items():
-        policy = load_frozen(own, folders[stage], device)
-        found["parameters"] = sum(p.numel() for p in policy.parameters())
+        policy = load_frozen(of_cell, folders[stage], device)
+        values["parameters"] = sum(p.numel() for p in policy.parameters())
         asked, reading = prompts, evaluate.of_chat(tokenizer)
         if name == "few_shot":
-            asked = few_shot_prompts(own, cell.stages["world"], records, tokenizer)
+            asked = few_shot_prompts(of_cell, cell.stages["world"], records, tokenizer)
             reading = evaluate.Reading(
                 [tokenizer.bos_token_id], lambda ids: first_answer(decode_response(tokenizer, ids))
             )
-        with inference(own, device):
-            drawn = evaluate.draw(own, policy, asked, reading, tokenizer, name)
+        with inference(of_cell, device):
+            drawn = evaluate.draw(of_cell, policy, asked, reading, tokenizer, name)
         judged = judge_rows(truth, records, drawn["texts"], drawn["ended"])
-        found[name] = {"totals": totals(judged)} | measure(tasks, drawn["texts"], judged)
-    return found
+        values[name] = {"totals": totals(judged)} | measure(tasks, drawn["texts"], judged)
+    return values
 
 
 def first_answer(text: str) -> str:
@@ -160,10 +160,10 @@ def few_shot_prompts(config: Config, world: Path, records: Sequence[PromptRecord
     """Each prompt after demonstrations of the training split, drawn by (seed, prompt): up to SHOTS, as many as fit the context."""
     shown = [d for d in load_demonstrations(str(world / "demonstrations.jsonl"))[0] if d.split == "train"]
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    found = []
+    prompts = []
     for record in records:
         drawn = random.Random(f"few-shot-{config.seed}-{record.id}").sample(shown, SHOTS)
         shots = [(shot.prompt[-1].content, shot.response) for shot in drawn]
         texts = [few_shot(record.prompt[-1].content, shots[:count]) for count in range(SHOTS + 1)]
-        found.append([ids for ids in encode_texts(tokenizer, texts) if len(ids) <= room][-1])
-    return found
+        prompts.append([ids for ids in encode_texts(tokenizer, texts) if len(ids) <= room][-1])
+    return prompts

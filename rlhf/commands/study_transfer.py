@@ -66,13 +66,13 @@ def pretrain_lstm(cell: Cell) -> None:
     """An LSTM of the size of the parent's base, pretrained on the same blocks with the same settings, under the study's folder."""
     parents = [f"parents.{stage}='{folder}'" for stage, folder in cell.stages.items() if stage != "pretrain"]
     recorded = read_json(cell.parent / "pretrain" / "stage.json")
-    kept = [
+    settings = [
         f"{key}={value}"
         for key, value in recorded["settings"].items()
         if key.startswith("pretrain.") and value is not None
     ]
     shared = [o for o in cell.overrides if not o.startswith(("run=", "parents.", "pretrain."))]
-    config = compose_config([*shared, *kept, *OF_LSTM, f"run={lstm_run(cell.seed)}", *parents])
+    config = compose_config([*shared, *settings, *OF_LSTM, f"run={lstm_run(cell.seed)}", *parents])
     if is_complete(stage_folder(config, "pretrain")):
         return
 
@@ -96,17 +96,19 @@ def lstm_run(seed: int) -> str:
 
 def transfer_results(config: Config, cells: list[Cell]) -> dict[str, dict[str, Any]]:
     """{"transfer-layers": …}: rows of held-out accuracy, mean and interval over seeds, for the cells that were run."""
-    found: dict[str, dict[int, dict[str, float]]] = {}
+    figures_by_cell: dict[str, dict[int, dict[str, float]]] = {}
     for cell in cells:
         results = read_json(cell.folder / cell.run / "classify" / "results.json")
         figures = {"accuracy": results["accuracy"]["value"], "macro_f1": results["macro_f1"], "loss": results["loss"]}
-        found.setdefault(cell.name, {})[cell.seed] = figures | {"most_frequent_label": results["majority"]}
+        figures_by_cell.setdefault(cell.name, {})[cell.seed] = figures | {"most_frequent_label": results["majority"]}
     parts = {
-        "layers": [name for name in found if name.startswith("layers_") or name in ("no_pretraining", DEFAULT)],
-        "sizes": [name for name in found if name.startswith(("examples_", DEFAULT))],
-        "models": [name for name in found if name in (DEFAULT, LSTM, "no_pretraining")],
+        "layers": [
+            name for name in figures_by_cell if name.startswith("layers_") or name in ("no_pretraining", DEFAULT)
+        ],
+        "sizes": [name for name in figures_by_cell if name.startswith(("examples_", DEFAULT))],
+        "models": [name for name in figures_by_cell if name in (DEFAULT, LSTM, "no_pretraining")],
     }
-    tables = {part: {name: found[name] for name in names} for part, names in parts.items()}
+    tables = {part: {name: figures_by_cell[name] for name in names} for part, names in parts.items()}
     tables["zero-shot"] = zero_shot_rows(cells)
     return {
         f"transfer-{part}": {
@@ -131,23 +133,23 @@ def zero_shot_rows(cells: list[Cell]) -> dict[str, dict[int, dict[str, float]]]:
     """{"step_N": {seed: figures}} of every checkpoint that pretraining kept, and of the base itself."""
     rows: dict[str, dict[int, dict[str, float]]] = {}
     for cell in {cell.seed: cell for cell in cells if cell.name == DEFAULT}.values():
-        kept = checkpoints(cell.parent / "pretrain" / "checkpoints")
-        if not kept:
+        saved = checkpoints(cell.parent / "pretrain" / "checkpoints")
+        if not saved:
             say(
                 f"study: {cell.parent.name}: its pretraining kept no checkpoint: zero-shot accuracy is measured only at its end "
                 "(checkpoints.keep_every=N keeps some)"
             )
         basis = [
             hashes({"pretrain": cell.parent / "pretrain", "classify": cell.folder / cell.run / "classify"}),
-            len(kept),
+            len(saved),
         ]
-        figures = cached(cell.folder, f"zero-shot-seed{cell.seed}", basis, lambda c=cell, k=kept: zero_shot(c, k))
+        figures = cached(cell.folder, f"zero-shot-seed{cell.seed}", basis, lambda c=cell, k=saved: zero_shot(c, k))
         for name, accuracy in figures.items():
             rows.setdefault(name, {})[cell.seed] = {"accuracy": accuracy}
     return rows
 
 
-def zero_shot(cell: Cell, kept: list[Path]) -> dict[str, float]:
+def zero_shot(cell: Cell, saved: list[Path]) -> dict[str, float]:
     """{"step_N": held-out accuracy} of the option with the highest mean log-probability per token, without any fine-tuning."""
     config = compose_config(list(cell.overrides))
     device, folder = set_up(config), cell.parent / "pretrain" / "model"
@@ -170,8 +172,8 @@ def zero_shot(cell: Cell, kept: list[Path]) -> dict[str, float]:
             scores = option_scores(lm, pairs, tokenizer.pad_token_id, device).view(len(rows), -1)
         return (scores.argmax(-1) == labels).float().mean().item()
 
-    base, found = accuracy(), {}
-    for path in kept:
+    base, accuracies = accuracy(), {}
+    for path in saved:
         put_weights(lm, load_file(str(path / "weights.safetensors")))
-        found[f"step_{checkpoint_step(path)}"] = accuracy()
-    return found | {"base": base}
+        accuracies[f"step_{checkpoint_step(path)}"] = accuracy()
+    return accuracies | {"base": base}

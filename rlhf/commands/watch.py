@@ -48,16 +48,16 @@ def look_until_the_end(watch: Watch, every: float, wait: bool, patience: float) 
 def follow_plain(folder: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
     """A line when a stage begins or ends and every PLAIN_INTERVAL seconds."""
     watch = Watch(folder)
-    told: dict[str, tuple[str, str]] = {}
-    told_at = 0.0
+    printed: dict[str, tuple[str, str]] = {}
+    printed_at = 0.0
     for _ in look_until_the_end(watch, every, wait, patience):
         now = time.monotonic()
         for stage in watch.begun:
-            text, before = line(stage), told.get(stage.title, ("", ""))
-            if stage.status != before[0] or (text != before[1] and now - told_at >= PLAIN_INTERVAL):
+            text, before = line(stage), printed.get(stage.title, ("", ""))
+            if stage.status != before[0] or (text != before[1] and now - printed_at >= PLAIN_INTERVAL):
                 say(text, out)
-                told[stage.title] = (stage.status, text)
-                told_at = now
+                printed[stage.title] = (stage.status, text)
+                printed_at = now
     conclude(watch, wait)
 
 

@@ -93,9 +93,12 @@ else:
     ParentsConfig = make_dataclass(
         "ParentsConfig",
         [
-            (stage, str | None, setting(None, f"a run or a stage folder{gold}"))
+            (
+                stage,
+                str | None,
+                setting(None, "a run or a stage folder" + " (the gold world only)" * (stage in GOLD_STAGES)),
+            )
             for stage in PARENTS
-            for gold in [" (the gold world only)" if stage in GOLD_STAGES else ""]
         ],
         namespace={
             "__doc__": "Where the parents of a stage are: a run's name or a path; none: the same run.",

@@ -35,6 +35,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
 def _is_name(value: Any) -> bool:
     return _is_text(value) or _is_number(value)
 
@@ -46,6 +54,10 @@ def listed(value: Any) -> list[Any]:
 
 def _one_or_list(fits: Callable[[Any], bool], least: int = 1) -> Callable[[Any], bool]:
     return lambda v: len(v) >= least and all(map(fits, v)) if isinstance(v, list | tuple) else fits(v)
+
+
+def _different(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda v: _one_or_list(fits)(v) and len({*listed(v)}) == len(listed(v))
 
 
 def _is_list_of(count: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -77,27 +89,12 @@ KINDS = {
     "columns": Kind("a column or a list of columns", _one_or_list(_is_name, least=0)),
     "words": Kind("a word or a list of words", _one_or_list(lambda v: _is_name(v) or isinstance(v, bool), least=0)),
     "numbers": Kind("a number or a list of numbers", _one_or_list(_is_number)),
-    "counts": Kind(
-        "a whole number of 0 or more, or a list of different ones",
-        lambda v: (
-            _one_or_list(lambda i: isinstance(i, int) and not isinstance(i, bool) and i >= 0)(v)
-            and len({*listed(v)}) == len(listed(v))
-        ),
-    ),
-    "shares": Kind(
-        "a list of numbers above 0",
-        lambda v: isinstance(v, list) and bool(v) and all(_is_number(n) and n > 0 for n in v),
-    ),
-    "sizes": Kind(
-        "a number above 0 or a list of different ones",
-        lambda v: _one_or_list(lambda n: _is_number(n) and n > 0)(v) and len({*listed(v)}) == len(listed(v)),
-    ),
+    "counts": Kind("a whole number of 0 or more, or a list of different ones", _different(_is_count)),
+    "shares": Kind("a list of numbers above 0", lambda v: isinstance(v, list) and _one_or_list(_is_positive)(v)),
+    "sizes": Kind("a number above 0 or a list of different ones", _different(_is_positive)),
     "seeds": Kind(
         f"a seed or a list of different seeds, each from 0 to {MAX_SEED}",
-        lambda v: (
-            _one_or_list(lambda i: isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MAX_SEED)(v)
-            and len({*listed(v)}) == len(listed(v))
-        ),
+        _different(lambda v: _is_count(v) and v <= MAX_SEED),
     ),
     "weights": Kind(
         "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
@@ -124,10 +121,6 @@ class Setting:
     kind: str | None = None
     changes: str | None = None  # none: as its group
     optional: bool = False  # null is a value
-
-    @property
-    def has_range(self) -> bool:
-        return self.any_finite or any(bound is not None for bound in (self.min, self.above, self.max, self.below))
 
     def wanted(self) -> str:
         """The values that fit, in words."""
@@ -172,15 +165,12 @@ class Setting:
             return f"{key}: contains a NUL character, which no path can contain: leave it out"
         if self.fits(value):
             return None
-        empty = isinstance(value, str) and not value.strip()
-        if empty:
+        or_null = ", or null" if self.optional else ""
+        if isinstance(value, str) and not value.strip():
             wanted = self.wanted() if self.choices or self.kind else "some text"
-            return f"{key}='{value}': is empty (an unset shell variable?): want {wanted}" + self._or_null()
+            return f"{key}='{value}': is empty (an unset shell variable?): want {wanted}{or_null}"
         finite = ", finite" if isinstance(value, float) and not math.isfinite(value) else ""
-        return f"{key}={value}: want {self.wanted()}{finite}{self._or_null()}"
-
-    def _or_null(self) -> str:
-        return ", or null" if self.optional else ""
+        return f"{key}={value}: want {self.wanted()}{finite}{or_null}"
 
 
 def setting(default: Any, help: str, **stated: Any) -> Any:
@@ -195,17 +185,17 @@ def group(schema: type, changes: str = RESULT) -> Any:
 
 def settings_in(schema: type[Any], changes: str = RESULT) -> dict[str, Setting]:
     """Every setting of a schema by its dotted key, in the schema's order."""
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for item in fields(schema):
         if is_dataclass(item.type):
             assert isinstance(item.type, type)
             inner = settings_in(item.type, item.metadata["changes"])
-            found |= {f"{item.name}.{key}": value for key, value in inner.items()}
+            settings |= {f"{item.name}.{key}": value for key, value in inner.items()}
             continue
         stated: Setting = item.metadata["setting"]
         optional = (item.type is Any and item.default is None) or type(None) in get_args(item.type)
-        found[item.name] = replace(stated, optional=optional, changes=stated.changes or changes)
-    return found
+        settings[item.name] = replace(stated, optional=optional, changes=stated.changes or changes)
+    return settings
 
 
 def get(config: Any, key: str) -> Any:
@@ -251,5 +241,5 @@ def stored(value: Any) -> Any:
 
 def wrong_values(config: Any) -> list[str]:
     """What is wrong with each single value of a configuration."""
-    found = [stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items()]
-    return [problem for problem in found if problem is not None]
+    problems = [stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items()]
+    return [problem for problem in problems if problem is not None]

@@ -43,9 +43,9 @@ def collect_material(texts: Iterable[tuple[str, str]]) -> Material:
     spread: Counter[str] = Counter()
     sentences: Counter[str] = Counter()
     for prompt, answer in texts:
-        found = WORD.findall(answer)
-        words.update(found)
-        spread.update({word.lower() for word in [*found, *WORD.findall(prompt)]})
+        answer_words = WORD.findall(answer)
+        words.update(answer_words)
+        spread.update({word.lower() for word in [*answer_words, *WORD.findall(prompt)]})
         sentences.update(dict.fromkeys(sentences_of(answer), 1))
     flattery = [
         sentence

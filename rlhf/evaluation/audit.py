@@ -154,8 +154,8 @@ def prompt_of(item: Item) -> list[Message]:
 def sample_prompts(records: Sequence[Ranking], limit: int, rng: random.Random) -> list[Ranking]:
     """The rankings of at most `limit` prompts, in their order."""
     keys = list(dict.fromkeys(prompt_key(record.prompt) for record in records))
-    kept = set(rng.sample(keys, min(limit, len(keys))))
-    return [record for record in records if prompt_key(record.prompt) in kept]
+    chosen = set(rng.sample(keys, min(limit, len(keys))))
+    return [record for record in records if prompt_key(record.prompt) in chosen]
 
 
 def draw_pairs(items: Sequence[Item], limit: int, rng: random.Random) -> list[Pair]:
@@ -168,8 +168,8 @@ def draw_pairs(items: Sequence[Item], limit: int, rng: random.Random) -> list[Pa
             rounds += [[]] * (number == len(rounds))
             rounds[number] = [*rounds[number], (item, better, worse)]
     drawn: list[Pair] = []
-    for found in rounds:
-        drawn += rng.sample(found, min(len(found), limit - len(drawn)))
+    for of_round in rounds:
+        drawn += rng.sample(of_round, min(len(of_round), limit - len(drawn)))
     return drawn
 
 
@@ -188,7 +188,7 @@ def attack_pairs(
     keys = [item.key for item, _, _ in pairs]
     plain = [(scores[id(item)][better], scores[id(item)][worse]) for item, better, worse in pairs]
     logp = answer_logprobs(config, models, [(item, item.answers[worse]) for item, _, worse in pairs])
-    found = []
+    figures = []
     for name in ATTACKS:
         attacked = attacked_answers(config.seed, name, pairs, material)
         rows = [row for (item, _, _), two in zip(pairs, attacked, strict=True) for row in encoded(encode, item, two)]
@@ -208,8 +208,8 @@ def attack_pairs(
                 prices(ATTACKS[name].keeps, logp, attacked_logp),
             )
         )
-        found.append(AttackFigures(name, share(*flips) if right else None, change, better, worse, nats))
-    return found
+        figures.append(AttackFigures(name, share(*flips) if right else None, change, better, worse, nats))
+    return figures
 
 
 def prices(keeps: bool, logp: Sequence[float], attacked_logp: Sequence[float]) -> list[float]:
@@ -226,18 +226,18 @@ def prices(keeps: bool, logp: Sequence[float], attacked_logp: Sequence[float]) -
 
 def attacked_answers(seed: int, name: str, pairs: Sequence[Pair], material: Material) -> list[list[tuple[str, bool]]]:
     """The better and the worse answer of each pair after an attack; they end if they did before, or if nothing is left of them."""
-    found = []
+    answers = []
     for item, *places in pairs:
         rng, asked = random.Random(f"audit-{seed}-{name}-{item.key}"), prompt_of(item)[-1].content
         texts = [ATTACKS[name].make(asked, item.answers[i][0], material, rng) for i in places]
-        found.append([(text, item.answers[i][1] or not text) for i, text in zip(places, texts, strict=True)])
-    return found
+        answers.append([(text, item.answers[i][1] or not text) for i, text in zip(places, texts, strict=True)])
+    return answers
 
 
 def encoded(encode: Encode, item: Item, answers: Sequence[tuple[str, bool]]) -> list[Any]:
-    found = encode(prompt_of(item), answers)
-    assert found is not None  # the prompt fitted with the original answers
-    return found[0]
+    rows = encode(prompt_of(item), answers)
+    assert rows is not None  # the prompt fitted with the original answers
+    return rows[0]
 
 
 @torch.no_grad()
@@ -249,11 +249,11 @@ def answer_logprobs(config: Config, models: Audited, answers: Sequence[tuple[Ite
         fitted = encode_prompt_within(tokenizer, prompt_of(item), context - room)
         assert fitted is not None  # `draw_pairs` had no others
         pairs.append((fitted[0], encode_response(tokenizer, text, ended=ended)[: context - len(fitted[0])]))
-    found = [0.0] * len(pairs)
+    logprobs = [0.0] * len(pairs)
     for group, where in response_batches(pairs, tokenizer.pad_token_id, models.device):
         for i, value in zip(group, response_logprobs(models.policy, *where)[0].sum(1).tolist(), strict=True):
-            found[i] = value
-    return found
+            logprobs[i] = value
+    return logprobs
 
 
 def per_prompt(keys: Sequence[str], values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -270,7 +270,7 @@ def picked_by_scores(items: Sequence[Item], scores: Scores) -> list[Picked]:
     An answer's standing is the share of its judged comparisons that it won; a random answer's is the mean. The expectation is over
     all choices of n (`expected_best`).
     """
-    found: dict[int, list[float]] = {}
+    gains: dict[int, list[float]] = {}
     for item, given in zip(items, scores, strict=True):
         won, lost = Counter(i for i, _ in item.pairs()), Counter(j for _, j in item.pairs())
         judged = sorted({*won, *lost})
@@ -278,8 +278,8 @@ def picked_by_scores(items: Sequence[Item], scores: Scores) -> list[Picked]:
         for n in PICKED_FROM:
             if len(judged) >= n:
                 gain = expected_best([given[i] for i in judged], standing, n) - sum(standing) / len(standing)
-                found.setdefault(n, []).append(gain)
-    return [Picked(n, interval(values)) for n, values in sorted(found.items())]
+                gains.setdefault(n, []).append(gain)
+    return [Picked(n, interval(values)) for n, values in sorted(gains.items())]
 
 
 def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], limit: int) -> list[BestOfN]:

@@ -12,12 +12,9 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError, reason_of
-from rlhf.evaluation.instructions import models_of
+from rlhf.evaluation.instructions import load_stage, models_of
 from rlhf.evaluation.statistics import Figures, figure, show
-from rlhf.runs.folders import check_output, stage_folder
-from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.jsonl import is_number
-from rlhf.training.setup import load_frozen
 
 BOOTSTRAPS = 1000  # bootstrap samples of metrics without a formula for their error
 
@@ -48,17 +45,10 @@ def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
             f"evaluate.benchmarks: {unknown[0]!r}: lm-eval {lm_eval.__version__} has no such task, nor has "
             "evaluate.benchmark_tasks: `lm-eval ls tasks` lists them"
         )
-    found: dict[str, Figures] = {}
+    figures: dict[str, Figures] = {}
     for name in models_of(config):
-        folder = stage_folder(config, name)
-        check_output(folder, name)
-        tokenizer = load_tokenizer(folder / "model")
-        model = HFLM(
-            pretrained=load_frozen(config, folder / "model", device),
-            tokenizer=tokenizer,
-            batch_size=config.evaluate.benchmark_batch,
-            device=str(device),
-        )
+        policy, tokenizer = load_stage(config, name, device)
+        model = HFLM(pretrained=policy, tokenizer=tokenizer, batch_size=settings.benchmark_batch, device=str(device))
         try:
             results = lm_eval.simple_evaluate(
                 model=model,
@@ -78,13 +68,13 @@ def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
                 "connection to their data"
             ) from error
         assert results is not None
-        found[name] = task_figures(results)
-    return {"models": found, "differences": differences(found), "lm_eval": lm_eval.__version__}
+        figures[name] = task_figures(results)
+    return {"models": figures, "differences": differences(figures), "lm_eval": lm_eval.__version__}
 
 
 def task_figures(results: dict[str, Any]) -> Figures:
     """{"task metric": {"value", "ci95", "n"}} of lm-eval's results; ci95 is None if it gives no standard error."""
-    found: Figures = {}
+    figures: Figures = {}
     for task, row in results["results"].items():
         count = (results.get("n-samples") or {}).get(task, {}).get("effective")
         for key, value in row.items():
@@ -93,15 +83,15 @@ def task_figures(results: dict[str, Any]) -> Figures:
                 continue
             error = row.get(f"{metric}_stderr,{filtered}")
             name = f"{task} {metric}" + ("" if filtered == "none" else f" ({filtered})")
-            found[name] = figure(float(value), 1.96 * error if is_number(error) else None, count)
-    return found
+            figures[name] = figure(float(value), 1.96 * error if is_number(error) else None, count)
+    return figures
 
 
 def differences(models: dict[str, Figures]) -> Figures:
     """Each model minus the first, by task; a negative difference is the alignment tax. The interval treats the errors as independent,
     so it is too wide for models that answer the same questions."""
     first, *others = models
-    found: Figures = {}
+    by_pair: Figures = {}
     for name in others:
         rows = {}
         for task, ours in models[name].items():
@@ -109,13 +99,12 @@ def differences(models: dict[str, Figures]) -> Figures:
                 halves = [row["ci95"][1] - row["value"] for row in (ours, base) if row["ci95"]]
                 half = math.hypot(*halves) if len(halves) == 2 else None
                 rows[task] = figure(ours["value"] - base["value"], half, ours["n"])
-        found[f"{name} - {first}"] = rows
-    return found
+        by_pair[f"{name} - {first}"] = rows
+    return by_pair
 
 
 def describe_benchmarks(results: Figures) -> list[str]:
     """One line per model and difference."""
-
     return [
         f"benchmarks: {name}: " + ", ".join(f"{task} {show(figure)}" for task, figure in rows.items())
         for name, rows in {**results["models"], **results["differences"]}.items()

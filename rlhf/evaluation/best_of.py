@@ -98,8 +98,8 @@ def estimate_kl(
     for _, (count, mass) in sorted(levels.items(), reverse=True):
         m = min(mass, 1.0)
         if m > 1e-6:  # the excess of smaller masses is below rounding
-            found = count_weights(total - int(count))[higher] @ kl_excess(SHARES * (1.0 - m), m, n)
-            kl -= float(found) / -math.expm1(total * math.log1p(-m)) if m < 1.0 else float(found)
+            excess = count_weights(total - int(count))[higher] @ kl_excess(SHARES * (1.0 - m), m, n)
+            kl -= float(excess) / -math.expm1(total * math.log1p(-m)) if m < 1.0 else float(excess)
         higher += int(count)
     return kl
 
@@ -131,7 +131,7 @@ def draw_candidates(
 ) -> dict[str, list[list[Any]]]:
     """{"ids", "logprobs", "texts", "ended", "scores"}: n samples per prompt at temperature 1, the log-prob of each whole
     response in nats, and its score as PPO would use it."""
-    found: dict[str, list[list[Any]]] = {"ids": [], "logprobs": [], "texts": [], "ended": [], "scores": []}
+    drawn: dict[str, list[list[Any]]] = {"ids": [], "logprobs": [], "texts": [], "ended": [], "scores": []}
     chunk = max(1, config.rollout.batch_size // n)
     for start in range(0, len(prompts), chunk):
         part = range(start, min(start + chunk, len(prompts)))
@@ -152,15 +152,15 @@ def draw_candidates(
         scores = adjust_scores(config, raw, samples.ended.to(raw.device)).tolist()
         logprobs = samples.logprobs.double().sum(-1).tolist()
         for k in range(len(part)):
-            own = slice(k * n, (k + 1) * n)
-            found["ids"].append(samples.responses[own])
-            found["logprobs"].append(logprobs[own])
-            found["texts"].append(texts[own])
-            found["ended"].append(samples.ended.tolist()[own])
-            found["scores"].append(scores[own])
+            of_prompt = slice(k * n, (k + 1) * n)
+            drawn["ids"].append(samples.responses[of_prompt])
+            drawn["logprobs"].append(logprobs[of_prompt])
+            drawn["texts"].append(texts[of_prompt])
+            drawn["ended"].append(samples.ended.tolist()[of_prompt])
+            drawn["scores"].append(scores[of_prompt])
         if bar is not None:
             bar.update(len(part))
-    return found
+    return drawn
 
 
 class Asked(NamedTuple):
@@ -180,11 +180,12 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     """
     n, records, truth = config.evaluate.best_of, asked.records, asked.truth
     with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:
-        found = draw_candidates(config, policy, asked.tokenizer, records, asked.prompts, n, reward, bar)
-    best = [best_index(scores) for scores in found["scores"]]
-    picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in found.items()}
+        candidates = draw_candidates(config, policy, asked.tokenizer, records, asked.prompts, n, reward, bar)
+    best = [best_index(scores) for scores in candidates["scores"]]
+    picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in candidates.items()}
     estimates = [
-        [estimate_kl(*drawn, n)] for drawn in zip(found["ids"], found["logprobs"], found["scores"], strict=True)
+        [estimate_kl(*drawn, n)]
+        for drawn in zip(candidates["ids"], candidates["logprobs"], candidates["scores"], strict=True)
     ]
     results: Figures = {
         "n": n,

@@ -49,9 +49,8 @@ class Endpoint:
     cache: Path  # JSON lines: key (hash of URL and request), reply, usage
     key_variable: str | None = None
     first_wait: float = FIRST_WAIT
-    counts: Counter[str] = field(
-        default_factory=Counter
-    )  # requests, cached, retries, failures, prompt_tokens, completion_tokens
+    # requests, cached, retries, failures, prompt_tokens, completion_tokens
+    counts: Counter[str] = field(default_factory=Counter)
     reached: bool = False  # whether any HTTP server has answered
     _known: dict[str, str] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
@@ -84,12 +83,12 @@ class Endpoint:
             if key in self._known:
                 self.counts["cached"] += 1
                 return self._known[key]
-        found = self._request(body)
+        answered = self._request(body)
         with self._lock:
-            if found is None:
+            if answered is None:
                 self.counts["failures"] += 1
                 return None
-            reply, usage = found
+            reply, usage = answered
             for name in ("prompt_tokens", "completion_tokens"):
                 count = usage.get(name)
                 self.counts[name] += count if isinstance(count, int) and 0 <= count < MOST_TOKENS else 0
@@ -106,11 +105,10 @@ class Endpoint:
         if self.key_variable is not None:
             headers["Authorization"] = f"Bearer {os.environ[self.key_variable]}"
         for attempt in range(ATTEMPTS):
-            if attempt:
-                with self._lock:
-                    self.counts["retries"] += 1
             with self._lock:
                 self.counts["requests"] += 1
+                if attempt:
+                    self.counts["retries"] += 1
             wait = min(LONGEST_WAIT, self.first_wait * 2**attempt) * random.uniform(0.5, 1.5)
             try:
                 request = urllib.request.Request(
@@ -118,10 +116,10 @@ class Endpoint:
                 )
                 with opener.open(request, timeout=TIMEOUT) as answer:
                     self.reached = True
-                    found = json.loads(answer.read(LARGEST_REPLY))
-                text = found["choices"][0]["message"]["content"]
+                    body_of_reply = json.loads(answer.read(LARGEST_REPLY))
+                text = body_of_reply["choices"][0]["message"]["content"]
                 if isinstance(text, str):
-                    usage = found.get("usage")
+                    usage = body_of_reply.get("usage")
                     return text, usage if isinstance(usage, dict) else {}
             except urllib.error.HTTPError as error:
                 self.reached = True
@@ -154,6 +152,5 @@ def retry_after(text: str | None) -> float:
 
 def shown_counts(counts: Mapping[str, int]) -> str:
     """The counts as text."""
-    return one_line(
-        ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in sorted(counts)) or "nothing asked"
-    )
+    shown = ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in sorted(counts))
+    return one_line(shown or "no requests")

@@ -26,12 +26,12 @@ READ_TOGETHER = 64  # responses per forward
 def read_features(model: RewardModel, items: list[Item], pad: int, device: torch.device) -> Tensor:
     """What the head sees of every response of all items in turn, (R, D) float64 on the CPU. Every process reads all of them."""
     model.eval()
-    found: dict[int, Tensor] = {}
+    by_item: dict[int, Tensor] = {}
     for part in micro_batches(items, READ_TOGETHER):
         tokens, lengths = right_pad([row for item in part for row in item.rows], pad)
         read = model.features(tokens.to(device), lengths.to(device)).double().cpu()
-        found |= zip(map(id, part), read.split([len(item.rows) for item in part]), strict=True)
-    return torch.cat([found[id(item)] for item in items])
+        by_item |= zip(map(id, part), read.split([len(item.rows) for item in part]), strict=True)
+    return torch.cat([by_item[id(item)] for item in items])
 
 
 def fit_head(head: ScalarHead, features: Tensor, items: list[Item]) -> dict[str, float]:

@@ -26,14 +26,21 @@ def models_of(config: Config, base: bool = False) -> list[str]:
     unknown = [name for name in names if name not in POLICY_STAGES]
     if unknown:
         raise UserError(f"evaluate.models: {unknown[0]!r}: want some of {', '.join(POLICY_STAGES)}")
-    found = names or [
+    models = names or [
         name for name in POLICY_STAGES if (base or name != "pretrain") and is_complete(stage_folder(config, name))
     ]
-    if not found:
+    if not models:
         raise UserError(
             f"{run_folder(config)}: no finished policy to evaluate: run `rlhf sft` first, or set evaluate.models"
         )
-    return found
+    return models
+
+
+def load_stage(config: Config, name: str, device: torch.device) -> tuple[Any, Any]:
+    """The policy and tokenizer of a complete stage of the run. Raises: UserError if it is not complete, or damaged."""
+    folder = stage_folder(config, name)
+    check_output(folder, name)
+    return load_frozen(config, folder / "model", device), load_tokenizer(folder / "model")
 
 
 def evaluate_instructions(config: Config, device: torch.device) -> Figures:
@@ -41,25 +48,22 @@ def evaluate_instructions(config: Config, device: torch.device) -> Figures:
     instructions, in greedy answers."""
     records, _ = load_prompts(config.evaluate.instructions, config.data.format, config.data.allow_partial)
     checks = [checks_of(record) for record in records]
-    found: Figures = {}
+    figures: Figures = {}
     for name in models_of(config):
-        folder = stage_folder(config, name)
-        check_output(folder, name)
-        tokenizer = load_tokenizer(folder / "model")
+        policy, tokenizer = load_stage(config, name, device)
         length, room = room_for(tokenizer, config.rollout.max_new_tokens)
         fitted = fit_prompts(tokenizer, [record.prompt for record in records], room)
         asked = [i for i, fit in enumerate(fitted) if fit is not None and not fit[1]]
         if not asked:
             raise UserError(f"evaluate.instructions: no prompt fits the context of {tokenizer.model_max_length} tokens")
         how = Drawing(config.seed, length, greedy=True, batch_size=config.rollout.batch_size)
-        policy = load_frozen(config, folder / "model", device)
         prompts = [fit[0] for i in asked if (fit := fitted[i]) is not None]
         answers = draw_answers(policy, tokenizer, prompts, [("instructions", records[i].id) for i in asked], how)
         passed = [
             [follows(answer.text, check) for check in checks[i]] for i, answer in zip(asked, answers, strict=True)
         ]
-        found[name] = shares_followed([checks[i] for i in asked], passed) | {"left_out": len(records) - len(asked)}
-    return found
+        figures[name] = shares_followed([checks[i] for i in asked], passed) | {"left_out": len(records) - len(asked)}
+    return figures
 
 
 def shares_followed(checks: list[list[dict[str, Any]]], passed: list[list[bool]]) -> Figures:
@@ -71,8 +75,8 @@ def shares_followed(checks: list[list[dict[str, Any]]], passed: list[list[bool]]
             [ok for check, ok in zip(c, p, strict=True) if check["rule"] == rule]
             for c, p in zip(checks, passed, strict=True)
         ]
-        kept = [row for row in rows if row]
-        by_rule[rule] = ratio_interval([float(sum(row)) for row in kept], [float(len(row)) for row in kept])
+        with_rule = [row for row in rows if row]
+        by_rule[rule] = ratio_interval([float(sum(row)) for row in with_rule], [float(len(row)) for row in with_rule])
     return {
         "prompts": interval([float(all(row)) for row in passed]),
         "instructions": ratio_interval([float(sum(row)) for row in passed], [float(len(row)) for row in passed]),
@@ -82,7 +86,6 @@ def shares_followed(checks: list[list[dict[str, Any]]], passed: list[list[bool]]
 
 def describe_instructions(results: Figures) -> list[str]:
     """One line per model."""
-
     return [
         f"instructions: {name}: all followed in {show(row['prompts'])} of {row['prompts']['n']} prompts, "
         f"{show(row['instructions'])} of {row['instructions']['n']} instructions"

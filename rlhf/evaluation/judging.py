@@ -79,33 +79,34 @@ def question(prompt: str, first: str, second: str) -> list[dict[str, str]]:
 
 def verdict_of(reply: str | None) -> str | None:
     """The last of A, B and TIE in a reply; None if there is none."""
-    found = VERDICT.findall(
-        (reply or "").upper() if (reply or "").strip().lower() in ("a", "b", "tie") else reply or ""
-    )
-    return found[-1] if found else None
+    text = reply or ""
+    words = VERDICT.findall(text.upper() if text.strip().lower() in ("a", "b", "tie") else text)
+    return words[-1] if words else None
 
 
 def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdicts: Sequence[str | None]) -> Figures:
     """From two verdicts per row, one for each order. Raises: UserError if no row has both."""
     ours, theirs = pair
     both = list(zip(rows, verdicts[::2], verdicts[1::2], strict=True))
-    kept = [(row, POINTS[one], 1.0 - POINTS[two]) for row, one, two in both if one is not None and two is not None]
-    if not kept:
+    answered = [(row, POINTS[one], 1.0 - POINTS[two]) for row, one, two in both if one is not None and two is not None]
+    if not answered:
         raise UserError(
             f"evaluate.judge: none of {len(verdicts)} requests was answered with A, B or TIE: check the judge"
         )
-    points = [(one + two) / 2 for _, one, two in kept]
-    lengths = [float(len(row["responses"][ours].split()) - len(row["responses"][theirs].split())) for row, _, _ in kept]
+    points = [(one + two) / 2 for _, one, two in answered]
+    lengths = [
+        float(len(row["responses"][ours].split()) - len(row["responses"][theirs].split())) for row, _, _ in answered
+    ]
     return {
         "pair": list(pair),
         "win_rate": interval(points),
         "length_controlled": length_controlled([[point] for point in points], [[n] for n in lengths]),
         "longer": round(sum((n > 0) + 0.5 * (n == 0) for n in lengths) / len(lengths), 4),
-        "both_orders_agree": interval([float(one == two) for _, one, two in kept]),
-        "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in kept]),  # of the answer shown first
+        "both_orders_agree": interval([float(one == two) for _, one, two in answered]),
+        "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in answered]),  # of the answer shown first
         "ties": round(sum(point == 0.5 for point in points) / len(points), 4),
-        "left_out": len(rows) - len(kept),
-        "others": compare_judges([row for row, _, _ in kept], pair, points),
+        "left_out": len(rows) - len(answered),
+        "others": compare_judges([row for row, _, _ in answered], pair, points),
     }
 
 
@@ -117,7 +118,7 @@ def compare_judges(
     agreement: the share of prompts, of those on which both prefer an answer, on which they prefer the same one. disagrees: the intervals
     of the two win rates lie on different sides of 1/2.
     """
-    found = {}
+    judges = {}
     for name, key in OTHER_JUDGES.items():
         known = [
             (row[key], point) for row, point in zip(rows, points, strict=True) if holds(row, key, pair, int | float)
@@ -128,13 +129,13 @@ def compare_judges(
         strict = [
             float((a > 0.5) == (b > 0.5)) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5
         ]
-        rate, own = interval(theirs), interval(points)
-        found[name] = {
+        rate, ours = interval(theirs), interval(points)
+        judges[name] = {
             "win_rate": rate,
             "agreement": interval(strict) if strict else None,
-            "disagrees": opposed(rate, own),
+            "disagrees": opposed(rate, ours),
         }
-    return found
+    return judges
 
 
 def opposed(a: Figures, b: Figures) -> bool:
@@ -151,7 +152,6 @@ def cost_of(counts: Any, prices: Sequence[float] | None) -> float | None:
 
 def describe_judging(results: Figures) -> list[str]:
     """The figures as a few lines of text."""
-
     pair = " over ".join(results["pair"])
     lines = [
         f"judge {results['judge']}: {pair} {show(results['win_rate'])}, at equal length {show(results['length_controlled'])}; "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
+from rlhf.config.setting import listed
 from rlhf.data.labelled import Columns, Example, divide, load_examples
 from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
 from rlhf.errors import UserError
@@ -23,7 +24,7 @@ OPTIONS_TOGETHER = 64  # options per forward
 def columns_of(config: Config) -> Columns:
     """The columns of the task. Raises: UserError for settings that are missing or contradictory."""
     given = config.classify
-    choices = [] if given.choices is None else given.choices if isinstance(given.choices, list) else [given.choices]
+    choices = listed(given.choices)
     if given.data is None:
         raise UserError(f"classify.data is not set: want a file, a hub id, or one of {GOLD}{f', {GOLD}'.join(TASKS)}")
     if given.from_scratch and given.layers is not None:

@@ -23,6 +23,7 @@ from rlhf.data.splits import conversation
 from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.evaluation.statistics import Figures, wilson
+from rlhf.evaluation.text_figures import ngrams
 from rlhf.runs.folders import run_folder
 from rlhf.runs.sources import data_source, need_source, of_split
 
@@ -43,19 +44,19 @@ def choose_n(lengths: Sequence[int]) -> int:
 def find_overlap(prompts: dict[str, str], documents: Iterable[str]) -> Figures:
     """Overlap of the prompts, {name: text}, with the documents: shares with intervals, and the prompts and n-grams concerned."""
     words = {name: words_of(text) for name, text in prompts.items()}
-    n = choose_n([len(of) for of in words.values()])
-    grams = {name: {tuple(of[i : i + n]) for i in range(len(of) - n + 1)} for name, of in words.items()}
+    n = choose_n([len(of_prompt) for of_prompt in words.values()])
+    grams = {name: set(ngrams(of_prompt, n)) for name, of_prompt in words.items()}
     wanted = set().union(*grams.values())
     begins = {gram[:2] for gram in wanted}  # looked up first: few positions of a text begin an n-gram
-    found: set[tuple[str, ...]] = set()
+    shared: set[tuple[str, ...]] = set()
     for document in documents:
-        of = words_of(document)
-        for i in range(len(of) - n + 1):
-            if (of[i], of[i + 1]) in begins and (gram := tuple(of[i : i + n])) in wanted:
-                found.add(gram)
-    checked = {name: of for name, of in grams.items() if of}
-    shares = {name: len(of & found) / len(of) for name, of in checked.items()}
-    hits = Counter(gram for of in checked.values() for gram in of & found)
+        text = words_of(document)
+        for i in range(len(text) - n + 1):
+            if (text[i], text[i + 1]) in begins and (gram := tuple(text[i : i + n])) in wanted:
+                shared.add(gram)
+    checked = {name: of_prompt for name, of_prompt in grams.items() if of_prompt}
+    shares = {name: len(of_prompt & shared) / len(of_prompt) for name, of_prompt in checked.items()}
+    hits = Counter(gram for of_prompt in checked.values() for gram in of_prompt & shared)
     near = [name for name, share in shares.items() if share >= NEAR]
     return {
         "n": n,
@@ -85,11 +86,11 @@ def evaluate_overlap(config: Config, device: torch.device) -> Figures:
         raise UserError(
             "evaluate.overlap: no test prompts and no classify.data: raise data.test, or name a task with classify.data"
         )
-    found: Figures = {}
+    figures: Figures = {}
     for name, prompts in sets.items():
         documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
-        found[name] = find_overlap(prompts, documents)
-    return found
+        figures[name] = find_overlap(prompts, documents)
+    return figures
 
 
 def describe_overlap(results: Figures) -> list[str]:

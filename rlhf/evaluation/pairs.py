@@ -131,7 +131,6 @@ def keys_of(items: Sequence[Item]) -> list[str]:
 
 def describe_pairs(results: Figures) -> list[str]:
     """The figures as a few lines of text."""
-
     rows = {"all": results["overall"]} | (results["subsets"] if len(results["subsets"]) > 1 else {})
     return [
         f"pairs: {name}: accuracy {show(row['pairs'])} on {row['pairs']['n']:,} pairs, all right in {show(row['all_right'])} of "

@@ -53,11 +53,11 @@ class Rater:
         """
         self.model.eval()
         pairs = [(row + name, [self.yes]) for row in rows for name in self.names.values()]
-        found = torch.zeros(len(pairs))
+        probabilities = torch.zeros(len(pairs))
         for start in range(0, len(pairs), RESPONSES_TOGETHER):
             for group, where in response_batches(pairs[start : start + RESPONSES_TOGETHER], self.pad, self.device):
-                found[[start + i for i in group]] = response_logprobs(self.model, *where)[0].sum(1).exp().cpu()
-        return dict(zip(self.names, found.view(-1, len(self.names)).T, strict=True))
+                probabilities[[start + i for i in group]] = response_logprobs(self.model, *where)[0].sum(1).exp().cpu()
+        return dict(zip(self.names, probabilities.view(-1, len(self.names)).T, strict=True))
 
     def __call__(self, episodes: Episodes) -> Tensor:
         """Scores (B,): above 0 what is ranked; a candidate that the filter drops has P(safe) - 1, so that the safest one is left

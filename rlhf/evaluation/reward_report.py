@@ -31,7 +31,7 @@ from rlhf.evaluation.scoring import (
     score_each,
     share,
 )
-from rlhf.evaluation.statistics import Figures, ratio_interval, show
+from rlhf.evaluation.statistics import Figures, ratio_interval, show, sum_by
 from rlhf.gold.truth import make_truth
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import need_source, of_split
@@ -84,21 +84,21 @@ def comparison_figures(
     records: all rankings, for the labelers' agreement; strangers: the labelers that were held out of training.
     """
     joined, scores = held_out
-    items, own = of_labelers(joined, scores, {record.labeler for record in records} - strangers)
+    items, own_scores = of_labelers(joined, scores, {record.labeler for record in records} - strangers)
     if not items:
         return None
     length, longer = length_scores(items)
     agreement = agreements(records, strangers)
     results: Figures = {
-        "accuracy": accuracy(items, own),
+        "accuracy": accuracy(items, own_scores),
         "length_baseline": accuracy(items, length)["value"],
         "length_prefers": "longer" if longer else "shorter",
-        "above_length": difference(items, own, length),
+        "above_length": difference(items, own_scores, length),
         "labeler_agreement": agreement["training"]["value"],
         "agreement": agreement,
         "by_labeler": by_labeler(joined, scores, strangers),
-        "by_rank_gap": by_rank_gap(items, own),
-        "calibration": calibration_curve(items, own, gain),
+        "by_rank_gap": by_rank_gap(items, own_scores),
+        "calibration": calibration_curve(items, own_scores, gain),
     }
     results["calibration_error"] = calibration_error(results["calibration"])
     if strangers:
@@ -129,9 +129,9 @@ def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None
 
 def of_labelers(items: list[Item], scores: Scores, labelers: set[str | None]) -> tuple[list[Item], Scores]:
     """The items that these labelers judged, with their judgements only, and the scores of these items."""
-    kept = [(item.of_labelers(labelers), s) for item, s in zip(items, scores, strict=True)]
-    kept = [(item, s) for item, s in kept if item.judgements]
-    return [item for item, _ in kept], [s for _, s in kept]
+    judged = [(item.of_labelers(labelers), s) for item, s in zip(items, scores, strict=True)]
+    judged = [(item, s) for item, s in judged if item.judgements]
+    return [item for item, _ in judged], [s for _, s in judged]
 
 
 def difference(items: list[Item], scores: Scores, baseline: Scores) -> Figures:
@@ -200,8 +200,8 @@ def by_rank_gap(items: list[Item], scores: Scores) -> list[Figures]:
             )
             for item in items
         ]
-        kept = [(item, s) for item, s in zip(parts, scores, strict=True) if item.pairs()]
-        rows.append({"gap": gap} | accuracy([item for item, _ in kept], [s for _, s in kept]))
+        with_gap = [(item, s) for item, s in zip(parts, scores, strict=True) if item.pairs()]
+        rows.append({"gap": gap} | accuracy([item for item, _ in with_gap], [s for _, s in with_gap]))
     return rows
 
 
@@ -215,12 +215,9 @@ def calibration_curve(items: list[Item], scores: Scores, gain: float) -> list[Fi
             bins[place].append((n, abs(gap), 1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
     curve = []
     for rows in filter(None, bins):
-        won, count = dict.fromkeys((n for n, _, _ in rows), 0.0), dict.fromkeys((n for n, _, _ in rows), 0.0)
-        for n, _, win in rows:
-            won[n] += win
-            count[n] += 1
+        numbers = [n for n, _, _ in rows]
         gaps = torch.tensor([gap for _, gap, _ in rows])
-        observed = share(list(won.values()), list(count.values()))
+        observed = share(sum_by(numbers, [won for _, _, won in rows]), sum_by(numbers, [1.0] * len(rows)))
         curve.append(
             {
                 "gap": round(gaps.mean().item(), 4),
@@ -285,7 +282,6 @@ def score_distributions(
 
 def describe(results: Figures) -> list[str]:
     """The figures as a few lines of text."""
-
     agreement = results["agreement"]
     lines = [
         f"reward model accuracy {show(results['accuracy'])} on training labelers, who agree among themselves on "

@@ -18,14 +18,13 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.labelled import Columns, Example, classes_of
-from rlhf.evaluation.instructions import models_of
+from rlhf.evaluation.instructions import load_stage, models_of
 from rlhf.evaluation.labelled_task import columns_of, load_task, option_scores, options_of
 from rlhf.evaluation.statistics import Figures, wilson
 from rlhf.model.trunk import context_of
-from rlhf.runs.folders import check_output, run_folder, stage_folder
-from rlhf.tokenizer import encode_texts, load_tokenizer, separator_id
+from rlhf.runs.folders import run_folder
+from rlhf.tokenizer import encode_texts, separator_id
 from rlhf.tracking.progress import progress
-from rlhf.training.setup import load_frozen
 
 BETWEEN = "\n\n"
 
@@ -42,14 +41,12 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     drawn = draw_examples(train, len(held_out), max(counts), config.seed)
     labels = [example.label for example in held_out]
     models = models_of(config, base=True)
-    found: dict[str, list[Figures]] = {}
+    figures: dict[str, list[Figures]] = {}
     with progress(len(models) * len(counts), "evaluate: shots", unit="measurement") as bar:
         for name in models:
-            check_output(stage_folder(config, name), name)
-            tokenizer = load_tokenizer(stage_folder(config, name) / "model")
-            model = load_frozen(config, stage_folder(config, name) / "model", device)
+            model, tokenizer = load_stage(config, name, device)
             context = context_of(model, tokenizer)
-            found[name] = []
+            figures[name] = []
             for count in counts:
                 rows, shown = make_rows(tokenizer, context, columns, classes, held_out, [d[:count] for d in drawn])
                 options = len(rows) // len(held_out)
@@ -57,10 +54,10 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
                 said = [classes[i] for i in scores.argmax(-1).tolist()]
                 right = sum(one == label for one, label in zip(said, labels, strict=True))
                 row = {"shots": count, "shown": round(shown, 2), "accuracy": wilson(right, len(labels))}
-                found[name].append(row)
+                figures[name].append(row)
                 bar.update(1)
     majority = max(labels.count(label) for label in set(labels)) / len(labels)
-    return {"task": str(config.classify.data), "classes": classes, "majority": majority, "models": found}
+    return {"task": str(config.classify.data), "classes": classes, "majority": majority, "models": figures}
 
 
 def draw_examples(train: list[Example], questions: int, most: int, seed: int) -> list[list[Example]]:
@@ -109,10 +106,10 @@ def describe_shots(results: Figures) -> list[str]:
     """A line per model."""
     lines = [f"shots on {results['task']}: most frequent label {results['majority']:.3f}"]
     for name, rows in results["models"].items():
-        told = ", ".join(
+        accuracies = ", ".join(
             f"{row['shots']} {row['accuracy']['value']:.3f}"
             + (f" ({row['shown']:g} shown)" if row["shown"] < row["shots"] else "")
             for row in rows
         )
-        lines.append(f"{name}: accuracy by examples in the prompt: {told}")
+        lines.append(f"{name}: accuracy by examples in the prompt: {accuracies}")
     return lines

@@ -27,7 +27,7 @@ def interval(values: Sequence[float]) -> Figures:
     return figure(mean, 1.96 * math.sqrt(variance / n), n)
 
 
-def sum_by(keys: Sequence[str], values: Sequence[float]) -> list[float]:
+def sum_by(keys: Sequence[Any], values: Sequence[float]) -> list[float]:
     """The sum of the values of each key, in the order in which the keys first occur."""
     sums = dict.fromkeys(keys, 0.0)
     for key, value in zip(keys, values, strict=True):

@@ -13,13 +13,8 @@ from rlhf.evaluation.statistics import Figures, interval, length_controlled, pai
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import stage_folder
 
-HELD_OUT = (
-    "accuracy",
-    "length_baseline",
-    "length_prefers",
-    "above_length",
-    "labeler_agreement",
-)  # figures of the judge itself
+# Figures of the judge itself.
+HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "labeler_agreement")
 
 
 def compare_policies(
@@ -60,12 +55,12 @@ def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[lis
         [float(len(a.split()) - len(b.split())) for a in a_texts for b in b_texts]
         for a_texts, b_texts in zip(ours[1], theirs[1], strict=True)
     ]
-    found = {
+    rates = {
         "win_rate": interval([sum(row) / len(row) for row in points]),
         "length_controlled": length_controlled(points, words),
     }
-    needed = {key: prompts_needed(figure) for key, figure in found.items() if reaches_half(figure)}
-    return found | {"words": interval([sum(row) / len(row) for row in words]), "needed": needed}
+    needed = {key: prompts_needed(figure) for key, figure in rates.items() if reaches_half(figure)}
+    return rates | {"words": interval([sum(row) / len(row) for row in words]), "needed": needed}
 
 
 def reaches_half(figure: Figures) -> bool:
@@ -74,10 +69,9 @@ def reaches_half(figure: Figures) -> bool:
 
 def describe_comparisons(results: Figures) -> list[str]:
     """The figures as a few lines of text."""
-    own = results["held_out"]
-    lines = [
-        f"judge: accuracy {show(own['accuracy'])} on {own['accuracy']['n']} held-out pairs, length alone {own['length_baseline']:.3f}"
-    ]
+    held_out = results["held_out"]
+    accuracy, length = held_out["accuracy"], held_out["length_baseline"]
+    lines = [f"judge: accuracy {show(accuracy)} on {accuracy['n']} held-out pairs, length alone {length:.3f}"]
     for row in results["pairs"]:
         needed = [f"{n:,} prompts for {key.replace('_', ' ')}" for key, n in row["needed"].items() if n is not None]
         lines.append(

@@ -52,7 +52,7 @@ def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]]) -> dict[
     def parts(kind: str) -> dict[str, dict[str, float]]:
         return {n: {part: mean_of(totals(judged[n][kind], part)) for part in truth.parts} for n in judged}
 
-    found = truth_win_rates(judged, "ppo") | {
+    figures = truth_win_rates(judged, "ppo") | {
         "truth": truth.name,
         "mean_score": {n: mean_of(totals(judged[n]["samples"])) for n in judged},
         "mean_score_greedy": {n: mean_of(totals(judged[n]["greedy"])) for n in judged},
@@ -61,8 +61,8 @@ def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]]) -> dict[
         "parts_greedy": parts("greedy"),
     }
     if "correct" in truth.parts:
-        found["correct"] = {n: interval_of(totals(judged[n]["samples"], "correct")) for n in judged}
-    return found
+        figures["correct"] = {n: interval_of(totals(judged[n]["samples"], "correct")) for n in judged}
+    return figures
 
 
 def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> dict[str, Any]:

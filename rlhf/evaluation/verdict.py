@@ -122,13 +122,9 @@ def peak_kl(kl: list[float], values: list[float]) -> float | None:
     """
     d = np.sqrt(np.maximum(np.array(kl) - kl[0], 0.0))
     alpha, minus_beta = np.linalg.lstsq(np.stack([d, d**2], 1), np.array(values) - values[0], rcond=None)[0]
-    return (
-        float((alpha / (2 * minus_beta)) ** 2)
-        if minus_beta < 0 < alpha
-        else 0.0
-        if alpha <= 0 and minus_beta < 0
-        else None
-    )
+    if minus_beta >= 0:
+        return None
+    return float((alpha / (2 * minus_beta)) ** 2) if alpha > 0 else 0.0
 
 
 RULES = (
@@ -147,10 +143,10 @@ RULES = (
 
 def decide(audit: Audit) -> Verdict:
     """The verdict by `RULES`; of several ceilings the lowest."""
-    found = [(rule, finding) for rule in RULES for finding in rule.find(audit)]
-    decision = next((level for level in (COLLECT, CEILING) if any(rule.decision == level for rule, _ in found)), GO)
-    deciding = [finding for rule, finding in found if rule.decision == decision]
-    ceilings = [finding.ceiling for _, finding in found if finding.ceiling is not None]
+    findings = [(rule, finding) for rule in RULES for finding in rule.find(audit)]
+    decision = next((level for level in (COLLECT, CEILING) if any(rule.decision == level for rule, _ in findings)), GO)
+    deciding = [finding for rule, finding in findings if rule.decision == decision]
+    ceilings = [finding.ceiling for _, finding in findings if finding.ceiling is not None]
     return Verdict(
         decision,
         [finding.reason for finding in deciding] or ["no rule objects"],
@@ -189,7 +185,6 @@ def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
         )
     ceiling = "" if verdict.ceiling is None else f" of {verdict.ceiling} (kl.ceiling={verdict.ceiling})"
     labels = f": {'; '.join(verdict.labels)}" if verdict.labels else ""
-    reasons = "; ".join(verdict.reasons[:SHOWN]) + (
-        f"; and {len(verdict.reasons) - SHOWN} more" if verdict.reasons[SHOWN:] else ""
-    )
+    hidden = len(verdict.reasons) - SHOWN
+    reasons = "; ".join(verdict.reasons[:SHOWN]) + (f"; and {hidden} more" if hidden > 0 else "")
     return [*lines, f"verdict: {verdict.decision}{ceiling}{labels}", f"since {reasons}"]

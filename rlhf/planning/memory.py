@@ -1,7 +1,8 @@
 """Bytes on one GPU, by part: model states, activations, logits, KV cache, communication buffers.
 
 Pure functions of sizes; `rlhf.planning.plan` adds up those of a stage. Not counted: the CUDA context, the
-allocator's fragmentation and the optimizer's temporaries, for which `memory_margin` keeps a share free.
+allocator's fragmentation, the optimizer's temporaries and the small tensors that ZeRO-3 keeps whole on every rank
+(sharding.persistence_threshold), for which `memory_margin` keeps a share free.
 """
 
 from rlhf.planning.shapes import Shape
@@ -18,14 +19,13 @@ DEEPSPEED = {
 
 
 def model_state_bytes(
-    parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False, persistent: int = 0
+    parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False
 ) -> dict[str, int]:
     """Bytes of a trained model's states on one rank: weights, gradients, optimizer, and host if offloaded.
 
     ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too; a share
     that does not divide is rounded up. With offload, ZeRO-2 keeps only the weights on the device and ZeRO-3 only the
-    gathered ones; the rest of this rank's share is `host`. persistent: parameters in tensors below DeepSpeed's
-    persistence threshold, which ZeRO-3 keeps whole on every rank in addition to its share.
+    gathered ones; the rest of this rank's share is `host`.
 
     Raises: ValueError for sizes, stages or types that do not exist.
 
@@ -34,10 +34,9 @@ def model_state_bytes(
     autocast's: the 2 bytes of `weights` are its casts (the sampler's are as many), and gradients are those of the float32
     weights, 4 bytes.
     """
-    if dtype not in STATE_BYTES or zero not in range(4) or world < 1 or not 0 <= persistent <= parameters:
+    if dtype not in STATE_BYTES or zero not in range(4) or world < 1:
         raise ValueError(
-            f"model_state_bytes: parameters={parameters}, world={world}, zero={zero}, dtype={dtype!r}, "
-            f"persistent={persistent}: want world 1 or more, zero 0 to 3, bf16 or fp32"
+            f"model_state_bytes: world={world}, zero={zero}, dtype={dtype!r}: want world 1 or more, zero 0 to 3, bf16 or fp32"
         )
     if offload and zero < 2:
         raise ValueError(f"model_state_bytes: zero={zero} has no offload: want 2 or 3")
@@ -48,7 +47,7 @@ def model_state_bytes(
     if zero == 0:
         gradients = ELEMENT["fp32"]
     held = {
-        "weights": weights * (share + persistent if zero == 3 else parameters),
+        "weights": weights * (share if zero == 3 else parameters),
         "gradients": gradients * (share if zero >= 2 else parameters),
         "optimizer": optimizer * (share if zero >= 1 else parameters),
     }

@@ -161,11 +161,11 @@ def _inference(config: PlanConfig, stage: str, rows: int, longest: int) -> dict[
     shape, dtype = shape_of(config), config.dtype
     answer = min(longest, config.rollout.max_new_tokens)
     wide = longest - answer if stage == "ppo rollout" else longest
-    found = {"activations": rows * wide * memory.working_bytes(shape, dtype)}
+    parts = {"activations": rows * wide * memory.working_bytes(shape, dtype)}
     if stage == "ppo score":
-        return {**found, "logits": memory.ELEMENT[dtype] * rows * answer * shape.vocab_size}
+        return {**parts, "logits": memory.ELEMENT[dtype] * rows * answer * shape.vocab_size}
     return {
-        **found,
+        **parts,
         "logits": memory.sampling_logit_bytes(rows, shape.vocab_size, dtype),
         "kv_cache": memory.kv_cache_bytes(shape, rows, longest - 1, dtype),
     }
@@ -183,8 +183,8 @@ def peak_bytes(parts: dict[str, int]) -> int:
 
 def largest(config: PlanConfig, setup: Setup) -> tuple[str, int]:
     """The stage that needs most, and its bytes per GPU."""
-    found = ((stage, peak_bytes(stage_bytes(config, setup, stage))) for stage in stages_of(config))
-    return max(found, key=lambda pair: pair[1])
+    needs = ((stage, peak_bytes(stage_bytes(config, setup, stage))) for stage in stages_of(config))
+    return max(needs, key=lambda pair: pair[1])
 
 
 def room(config: PlanConfig) -> float:
@@ -237,18 +237,18 @@ def suggest(config: PlanConfig) -> list[str]:
         for checkpointing in ((True,) if setup.checkpointing else (False, True))
         for name in memory.DEEPSPEED
     ]
-    ladder.sort(key=lambda found: found.offload)  # offloading costs more time than recomputing
+    ladder.sort(key=lambda overrides: overrides.offload)  # offloading costs more time than recomputing
     smaller = smaller_batches(config)
-    found = [] if smaller is None else [smaller]
+    overrides = [] if smaller is None else [smaller]
     here = next((one for one in ladder if largest(config, one)[1] <= room(config)), None)
     if here is not None:
-        found.append(_as_overrides(here))
+        overrides.append(_as_overrides(here))
     counts = [(count, one) for one in ladder if (count := fewest_gpus(config, one)) is not None]
     if counts:
         count, one = min(counts, key=lambda pair: pair[0])
         if here is None and smaller is None:
-            found.append(_as_overrides(replace(one, gpus=count)))
-    return found
+            overrides.append(_as_overrides(replace(one, gpus=count)))
+    return overrides
 
 
 def _as_overrides(setup: Setup) -> str:

@@ -145,16 +145,16 @@ def read_shape(source: str) -> Shape:
     config = checkpoint.config
     heads = config.num_attention_heads
     tied = bool(config.tie_word_embeddings)
-    told = {
+    stated = {
         name: getattr(config, name, None) for name in ("num_key_value_heads", "intermediate_size", "ffn_dim", "n_inner")
     }
     gated = getattr(config, "hidden_act", None) in ("silu", "swiglu", "gelu_pytorch_tanh")
     shape = Shape(
         n_layer=config.num_hidden_layers,
         n_head=heads,
-        n_kv_head=told["num_key_value_heads"] or heads,
+        n_kv_head=stated["num_key_value_heads"] or heads,
         width=config.hidden_size,
-        mlp_width=told["intermediate_size"] or told["ffn_dim"] or told["n_inner"] or 4 * config.hidden_size,
+        mlp_width=stated["intermediate_size"] or stated["ffn_dim"] or stated["n_inner"] or 4 * config.hidden_size,
         context_length=checkpoint.context or UNSTATED_CONTEXT,
         vocab_size=config.vocab_size,
         learned_positions=False,

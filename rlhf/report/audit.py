@@ -23,32 +23,30 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(decision, str):
         return None
     ceiling, labels, reasons = (get(audit, "verdict", key) for key in ("ceiling", "labels", "reasons"))
+    attacks = []
+    for row in rows_of(audit, "attacks"):
+        figures = [cell(row.get(key)) for key in ("gain", "gain_better", "gain_worse", "nats")]
+        name = visible(str(row.get("name")).replace("_", " "), 40)
+        attacks.append([name, cell(row.get("flips"), share=True), *figures])
+    picked = [[f"{number(row, 'n') or 0:g}", cell(row.get("gain"), share=True)] for row in rows_of(audit, "picked")]
+    best_of = []
+    for row in rows_of(audit, "best_of"):
+        figures = [cell(row.get(key)) for key in ("score", "check", "truth")]
+        best_of.append([f"{number(row, 'n') or 0:g}", decimal(number(row, "kl"), 2), *figures])
     tables = [
         ("Held-out comparisons", ("share of pairs", "value"), compared(get(audit, "comparisons"))),
         (
             "Attacks on held-out answers, in standard deviations of SFT samples' scores",
             ("attack", "order flipped", "score bought", "by the better", "by the worse", "KL, nats"),
-            [
-                [visible(str(row.get("name")).replace("_", " "), 40), cell(row.get("flips"), share=True),
-                 *(cell(row.get(key)) for key in ("gain", "gain_better", "gain_worse", "nats"))]
-                for row in rows_of(audit, "attacks")
-            ],
+            attacks,
         ),
         (
             "The reward model's pick among labelled answers, against a random one",
             ("answers", "more of the others beaten"),
-            [[f"{number(row, 'n') or 0:g}", cell(row.get("gain"), share=True)] for row in rows_of(audit, "picked")],
+            picked,
         ),
-        (
-            "Best of n samples of the SFT model",
-            ("n", "KL, nats", "score", "by the check", "true reward"),
-            [
-                [f"{number(row, 'n') or 0:g}", decimal(number(row, "kl"), 2),
-                 *(cell(row.get(key)) for key in ("score", "check", "truth"))]
-                for row in rows_of(audit, "best_of")
-            ],
-        ),
-    ]  # fmt: skip
+        ("Best of n samples of the SFT model", ("n", "KL, nats", "score", "by the check", "true reward"), best_of),
+    ]
     return {
         "verdict": visible(decision, 100)
         + ("" if number(audit, "verdict", "ceiling") is None else f" of {ceiling:g} nats"),

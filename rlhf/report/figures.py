@@ -129,13 +129,13 @@ def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> t
     if len(xs) <= limit:
         return list(xs), list(ys)
     stretches = limit // 2
-    kept: list[int] = []
+    chosen: list[int] = []
     for i in range(stretches):
         stretch = range(i * len(xs) // stretches, (i + 1) * len(xs) // stretches)
         low = min(stretch, key=lambda j: ys[j])
         high = max(stretch, key=lambda j: ys[j])
-        kept += sorted({low, high})
-    return [xs[j] for j in kept], [ys[j] for j in kept]
+        chosen += sorted({low, high})
+    return [xs[j] for j in chosen], [ys[j] for j in chosen]
 
 
 def for_log(curve: Curve) -> Curve | None:

@@ -128,8 +128,8 @@ def _hovers(
         # The text is on the side of the strip that has space.
         left = places[i] > width / 2
         where = f'x="{places[i] + (-6 if left else 6):.1f}"'
-        told = [(curve.tell(x), "")]
-        told += [
+        texts = [(curve.tell(x), "")]
+        texts += [
             (
                 (f"{one.label} " if len(series) > 1 else "") + format_value(y) + interval_text(one, point, y),
                 f"c{one.colour % SERIES_COLOURS}",
@@ -139,7 +139,7 @@ def _hovers(
         words = "".join(
             f'<text class="{"l" if left else "r"} {colour if len(series) > 1 else ""}" {where} '
             f'y="{12 + HOVER_LINE * number:g}">{html.escape(text)}</text>'
-            for number, (text, colour) in enumerate(told)
+            for number, (text, colour) in enumerate(texts)
         )
         strips.append(
             f'<g class="at"><rect {strip} height="{height:g}"/>'

@@ -47,13 +47,13 @@ def truncate_jsonl(path: Path, key: str, last: int) -> dict[str, Any]:
         return newest
     if lost := count_unreadable(path):
         say(f"{path}: {lost} lines cannot be read and are left out: the curves have gaps there")
-    kept = path.with_name(path.name + ".kept")
-    with kept.open("w", encoding="utf-8", errors="backslashreplace") as out:
+    temporary = path.with_name(path.name + ".kept")
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as out:
         for row in read_jsonl(path):
             if isinstance(row.get(key), int) and row[key] <= last:
                 out.write(encode_line(row))
                 newest = row
-    os.replace(kept, path)
+    os.replace(temporary, path)
     return newest
 
 

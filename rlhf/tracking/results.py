@@ -51,8 +51,8 @@ def log_results(tracker: Tracker, results: Mapping[str, Any], scores: Mapping[st
 
 def figure(results: Mapping[str, Any], place: Sequence[str]) -> float | None:
     """The number there, or the `value` of {"value", "ci95", …}."""
-    found = get(results, *place)
-    return number(found, "value") if isinstance(found, Mapping) else number(found)
+    value = get(results, *place)
+    return number(value, "value") if isinstance(value, Mapping) else number(value)
 
 
 def calibration_rows(results: Mapping[str, Any]) -> Iterator[tuple[float, str, float, int]]:

@@ -170,9 +170,9 @@ def estimate(tree: Any) -> tuple[float, float, float] | None:
 
 def visible(text: object, limit: int = TEXT_LIMIT) -> str:
     """Untrusted text with an escape for every character that hides, reorders or breaks text, cut to `limit`."""
-    whole = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
-    shown = "".join(f"⟨U+{ord(c):04X}⟩" if _misleads(c) else c for c in whole[:limit])
-    return shown + (f" … ({len(whole) - limit:,} more characters)" if len(whole) > limit else "")
+    full = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
+    shown = "".join(f"⟨U+{ord(c):04X}⟩" if _misleads(c) else c for c in full[:limit])
+    return shown + (f" … ({len(full) - limit:,} more characters)" if len(full) > limit else "")
 
 
 def _misleads(c: str) -> bool:

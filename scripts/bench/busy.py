@@ -1,10 +1,10 @@
-"""Training beside other work: optimizer steps per second of the demo's model, idle and beside loops that take all they get.
+"""Training while other processes use the cores: optimizer steps per second of the demo's model, idle and next to busy loops.
 
-    python scripts/bench/busy.py                    # every way, idle and beside 1, 2 and 4 loops; about 8 minutes on two cores
+    python scripts/bench/busy.py                    # every way, idle and next to 1, 2 and 4 loops; about 8 minutes on two cores
     python scripts/bench/busy.py --loops 0 2 --ways threads passive --seconds 8 --rounds 3
 
 The loops are started here, one process each, and end with the turn. A turn is one way for so many seconds; ways alternate within
-a round, so other load of the machine falls on all. The fair share beside n loops, on c cores of which the way uses u, is
+a round, so other load of the machine affects all. The fair share next to n loops, on c cores of which the way uses u, is
 min(u, c * u / (u + n)) cores; what counts is steps per second against the same way's idle speed times that share.
 
 Ways: `one` thread; `threads`: one per core, as torch comes; `passive`: the same with OMP_WAIT_POLICY=PASSIVE, so that a thread
@@ -71,7 +71,7 @@ def work(seconds: float, rank: int, processes: int, port: int) -> None:
 
 
 def turn(way: str, seconds: float, loops: int) -> float:
-    """Steps per second of one way beside so many loops."""
+    """Steps per second of one way next to `loops` busy loops."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     if way != "adapting":
         environment["OMP_NUM_THREADS"] = "1" if way in ("one", "processes") else str(CORES)
@@ -85,8 +85,8 @@ def turn(way: str, seconds: float, loops: int) -> float:
         for rank in range(processes):
             command = [sys.executable, __file__, "--work", str(seconds), str(rank), str(processes), str(port)]
             workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-        told = [worker.communicate(timeout=60 + 20 * seconds)[0] for worker in workers]
-        return float(told[0])
+        printed = [worker.communicate(timeout=60 + 20 * seconds)[0] for worker in workers]
+        return float(printed[0])
     finally:
         for process in [*busy, *workers]:
             process.kill()
@@ -110,8 +110,8 @@ def main() -> None:
     for _ in range(given.rounds):
         for loops in given.loops:
             for way in given.ways:
-                speed.setdefault((way, loops), []).append(found := turn(way, given.seconds, loops))
-                print(f"{way}, {loops} loops: {found:.2f} steps/s", file=sys.stderr, flush=True)
+                speed.setdefault((way, loops), []).append(rate := turn(way, given.seconds, loops))
+                print(f"{way}, {loops} loops: {rate:.2f} steps/s", file=sys.stderr, flush=True)
     print(
         f"{CORES} cores, load before {os.getloadavg()[2]:.1f}, {given.rounds} rounds of {given.seconds:g} s; medians, steps/s\n"
     )

@@ -4,7 +4,7 @@
 
 Shapes of Brown et al. 2020, table 2.1, once with all weights trained and once with low-rank adapters; policy, reference, critic
 and reward model have one shape; bfloat16 on a GPU. The update is small, 8 episodes of 64 + 16 tokens, since
-what is asked is whether weights, gradients and optimizer states fit. Each size is a process of its own.
+the question is whether weights, gradients and optimizer states fit. Each size runs in a separate process.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def update(size: str, way: str, device: str, threads: int) -> dict[str, Any]:
 
 
 class OneTurn(harness.Turns):
-    """A single turn whose figures are not told."""
+    """A single turn whose figures are not reported."""
 
     def __init__(self) -> None:
         pass
@@ -80,7 +80,7 @@ def main() -> None:
         size, way = given.one
         print(json.dumps(update(size, way, given.device, given.threads)))
         return
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for way in given.ways:
         for size in ["quick"] if given.quick else SHAPES:
             command = [sys.executable, __file__, "--one", size, way, "--device", given.device, "--out", str(given.out)]
@@ -89,9 +89,9 @@ def main() -> None:
             if done.returncode and not short:
                 sys.exit(f"{size}, {way}: {done.stderr[-2000:]}")
             row = {"fits": False} if short else json.loads(done.stdout.splitlines()[-1])
-            found.setdefault(way, {})[size] = row
-            told = f"peak {row['peak_mb']:,} MB, {row['seconds']} s" if row["fits"] else "does not fit"
-            print(f"{way:12} {size:12} {told}", flush=True)
+            results.setdefault(way, {})[size] = row
+            outcome = f"peak {row['peak_mb']:,} MB, {row['seconds']} s" if row["fits"] else "does not fit"
+            print(f"{way:12} {size:12} {outcome}", flush=True)
             given.out.parent.mkdir(parents=True, exist_ok=True)
             what = {
                 "subject": "fit",
@@ -100,7 +100,7 @@ def main() -> None:
                 "versions": harness.versions(),
             }
             given.out.write_text(
-                json.dumps(what | {"found": found}, indent=1) + "\n"
+                json.dumps(what | {"found": results}, indent=1) + "\n"
             )  # what there is, should the limit come
             if short:
                 break

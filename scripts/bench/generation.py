@@ -146,24 +146,24 @@ CONTESTANTS = {"ours": ours, "generate": peer, "generate with log-probs": peer_l
 def main() -> None:
     options = harness.arguments(__doc__, repeats=7)
     cases = harness.pick(options, QUICK, CASES, CUDA_CASES, (options.checkpoint, 32, 24, 24, 64, 0.0))
-    found = {}
+    results = {}
     for name, (size, batch, shortest, longest, new, stop) in cases.items():
         spec = {
             "size": size, "shape": harness.shape_of(size), "batch": batch, "shortest": shortest, "longest": longest,
             "new": new, "stop": stop,
         }  # fmt: skip
-        found[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
-        found[name]["bandwidth"] = share_of_bandwidth(spec, options, found[name]["contestants"])
+        results[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+        results[name]["bandwidth"] = share_of_bandwidth(spec, options, results[name]["contestants"])
         if options.device == "cpu":
-            found[name]["roofline"] = roofline(spec, options.threads)
-            rates = found[name]["contestants"]["ours"]["units_per_second"]
-            bound = found[name]["roofline"]
+            results[name]["roofline"] = roofline(spec, options.threads)
+            rates = results[name]["contestants"]["ours"]["units_per_second"]
+            bound = results[name]["roofline"]
             print(
                 f"{name}: {rates / bound['tokens_per_second']:.2f} of the roofline; products {bound['flops_per_second'] / 1e9:.0f} "
                 f"GFLOP/s, memory {bound['bytes_per_second'] / 1e9:.1f} GB/s"
             )
-    harness.report("generation", "tokens", found, options)
-    for name, figures in found.items():
+    harness.report("generation", "tokens", results, options)
+    for name, figures in results.items():
         for contestant, share in figures["bandwidth"].get("shares", {}).items():
             print(
                 f"{name}, {contestant}: {share:.3f} of the {figures['bandwidth']['bytes_per_second'] / 1e9:.0f} GB/s read here"
@@ -180,10 +180,12 @@ def share_of_bandwidth(spec: Spec, options: Any, contestants: dict[str, Any]) ->
     cache = 2 * s["n_layer"] * s["n_embd"] * mean_context(spec)
     step = element * (weights_of(spec) + spec["batch"] * cache)
     rate = bytes_per_second(options.device)
-    found: dict[str, Any] = {"bytes_per_second": rate, "bytes_per_step": step}
+    bandwidth: dict[str, Any] = {"bytes_per_second": rate, "bytes_per_step": step}
     if not spec["stop"]:
-        found["shares"] = {name: f["units_per_second"] / spec["batch"] * step / rate for name, f in contestants.items()}
-    return found
+        bandwidth["shares"] = {
+            name: f["units_per_second"] / spec["batch"] * step / rate for name, f in contestants.items()
+        }
+    return bandwidth
 
 
 @functools.cache

@@ -173,14 +173,14 @@ def with_cost(points: list[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
-def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
+def draw(measured: dict[str, list[dict[str, float]]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, plots = pyplot.subplots(2, 3, figsize=(9, 5), layout="constrained")
-    for axes, (axis, points) in zip(plots.flat, found.items(), strict=False):
+    for axes, (axis, points) in zip(plots.flat, measured.items(), strict=False):
         xs = [one["x"] for one in points]
         axes.plot(xs, [one["cost"] for one in points], "o-", color="#2a5f99", label="processor time per unit of work")
         memory = [one["peak_mb"] / points[0]["peak_mb"] for one in points]
@@ -211,22 +211,22 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import rlhf.stages.ppo  # noqa: F401 (imported before the processes are forked)
 
-    found = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    measured = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
     for axis in given.only:
-        points = found.get(axis, [])
+        points = measured.get(axis, [])
         for x in POINTS[axis][1][len(points) :]:
             with get_context("fork").Pool(1) as pool:
                 points.append(pool.apply(measure, (axis, x)))
-            found[axis] = points
+            measured[axis] = points
             if given.out:
-                given.out.write_text(json.dumps(found, indent=1))
+                given.out.write_text(json.dumps(measured, indent=1))
         print(f"\n| {axis} ({POINTS[axis][0]}) | work | processor s | cost | MB |\n|---|---|---|---|---|")
         for one in with_cost(points):
             print(
                 f"| {one['x']:g} | {one['growth']:.1f} | {one['seconds']:.2f} | {one['cost']:.2f} | {one['peak_mb']:.0f} |"
             )
     if given.picture:
-        draw({axis: with_cost(points) for axis, points in found.items()}, given.picture)
+        draw({axis: with_cost(points) for axis, points in measured.items()}, given.picture)
 
 
 if __name__ == "__main__":

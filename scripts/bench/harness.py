@@ -80,9 +80,9 @@ Contestant = Callable[[Spec, Turns], None]
 def memory(name: str) -> float:
     """Bytes of VmRSS (held now) or VmHWM (the peak) of this process, as Linux tells; elsewhere the peak."""
     try:
-        found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        assert found
-        return int(found[1]) * 1024.0
+        match = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        assert match
+        return int(match[1]) * 1024.0
     except (OSError, AssertionError):
         import resource
 
@@ -108,13 +108,13 @@ def peak_mb(device: str) -> float:
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def serve(contestants: Mapping[str, Contestant]) -> None:
@@ -142,7 +142,7 @@ class Worker:
 
     name: str
     process: subprocess.Popen
-    told: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)
     turns: list[dict[str, float]] = field(default_factory=list)
 
     def ask(self, line: str) -> dict[str, Any]:
@@ -175,15 +175,15 @@ def arguments(doc: str, repeats: int) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=repeats, help="rounds that count")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    found = parser.parse_args()
-    if found.device == "auto":
+    options = parser.parse_args()
+    if options.device == "auto":
         import torch
 
-        found.device = "cuda" if torch.cuda.is_available() else "cpu"
-    found.threads = found.threads or os.cpu_count() or 1
-    if found.quick:
-        found.repeats = min(found.repeats, 2)
-    return found
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    options.threads = options.threads or os.cpu_count() or 1
+    if options.quick:
+        options.repeats = min(options.repeats, 2)
+    return options
 
 
 def pick(options: argparse.Namespace, quick: dict, cpu: dict, cuda: dict, checkpoint: Any = None) -> dict:
@@ -191,10 +191,10 @@ def pick(options: argparse.Namespace, quick: dict, cpu: dict, cuda: dict, checkp
     if options.checkpoint:
         return {options.checkpoint: checkpoint}
     cases = quick if options.quick else cuda if options.device == "cuda" else cpu
-    found = {name: case for name, case in cases.items() if options.case in name}
-    if not found:
+    chosen = {name: case for name, case in cases.items() if options.case in name}
+    if not chosen:
         raise SystemExit(f"--case {options.case}: none of {', '.join(cases)}")
-    return found
+    return chosen
 
 
 def compare(
@@ -258,14 +258,14 @@ def take_turns(
             )
             workers.append(Worker(name, process))
         for worker in workers:
-            worker.told |= worker.read()
+            worker.reported |= worker.read()
         for number in range(warmup + options.repeats):
             for worker in workers if number % 2 else workers[::-1]:
                 turn = worker.ask("go")
                 if number >= warmup:
                     worker.turns.append(turn)
         for worker in workers:
-            worker.told |= worker.ask("end")
+            worker.reported |= worker.ask("end")
     finally:
         for worker in workers:
             if worker.process.poll() is None:
@@ -284,41 +284,41 @@ def figures_of(worker: Worker) -> dict[str, Any]:
         "units_per_processor_second": statistics.median(
             turn["units"] / max(1e-9, turn["processor_seconds"]) for turn in worker.turns
         ),
-        "peak_mb": worker.told["peak_mb"],
-        "working_mb": worker.told["peak_mb"] - worker.told["base_mb"],
-        "versions": worker.told["versions"],
+        "peak_mb": worker.reported["peak_mb"],
+        "working_mb": worker.reported["peak_mb"] - worker.reported["base_mb"],
+        "versions": worker.reported["versions"],
     }
 
 
 def ratios_of(workers: list[Worker]) -> dict[str, Any]:
     """The first contestant's rate over each other one's, within rounds; and its memory over theirs."""
-    ours, found = workers[0], {}
+    ours, by_peer = workers[0], {}
     for peer in workers[1:]:
         pairs = list(zip(ours.turns, peer.turns, strict=True))
         figures: dict[str, Any] = {}
         for name, clock in (("speed", "seconds"), ("speed_by_processor_time", "processor_seconds")):
             each = sorted((a["units"] / max(1e-9, a[clock])) / (b["units"] / max(1e-9, b[clock])) for a, b in pairs)
             figures[name] = {"median": statistics.median(each), "range": [each[0], each[-1]]}
-        figures["memory"] = ours.told["peak_mb"] / peer.told["peak_mb"]
-        figures["memory_beyond_imports"] = (ours.told["peak_mb"] - ours.told["base_mb"]) / (
-            peer.told["peak_mb"] - peer.told["base_mb"]
+        figures["memory"] = ours.reported["peak_mb"] / peer.reported["peak_mb"]
+        figures["memory_beyond_imports"] = (ours.reported["peak_mb"] - ours.reported["base_mb"]) / (
+            peer.reported["peak_mb"] - peer.reported["base_mb"]
         )
-        found[peer.name] = figures
-    return found
+        by_peer[peer.name] = figures
+    return by_peer
 
 
 def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     """Print a table per case, and write everything as JSON if requested."""
     print(f"{subject}: {machine(options)}")
-    for case, found in cases.items():
+    for case, figures in cases.items():
         print(f"\n{case}, median of {options.repeats} rounds [range]; {unit}/s by the clock and by processor time")
-        for name, f in found["contestants"].items():
-            low, high = f["units_per_second_range"]
+        for name, row in figures["contestants"].items():
+            low, high = row["units_per_second_range"]
             print(
-                f"  {name:28} {f['units_per_second']:10.1f} [{low:.1f}, {high:.1f}] {f['units_per_processor_second']:10.1f}"
-                f"   peak {f['peak_mb']:.0f} MB, {f['working_mb']:.0f} beyond imports"
+                f"  {name:28} {row['units_per_second']:10.1f} [{low:.1f}, {high:.1f}] {row['units_per_processor_second']:10.1f}"
+                f"   peak {row['peak_mb']:.0f} MB, {row['working_mb']:.0f} beyond imports"
             )
-        for name, r in found["ratios"].items():
+        for name, r in figures["ratios"].items():
             s, p = r["speed"], r["speed_by_processor_time"]
             print(
                 f"  over {name:23} {s['median']:10.2f} [{s['range'][0]:.2f}, {s['range'][1]:.2f}] {p['median']:10.2f}"
@@ -326,7 +326,7 @@ def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: a
             )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        what = {
+        about = {
             "subject": subject,
             "unit": unit,
             "machine": machine(options),
@@ -336,7 +336,7 @@ def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: a
             "commit": commit(),
             "python": platform.python_version(),
         }
-        options.out.write_text(json.dumps(what | {"cases": cases}, indent=1) + "\n")
+        options.out.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
 
 
 def machine(options: argparse.Namespace) -> str:

@@ -66,8 +66,8 @@ def gpt2(spec: Spec, seed: int, part: str = "size") -> Any:
     if spec[part] not in harness.SIZES:
         return harness.gpt2(spec[part])
     shape = harness.SIZES[spec[part]] | {"vocab_size": spec["vocabulary"]}
-    harness.SIZES["asked for"] = shape
-    return harness.gpt2("asked for", seed)
+    harness.SIZES["benchmark"] = shape
+    return harness.gpt2("benchmark", seed)
 
 
 # ------------------------------------------------------------------------------------------------------------ ours
@@ -148,15 +148,15 @@ def ours(spec: Spec, turns: Turns) -> None:
             ]
             tracker = make_tracker("off", folder=stage.folder, run="bench", stage="ppo", config={})
             for update, _ in enumerate(turns, 1):
-                found = one_update(trainer, update, tracker)
+                metrics = one_update(trainer, update, tracker)
                 turns.done(
-                    units=found["rollout/response_len"] * spec["episodes"],
-                    processed=(found["rollout/response_len"] + spec["prompt"]) * spec["episodes"],
-                    kl=found["objective/kl"],
-                    entropy=found["policy/entropy_avg"],
-                    generation=found["time/rollout_s"],
-                    scoring=found["time/score_s"],
-                    training=found["time/update_s"],
+                    units=metrics["rollout/response_len"] * spec["episodes"],
+                    processed=(metrics["rollout/response_len"] + spec["prompt"]) * spec["episodes"],
+                    kl=metrics["objective/kl"],
+                    entropy=metrics["policy/entropy_avg"],
+                    generation=metrics["time/rollout_s"],
+                    scoring=metrics["time/score_s"],
+                    training=metrics["time/update_s"],
                 )
 
 
@@ -262,7 +262,7 @@ def main() -> None:
         options, QUICK, CASES, CUDA_CASES, (options.checkpoint, options.checkpoint, 8, 24, 32, 1, 8, 8)
     )
     with tempfile.TemporaryDirectory() as home:
-        found = {}
+        results = {}
         for name, (size, reward, episodes, prompt, new, epochs, micro, peer_micro) in cases.items():
             folder = Path(options.checkpoint or Path(home) / name)
             sys.path.insert(0, str(harness.HERE.parents[1]))
@@ -276,13 +276,13 @@ def main() -> None:
             if scaling:
                 for count in SCALING[:2] if options.quick else SCALING:
                     more = spec | {"episodes": count}
-                    found[f"{name}, {count} episodes"] = harness.compare(__file__, ["ours"], more, options)
+                    results[f"{name}, {count} episodes"] = harness.compare(__file__, ["ours"], more, options)
                 continue
             names = harness.only(options, [name for name in CONTESTANTS if options.checkpoint or name != CLASS])
             pythons = {TRL: harness.peer_python("trl-1.12.0")} if TRL in names else {}
-            found[name] = harness.compare(__file__, names, spec, options, pythons)
-    harness.report("ppo", "response tokens", found, options)
-    for name, figures in found.items():
+            results[name] = harness.compare(__file__, names, spec, options, pythons)
+    harness.report("ppo", "response tokens", results, options)
+    for name, figures in results.items():
         f = figures["contestants"].get("ours")
         if f:
             print(

@@ -3,9 +3,9 @@
     python scripts/bench/pretraining.py --out /tmp/pretraining.json
 
 Every contestant runs a bare loop: forward with loss, backward, gradient norm, fused AdamW. Ours takes a batch in two halves on
-a CPU, which halves the activations; `ours, whole` takes it in one. `gpt2` is transformers' model as it comes, `gpt2 fused`
+a CPU, which halves the activations; `ours, whole` takes it in one. `gpt2` is transformers' model unchanged, `gpt2 fused`
 with the fused form of the same activation (`gelu_pytorch_tanh`). On a GPU both run in bf16 (autocast), at gpt2's size,
-undivided; MFU is told there.
+undivided, and MFU is printed.
 """
 
 import contextlib
@@ -107,19 +107,19 @@ CONTESTANTS = {
 def main() -> None:
     options = harness.arguments(__doc__, repeats=9)
     cases = harness.pick(options, {"quick": (4, 2)}, CASES, CUDA_CASES)
-    found = {}
+    results = {}
     for size, (batch, steps) in cases.items():
         spec = {"size": size, "shape": harness.SIZES[size], "batch": batch, "steps": steps}
         names = list(CONTESTANTS) if options.device == "cpu" else ["ours", "gpt2", "gpt2 fused"]
-        found[size] = harness.compare(__file__, names, spec, options)
-        losses = [f["loss"] for f in found[size]["contestants"].values()]
+        results[size] = harness.compare(__file__, names, spec, options)
+        losses = [f["loss"] for f in results[size]["contestants"].values()]
         if max(losses) - min(losses) > 0.02:
             raise SystemExit(f"{size}: the losses differ ({losses}), so the work is not equal")
-        for name, figures in found[size]["contestants"].items():
+        for name, figures in results[size]["contestants"].items():
             if (share := mfu(size, figures["units_per_second"], options.device)) is not None:
                 figures["mfu"] = share
                 print(f"{size}, {name}: MFU {share:.3f}")
-    harness.report("pretraining", "tokens", found, options)
+    harness.report("pretraining", "tokens", results, options)
 
 
 def mfu(size: str, rate: float, device: str) -> float | None:

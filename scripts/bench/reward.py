@@ -31,11 +31,11 @@ def make_answers(spec: Spec) -> list[list[list[int]]]:
     def tokens(least: int, most: int) -> list[int]:
         return [random_.randrange(8, shape["vocab_size"]) for _ in range(random_.randint(least, most))]
 
-    found = []
+    prompts = []
     for _ in range(16 * spec["prompts"]):
         prompt = tokens(context // 8, context // 3)
-        found.append([prompt + tokens(context // 16, context // 2) for _ in range(spec["answers"])])
-    return found
+        prompts.append([prompt + tokens(context // 16, context // 2) for _ in range(spec["answers"])])
+    return prompts
 
 
 def classifier(spec: Spec) -> Any:
@@ -152,15 +152,15 @@ CONTESTANTS = {"ours": ours, "RewardTrainer": reward_trainer, "bare pairs": bare
 def main() -> None:
     options = harness.arguments(__doc__, repeats=7)
     cases = harness.pick(options, QUICK, CASES, CUDA_CASES)
-    found = {}
+    results = {}
     for name, (prompts, answers, pairs, micro) in cases.items():
         size = name.split(",")[0]
         spec = {
             "size": size, "shape": harness.SIZES[size], "prompts": prompts, "answers": answers, "pairs": pairs,
             "micro": micro,
         }  # fmt: skip
-        found[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
-    harness.report("reward", "pairs", found, options)
+        results[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+    harness.report("reward", "pairs", results, options)
 
 
 if __name__ == "__main__":

@@ -217,14 +217,14 @@ CONTESTANTS = {
 def main() -> None:
     options = harness.arguments(__doc__, repeats=9)
     cases = harness.pick(options, QUICK, CASES, CUDA_CASES, (8, 1))
-    found = {}
+    results = {}
     for size, (batch, steps) in cases.items():
         spec = {"size": size, "shape": harness.shape_of(size), "batch": batch, "steps": steps, "context": 1024}
         names = list(CONTESTANTS)
         if options.checkpoint:
             spec["context"], names = 160, ["ours, bare loop", "bare"]
-        found[size] = harness.compare(__file__, names, spec, options)
-    harness.report("sft", "rows", found, options)
+        results[size] = harness.compare(__file__, names, spec, options)
+    harness.report("sft", "rows", results, options)
 
 
 if __name__ == "__main__":

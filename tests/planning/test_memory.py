@@ -27,8 +27,6 @@ def test_parts_by_hand():
     assert model_state_bytes(10, 4, 2) == {"weights": 20, "gradients": 6, "optimizer": 36, "host": 0}
     assert model_state_bytes(10, 4, 3) == {"weights": 6, "gradients": 6, "optimizer": 36, "host": 0}
     assert model_state_bytes(10, 4, 3, "fp32") == {"weights": 12, "gradients": 12, "optimizer": 36, "host": 0}
-    # 2 of them stay whole on every rank, beside its share of 3: 5 weights
-    assert model_state_bytes(10, 4, 3, persistent=2)["weights"] == 10
     assert model_state_bytes(10, 4, 2, offload=True) == {"weights": 20, "gradients": 0, "optimizer": 0, "host": 42}
     assert model_state_bytes(10, 4, 3, offload=True) == {"weights": 0, "gradients": 0, "optimizer": 0, "host": 48}
 
@@ -46,7 +44,7 @@ def test_shards_make_a_whole_and_more_never_hold_more(parameters, world, zero, d
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"world": 0}, {"zero": 4}, {"zero": -1}, {"dtype": "fp8"}, {"persistent": 11}, {"zero": 1, "offload": True}],
+    [{"world": 0}, {"zero": 4}, {"zero": -1}, {"dtype": "fp8"}, {"zero": 1, "offload": True}],
 )
 def test_what_does_not_exist_is_refused(wrong):
     with pytest.raises(ValueError, match="want"):
