@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf.chat_template import end_ids, response_text
+from rlhf.chat_template import response_text
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.evaluation.statistics import Figures, win_rate
 from rlhf.evaluation.text_figures import text_figures
 from rlhf.evaluation.truth_figures import interval_of, judge_rows, mean_of, totals
 from rlhf.gold.truth import Truth
-from rlhf.model.generate import sample
+from rlhf.model.generate import sample_as_configured
 from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
 from rlhf.tracking.progress import progress
 
@@ -136,16 +136,8 @@ def draw_candidates(
     for start in range(0, len(prompts), chunk):
         part = range(start, min(start + chunk, len(prompts)))
         repeated = [prompts[i] for i in part for _ in range(n)]
-        samples = sample(
-            policy,
-            repeated,
-            seed=config.seed,
-            keys=[("best_of", records[i].id, j) for i in part for j in range(n)],
-            max_new_tokens=config.rollout.max_new_tokens,
-            eos_token_id=end_ids(tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-            batch_size=config.rollout.batch_size,
-        )
+        keys = [("best_of", records[i].id, j) for i in part for j in range(n)]
+        samples = sample_as_configured(config, policy, tokenizer, repeated, keys=keys)
         texts = [response_text(tokenizer, ids) for ids in samples.responses]
         asked = [records[i] for i in part for _ in range(n)]
         raw = reward(Episodes(asked, repeated, samples.responses, texts, samples.ended))

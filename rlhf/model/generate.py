@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from rlhf.chat_template import end_ids
+from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.model.choosing import Choice, Key, choose_tokens, make_uniforms
 from rlhf.model.decoder import Decoder, Prompts, computed_in
@@ -216,6 +218,20 @@ def sample(
                 model, [prompts[i] for i in part], uniforms[index], eos, pad_token_id, choice
             )
     return _make_samples(tokens, logprobs, eos)
+
+
+def sample_as_configured(config: Config, policy: Any, tokenizer: Any, prompts: Prompts, **settings: Any) -> Samples:
+    """`sample` with the run's seed, length of responses and batch, and the tokenizer's end tokens, unless `settings` say
+    otherwise.
+    """
+    of_run = {
+        "seed": config.seed,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "batch_size": config.rollout.batch_size,
+        "eos_token_id": end_ids(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return sample(policy, prompts, **{**of_run, **settings})
 
 
 def stream(

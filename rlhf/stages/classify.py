@@ -74,7 +74,7 @@ def run(config: Config) -> None:
         pad = tokenizer.pad_token_id
         with open_loop(stage, engine.ranks, steps) as loop:
             step = partial(train_step, stage, engine, pad, steps)
-            train_batches(loop, engine, coded[0], settings.batch_size, settings.epochs, step, count_tokens)
+            train_batches(loop, engine, coded[0], settings.batch_size, settings.epochs, step)
             lm.save_pretrained(str(stage.model))
             tokenizer.save_pretrained(str(stage.model))
             model.save_head(stage.model)
@@ -112,10 +112,6 @@ def collate(examples: list[Coded], pad: int, device: torch.device) -> tuple[dict
     tokens, lengths = right_pad([row for example in examples for row in example.rows], pad)
     labels = torch.tensor([example.label for example in examples], device=device)
     return {"tokens": tokens.to(device), "lengths": lengths.to(device), "examples": len(examples)}, labels
-
-
-def count_tokens(batch: list[Coded]) -> int:
-    return sum(len(row) for example in batch for row in example.rows)
 
 
 def train_step(stage: Stage, engine: Engine, pad: int, steps: int, step: int, batch: list[Coded]) -> Sums:

@@ -45,7 +45,7 @@ from rlhf.gold.corpus import talk
 from rlhf.gold.truth import Requests, make_truth
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.classifier import load_reward_model
-from rlhf.model.generate import Samples, sample
+from rlhf.model.generate import Samples, sample_as_configured
 from rlhf.model.half import hold_frozen
 from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
 from rlhf.ppo.rollout import response_logprobs
@@ -234,17 +234,10 @@ def draw(
 ) -> dict[str, Any]:
     """{"ids", "texts", "ended"}: lists per prompt of `evaluate.samples` responses; and the greedy ones."""
     count = config.evaluate.samples
-    respond = functools.partial(
-        sample,
-        policy,
-        max_new_tokens=config.rollout.max_new_tokens,
-        eos_token_id=reading.ends,
-        pad_token_id=tokenizer.pad_token_id,
-        batch_size=config.rollout.batch_size,
-    )
     repeated = [prompt for prompt in prompts for _ in range(count)]
     keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
-    drawn = unpack(respond(repeated, seed=config.seed, keys=keys), reading, count)
+    respond = functools.partial(sample_as_configured, config, policy, tokenizer, eos_token_id=reading.ends)
+    drawn = unpack(respond(repeated, keys=keys), reading, count)
     greedy = unpack(respond(prompts, greedy=True), reading, 1)
     return drawn | {f"greedy_{key}": value for key, value in greedy.items()}
 

@@ -9,7 +9,7 @@ import itertools
 import random
 from typing import Any
 
-from rlhf.chat_template import encode_prompts, end_ids, response_text
+from rlhf.chat_template import encode_prompts, response_text
 from rlhf.config import Config
 from rlhf.data.agreement.judgements import pairwise_agreement
 from rlhf.data.comparisons import load_comparisons
@@ -20,7 +20,7 @@ from rlhf.errors import UserError
 from rlhf.gold.corpus import write_jsonl
 from rlhf.gold.labelers import Labeler, rank_responses, tune_noise
 from rlhf.gold.truth import Truth, need_truth
-from rlhf.model.generate import sample
+from rlhf.model.generate import sample_as_configured
 from rlhf.precision import inference
 from rlhf.runs.folders import earlier_run, read_stage, run_folder, stage_folder
 from rlhf.runs.sources import hash_sources, need_source
@@ -100,16 +100,9 @@ def sample_all(config: Config, policy: Any, tokenizer: Any, prompts: list[Prompt
     with progress(len(prompts), "label", unit="prompt") as bar:
         for start in range(0, len(prompts), PROMPTS_TOGETHER):
             part = range(start, min(start + PROMPTS_TOGETHER, len(prompts)))
-            samples = sample(
-                policy,
-                [prompt_ids[i] for i in part for _ in range(counts[i])],
-                seed=config.seed,
-                keys=[("label", prompts[i].id, j) for i in part for j in range(counts[i])],
-                max_new_tokens=config.rollout.max_new_tokens,
-                eos_token_id=end_ids(tokenizer),
-                pad_token_id=tokenizer.pad_token_id,
-                batch_size=config.rollout.batch_size,
-            )
+            repeated = [prompt_ids[i] for i in part for _ in range(counts[i])]
+            keys = [("label", prompts[i].id, j) for i in part for j in range(counts[i])]
+            samples = sample_as_configured(config, policy, tokenizer, repeated, keys=keys)
             texts = [response_text(tokenizer, ids) for ids in samples.responses]
             answers = iter(zip(texts, samples.ended.tolist(), strict=True))
             responses += [list(itertools.islice(answers, counts[i])) for i in part]

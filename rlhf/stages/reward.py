@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.chat_template import end_ids, response_text
+from rlhf.chat_template import response_text
 from rlhf.config import Config
 from rlhf.data.items import Encode, Item, check_labelers, join_rankings
 from rlhf.data.prompts import fitting_prompts, prompts_of
@@ -38,7 +38,7 @@ from rlhf.evaluation.scoring import (
 from rlhf.evaluation.verdict import decide, describe_audit
 from rlhf.files import write_json
 from rlhf.model.classifier import TextRewardModel
-from rlhf.model.generate import sample
+from rlhf.model.generate import sample_as_configured
 from rlhf.model.heads import RewardModel
 from rlhf.model.loading import load_whole
 from rlhf.model.trunk import multiplies_plainly
@@ -226,10 +226,7 @@ def train(loop: StageLoop, engine: Engine, items: list[Item], pad: int, epochs: 
         lr = settings.lr * cosine_schedule(step - 1, loop.total, 0, settings.final_lr_fraction)
         return train_step(stage.config, stage, engine, batch, lr, pad)
 
-    def tokens_in(batch: list[Item]) -> int:
-        return sum(len(row) for item in batch for row in item.rows)
-
-    train_batches(loop, engine, items, settings.batch_prompts, epochs, one_step, tokens_in)
+    train_batches(loop, engine, items, settings.batch_prompts, epochs, one_step)
 
 
 def held_out_figures(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> dict[str, float]:
@@ -363,16 +360,8 @@ def score_samples(
     length = min(config.rollout.max_new_tokens, context // 2)
     fitting = list(fitting_prompts(tokenizer, prompts, context - length))
     prompt_ids = [ids for _, ids, _ in fitting]
-    samples = sample(
-        policy,
-        prompt_ids,
-        max_new_tokens=length,
-        eos_token_id=end_ids(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        seed=config.seed,
-        keys=[("calibrate", i) for i in range(len(prompt_ids))],
-        batch_size=config.rollout.batch_size,
-    )
+    keys = [("calibrate", i) for i in range(len(prompt_ids))]
+    samples = sample_as_configured(config, policy, tokenizer, prompt_ids, keys=keys, max_new_tokens=length)
     bare = getattr(model, "module", model)  # without its engine
     if isinstance(bare, TextRewardModel):
         messages = [list(record.prompt) for record, _, _ in fitting]

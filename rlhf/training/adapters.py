@@ -108,10 +108,6 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 
-def has_adapters(model: nn.Module) -> bool:
-    return any(True for _ in adapted_layers(model))
-
-
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A model's gathered state with its adapters added to the weights, under the names of the model without adapters.
 
@@ -136,7 +132,7 @@ def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, T
     if state is None:
         return
     state |= average or {}
-    if has_adapters(model):
+    if any(adapted_layers(model)):
         save_adapters(model, state, adapters)
     save_model_checked(model, folder, merged(model, state))
 

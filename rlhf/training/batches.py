@@ -3,8 +3,8 @@
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -15,7 +15,16 @@ from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
 from rlhf.training.state import put_random_state, read_state, write_checkpoint
 from rlhf.training.usage import training_flops, usage_metrics
 
-T = TypeVar("T")
+
+class Rows(Protocol):
+    """An item of a batch."""
+
+    @property
+    def rows(self) -> Sequence[Sized]:
+        """Its inputs of the model, as long as they have tokens."""
+
+
+T = TypeVar("T", bound=Rows)
 
 
 def batches(items: list[T], size: int, epochs: int, seed: str) -> Iterator[list[T]]:
@@ -40,7 +49,6 @@ def train_batches(
     size: int,
     epochs: int,
     train_step: Callable[[int, list[T]], Sums],
-    tokens_in: Callable[[list[T]], int],
 ) -> None:
     """One optimizer step per batch, `epochs` times over all items, from the newest checkpoint on.
 
@@ -60,7 +68,7 @@ def train_batches(
     drawn = batches(items, size, epochs, f"{stage.name}-{config.seed}")
     for step, batch in zip(loop.steps(save), itertools.islice(drawn, loop.first, None), strict=True):
         metrics = engine.ranks.merge(train_step(step, batch)).reduce()
-        tokens += tokens_in(batch)
+        tokens += sum(len(row) for item in batch for row in item.rows)
         if step % config.tracking.log_every == 0 or step == loop.total:
             now = time.monotonic()
             metrics |= speed_metrics(config, engine, tokens - counted, now - started)

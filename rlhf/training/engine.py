@@ -114,8 +114,10 @@ class ZeroEngine(Engine):
         self.accelerator, self.device, self.ranks = accelerator, accelerator.device, Ranks(accelerator.device)
         self.stage, self.bfloat16 = zero_stage(config), wants_bfloat16(config, accelerator.device)
         # Under ZeRO-3 a rank has only slices: this copy without weights receives the whole ones for sampling.
-        self.empty_copy = hollow(sampled) if self.stage == 3 and sampled is not None else None
-        if self.empty_copy is not None:  # samples by the logits that the sharded unembedding gives
+        self.empty_copy: nn.Module | None = None
+        if self.stage == 3 and sampled is not None:
+            self.empty_copy = empty(copy.deepcopy(sampled).requires_grad_(False).eval())
+            # samples by the logits that the sharded unembedding gives
             self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
         group_of = group_numbers(module, groups)
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=max_grad_norm)
@@ -235,12 +237,8 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def hollow(module: nn.Module) -> nn.Module:
-    """A copy with empty parameters."""
-    return empty(copy.deepcopy(module).requires_grad_(False).eval())
-
-
 def empty(module: nn.Module) -> nn.Module:
+    """The module with parameters of no elements."""
     for p in module.parameters():
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
     return module

@@ -17,17 +17,12 @@ def make_adamw(
     lr: for groups without their own. on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
     """
     if not on_host:
-        fused = True if on_gpu(groups) else None  # otherwise torch chooses
+        devices = {p.device.type for group in groups for p in group["params"]}
+        fused = True if devices == {"cuda"} else None  # one kernel updates all; otherwise torch chooses
         return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=fused)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, weight_decay=0.0, adamw_mode=True)
-
-
-def on_gpu(groups: list[dict[str, Any]]) -> bool:
-    """Whether every parameter of the groups is on a GPU, where one kernel updates them all."""
-    kinds = {p.device.type for group in groups for p in group["params"]}
-    return kinds == {"cuda"}
 
 
 def cosine_schedule(step: int, steps: int, warmup: int, final: float) -> float:
