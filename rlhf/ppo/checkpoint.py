@@ -8,17 +8,19 @@ from rlhf.config import Config
 from rlhf.model.heads import RewardModel
 from rlhf.ppo.setup import PpoRun
 from rlhf.training.adapters import save_model
+from rlhf.training.ema import Ema
 from rlhf.training.state import on_cpu, put_random_state, read_state, write_checkpoint
 
 
 def save(run: PpoRun, update: int) -> None:
     """A checkpoint; every rank has to call it, and rank 0 writes."""
-    state, average = run.engine.state(), average_state(run)
+    state = run.engine.state()
     notes = {"tokens": run.tokens, "kl": run.kl.state_dict()}
     if run.ema is not None:
+        average = average_state(run.ema)
         notes["averaged_steps"] = run.ema.steps
-    if state is not None and average is not None:
-        state["ema"] = average
+        if state is not None:
+            state["ema"] = average
     write_checkpoint(run.stage, update, state, notes, figure=figure_of(run.config, run.metrics))
 
 
@@ -32,9 +34,9 @@ def figure_of(config: Config, metrics: dict[str, float]) -> float | None:
     return metrics["eval/dev/scores"] - config.kl.coef * metrics["eval/dev/kl"]
 
 
-def average_state(run: PpoRun) -> dict[str, Tensor] | None:
-    """The policy's averaged weights, whole, on the CPU."""
-    return None if run.ema is None else {name: on_cpu(t) for name, t in run.ema.state_dict().items()}
+def average_state(ema: Ema) -> dict[str, Tensor]:
+    """The policy's averaged weights, whole, on the CPU. Every rank has to call it."""
+    return {name: on_cpu(tensor) for name, tensor in ema.state_dict().items()}
 
 
 def restore(run: PpoRun, folder: Path) -> None:
@@ -51,11 +53,13 @@ def restore(run: PpoRun, folder: Path) -> None:
 def write_models(run: PpoRun) -> None:
     """The stage's output: `model` (the average if there is one, with adapters merged), and the critic."""
     stage, model = run.stage, run.actor_critic
-    write_policy(run, stage.model if run.ema is None else stage.folder / "last", {})
-    if run.ema is not None:
-        average = average_state(run)
+    if run.ema is None:
+        write_policy(run, stage.model, {})
+    else:
+        write_policy(run, stage.folder / "last", {})
+        average = average_state(run.ema)
         with run.ema.applied():
-            write_policy(run, stage.model, average or {})
+            write_policy(run, stage.model, average)
     if isinstance(model.critic, RewardModel):
         save_model(model.critic, stage.folder / "critic", stage.folder / "critic_adapters")
 
