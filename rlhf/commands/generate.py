@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlhf.config import Config
-from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.files import disk_error, held
 from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.runs.sources import need_source
+from rlhf.runs.inputs import read_prompts
 from rlhf.terminal import say
 from rlhf.tracking.progress import progress
 
@@ -40,9 +39,7 @@ def run(config: Config) -> None:
         check_free(out, config.overwrite)
         folder = stage_folder(config, settings.stage)
         made = check_output(folder)
-        records, info = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
-        for line in info.describe():
-            say(f"generate: {line}")
+        records = read_prompts(config, lambda line: say(f"generate: {line}"))
         model = {"model": f"{made['run']}/{settings.stage}@{made['hash'][:8]}", "model_hash": made["hash"]}
         try:
             answer_file(config, folder, records, model, out)
