@@ -32,8 +32,8 @@ from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward
 from rlhf.ppo.rollout import Prompts, Rollout, RolloutSetup, sample_responses, score_responses
 from rlhf.processes import Ranks
 from rlhf.runs.folders import check_output, read_stage, stage_folder
-from rlhf.runs.inputs import by_split, read_comparisons, read_prompts
-from rlhf.runs.sources import is_function, reward_folder, reward_model_folder, reward_sources
+from rlhf.runs.inputs import read_comparisons, read_prompts
+from rlhf.runs.sources import is_function, of_split, reward_folder, reward_model_folder, reward_sources
 from rlhf.runs.stage import Stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.adapters import add_adapters, load_adapters, share_weights
@@ -294,7 +294,7 @@ def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None])
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in the context "
             f"of {tokenizer.model_max_length} tokens: lower it"
         )
-    training = by_ranking(config, by_split(config, records)["train"])
+    training = by_ranking(config, of_split(config, records, "train"))
     fitting = list(fitting_prompts(tokenizer, training, room))
     if not fitting:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
@@ -322,5 +322,5 @@ def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord
 def held_out_prompts(config: Config, records: Sequence[PromptRecord], tokenizer: Any) -> Prompts:
     """The first `ppo.eval_prompts` prompts of the dev split that fit the context, with their tokens."""
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    fitting = fitting_prompts(tokenizer, by_split(config, records)["dev"], room)
+    fitting = fitting_prompts(tokenizer, of_split(config, records, "dev"), room)
     return [(record, ids) for record, ids, _ in itertools.islice(fitting, config.ppo.eval_prompts)]

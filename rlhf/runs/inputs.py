@@ -1,18 +1,16 @@
-"""The labelled data that a stage reads: the records of data.comparisons, data.demonstrations or data.prompts, and their splits."""
+"""The labelled data that a stage reads: the records of data.comparisons, data.demonstrations or data.prompts."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.prompts import load_prompts
-from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
-from rlhf.data.splits import SPLITS, record_split
-from rlhf.runs.sources import fractions, need_source
+from rlhf.data.records import Demonstration, PromptRecord, Ranking
+from rlhf.runs.sources import need_source
 
 Say = Callable[[str], None]
-RecordType = TypeVar("RecordType", bound=Record)
 
 
 def read_comparisons(config: Config, say: Say | None = None) -> list[Ranking]:
@@ -34,12 +32,3 @@ def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) 
         for line in info.describe():
             say(line)
     return records
-
-
-def by_split(config: Config, records: Iterable[RecordType]) -> dict[str, list[RecordType]]:
-    """{"train", "dev", "test"}: the records of each split, in order."""
-    splits: dict[str, list[RecordType]] = {split: [] for split in SPLITS}
-    shares = fractions(config)
-    for record in records:
-        splits[record_split(record, config.data.split_seed, shares)].append(record)
-    return splits

@@ -62,8 +62,7 @@ from rlhf.runs.folders import (
     stage_folder,
     stages_of,
 )
-from rlhf.runs.inputs import by_split
-from rlhf.runs.sources import hash_sources, need_source, reward_sources
+from rlhf.runs.sources import hash_sources, need_source, of_split, reward_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.terminal import say
 from rlhf.tokenizer import encode_texts, load_tokenizer
@@ -150,7 +149,7 @@ def load_test_prompts(
     """The first `evaluate.prompts` prompts of the test split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    fitting = fitting_prompts(tokenizer, by_split(config, records)["test"], room)
+    fitting = fitting_prompts(tokenizer, of_split(config, records, "test"), room)
     chosen = list(itertools.islice(fitting, config.evaluate.prompts))
     cut = sum(was_cut for _, _, was_cut in chosen)
     say(f"{len(chosen)} test prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))

@@ -25,8 +25,8 @@ from rlhf.model.trunk import context_of
 from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.inputs import by_split, read_comparisons, read_demonstrations
-from rlhf.runs.sources import hash_sources
+from rlhf.runs.inputs import read_comparisons, read_demonstrations
+from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import open_stage
 from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.tokenizer import load_tokenizer
@@ -57,10 +57,13 @@ def run(config: Config) -> None:
         context = context_of(model, tokenizer)
 
         # 1. Ratings, and the demonstrations, so that the model does not forget how to answer
-        rankings = by_split(config, read_comparisons(config))
-        rated = {split: list(rate_all(config, truth, tokenizer, rankings[split])) for split in ("train", "test")}
+        rankings = read_comparisons(config)
+        rated = {
+            split: list(rate_all(config, truth, tokenizer, of_split(config, rankings, split)))
+            for split in ("train", "test")
+        }
         rating_rows = draw_rating_rows(config, tokenizer, rated["train"], context)
-        demonstrations = by_split(config, read_demonstrations(config))["train"]
+        demonstrations = of_split(config, read_demonstrations(config), "train")
         answer_rows = encode_demonstrations(demonstrations, tokenizer, context, turns=config.sft.turns)
         stage.say(
             f"{len(rating_rows):,} ratings of {len(rated['train']):,} responses, and {len(answer_rows):,} demonstrations"

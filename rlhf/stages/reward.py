@@ -46,8 +46,8 @@ from rlhf.ops.ranking import ranking_loss
 from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import earlier_reward, stage_folder
-from rlhf.runs.inputs import by_split, read_comparisons, read_demonstrations
-from rlhf.runs.sources import hash_sources
+from rlhf.runs.inputs import read_comparisons, read_demonstrations
+from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
@@ -200,14 +200,15 @@ def fit_before_training(
 
 def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Encode) -> dict[str, list[Item]]:
     """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on."""
-    splits, half = by_split(config, records), config.data.half
+    splits = {split: of_split(config, records, split) for split in ("train", "dev")}
+    half = config.data.half
     if half is not None:
         half = 3 - half if stage.name == "judge" else half
         splits["train"] = [r for r in splits["train"] if record_half(r, config.data.split_seed) == half]
         stage.say(f"train: half {half} of the prompts")
     items = {}
-    for split in ("train", "dev"):
-        items[split], unpaired = join_rankings(splits[split], encode, config.reward.labeler_weights)
+    for split, rankings in splits.items():
+        items[split], unpaired = join_rankings(rankings, encode, config.reward.labeler_weights)
         stage.say(
             f"{split}: {len(items[split]):,} prompts, {sum(len(i.rows) for i in items[split]):,} responses, "
             f"{sum(len(i.pairs()) for i in items[split]):,} ordered pairs"
@@ -315,7 +316,7 @@ def add_ranking_figures(sums: Sums, stage: str, figures: dict[str, Tensor]) -> N
 
 def training_demonstrations(config: Config) -> list[Demonstration]:
     """The demonstrations of the training split. Raises: UserError if there is none to calibrate on."""
-    demonstrations = by_split(config, read_demonstrations(config))["train"]
+    demonstrations = of_split(config, read_demonstrations(config), "train")
     if not demonstrations:
         raise UserError(
             "data.demonstrations: none is in the training split to calibrate the reward model: lower "
@@ -339,7 +340,7 @@ def calibrate(
     of `records` only the prompts of the training split are used, not the judgements.
     """
     shift = score_demonstrations(model, demonstrations, tokenizer, device, calibrated=False).mean().item()
-    prompts = prompts_of(by_split(config, records)["train"])[: config.reward.calibration_samples]
+    prompts = prompts_of(of_split(config, records, "train"))[: config.reward.calibration_samples]
     raw = score_samples(config, model, tokenizer, prompts, device)
     deviation = raw.std(correction=0).item()
     if not deviation > 1e-6:

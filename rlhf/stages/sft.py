@@ -29,8 +29,8 @@ from rlhf.ops.logprobs import token_logprobs
 from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.inputs import by_split, read_demonstrations
-from rlhf.runs.sources import hash_sources
+from rlhf.runs.inputs import read_demonstrations
+from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.adapters import add_adapters
@@ -59,12 +59,14 @@ def run(config: Config) -> None:
             return
 
         # 1. Demonstrations as tokens; prompts masked
-        splits = by_split(config, read_demonstrations(config, stage.say))
+        demonstrations = read_demonstrations(config, stage.say)
         counts: Counter[str] = Counter()
         model = load_with_dropout(base, config.sft.dropout)
         context = context_of(model, tokenizer)
         rows = {
-            split: encode_demonstrations(splits[split], tokenizer, context, turns=config.sft.turns, counts=counts)
+            split: encode_demonstrations(
+                of_split(config, demonstrations, split), tokenizer, context, turns=config.sft.turns, counts=counts
+            )
             for split in ("train", "dev")
         }
         stage.say(

@@ -45,7 +45,7 @@ def passage_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
     passages: dict[str, list[Passage]] = {"train": [], "dev": [], "test": []}
     for passage in make_passages(texts, counts, cut, token_ends(config), config.data.split_seed):
         passages[passage.split].append(passage)
-    prompts = [numbered for of_split in passages.values() for numbered in enumerate(of_split)]
+    prompts = [numbered for one_split in passages.values() for numbered in enumerate(one_split)]
     shown = [*enumerate(passages["train"][: gold.demonstrations]), *enumerate(passages["dev"])]
     return {
         "demonstrations": (

@@ -11,7 +11,7 @@ from rlhf.data.corpus import PackedCorpus
 from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
-from rlhf.runs.inputs import by_split
+from rlhf.runs.sources import of_split
 from rlhf.runs.stage import open_stage
 from rlhf.stages import sft
 from rlhf.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ def test_the_loss_is_the_mean_over_all_response_tokens(copy_until):
     tokenizer = load_tokenizer(folder / "model")
     records, _ = load_demonstrations(str(run.folder / "world" / "demonstrations.jsonl"), "auto", False)
     rows = encode_demonstrations(
-        by_split(run.config(), records)["train"], tokenizer, base.config.max_position_embeddings
+        of_split(run.config(), records, "train"), tokenizer, base.config.max_position_embeddings
     )
     assert len(logged) == -(-len(rows) // 90 // 5)
     wanted = sft.response_loss(base, rows, tokenizer.pad_token_id)
