@@ -9,7 +9,6 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.comparisons import load_comparisons
-from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
@@ -17,7 +16,8 @@ from rlhf.errors import UserError
 from rlhf.files import held, read_json, replaced, sha256_file, write_json
 from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.runs.sources import data_source, need_source, of_split
+from rlhf.runs.inputs import read_prompts
+from rlhf.runs.sources import data_source, of_split
 from rlhf.terminal import say
 from rlhf.tracking.progress import progress
 
@@ -127,7 +127,7 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
 
     Raises: UserError if none is left.
     """
-    records, _ = load_prompts(need_source(config, "prompts"), config.data.format, config.data.allow_partial)
+    records = read_prompts(config)
     split = config.sample.split
     candidates = of_split(config, records, split)
     if not candidates:

@@ -14,8 +14,6 @@ import torch
 from rlhf.config import Config
 from rlhf.data.agreement.figures import ratio
 from rlhf.data.agreement.judgements import pairwise_agreement
-from rlhf.data.comparisons import load_comparisons
-from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.items import Encode, Item, join_rankings
 from rlhf.data.records import Demonstration, Ranking
 from rlhf.errors import UserError
@@ -34,7 +32,8 @@ from rlhf.evaluation.scoring import (
 from rlhf.evaluation.statistics import Figures, ratio_interval, show, sum_by
 from rlhf.gold.truth import make_truth
 from rlhf.runs.folders import read_stage, stage_folder
-from rlhf.runs.sources import need_source, of_split
+from rlhf.runs.inputs import read_comparisons, read_demonstrations
+from rlhf.runs.sources import of_split
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
 HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; larger gaps are in the last bin
@@ -48,7 +47,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
 
     Raises: UserError if there are no test comparisons, or it was trained with other held-out labelers.
     """
-    records, _ = load_comparisons(need_source(config, "comparisons"), config.data.format, config.data.allow_partial)
+    records = read_comparisons(config)
     strangers = check_held_out(config, records)
     encode = item_encoder(config, model, tokenizer)
     held_out = score_held_out(of_split(config, records, "test"), encode, model, tokenizer.pad_token_id, device)
@@ -239,8 +238,7 @@ def calibration_error(curve: list[Figures]) -> float:
 
 def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
     """The demonstrations that were not used for calibration, or all if none was held out; and which of the two."""
-    source = need_source(config, "demonstrations")
-    records, _ = load_demonstrations(source, config.data.format, config.data.allow_partial)
+    records = read_demonstrations(config)
     unseen = of_split(config, records, "dev", "test")
     return (unseen, "held out") if unseen else (records, "train")
 
