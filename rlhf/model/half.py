@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
 from rlhf.model.linear import Float32Linear
@@ -60,5 +61,4 @@ def product_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def is_product(module: nn.Module) -> bool:
     """Whether the module is a linear layer that autocast runs in half precision."""
-    in_half = isinstance(module, nn.Linear) and not isinstance(module, Float32Linear)
-    return in_half or type(module).__name__ == "Conv1D"
+    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, Float32Linear)

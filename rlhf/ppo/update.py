@@ -27,9 +27,9 @@ from rlhf.training.loop import gradient_norm, refuse_nonfinite
 def optimize(run: PpoRun, update: int, experience: Experience, episodes: list[int], sums: Sums) -> None:
     """All minibatches of one update. `episodes`: the numbers of this rank's episodes among those of all ranks."""
     config = run.config.ppo
-    begins = 1 + config.critic_warmup_updates  # the first update of the policy
-    with_policy = update >= begins
-    factors = {"policy": rate_factor(config, update, begins), "critic": rate_factor(config, update, 1)}
+    first_of_policy = 1 + config.critic_warmup_updates
+    with_policy = update >= first_of_policy
+    factors = {"policy": rate_factor(config, update, first_of_policy), "critic": rate_factor(config, update, 1)}
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
     run.engine.module.train(run.config.gradient_checkpointing)
     row_of = {episode: row for row, episode in enumerate(episodes)}
@@ -39,7 +39,7 @@ def optimize(run: PpoRun, update: int, experience: Experience, episodes: list[in
         for number in range(config.minibatches):
             chosen = [row_of[e] for e in order[number * size : (number + 1) * size] if e in row_of]
             key = (update, epoch, number)
-            train_minibatch(run, experience, chosen, sums, with_policy, check=key == (begins, 0, 0), key=key)
+            train_minibatch(run, experience, chosen, sums, with_policy, check=key == (first_of_policy, 0, 0), key=key)
             step(run, factors, with_policy, sums)
     sums.add("optim/steps", config.epochs * config.minibatches)
     sums.add("optim/lr", config.lr * factors["policy"] if with_policy else 0.0)
@@ -55,12 +55,12 @@ def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
     return [prompt * k + i for prompt in prompts for i in range(k)]
 
 
-def rate_factor(config: PpoConfig, update: int, begins: int) -> float:
-    """Factor on a model's learning rate at an update, from 1 on; it trains from update `begins`.
+def rate_factor(config: PpoConfig, update: int, first: int) -> float:
+    """Factor on a model's learning rate at an update, from 1 on; `first`: the first update in which it trains.
 
     It rises from 0.1 to 1 over warmup_updates, times a line from 1 at the first update that would reach final_lr_fraction after the last.
     """
-    done, updates = max(0, update - begins), config.episodes // config.episodes_per_update
+    done, updates = max(0, update - first), config.episodes // config.episodes_per_update
     warm = min(1.0, 0.1 + 0.9 * done / config.warmup_updates) if config.warmup_updates else 1.0
     return warm * (1.0 - (1.0 - config.final_lr_fraction) * (update - 1) / updates)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -48,7 +49,9 @@ def add_adapters(model: Any, config: Config, base: Path, device: torch.device) -
         lora_alpha=config.lora.alpha,
         lora_dropout=0.0,
         target_modules=linear_layers(model),
-        fan_in_fan_out=any(is_transposed(module) for module in model.modules()),
+        fan_in_fan_out=any(
+            isinstance(module, Conv1D) for module in model.modules()
+        ),  # GPT-2's: its weight is (in, out)
         base_model_name_or_path=str(base),
     )
     inject(model, settings, TRAINED)
@@ -77,11 +80,6 @@ def inject(model: Any, settings: Any, name: str) -> None:
         layer.set_adapter(active)
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """GPT-2's linear layer, whose weight is (in, out)."""
-    return type(module).__name__ == "Conv1D"
-
-
 def linear_layers(model: Any) -> list[str]:
     """The names of the trunk's linear layers."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -90,7 +88,7 @@ def linear_layers(model: Any) -> list[str]:
         name
         for name, module in model.named_modules()
         if id(module) in trunk
-        and (isinstance(module, nn.Linear) or is_transposed(module) or hasattr(module, "lora_A"))
+        and (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
         and ".base_layer" not in name
         and ".lora_" not in name
     ]

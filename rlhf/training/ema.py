@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf.training.gather import gathered, is_partitioned
+from rlhf.training.gather import gathered, is_partitioned, slice_of_rank
 
 
 class Ema:
@@ -109,11 +109,7 @@ def cut_master(p: Any, value: Tensor) -> Tensor:
     """This rank's `master_part` of a whole tensor."""
     if hasattr(p, "_hp_mapping"):
         return value.flatten()[master_slice(p)]
-    if not is_partitioned(p):
-        return value
-    size, rank = p.ds_tensor.numel(), dist.get_rank()
-    flat = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
-    return flat[size * rank : size * (rank + 1)]
+    return slice_of_rank(value, dist.get_rank(), dist.get_world_size()) if is_partitioned(p) else value
 
 
 def master_slice(p: Any) -> slice:

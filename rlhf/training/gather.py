@@ -40,6 +40,15 @@ def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[N
         yield
 
 
+def slice_of_rank(tensor: Tensor, rank: int, count: int) -> Tensor:
+    """A rank's slice of a whole tensor under ZeRO-3, which divides the flat tensor into `count` equal slices; the last one is
+    padded.
+    """
+    size = -(-tensor.numel() // count)
+    flat = nn.functional.pad(tensor.flatten(), (0, size * count - tensor.numel()))
+    return flat[size * rank : size * (rank + 1)]
+
+
 def whole_tensor(parameter: nn.Parameter) -> Tensor:
     """One parameter whole, on the CPU. All ranks must call it.
 

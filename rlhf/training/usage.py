@@ -4,12 +4,12 @@ The operations are counted from the model's weights (a multiply-add is two). Ope
 repeats are not counted.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
 from rlhf.model.moe import SwitchMLP
@@ -94,7 +94,7 @@ def update_flops(
 
 
 def _multiplies(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return isinstance(module, nn.Linear | Conv1D)
 
 
 def _size(weight: Any) -> int:
@@ -102,7 +102,7 @@ def _size(weight: Any) -> int:
 
 
 def usage_metrics(
-    config: Config, device: torch.device, flops: float | None = None, seconds: float = 0.0, processes: int = 1
+    config: Config, device: torch.device, flops: float, seconds: float, processes: int = 1
 ) -> dict[str, float]:
     """Peak memory so far, and time/mfu for `flops` operations of all processes in `seconds`.
 
@@ -112,6 +112,6 @@ def usage_metrics(
     if device.type == "cuda":
         metrics["memory/peak_gpu_mb"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
     peak = peak_flops(config, device)
-    if peak and flops and seconds > 0 and math.isfinite(flops):
+    if peak:
         metrics["time/mfu"] = flops / seconds / (peak * processes)
     return metrics

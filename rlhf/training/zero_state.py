@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.processes import Ranks
-from rlhf.training.gather import gathered_state
+from rlhf.training.gather import gathered_state, slice_of_rank
 from rlhf.training.optim import steps_on_device
 from rlhf.training.state import State, on_cpu, put_weights
 
@@ -116,10 +116,7 @@ class ZeroState:
         if self.stage < 3:
             safe_set_full_fp32_param(p, value) if kind is None else safe_set_full_optimizer_state(p, value, kind)
             return
-        # ZeRO-3 divides each tensor into equal slices; the last one is padded
-        size = -(-value.numel() // self.ranks.count)
-        flat = nn.functional.pad(value.flatten(), (0, size * self.ranks.count - value.numel()))
-        part = flat[size * self.ranks.rank : size * (self.ranks.rank + 1)]
+        part = slice_of_rank(value, self.ranks.rank, self.ranks.count)
         safe_set_local_fp32_param(p, part) if kind is None else safe_set_local_optimizer_state(p, part, kind)
 
     def _link(self) -> None:

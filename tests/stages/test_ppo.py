@@ -236,11 +236,11 @@ def test_warm_up_of_the_critic_leaves_the_policy_alone(copy_until):
 
 def test_the_learning_rates_rise_and_then_fall_on_a_line():
     settings = PpoConfig(episodes=80, episodes_per_update=8, warmup_updates=2, final_lr_fraction=0.5)
-    rates = [ppo_update.rate_factor(settings, update, begins=2) for update in range(1, 11)]
+    rates = [ppo_update.rate_factor(settings, update, first=2) for update in range(1, 11)]
     line = [1.0 - 0.05 * (update - 1) for update in range(1, 11)]
     assert rates == pytest.approx([0.1 * line[0], 0.1 * line[1], 0.55 * line[2], *line[3:]])
     constant = PpoConfig(episodes=80, episodes_per_update=8, warmup_updates=0)
-    assert [ppo_update.rate_factor(constant, update, begins=1) for update in range(1, 11)] == [1.0] * 10
+    assert [ppo_update.rate_factor(constant, update, first=1) for update in range(1, 11)] == [1.0] * 10
 
 
 def test_reference_and_reward_model_never_change(trainer):
