@@ -91,9 +91,9 @@ def frontier_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
         "over_optimisation": {name: over_optimisation(found) for name, found in curves.items()},
         "best_of_n": [mean_best(rows) for rows in zip(*best_of_n, strict=True)],
         "points": [
-            {"kl": found["path"][-1]["kl"], "score": found["path"][-1]["score"], "gold": found["path"][-1]["gold"]}
+            {"kl": one["path"][-1]["kl"], "score": one["path"][-1]["score"], "gold": one["path"][-1]["gold"]}
             for runs in curves.values()
-            for found in runs
+            for one in runs
         ],
     }
 
@@ -109,7 +109,7 @@ def mean_path(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def shared_paths(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Each seed's rows at the updates that all of them reached, in order."""
-    by_update = [{row["update"]: row for row in found["path"]} for found in runs]
+    by_update = [{row["update"]: row for row in one["path"]} for one in runs]
     shared = sorted(set.intersection(*(set(rows) for rows in by_update)))
     return [[rows[update] for update in shared] for rows in by_update]
 
@@ -133,15 +133,15 @@ def over_optimisation(runs: list[dict[str, Any]]) -> dict[str, Any]:
     paths = shared_paths(runs)
     if len(paths) == 1:
         return one_seed_loss(paths[0])
-    found: dict[str, list[float]] = {"peak_update": [], "peak_kl": [], "gold_lost": [], "score_gained": []}
+    of_seeds: dict[str, list[float]] = {"peak_update": [], "peak_kl": [], "gold_lost": [], "score_gained": []}
     for i, path in enumerate(paths):
         others = [sum(row["gold"] for row in rows) for rows in zip(*paths[:i], *paths[i + 1 :], strict=True)]
         peak, last = path[others.index(max(others))], path[-1]
-        found["peak_update"].append(peak["update"])
-        found["peak_kl"].append(peak["kl"])
-        found["gold_lost"].append(peak["gold"] - last["gold"])
-        found["score_gained"].append(last["score"] - peak["score"])
-    return {name: mean_interval(values) for name, values in found.items()} | {"rule": "peak of the other seeds"}
+        of_seeds["peak_update"].append(peak["update"])
+        of_seeds["peak_kl"].append(peak["kl"])
+        of_seeds["gold_lost"].append(peak["gold"] - last["gold"])
+        of_seeds["score_gained"].append(last["score"] - peak["score"])
+    return {name: mean_interval(values) for name, values in of_seeds.items()} | {"rule": "peak of the other seeds"}
 
 
 def one_seed_loss(path: list[dict[str, Any]]) -> dict[str, Any]:

@@ -102,12 +102,12 @@ def standardised_regression(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) 
     z = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0)
     target = (y - y.mean()) / y.std()
     inverse = np.linalg.pinv(z.T @ z)
-    found = inverse @ z.T @ target
-    residuals = target - z @ found
+    solution = inverse @ z.T @ target
+    residuals = target - z @ solution
     groups = np.unique(clusters, return_inverse=True)[1]
     sums = np.zeros((groups.max() + 1, z.shape[1]))
     np.add.at(sums, groups, z * residuals[:, None])
     G = len(sums)
     covariance = inverse @ (sums.T @ sums) @ inverse * (G / max(1, G - 1))
-    weights[varies], errors[varies] = found, np.sqrt(np.diag(covariance).clip(0))
+    weights[varies], errors[varies] = solution, np.sqrt(np.diag(covariance).clip(0))
     return {"weights": weights, "errors": errors, "r2": 1 - (residuals**2).mean()}

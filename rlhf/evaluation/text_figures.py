@@ -48,8 +48,8 @@ def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def repetition(words: Sequence[str]) -> float:
-    found = ngrams(words, 3)
-    return 1 - len(set(found)) / len(found) if found else 0.0
+    trigrams = ngrams(words, 3)
+    return 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
 
 
 def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:

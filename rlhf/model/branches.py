@@ -25,12 +25,12 @@ class Joined:
     mask: Tensor  # (N, 1, T, T) bool, True = may attend
     group: Tensor  # (R,) int64, the joined row of each row
     shared: Tensor  # (R,) int64, tokens of its prefix
-    own: Tensor  # (R,) int64, the position of its rest
+    rest: Tensor  # (R,) int64, the position of its rest
 
     def places(self, rows: Tensor, positions: Tensor) -> Tensor:
         """joined row * T + place of the tokens of `rows` at `positions`, each (…)."""
         shared = self.shared[rows]
-        place = torch.where(positions < shared, positions, self.own[rows] + positions - shared)
+        place = torch.where(positions < shared, positions, self.rest[rows] + positions - shared)
         return self.group[rows] * self.tokens.shape[1] + place
 
 
@@ -71,17 +71,17 @@ def choose_groups(rows: Sequence[list[int]], width: int) -> list[list[int]] | No
 def join(rows: Sequence[list[int]], groups: Sequence[Sequence[int]], device: torch.device | None = None) -> Joined:
     """Every row is in one group. The order of the groups, and of the rows in each, is kept."""
     tokens, segments = [], []
-    group, shared, own = ([0] * len(rows) for _ in range(3))
+    group, shared, rest = ([0] * len(rows) for _ in range(3))
     for number, chosen in enumerate(groups):
         start = shared_length([rows[i] for i in chosen])
         line, marks = list(rows[chosen[0]][:start]), [0] * start
         for k, i in enumerate(chosen, 1):
-            group[i], shared[i], own[i] = number, start, len(line)
+            group[i], shared[i], rest[i] = number, start, len(line)
             line += rows[i][start:]
             marks += [k] * (len(rows[i]) - start)
         tokens.append(line)
         segments.append(marks)
-    places = (torch.tensor(x, device=device) for x in (group, shared, own))
+    places = (torch.tensor(x, device=device) for x in (group, shared, rest))
     positions, mask = layout(right_pad(segments, PADDING)[0].to(device))
     return Joined(right_pad(tokens, 0)[0].to(device), positions, mask, *places)
 
