@@ -7,7 +7,7 @@ loss * ranks when that count is global.
 import torch
 from torch import Tensor
 
-from rlhf.ops.masked import check_mask, masked_sum, resolve_denominator, upcast
+from rlhf.ops.masked import check_mask, masked_mean, resolve_denominator, upcast
 
 MISSING_EOS_RULES = ("min", "replace", "none")
 
@@ -99,12 +99,12 @@ def policy_loss(
     A = torch.where(mask, upcast(advantages).detach(), 0.0)
     unclipped = -A * ratio
     clipped = -A * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
-    loss = masked_sum(torch.maximum(unclipped, clipped), mask) / N
+    loss = masked_mean(torch.maximum(unclipped, clipped), mask, N)
     with torch.no_grad():
         statistics = {
             "loss": loss.detach(),
-            "approxkl": masked_sum(0.5 * log_ratio**2, mask) / N,
-            "clipfrac": masked_sum(clipped > unclipped, mask) / N,
+            "approxkl": masked_mean(0.5 * log_ratio**2, mask, N),
+            "clipfrac": masked_mean(clipped > unclipped, mask, N),
             "ratio_max": torch.where(mask, ratio, 0.0).max(),
         }
     return loss, statistics
@@ -142,11 +142,11 @@ def value_loss(
     V, V_old, R = (torch.where(mask, upcast(x), 0.0) for x in (values, values_old.detach(), returns.detach()))
     squared = (V - R) ** 2
     squared_clipped = (V.clamp(V_old - clip_range, V_old + clip_range) - R) ** 2
-    loss = 0.5 * masked_sum(torch.maximum(squared, squared_clipped), mask) / N
+    loss = 0.5 * masked_mean(torch.maximum(squared, squared_clipped), mask, N)
     with torch.no_grad():
         statistics = {
             "loss": loss.detach(),
-            "clipfrac": masked_sum(squared_clipped > squared, mask) / N,
+            "clipfrac": masked_mean(squared_clipped > squared, mask, N),
         }
     return loss, statistics
 

@@ -1,8 +1,7 @@
 """Bytes on one GPU, by part: model states, activations, logits, KV cache, communication buffers.
 
 Pure functions of sizes; `rlhf.planning.plan` adds up those of a stage. Not counted: the CUDA context, the
-allocator's fragmentation, the optimizer's temporaries and the small tensors that ZeRO-3 keeps whole on every rank
-(sharding.persistence_threshold), for which `memory_margin` keeps a share free.
+allocator's fragmentation and the optimizer's temporaries, for which `memory_margin` keeps a share free.
 """
 
 from rlhf.planning.shapes import Shape
@@ -19,13 +18,14 @@ DEEPSPEED = {
 
 
 def model_state_bytes(
-    parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False
+    parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False, persistent: int = 0
 ) -> dict[str, int]:
     """Bytes of a trained model's states on one rank: weights, gradients, optimizer, and host if offloaded.
 
     ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too; a share
     that does not divide is rounded up. With offload, ZeRO-2 keeps only the weights on the device and ZeRO-3 only the
-    gathered ones; the rest of this rank's share is `host`.
+    gathered ones; the rest of this rank's share is `host`. persistent: parameters in tensors below DeepSpeed's
+    persistence threshold, which ZeRO-3 keeps whole on every rank in addition to its share.
 
     Raises: ValueError for sizes, stages or types that do not exist.
 
@@ -47,7 +47,7 @@ def model_state_bytes(
     if zero == 0:
         gradients = ELEMENT["fp32"]
     held = {
-        "weights": weights * (share if zero == 3 else parameters),
+        "weights": weights * (share + persistent if zero == 3 else parameters),
         "gradients": gradients * (share if zero >= 2 else parameters),
         "optimizer": optimizer * (share if zero >= 1 else parameters),
     }

@@ -19,7 +19,7 @@ from rlhf.model import GPTForCausalLM
 from rlhf.model.convert import from_transformers
 from rlhf.model.generate import sample
 from rlhf.model.ragged import ragged_loss
-from rlhf.ppo.invariants import SAMPLER_MEAN
+from rlhf.ppo.invariants import SAMPLER
 from tests.presets import preset
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +70,7 @@ def test_the_samplers_logprobs_are_a_forwards(gpt2, half):
             spread += wanted.tolist()
     assert len(gaps) == 24 * len(PROMPTS)
     if half:
-        assert statistics.mean(gaps) < SAMPLER_MEAN * statistics.pstdev(spread)
+        assert statistics.mean(gaps) < SAMPLER.mean * statistics.pstdev(spread)
     else:
         assert max(gaps) < 1e-4
 

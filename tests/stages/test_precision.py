@@ -10,6 +10,7 @@ from torch import nn
 from rlhf.commands import chat, generate, sample, study_results
 from rlhf.commands.study_cells import Cell
 from rlhf.data.comparisons import load_comparisons
+from rlhf.data.prompts import load_prompts
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import ResidualLinear
 from rlhf.model.heads import ScalarHead
@@ -86,7 +87,7 @@ def test_commands_that_answer(gold_run, seen, tmp_path):
     chat.run(gold_run.config(*HALF, "chat.message=hello"))
     assert_half(seen, scored=False)
     seen.clear()
-    asked = sample.load_prompts(str(prompts))[0]
+    asked = load_prompts(str(prompts))[0]
     sample.draw_tasks(gold_run.config(*HALF, "sample.responses=2"), gold_run.folder / "sft", asked, "any")
     assert_half(seen, scored=False)
 

@@ -116,10 +116,15 @@ def logged_by_the_run(gold_run: Run, tracked: Run) -> set[str]:
 def named_in_the_code() -> set[str]:
     """Rows of the table of metrics whose name, or a string that is built to one, stands in the stages' code."""
     names: set[str] = set()
-    for path in (ROOT / "rlhf").rglob("*.py"):
-        if "tracking" in path.parts:
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8"))
+        for path in (ROOT / "rlhf").rglob("*.py")
+        if "tracking" not in path.parts
+    ]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    passed = {a.value for call in calls for a in call.args if isinstance(a, ast.Constant)}  # such as "dpo"
+    for tree in trees:
+        for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "/" in node.value:
                 metric = find(node.value)
                 names |= {metric.name} if metric is not None else set()
@@ -128,6 +133,10 @@ def named_in_the_code() -> set[str]:
                 pattern = re.compile("".join(parts))
                 if "/" in pattern.pattern:  # only of families: f"time/{phase}_s" fits names that nobody logs
                     names |= {m.name for m in METRICS if m.is_pattern and pattern.fullmatch(m.name)}
+                if parts[0] == ".+":  # f"{stage}/accuracy", where a call passes the stage's name
+                    names |= {
+                        m.name for m in METRICS if pattern.fullmatch(m.name) and m.name.partition("/")[0] in passed
+                    }
     return names
 
 
