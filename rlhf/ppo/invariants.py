@@ -39,7 +39,7 @@ FORWARDS = Bounds(mean=0.02, quantile=0.3, share=1.0)
 SAMPLER = Bounds(mean=0.06, quantile=0.3, share=0.999)
 
 LEAST_SPREAD = 0.02  # nats: lower bound of the standard deviation
-# A KL to the reference in bf16 is refused if it is both larger than this and no noise around 0
+# A KL to the reference in bf16 is refused if it is larger than this and larger than noise around 0
 SEQUENCE_KL, STANDARD_ERRORS = 0.05, 5.0  # nats per sequence, mean over sequences
 CLIPPED_SHARE = 0.01  # of tokens that rounding in bf16 may put outside ppo.clip_range
 ENTROPY_TOLERANCE = 1e-4  # nats
@@ -50,15 +50,15 @@ def refuse(number: int, what: str, trained: str = "nothing was trained") -> None
 
 
 def rounding_problem(gaps: Tensor, logprobs: Tensor, bounds: Bounds) -> str | None:
-    """Why gaps (N,) between two computations of logprobs (N,) are more than rounding in bf16; None if they are not."""
+    """How far gaps (N,) between two computations of logprobs (N,) exceed rounding in bf16; None if they do not."""
     ordered = gaps.abs().sort().values
     mean, most = ordered.mean().item(), ordered[round(bounds.share * (len(ordered) - 1))].item()
     spread = max(logprobs.std(correction=0).item(), LEAST_SPREAD)
     if mean <= bounds.mean * spread and most <= bounds.quantile * spread:
         return None
-    where = "at most" if bounds.share == 1.0 else f"at the {bounds.share:.1%} quantile"
+    where = "on one token" if bounds.share == 1.0 else f"at the {bounds.share:.1%} quantile"
     return (
-        f"{mean:.2e} nats off on average and {most:.2e} {where}, "
+        f"by {mean:.2e} nats on average and {most:.2e} {where}, "
         f"want {bounds.mean * spread:.2e} and {bounds.quantile * spread:.2e} or less"
     )
 
@@ -96,8 +96,8 @@ def check_sampler(rollout: Rollout) -> None:
     if problem := rounding_problem(gaps, rollout.logp_old[mask], SAMPLER):
         refuse(
             1,
-            f"the sampler's log-probs are {problem}: the sampler and the training forward differ (temperature, padding, "
-            "position, or dtype?)",
+            f"the sampler's log-probs differ from a forward's {problem}: the sampler and the training forward differ "
+            "(temperature, padding, position, or dtype?)",
         )
 
 
@@ -108,24 +108,24 @@ def check_reference(rollout: Rollout, half: bool) -> None:
         return
     gaps = (rollout.logp_old - rollout.logp_ref)[mask]
     problem: str | None = None
-    if not half and (most := gaps.abs().max().item()) > TOLERANCE:
-        problem = f"{most:.2e} nats off on a token, want {TOLERANCE:.0e} or less"
+    if not half and not (most := gaps.abs().max().item()) <= TOLERANCE:  # NaN too
+        problem = f"by {most:.2e} nats on one token, want {TOLERANCE:.0e} or less"
     elif half:
         problem = rounding_problem(gaps, rollout.logp_old[mask], FORWARDS)
         kl, noise = gaps.sum().item() / len(mask), gaps.std(correction=0).item() * len(gaps) ** 0.5 / len(mask)
         if problem is None and abs(kl) > max(SEQUENCE_KL, STANDARD_ERRORS * noise):
-            problem = f"a KL of {kl:.2e} nats per sequence off, want {SEQUENCE_KL} or less, or {STANDARD_ERRORS:.0f} standard errors"
+            problem = f"by a KL of {kl:.2e} nats per sequence, want {SEQUENCE_KL} or {STANDARD_ERRORS:.0f} standard errors or less"
     if problem is not None:
         refuse(
             2,
-            f"log-probs are {problem}, from the reference's: the reference is not the model that the policy started from, or "
+            f"log-probs differ from the reference's {problem}: the reference is not the model that the policy started from, or "
             "the sampler's log-probs are not the forward's",
         )
 
 
 @dataclass(slots=True)
 class FirstMinibatch:
-    """What is checked of the policy's first minibatch, by micro-batch of this rank."""
+    """The figures of the policy's first minibatch that are checked, one tensor per micro-batch of this rank."""
 
     log_ratios: list[Tensor] = field(default_factory=list)  # each (N,), as the next two
     logp_old: list[Tensor] = field(default_factory=list)
@@ -139,7 +139,7 @@ class FirstMinibatch:
         self.clipped += clipped
 
     def over_ranks(self) -> "FirstMinibatch":
-        """That of all ranks, on every rank."""
+        """The minibatch of all ranks together, on every rank."""
         whole = FirstMinibatch()
         for part in gather(self):
             whole.log_ratios += part.log_ratios
@@ -161,11 +161,11 @@ def check_first_minibatch(minibatch: FirstMinibatch, vocab_size: int, half: bool
     if half:
         problem = rounding_problem(log_ratios, torch.cat(minibatch.logp_old), FORWARDS)
     elif largest > TOLERANCE:
-        problem = f"{largest:.2e} nats off at most, want {TOLERANCE:.0e} or less"
+        problem = f"by {largest:.2e} nats on one token, want {TOLERANCE:.0e} or less"
     if problem is not None:
         refuse(
             1,
-            f"before any step log-probs are {problem}, from those of the rollout (dropout, dtype, or temperature?)",
+            f"before any step log-probs differ from the rollout's {problem} (dropout, dtype, or temperature?)",
             untouched,
         )
     if minibatch.clipped > (CLIPPED_SHARE * len(log_ratios) if half else 0):

@@ -35,7 +35,7 @@ class Wish:
     seed: int | None = None
     stops: tuple[str, ...] = ()
     alternatives: int = 0  # number of alternatives per token that are requested
-    offsets: bool = False  # the place of each token in the text is requested
+    offsets: bool = False  # whether the position of each token in the text is requested
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from rlhf.model.choosing import Choice, Key
 
 PIECES_PER_SECOND = 300  # pieces per second of all streams together: with more streams, each has longer pieces
 # Seconds between two looks for results. A thread that waited in `recv` would have to be woken by the worker at every step,
-# which can take it a tenth of the step.
+# which can cost the worker a tenth of a step.
 LOOK_SECONDS = 0.002
 ENDED = "the models' process has ended: start the server again"
 

@@ -18,7 +18,7 @@ from rlhf.errors import UserError
 from rlhf.files import disk_error
 
 Labelled = TypeVar("Labelled", Ranking, Demonstration)
-# how a line begins: what follows the last whole line must be the beginning of one, or the file is another program's
+# The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.
 STARTS = tuple(f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration))
 
 

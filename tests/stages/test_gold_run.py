@@ -196,7 +196,7 @@ def test_sft_lowers_the_loss_of_responses_to_prompts_it_has_not_seen(gold_run):
     path.write_text("".join(json.dumps(row) + "\n" for row in demonstration_rows(99, 0, 60)))
     rows = encode_demonstrations(load_demonstrations(str(path))[0], tokenizer, 128)
     base, sft = (response_loss(load_policy(gold_run.folder / s / "model"), rows, 0) for s in ("pretrain", "sft"))
-    assert sft < base - 0.5, f"{sft} nats a token, the base has {base}"
+    assert sft < base - 0.5, f"{sft} nats per token, the base has {base}"
 
 
 # --- the reward model's calibration --------------------------------------------------------------------------------

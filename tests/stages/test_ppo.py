@@ -327,7 +327,7 @@ def half(copy_until) -> Iterator[ppo.PpoRun]:
 
 
 def off_by(trainer: ppo.PpoRun, gap: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A reference whose log-probs are off by gap(mask), nats a token."""
+    """A reference whose log-probs are off by gap(mask), in nats per token."""
     right = trainer.reference
     trainer.reference = lambda tokens, starts, mask: right(tokens, starts, mask) + gap(mask) * mask
 
@@ -376,7 +376,7 @@ def test_in_float32_no_token_may_be_off(trainer, gap, refused):
 
 def test_what_is_refused_is_told(half):
     off_by(half, lambda mask: torch.full(mask.shape, 0.1))
-    told = r"log-probs are 1.00e-01 nats off on average and 1.00e-01 at most, want \d.* and \d.* or less, from the reference's"
+    told = r"log-probs differ from the reference's by 1.00e-01 nats on average and 1.00e-01 on one token, want \d.* and \d.* or less"
     with pytest.raises(UserError, match=told):
         update(half)
 
@@ -405,12 +405,12 @@ def test_rounding_in_bfloat16_may_be_larger_where_logits_are():
     """A token of SmolLM2-135M was 0.19 nats off by rounding alone, of log-probs with a standard deviation of 2.95."""
     vocabulary = 1000
     check_first_minibatch(minibatch(0.19), vocabulary, half=True)
-    with pytest.raises(UserError, match=r"invariant 1 .* 1.90e-01 at most, want 2.00e-03 and 3.00e-02 or less"):
+    with pytest.raises(UserError, match=r"invariant 1 .* 1.90e-01 on one token, want 2.00e-03 and 3.00e-02 or less"):
         check_first_minibatch(minibatch(0.19, spread=0.1), vocabulary, half=True)
-    with pytest.raises(UserError, match=r"invariant 1 .* 1.00e\+00 at most, want 6.00e-02 and 9.00e-01 or less"):
+    with pytest.raises(UserError, match=r"invariant 1 .* 1.00e\+00 on one token, want 6.00e-02 and 9.00e-01 or less"):
         check_first_minibatch(minibatch(1.0), vocabulary, half=True)
     with pytest.raises(
-        UserError, match=r"invariant 1 .* 1.00e-03 nats off at most, want 1e-04 or less.*: the policy was not"
+        UserError, match=r"invariant 1 .* 1.00e-03 nats on one token, want 1e-04 or less.*: the policy was not"
     ):
         check_first_minibatch(minibatch(1e-3), vocabulary, half=False)
 
