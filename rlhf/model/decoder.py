@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,9 +16,12 @@ from rlhf.model.masks import narrow
 from rlhf.model.packed import is_packed
 from rlhf.model.positions import Rope, rotary_factors
 from rlhf.model.settled import unpacked
+from rlhf.ops import kernels
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]
+QKV = tuple[Tensor, Tensor, Tensor]
+Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 
 PREFILL_ROWS = 32  # prompts per forward on a CPU
 
@@ -120,20 +123,39 @@ class Decoder:
         trunk = self.trunk
         x = trunk.place(trunk.embed_tokens(tokens), self.lengths)  # (B, D)
         rope = None if self.rope is None else (self.rope[0][self.lengths], self.rope[1][self.lengths])
-        place, columns, gap = self._new_columns()
-        banded = self._narrow(gap, columns)
-        rows, heads = x.shape[0], self.shape[1]
-        for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
-            q, k, v = layer.attention.project(layer.before_attention(x), rope)  # (B, H or KV, D/H)
-            keys[place], values[place] = k.to(self.kind), v.to(self.kind)
-            # queries that share a key head take the place of a sequence: (B, KV, H/KV, D/H)
-            q = q.reshape(rows, heads, -1, self.shape[-1])
-            hidden = gap if layer.attention.window is None else banded
-            y = _attend(q, keys[:, :, :columns], values[:, :, :columns], hidden)
-            x = layer.after_attention(x, layer.attention.out(y.reshape(rows, -1)))
+        attend = self._make_attention()
+        for layer, cache in zip(trunk.layers, self.cache, strict=True):
+            qkv = layer.attention.project(layer.before_attention(x), rope)  # (B, H or KV, D/H) each
+            x = layer.after_attention(x, layer.attention.out(attend(qkv, cache, layer.attention.window)))
         self.column += 1
         self.lengths += 1
         return self._logits(x)
+
+    def _make_attention(self) -> Attend:
+        """A step's attention: f(q, k, v; keys and values; the layer's window) = y (B, D)."""
+        if self.model.config.window is None and kernels.can_attend(self.cache[0][0]):
+            seen = self._seen_columns()
+            return lambda qkv, cache, _: kernels.attend(qkv, cache, seen)
+        place, columns, gap = self._new_columns()
+        banded = self._narrow(gap, columns)
+        heads, width = self.shape[1], self.shape[3]
+
+        def attend(qkv: QKV, cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
+            (q, k, v), (keys, values) = qkv, cache
+            keys[place], values[place] = k.to(self.kind), v.to(self.kind)
+            # queries that share a key head take the place of a sequence: (B, KV, H/KV, D/H)
+            q = q.reshape(len(q), heads, -1, width)
+            hidden = gap if window is None else banded
+            return _attend(q, keys[:, :, :columns], values[:, :, :columns], hidden).reshape(len(q), -1)
+
+        return attend
+
+    def _seen_columns(self) -> kernels.Seen:
+        """The columns that a step's tokens fill and attend to."""
+        width = self.tokens.shape[1]
+        prompts = self.lengths - (self.column - width)
+        rows, place = torch.arange(len(prompts)), torch.full_like(prompts, self.column)
+        return kernels.Seen(rows, place, prompts, range(width, self.column + 1))
 
     def _new_columns(self) -> tuple[Any, int, Tensor | None]:
         """The columns for a step's keys and values, the number of columns that it attends to, and their mask."""

@@ -20,6 +20,7 @@ from rlhf.model.decoder import Decoder
 from rlhf.model.generate import rows_carried
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.settled import choose_settled, noise_seeds_at, unpacked
+from rlhf.ops.kernels import Seen
 
 COLUMN_BLOCK = 64  # the cache grows by this many columns
 
@@ -127,6 +128,9 @@ class Slots(Decoder):
         """The decoder's own fields, of the first rows."""
         self.cache = [tuple(pair) for pair in self.whole[:, :, :rows].unbind()]
         self.lengths = self.all_lengths[:rows]
+
+    def _seen_columns(self) -> Seen:
+        return Seen(self.numbers[: len(self.lengths)], self.lengths, self.lengths + 1, range(0))
 
     def _new_columns(self) -> tuple[Any, int, Tensor | None]:
         longest = int(self.lengths.max()) + 1

@@ -20,6 +20,7 @@ from rlhf.model.generate import _sample_transformers, sample
 from rlhf.model.packed import packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.model.trunk import hidden_at
+from rlhf.ops import kernels
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.products import onednn_product
 from rlhf.ppo.rollout import response_logprobs
@@ -58,6 +59,21 @@ def speed_up(plain: Callable[[], object], fast: Callable[[], object], rounds: in
             quick, slow = seconds(fast), seconds(plain)
         ratios.append(slow / quick)
     return statistics.median(ratios[1:])  # the first round warms up
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("settled", [False, True])
+def test_the_compiled_loops_beat_torch(model, settled):
+    prompts = [list(range(2, 10 + i % 16)) for i in range(32)]
+
+    def fast() -> None:
+        sample(model, prompts, max_new_tokens=48, eos_token_id=None, pad_token_id=0, settled=settled)
+
+    def plain() -> None:
+        with kernels.by_torch():
+            fast()
+
+    assert speed_up(plain, fast) > 1.15
 
 
 def test_the_sampler_beats_generate(model):

@@ -8,6 +8,7 @@ from rlhf.model import GPTConfig, GPTForCausalLM, packed
 from rlhf.model.decoder import PREFILL_ROWS
 from rlhf.model.generate import sample
 from rlhf.model.packed import packed_weights
+from rlhf.ops import kernels
 from rlhf.ops.products import onednn_product
 
 needs_product = pytest.mark.skipif(onednn_product() is None, reason="this torch has no packed product")
@@ -48,6 +49,27 @@ def test_packed_answers_are_the_plain_ones(shape, monkeypatch):
     assert torch.allclose(ours.logprobs, plain.logprobs, atol=1e-5, rtol=0.0)
     with packed_weights(model, 8) as count:
         assert count == 9 and len(forwards(model)) == 9 + 2 * (not shape.get("mlp")), "or nothing was tested"
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"width": 96, "n_head": 6, "n_kv_head": 2, "positions": "rotary", "norm": "rmsnorm"},
+        {"n_kv_head": 1},
+        {"window": 8},
+    ],
+    ids=["many heads", "grouped, rotary", "one key head", "banded"],
+)
+def test_answers_of_the_compiled_loops_are_torchs(shape, settled):
+    model = make_model(**{"width": 128, **shape})
+    plan = {"max_new_tokens": 24, "eos_token_id": 1, "pad_token_id": 0, "seed": 3, "settled": settled}
+    ours = sample(model, PROMPTS, **plan)
+    with kernels.by_torch():
+        plain = sample(model, PROMPTS, **plan)
+    assert ours.responses == plain.responses
+    assert torch.allclose(ours.logprobs, plain.logprobs, atol=1e-5, rtol=0.0)
 
 
 @needs_product

@@ -1,0 +1,235 @@
+"""The compiled loops of sampling against float64 and against torch, and what happens where they cannot be compiled."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.model.choosing import Choice, choose_tokens
+from rlhf.model.settled import CLOSE, choose_settled
+from rlhf.ops import kernels
+from rlhf.ops.kernels import BLOCK, LANES, Seen, attend, draw, invert
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler named cc")
+LOAD = "from rlhf.ops.kernels import library; print(library() is not None)"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attend_exactly(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
+    """`attend` in float64, one token and head at a time, after keys and values are stored."""
+    group = q.shape[1] // keys.shape[1]
+    y = torch.zeros(q.shape, dtype=torch.float64)
+    for n, (row, head) in enumerate(zip(seen.row.tolist(), seen.head.tolist(), strict=True)):
+        columns = [*range(head), *seen.tail]
+        for h in range(q.shape[1]):
+            k, v = keys[row, h // group, columns].double(), values[row, h // group, columns].double()
+            y[n, h] = ((k @ q[n, h].double()) / math.sqrt(q.shape[2])).softmax(-1) @ v
+    return y.flatten(1)
+
+
+# ----------------------------------------------------------------------------------------------- attention
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("columns", [3, LANES, BLOCK + 5])
+def test_attention_is_that_of_float64(width, heads, key_heads, columns):
+    rows = 5
+    cache = (normal(rows, key_heads, columns + 9, width, seed=1), normal(rows, key_heads, columns + 9, width, seed=2))
+    before = [side.clone() for side in cache]
+    q, k, v = (
+        3 * normal(rows, heads, width),
+        normal(rows, key_heads, width, seed=4),
+        normal(rows, key_heads, width, seed=5),
+    )
+    head = torch.tensor([1, 2, columns // 2, columns - 1, 1])
+    seen = Seen(torch.arange(rows), torch.full((rows,), columns - 1), head, range(columns - 1, columns))
+    y = attend((q, k, v), cache, seen)
+    for side, old, new in zip(cache, before, (k, v), strict=True):
+        assert torch.equal(side[:, :, columns - 1], new)
+        old[:, :, columns - 1] = new
+        assert torch.equal(side, old), "only the new column changes"
+    assert (y - attend_exactly(q, *cache, seen)).abs().max() < 2e-6
+
+
+@needs_compiler
+def test_several_tokens_of_a_row_see_those_before_them():
+    """A prompt of four tokens in row 2 and one new token in row 0, together."""
+    cache = (normal(3, 2, 20, 32, seed=1), normal(3, 2, 20, 32, seed=2))
+    q, k, v = normal(5, 4, 32), normal(5, 2, 32, seed=4), normal(5, 2, 32, seed=5)
+    place = torch.tensor([0, 1, 2, 3, 11])
+    seen = Seen(torch.tensor([2, 2, 2, 2, 0]), place, place + 1, range(0))
+    y = attend((q, k, v), cache, seen)
+    assert torch.equal(cache[0][2, :, :4], k[:4].transpose(0, 1)) and torch.equal(cache[1][0, :, 11], v[4])
+    assert (y - attend_exactly(q, *cache, seen)).abs().max() < 2e-6
+
+
+@needs_compiler
+def test_strided_operands_and_large_scores():
+    qkv = 40 * normal(6, 12, 32)  # scores of thousands: a softmax without its largest score would overflow
+    q, k, v = qkv.split((4, 4, 4), dim=1)
+    whole = normal(2, 9, 4, 30, 32)
+    cache = (whole[0, :6], whole[1, :6])
+    seen = Seen(torch.arange(6), torch.full((6,), 7), torch.full((6,), 8), range(0))
+    y = attend((q, k, v), cache, seen)
+    assert (y - attend_exactly(q, *cache, seen)).abs().max() < 1e-4 * 40
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(attend((turned, k, v), cache, seen), y)
+
+
+@needs_compiler
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_spoils_its_own_row_only(where):
+    q, k, v = normal(3, 2, 32), normal(3, 2, 32, seed=1), normal(3, 2, 32, seed=2)
+    {"q": q, "k": k, "v": v}[where][1] = torch.nan
+    cache = (normal(3, 2, 5, 32, seed=3), normal(3, 2, 5, 32, seed=4))
+    y = attend((q, k, v), cache, Seen(torch.arange(3), torch.full((3,), 4), torch.full((3,), 5), range(0)))
+    assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+
+
+@needs_compiler
+def test_more_threads_change_nothing():
+    q, k, v = normal(32, 8, 64), normal(32, 8, 64, seed=1), normal(32, 8, 64, seed=2)
+    cache = (normal(32, 8, 200, 64, seed=3), normal(32, 8, 200, 64, seed=4))
+    seen = Seen(torch.arange(32), torch.full((32,), 199), torch.full((32,), 200), range(0))
+    logits, seeds, uniforms = normal(32, 5000), torch.arange(64, dtype=torch.int32).view(32, 2), torch.rand(32)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(
+                [attend((q, k, v), cache, seen), *draw(logits, seeds, 1.0, False), *invert(logits, uniforms, 1.0)]
+            )
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
+
+
+# -------------------------------------------------------------------------------------------- drawn tokens
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [2, 15, 16, 100, 1024, 5003])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.0])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_settled_draw_is_torchs(size, temperature, greedy):
+    logits = 4 * normal(64, size)
+    seeds = torch.randint(-(2**31), 2**31, (64, 2), generator=torch.Generator().manual_seed(1)).int()
+    choice = Choice(temperature, greedy=greedy, settled=True)
+
+    def never(row: int) -> Tensor:
+        raise AssertionError(f"row {row} is close")
+
+    far = draw(logits, seeds, temperature, greedy)[2] > 3 * CLOSE / min(temperature, 1.0)
+    assert far.float().mean() > 0.9
+    found = choose_settled(logits[far], seeds[far], choice, never, None)
+    with kernels.by_torch():
+        wanted = choose_settled(logits[far], seeds[far], choice, never, None)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.allclose(found[1], wanted[1], atol=2e-6, rtol=2e-6)
+
+
+@needs_compiler
+def test_the_lead_is_the_distance_to_the_second():
+    logits = torch.tensor([[0.0, 5.0, 4.5, -1.0] + [-9.0] * 40, [3.0, 3.0] + [-2.0] * 42])
+    tokens, logprobs, leads = draw(logits, torch.zeros(2, 2, dtype=torch.int32), 0.5, True)
+    assert tokens[0] == 1 and leads.tolist() == pytest.approx([1.0, 0.0])
+    assert logprobs.tolist() == pytest.approx([(2 * r).log_softmax(0).max().item() for r in logits], abs=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [2, 17, BLOCK, BLOCK + 1, 1024, 5003])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_inversion_finds_the_token_of_the_cumulative_sum(size, temperature):
+    rows = 2000
+    logits, uniforms = 3 * normal(1, size).expand(rows, -1).contiguous(), torch.linspace(0, 1 - 2**-24, rows)
+    tokens, logprobs = invert(logits, uniforms, temperature)
+    exact = (logits[0].double() / temperature).softmax(0)
+    cumulative = exact.cumsum(0)
+    below, u = torch.cat((torch.zeros(1), cumulative))[tokens], uniforms.double()
+    assert (below <= u + 2e-6).all() and (u <= cumulative[tokens] + 2e-6).all()
+    assert torch.allclose(logprobs.double(), exact[tokens].log(), atol=2e-6, rtol=2e-6)
+    wanted, _ = choose_tokens(logits, uniforms, Choice(temperature))
+    assert torch.equal(tokens, wanted), "choose_tokens uses it"
+
+
+@needs_compiler
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.full((4, 300), -torch.inf)
+    logits[:, [7, 200]] = 0.0
+    tokens, logprobs = invert(logits, torch.tensor([0.0, 0.49, 0.5, 1 - 2**-24]), 1.0)
+    assert tokens.tolist() == [7, 7, 200, 200] and logprobs.tolist() == pytest.approx([-math.log(2)] * 4)
+    drawn = draw(logits, torch.arange(8, dtype=torch.int32).view(4, 2), 1.0, False)[0]
+    assert set(drawn.tolist()) <= {7, 200}
+
+
+@needs_compiler
+def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_log_prob():
+    logits = normal(3, 100)
+    logits[1, 40] = torch.nan
+    for tokens, logprobs, *_ in (
+        invert(logits, torch.full((3,), 0.9), 1.0),
+        draw(logits, torch.zeros(3, 2, dtype=torch.int32), 1.0, False),
+    ):
+        assert tokens.ge(0).all() and tokens.lt(100).all() and logprobs.isnan().tolist() == [False, True, False]
+
+
+# --------------------------------------------------------------------------------------- compiling, or not
+
+
+def loaded(folder: Path, **environment: str) -> bool:
+    """Whether a new process has the library, with `folder` for compiled files."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        env={**os.environ, "XDG_CACHE_HOME": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout == "True\n"
+
+
+@needs_compiler
+def test_it_is_compiled_once(tmp_path):
+    assert loaded(tmp_path)
+    (path,) = (tmp_path / "rlhf").iterdir()
+    assert (tmp_path / "rlhf").stat().st_mode & 0o777 == 0o700
+    time = path.stat().st_mtime_ns
+    assert loaded(tmp_path) and path.stat().st_mtime_ns == time
+    assert [*(tmp_path / "rlhf").iterdir()] == [path]
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false", "true"])
+def test_without_a_compiler_torch_does_it(tmp_path, compiler):
+    """`true` succeeds and writes nothing."""
+    assert not loaded(tmp_path, CC=compiler)
+    assert not any((tmp_path / "rlhf").iterdir())
+
+
+@needs_compiler
+def test_a_folder_where_others_may_write_is_not_used(tmp_path):
+    (tmp_path / "rlhf").mkdir()
+    (tmp_path / "rlhf").chmod(0o777)
+    assert not loaded(tmp_path) and not any((tmp_path / "rlhf").iterdir())
+
+
+@needs_compiler
+def test_what_it_does_not_serve_is_left_to_torch():
+    cache = torch.zeros(1, 2, 4, 32)
+    assert kernels.can_attend(cache) and kernels.can_draw(cache[0, 0])
+    for other in (cache.double(), cache.bfloat16(), torch.zeros(1, 2, 4, 24), torch.zeros(1, 2, 4, 272)):
+        assert not kernels.can_attend(other)
+    assert not kernels.can_draw(torch.zeros(8, 4).t()) and not kernels.can_draw(torch.zeros(4, 8).double())
+    with kernels.by_torch():
+        assert not kernels.can_attend(cache) and not kernels.can_draw(cache[0, 0])
