@@ -120,20 +120,24 @@ class Decoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after one more token per row, (B,)."""
-        trunk = self.trunk
-        x = trunk.place(trunk.embed_tokens(tokens), self.lengths)  # (B, D)
-        rope = None if self.rope is None else (self.rope[0][self.lengths], self.rope[1][self.lengths])
-        attend = self._make_attention()
-        for layer, cache in zip(trunk.layers, self.cache, strict=True):
-            qkv = layer.attention.project(layer.before_attention(x), rope)  # (B, H or KV, D/H) each
-            x = layer.after_attention(x, layer.attention.out(attend(qkv, cache, layer.attention.window)))
+        logits = self._logits(self._read(tokens, self.lengths, self._make_attention()))
         self.column += 1
         self.lengths += 1
-        return self._logits(x)
+        return logits
+
+    def _read(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states (N, D) of new tokens (N,) at their positions (N,), before the last norm."""
+        trunk = self.trunk
+        x = trunk.place(trunk.embed_tokens(tokens), positions)
+        rope = None if self.rope is None else (self.rope[0][positions], self.rope[1][positions])
+        for layer, cache in zip(trunk.layers, self.cache, strict=True):
+            qkv = layer.attention.project(layer.before_attention(x), rope)  # (N, H or KV, D/H) each
+            x = layer.after_attention(x, layer.attention.out(attend(qkv, cache, layer.attention.window)))
+        return x
 
     def _make_attention(self) -> Attend:
         """A step's attention: f(q, k, v; keys and values; the layer's window) = y (B, D)."""
-        if self.model.config.window is None and kernels.can_attend(self.cache[0][0]):
+        if self._compiled():
             seen = self._seen_columns()
             return lambda qkv, cache, _: kernels.attend(qkv, cache, seen)
         place, columns, gap = self._new_columns()
@@ -149,6 +153,10 @@ class Decoder:
             return _attend(q, keys[:, :, :columns], values[:, :, :columns], hidden).reshape(len(q), -1)
 
         return attend
+
+    def _compiled(self) -> bool:
+        """Whether attention is computed by `kernels.attend`."""
+        return self.model.config.window is None and kernels.can_attend(self.cache[0][0])
 
     def _seen_columns(self) -> kernels.Seen:
         """The columns that a step's tokens fill and attend to."""

@@ -13,16 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.model.choosing import Choice, Key, hashed
-from rlhf.model.decoder import Decoder
+from rlhf.model.decoder import QKV, Decoder
 from rlhf.model.generate import rows_carried
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.packed import MOST_ROWS
 from rlhf.model.settled import choose_settled, noise_seeds_at, unpacked
-from rlhf.ops.kernels import Seen
+from rlhf.ops.kernels import Seen, attend
 
 COLUMN_BLOCK = 64  # the cache grows by this many columns
+TOGETHER = 512  # tokens of prompts that are read in one pass with the others' next tokens; attention takes longer there
 
 
 @dataclass(slots=True, eq=False)
@@ -82,28 +85,64 @@ class Slots(Decoder):
         before, self.whole = self.whole, weight.new_zeros((len(self.trunk.layers), 2, *self.shape), dtype=self.kind)
         if self.live:
             self.whole[:, :, : self.live, :, : self.columns] = before[:, :, : self.live]
-        self.all_lengths = torch.nn.functional.pad(self.all_lengths[: self.live], (0, rows - self.live))
+        self.all_lengths = F.pad(self.all_lengths[: self.live], (0, rows - self.live))
         self.rows, self.columns = rows, columns
         self.numbers = torch.arange(max(rows, columns), device=self.device)
         self.rope = self._make_rope(columns)
 
-    def join(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (N, V) after prompts that take the next rows; equal prompts are read once."""
-        first, self.live = self.live, self.live + len(prompts)
-        self._view(self.live)
-        different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    def advance(self, tokens: Tensor, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (live, V) after one more token (live,) of each row, and after prompts that take the next rows."""
+        if not prompts:
+            return self.step(tokens)
+        first = self.live
+        different = {
+            prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))
+        }  # equal ones are read once
         lengths = torch.tensor([len(prompt) for prompt in different], device=self.device)
-        self.column = int(lengths.max())
-        tokens = torch.tensor([[*p, *[0] * (self.column - len(p))] for p in different], device=self.device)
-        # packed products are compiled for each number of rows
-        with unpacked(self.model) if self.packed else nullcontext():
-            logits = self._logits(self._prefill_rows(slice(first, first + len(different)), tokens, lengths))
+        if self._compiled() and int(lengths.sum()) <= TOGETHER:
+            logits = self._read_together(tokens, list(different), lengths)
+        else:
+            before = [self.step(tokens)] if first else []
+            logits = torch.cat([*before, self._read_prompts(list(different), lengths)])
+        self.live += len(prompts)
         source = torch.tensor([different[tuple(prompt)] for prompt in prompts], device=self.device)
-        self.lengths[first:] = lengths[source]
+        self.all_lengths[first : self.live] = lengths[source]
         if len(different) == len(prompts):
             return logits
-        self.whole[:, :, first : self.live, :, : self.column] = self.whole[:, :, first + source, :, : self.column]
-        return logits[source]
+        columns = int(lengths.max())
+        self.whole[:, :, first : self.live, :, :columns] = self.whole[:, :, first + source, :, :columns]
+        return torch.cat((logits[:first], logits[first + source]))
+
+    def _read_together(self, tokens: Tensor, prompts: list[tuple[int, ...]], lengths: Tensor) -> Tensor:
+        """Logits (live + N, V) after one more token of each row and after N prompts, in one pass over all these tokens."""
+        first = self.live
+        counts = torch.cat((torch.ones_like(tokens), lengths))
+        begins = torch.cat((self.all_lengths[:first], torch.zeros_like(lengths)))
+        row, ends = self.numbers[: len(counts)].repeat_interleave(counts), counts.cumsum(0)
+        count = len(row)
+        position = begins[row] + torch.arange(count) - (ends - counts)[row]
+        seen = Seen(row, position, position + 1, range(0))
+        # packed products are compiled for each number of rows
+        more = rows_carried(count, max(count, MOST_ROWS), True) - count if self.packed else 0
+
+        def attend_to_own(qkv: QKV, cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
+            q, k, v = (t[:count] for t in qkv)
+            return F.pad(attend((q, k, v), cache, seen), (0, 0, 0, more))
+
+        self._view(len(counts))
+        new = torch.cat((tokens, torch.tensor([token for prompt in prompts for token in prompt])))
+        x = self._read(F.pad(new, (0, more)), F.pad(position, (0, more)), attend_to_own)
+        self.all_lengths[:first] += 1
+        last = F.pad(ends - 1, (0, rows_carried(len(ends), self.most, self.packed) - len(ends)))
+        return self._logits(x[last])[: len(ends)]
+
+    def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> Tensor:
+        """Logits (N, V) after N prompts, in a pass of their own."""
+        self._view(self.live + len(prompts))
+        self.column = int(lengths.max())
+        tokens = torch.tensor([[*p, *[0] * (self.column - len(p))] for p in prompts], device=self.device)
+        with unpacked(self.model) if self.packed else nullcontext():
+            return self._logits(self._prefill_rows(slice(self.live, None), tokens, lengths))
 
     def leave(self, row: int) -> None:
         """Move the last row in use into the place of an ended one."""
@@ -120,7 +159,7 @@ class Slots(Decoder):
         self._view(computed)
         if computed == self.live:
             return super().step(tokens)
-        logits = super().step(torch.nn.functional.pad(tokens, (0, computed - self.live)))
+        logits = super().step(F.pad(tokens, (0, computed - self.live)))
         self.all_lengths[self.live :] = 0
         return logits[: self.live]
 
@@ -156,24 +195,18 @@ class RunningBatch:
         return len(self.responses)
 
     @torch.inference_mode()
-    def join(self, new: Sequence[Response]) -> None:
-        """Read the prompts of new responses, and draw the first token of each."""
-        if self.slots is None:
-            logits = torch.cat([self._forward(len(self) + i, one.prompt) for i, one in enumerate(new)])
-        else:
-            self.slots.reserve(len(self) + len(new), max(one.columns for one in [*self.responses, *new]))
-            logits = self.slots.join([one.prompt for one in new])
-        self.responses += new
-        self._choose(logits, new)
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        """Draw one more token of every response; none of them may be finished."""
+    def advance(self, new: Sequence[Response] = ()) -> None:
+        """Draw one more token of every response, none of which may be finished, and the first one of new ones."""
         last = [one.tokens[-1] for one in self.responses]
+        prompts = [one.prompt for one in new]
         if self.slots is None:
-            logits = torch.cat([self._forward(i, [token]) for i, token in enumerate(last)])
+            each = enumerate([*([token] for token in last), *prompts])
+            logits = torch.cat([self._forward(row, tokens) for row, tokens in each])
         else:
-            logits = self.slots.step(torch.tensor(last, device=self.device))
+            if new:
+                self.slots.reserve(len(self) + len(new), max(one.columns for one in [*self.responses, *new]))
+            logits = self.slots.advance(torch.tensor(last, dtype=torch.int64, device=self.device), prompts)
+        self.responses += new
         self._choose(logits, self.responses)
 
     @torch.inference_mode()

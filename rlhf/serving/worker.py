@@ -30,7 +30,6 @@ from rlhf.precision import inference
 from rlhf.serving.shading import shade
 from rlhf.terminal import one_line, say
 
-PATIENCE = 3  # steps that a few new responses wait for more, if more than half of the rows are in use
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
 Task = tuple[int, str, tuple]  # number, name and arguments
 
@@ -55,7 +54,6 @@ class _Lane:
         self.batch = RunningBatch(model, rows)
         self.running: dict[int, Response] = {}
         self.waiting: dict[int, Response] = {}
-        self.patience = 0  # steps that the first in the queue has waited
         self.fitting = lru_cache(lambda blocks: default_batch(model, blocks * COLUMN_BLOCK))
 
 
@@ -119,11 +117,9 @@ class Worker:
         """One more token of each running response of a model; new ones join first, and draw their first."""
         try:
             self._leave(lane, news)
-            if lane.running:
-                lane.batch.step()
             new = self._admit(lane)
-            if new:
-                lane.batch.join(new)
+            if lane.running:
+                lane.batch.advance(new)
         except Exception as error:
             _report(error)
             news.failed += [*lane.running, *lane.waiting]
@@ -147,12 +143,6 @@ class Worker:
         """The first responses of the queue, as many as fit the batch and the memory."""
         new: list[Response] = []
         tokens = 0
-        # for a small model, reading one prompt takes as long as reading several
-        busy = 2 * len(lane.running) > self.rows
-        if busy and len(lane.waiting) < self.rows // 4 and lane.patience < PATIENCE:
-            lane.patience += bool(lane.waiting)
-            return new
-        lane.patience = 0
         while lane.waiting and len(lane.running) < self.rows:
             number, response = next(iter(lane.waiting.items()))
             tokens += len(response.prompt)

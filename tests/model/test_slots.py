@@ -6,12 +6,13 @@ import random
 import pytest
 import torch
 
-from rlhf.model import GPTForCausalLM, settled
+from rlhf.model import GPTForCausalLM, settled, slots
 from rlhf.model.choosing import Choice, _cut
 from rlhf.model.generate import sample
 from rlhf.model.packed import packed_weights
 from rlhf.model.settled import CLOSE, _draw, gumbel_noise, make_noise_seeds
 from rlhf.model.slots import Response, RunningBatch
+from rlhf.ops import kernels
 from tests.model.test_generate import ALL, make
 from tests.presets import preset
 
@@ -35,19 +36,30 @@ def drawn_by_batch(model, asked, rows: int, chance: float, seed: int = 5, **choi
             new.append(Response(prompt, Choice(settled=True, **choice), seed, place, NEW, frozenset(EOS)))
         if rng.random() < 0.2 and len(batch) + len(new) < rows:  # a client that will leave
             new.append(Response([3, 4], Choice(1.5, settled=True), 9, "leaver", NEW, frozenset()))
-        if new:
-            batch.join(new)
+        if new or len(batch):
+            batch.advance(new)
         for one in list(batch.responses):
             if one.finished or (one.key == "leaver" and rng.random() < 0.3):
                 batch.leave(one)
                 out[one.key] = one.tokens
-        if len(batch):
-            batch.step()
     return [out[i] for i in range(len(asked))]
 
 
+WAYS = ["together", "one at a time", "by torch"]
+
+
+def read_by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in one pass with the others' tokens, in passes of their own if there is more than one token, or by torch alone."""
+    if way == "one at a time":
+        monkeypatch.setattr(slots, "TOGETHER", 1)
+    if way == "by torch":
+        monkeypatch.setattr(kernels, "library", lambda: None)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ALL)
-def test_a_response_is_the_samplers_whatever_joins_and_leaves(kind):
+def test_a_response_is_the_samplers_whatever_joins_and_leaves(kind, way, monkeypatch):
+    read_by(way, monkeypatch)
     model, asked = make(kind), prompts(14)
     for choice in ({}, {"temperature": 1.3, "top_p": 0.8}, {"greedy": True}):
         expected = sample(
@@ -57,25 +69,30 @@ def test_a_response_is_the_samplers_whatever_joins_and_leaves(kind):
         assert drawn_by_batch(model, asked, 5, 0.6, **choice) == expected.responses
 
 
-def test_equal_prompts_are_read_once():
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_prompts_are_read_once(way, monkeypatch):
+    read_by(way, monkeypatch)
     model, asked = make("llama"), [[3, 4, 5], [6, 7], [3, 4, 5], [8, 9, 10, 11], [6, 7], [3, 4, 5]]
     expected = sample(model, asked, max_new_tokens=NEW, eos_token_id=EOS, pad_token_id=0, seed=5, settled=True)
     rows: list[int] = []
     batch = RunningBatch(model, 8)
-    prefill = batch.slots._prefill_rows
-    batch.slots._prefill_rows = lambda part, *a: (rows.append(part.stop - part.start), prefill(part, *a))[1]
-    batch.join([Response([1, 2], Choice(settled=True), 9, "before", NEW, frozenset())])
+    for name in ("_read_together", "_read_prompts"):
+        read = getattr(batch.slots, name)
+        monkeypatch.setattr(batch.slots, name, lambda *a, read=read: (rows.append(len(a[-1])), read(*a))[1])
+    batch.advance([Response([1, 2], Choice(settled=True), 9, "before", NEW, frozenset())])
     made = [Response(p, Choice(settled=True), 5, i, NEW, frozenset(EOS)) for i, p in enumerate(asked)]
-    batch.join(made)
+    batch.advance(made)
     while len(batch):
         for one in [one for one in batch.responses if one.finished]:
             batch.leave(one)
         if len(batch):
-            batch.step()
+            batch.advance()
     assert rows == [1, 3] and [one.tokens for one in made] == expected.responses
 
 
-def test_packed_weights_and_hundreds_of_sequences():
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_weights_and_hundreds_of_sequences(way, monkeypatch):
+    read_by(way, monkeypatch)
     torch.manual_seed(0)
     model = GPTForCausalLM(preset("tiny", vocab_size=512, context_length=64, n_layer=2, n_head=4, width=256)).eval()
     asked = prompts(300, 512)
@@ -91,9 +108,9 @@ def test_in_bfloat16_the_log_probs_are_those_of_a_whole_forward():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         batch = RunningBatch(model, 4)
         made = [Response(p, Choice(settled=True), 5, i, 8, frozenset()) for i, p in enumerate(prompts(4))]
-        batch.join(made)
+        batch.advance(made)
         for _ in range(7):
-            batch.step()
+            batch.advance()
         for one in made:
             logits = model(torch.tensor([one.prompt + one.tokens[:-1]])).logits[0, len(one.prompt) - 1 :].float()
             expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(one.tokens)[:, None])[:, 0]

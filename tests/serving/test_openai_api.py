@@ -187,7 +187,7 @@ async def test_a_model_that_fails_answers_and_goes_on(served, client, monkeypatc
         raise ValueError("out of memory")
 
     body = {"model": "gold/ppo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
-    monkeypatch.setattr(lane.batch, "join", broken)
+    monkeypatch.setattr(lane.batch, "advance", broken)
     failed = await client.post("/v1/chat/completions", json=body)
     assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
