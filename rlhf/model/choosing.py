@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlhf.config.setting import LEAST_TEMPERATURE
 from rlhf.errors import UserError
-from rlhf.ops import kernels
+from rlhf.model import kernels
 
 Key = int | str | tuple
 

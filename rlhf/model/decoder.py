@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf.model import kernels
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.masks import narrow
 from rlhf.model.packed import is_packed
 from rlhf.model.positions import Rope, rotary_factors
 from rlhf.model.settled import unpacked
-from rlhf.ops import kernels
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhf.model import kernels
 from rlhf.model.choosing import Choice, Key, choose_tokens, make_words, words_at
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.ops import kernels
 
 # Between logits in float32: closer ones may swap by rounding. Measured over 400 tokens each, 16 to 32 rows against one
 # alone: two logits' difference moved by at most 1.6e-4 in SmolLM2-135M (median 8e-5, logits up to 39) and by 2.3e-5 in the gold

@@ -20,9 +20,9 @@ from rlhf.model.choosing import Choice, Key, hashed
 from rlhf.model.decoder import QKV, Decoder
 from rlhf.model.generate import rows_carried
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.kernels import Seen, attend
 from rlhf.model.packed import MOST_ROWS
 from rlhf.model.settled import choose_settled, noise_seeds_at, unpacked
-from rlhf.ops.kernels import Seen, attend
 
 COLUMN_BLOCK = 64  # the cache grows by this many columns
 TOGETHER = 512  # tokens of prompts that are read in one pass with the others' next tokens; attention takes longer there

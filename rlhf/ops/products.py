@@ -43,7 +43,7 @@ def is_faster() -> bool:
 
 @contextmanager
 def by_torch_alone() -> Iterator[None]:
-    """A context in which torch computes every product, so that equal models differ by less than two libraries do."""
+    """A context in which torch computes everything, so that equal models differ by less than two libraries do."""
     off.append(True)
     try:
         yield

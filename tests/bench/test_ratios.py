@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model import GPTConfig, GPTForCausalLM, kernels
 from rlhf.model.choosing import Choice, make_uniforms
 from rlhf.model.generate import _sample_transformers, sample
 from rlhf.model.packed import packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.model.trunk import hidden_at
-from rlhf.ops import kernels
 from rlhf.ops.logprobs import entropy, token_logprobs
-from rlhf.ops.products import onednn_product
+from rlhf.ops.products import by_torch_alone, onednn_product
 from rlhf.ppo.rollout import response_logprobs
 from tests.presets import preset
 
@@ -70,7 +69,7 @@ def test_the_compiled_loops_beat_torch(model, settled):
         sample(model, prompts, max_new_tokens=48, eos_token_id=None, pad_token_id=0, settled=settled)
 
     def plain() -> None:
-        with kernels.by_torch():
+        with by_torch_alone():
             fast()
 
     assert speed_up(plain, fast) > 1.15

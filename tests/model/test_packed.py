@@ -8,8 +8,7 @@ from rlhf.model import GPTConfig, GPTForCausalLM, packed
 from rlhf.model.decoder import PREFILL_ROWS
 from rlhf.model.generate import sample
 from rlhf.model.packed import packed_weights
-from rlhf.ops import kernels
-from rlhf.ops.products import onednn_product
+from rlhf.ops.products import by_torch_alone, onednn_product
 
 needs_product = pytest.mark.skipif(onednn_product() is None, reason="this torch has no packed product")
 PROMPTS = [[2 + i, 3, 5 + i % 7] * (1 + i % 3) for i in range(12)]
@@ -66,7 +65,7 @@ def test_answers_of_the_compiled_loops_are_torchs(shape, settled):
     model = make_model(**{"width": 128, **shape})
     plan = {"max_new_tokens": 24, "eos_token_id": 1, "pad_token_id": 0, "seed": 3, "settled": settled}
     ours = sample(model, PROMPTS, **plan)
-    with kernels.by_torch():
+    with by_torch_alone():
         plain = sample(model, PROMPTS, **plan)
     assert ours.responses == plain.responses
     assert torch.allclose(ours.logprobs, plain.logprobs, atol=1e-5, rtol=0.0)

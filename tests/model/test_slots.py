@@ -6,13 +6,12 @@ import random
 import pytest
 import torch
 
-from rlhf.model import GPTForCausalLM, settled, slots
+from rlhf.model import GPTForCausalLM, kernels, settled, slots
 from rlhf.model.choosing import Choice, _cut
 from rlhf.model.generate import sample
 from rlhf.model.packed import packed_weights
 from rlhf.model.settled import CLOSE, _draw, gumbel_noise, make_noise_seeds
 from rlhf.model.slots import Response, RunningBatch
-from rlhf.ops import kernels
 from tests.model.test_generate import ALL, make
 from tests.presets import preset
 

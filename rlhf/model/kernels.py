@@ -13,14 +13,14 @@ import shlex
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rlhf.ops import products
 
 SOURCE = Path(__file__).with_name("kernels.c")
 LANES, BLOCK, MOST_WIDTH = 16, 128, 256  # as in kernels.c
@@ -29,22 +29,11 @@ LANES, BLOCK, MOST_WIDTH = 16, 128, 256  # as in kernels.c
 FLAGS = (["-march=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"])
 COMPILE_SECONDS = 60
 _POINTER, _WHOLE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-off: list[bool] = []  # not empty within `by_torch`
-
-
-@contextmanager
-def by_torch() -> Iterator[None]:
-    """A context in which torch does all the work."""
-    off.append(True)
-    try:
-        yield
-    finally:
-        off.pop()
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None without a compiler and within `by_torch`."""
-    return None if off else _library()
+    """The compiled functions; None without a compiler and within `by_torch_alone`."""
+    return None if products.off else _library()
 
 
 @cache

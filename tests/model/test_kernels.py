@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf.model import kernels
 from rlhf.model.choosing import Choice, choose_tokens
+from rlhf.model.kernels import BLOCK, LANES, Seen, attend, draw, invert
 from rlhf.model.settled import CLOSE, choose_settled
-from rlhf.ops import kernels
-from rlhf.ops.kernels import BLOCK, LANES, Seen, attend, draw, invert
+from rlhf.ops.products import by_torch_alone
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler named cc")
-LOAD = "from rlhf.ops.kernels import library; print(library() is not None)"
+LOAD = "from rlhf.model.kernels import library; print(library() is not None)"
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -133,7 +134,7 @@ def test_a_settled_draw_is_torchs(size, temperature, greedy):
     far = draw(logits, seeds, temperature, greedy)[2] > 3 * CLOSE / min(temperature, 1.0)
     assert far.float().mean() > 0.9
     found = choose_settled(logits[far], seeds[far], choice, never, None)
-    with kernels.by_torch():
+    with by_torch_alone():
         wanted = choose_settled(logits[far], seeds[far], choice, never, None)
     assert torch.equal(found[0], wanted[0])
     assert torch.allclose(found[1], wanted[1], atol=2e-6, rtol=2e-6)
@@ -231,5 +232,5 @@ def test_what_it_does_not_serve_is_left_to_torch():
     for other in (cache.double(), cache.bfloat16(), torch.zeros(1, 2, 4, 24), torch.zeros(1, 2, 4, 272)):
         assert not kernels.can_attend(other)
     assert not kernels.can_draw(torch.zeros(8, 4).t()) and not kernels.can_draw(torch.zeros(4, 8).double())
-    with kernels.by_torch():
+    with by_torch_alone():
         assert not kernels.can_attend(cache) and not kernels.can_draw(cache[0, 0])

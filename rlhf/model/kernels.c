@@ -1,4 +1,4 @@
-/* The two inner loops of sampling on a CPU (rlhf/ops/kernels.py): the attention of one new token per row to a cache of keys and
+/* The two inner loops of sampling on a CPU (rlhf/model/kernels.py): the attention of one new token per row to a cache of keys and
    values, and the choice of a token per row. float32, in vectors of 16, which the compiler maps to what the processor has. */
 
 #include <math.h>
