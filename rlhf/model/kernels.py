@@ -27,21 +27,22 @@ LANES, BLOCK, MOST_WIDTH = 16, 128, 256  # as in kernels.c
 # The first that compiles and loads counts. OpenMP is not linked: its functions are those of torch's copy, so that both use
 # the same threads.
 FLAGS = (["-march=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"])
+COMMON = ["-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 COMPILE_SECONDS = 60
 _POINTER, _WHOLE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-def library() -> ctypes.CDLL | None:
+def compiled() -> ctypes.CDLL | None:
     """The compiled functions; None without a compiler and within `by_torch_alone`."""
-    return None if products.off else _library()
+    return None if products.off else _load()
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def _load() -> ctypes.CDLL | None:
     for flags in FLAGS:
         try:
-            loaded = ctypes.CDLL(str(_compiled(flags)))
-        except (OSError, subprocess.SubprocessError):  # no compiler, no such flag, no place for it, or it does not load
+            loaded = ctypes.CDLL(str(_compile(flags)))
+        except (OSError, RuntimeError, subprocess.SubprocessError):  # no compiler, flag or home; or it does not load
             continue
         loaded.attend.argtypes = [*[_POINTER] * 9, *[_WHOLE] * 11, _REAL]
         loaded.draw.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL, ctypes.c_int32]
@@ -50,22 +51,22 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
-def _compiled(flags: list[str]) -> Path:
+def _compile(flags: list[str]) -> Path:
     """The compiled library, kept for the next process. Raises: OSError, subprocess.SubprocessError."""
-    compiler = [*shlex.split(os.environ.get("CC") or "cc"), *flags]
+    compiler = shlex.split(os.environ.get("CC") or "cc")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat()
     if owner.st_uid != os.getuid() or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{folder}: others may write here")
-    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), *compiler, platform.machine(), _processor()])
+    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), *compiler, *flags, platform.machine(), _processor()])
     path = folder / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            objects, library = f"{work}/kernels.o", f"{work}/kernels.so"
-            _run([*compiler, "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-c", str(SOURCE), "-o", objects])
-            _run([compiler[0], "-shared", objects, "-lm", "-o", library])
-            Path(library).replace(path)
+            objects, shared = f"{work}/kernels.o", f"{work}/kernels.so"
+            _run([*compiler, *flags, *COMMON, "-c", str(SOURCE), "-o", objects])
+            _run([*compiler, "-shared", objects, "-lm", "-o", shared])
+            Path(shared).replace(path)
     return path
 
 
@@ -85,7 +86,7 @@ def _processor() -> str:
 def can_attend(cache: Tensor) -> bool:
     """Whether `attend` serves keys and values like these, (rows, heads, columns, width)."""
     width = cache.shape[-1]
-    return _plain(cache) and width % LANES == 0 and width <= MOST_WIDTH and library() is not None
+    return _plain(cache) and width % LANES == 0 and width <= MOST_WIDTH and compiled() is not None
 
 
 class Seen(NamedTuple):
@@ -103,7 +104,7 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], see
     qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first. cache: keys and
     values (B, KV, C, W).
     """
-    functions = library()
+    functions = compiled()
     assert functions is not None
     q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in qkv)
     keys, values = cache
@@ -118,7 +119,7 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], see
 
 def can_draw(logits: Tensor) -> bool:
     """Whether `draw` and `invert` serve logits like these, (B, V)."""
-    return _plain(logits) and logits.stride(-1) == 1 and library() is not None
+    return _plain(logits) and logits.stride(-1) == 1 and compiled() is not None
 
 
 def draw(logits: Tensor, seeds: Tensor, temperature: float, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +128,7 @@ def draw(logits: Tensor, seeds: Tensor, temperature: float, greedy: bool) -> tup
     logits: (B, V) float32. seeds: (B, 2) int32, of the noise (`gumbel_noise` in rlhf/model/settled.py); greedy: no noise. The
     log-probs are those of softmax(logits / temperature); a lead is how much the second largest sum is smaller.
     """
-    functions = library()
+    functions = compiled()
     assert functions is not None
     rows, size = logits.shape
     tokens, seeds = torch.empty(rows, dtype=torch.int64), seeds.contiguous()
@@ -142,7 +143,7 @@ def invert(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor
 
     logits: (B, V) float32. uniforms: (B,) float32 in [0, 1).
     """
-    functions = library()
+    functions = compiled()
     assert functions is not None
     rows, size = logits.shape
     tokens, logprobs, uniforms = torch.empty(rows, dtype=torch.int64), torch.empty(rows), uniforms.contiguous()

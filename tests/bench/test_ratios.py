@@ -60,7 +60,7 @@ def speed_up(plain: Callable[[], object], fast: Callable[[], object], rounds: in
     return statistics.median(ratios[1:])  # the first round warms up
 
 
-@pytest.mark.skipif(kernels.library() is None, reason="needs a C compiler")
+@pytest.mark.skipif(kernels.compiled() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("settled", [False, True])
 def test_the_compiled_loops_beat_torch(model, settled):
     prompts = [list(range(2, 10 + i % 16)) for i in range(32)]

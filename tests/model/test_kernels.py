@@ -18,7 +18,7 @@ from rlhf.model.settled import CLOSE, choose_settled
 from rlhf.ops.products import by_torch_alone
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler named cc")
-LOAD = "from rlhf.model.kernels import library; print(library() is not None)"
+LOAD = "from rlhf.model.kernels import compiled; print(compiled() is not None)"
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

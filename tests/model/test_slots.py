@@ -52,7 +52,7 @@ def read_by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "one at a time":
         monkeypatch.setattr(slots, "TOGETHER", 1)
     if way == "by torch":
-        monkeypatch.setattr(kernels, "library", lambda: None)
+        monkeypatch.setattr(kernels, "compiled", lambda: None)
 
 
 @pytest.mark.parametrize("way", WAYS)
