@@ -1,5 +1,6 @@
 """`rlhf serve run=a[,b]`: models of a run behind an OpenAI-style API, and a page to chat with, compare and label them."""
 
+import gc
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +56,8 @@ def run(config: Config) -> None:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         app = make(config, folders, loopback, address)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again
         say(f"serve: {address} (Ctrl-C stops)")
         server = uvicorn.Server(
             uvicorn.Config(

@@ -5,6 +5,7 @@ waits neither for the network nor for Python's lock. A response waits in its mod
 there is room for its keys and values, and leaves when it is finished or its client has gone.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -176,6 +177,8 @@ def work(pipe: Connection, config: Config, stages: list[tuple[str, Path, str]], 
     with inference(config, device):
         tasks = make_tasks(models, {name: runs[folder] for name, folder, _ in stages})
         pipe.send({name: sizes_of(model) for name, model in models.items()})
+        gc.collect()
+        gc.freeze()  # the collector, which stops sampling, need not look at the models again
         Worker(pipe, models, tasks, rows).run()
     os._exit(0)  # nothing is left to save, and Python would need seconds to free the models
 
