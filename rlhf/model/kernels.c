@@ -1,5 +1,6 @@
-/* The two inner loops of sampling on a CPU (rlhf/model/kernels.py): the attention of one new token per row to a cache of keys and
-   values, and the choice of a token per row. float32, in vectors of 16, which the compiler maps to what the processor has. */
+/* The inner loops of sampling on a CPU (rlhf/model/kernels.py): the attention of new tokens to a cache of keys and values, and the
+   choice of a token per row. float32, in vectors of 16, which the compiler maps to what the processor has. NaN in a row makes the
+   row's results NaN. */
 
 #include <math.h>
 #include <stdint.h>
@@ -30,6 +31,14 @@ INLINE float sum(floats x)
         for (int i = 0; i < half; i++)
             total[i] += total[i + half];
     return total[0];
+}
+
+INLINE float highest_of(floats x)
+{
+    float high = x[0];
+    for (int i = 1; i < LANES; i++)
+        high = x[i] > high ? x[i] : high;
+    return high;
 }
 
 #ifdef __clang__
@@ -109,12 +118,10 @@ INLINE void add_columns(Partial *partial, const float *q, const float *K, const 
             }
             floats s = sums(products);
             s = pick(NUMBERS + j < count, s, all(-INFINITY));
-            highest = pick(~(s <= highest), s, highest); /* NaN stays */
+            highest = pick(s > highest, s, highest);
             store(score + j, s);
         }
-        float high = highest[0];
-        for (int i = 1; i < LANES; i++)
-            high = highest[i] <= high ? high : highest[i];
+        const float high = highest_of(highest);
         const float before = partial->total > 0 ? expf(partial->top - high) : 0;
         floats added = {0};
         for (int j = 0; j < count; j += LANES) {
@@ -227,14 +234,6 @@ INLINE Row row_of(const float *logits, int64_t size, float temperature)
 }
 
 INLINE floats scaled(const Row *row, int64_t j) { return j < row->full ? load(row->logits + j) / row->temperature : row->rest; }
-
-INLINE float highest_of(floats x)
-{
-    float high = x[0];
-    for (int i = 1; i < LANES; i++)
-        high = x[i] > high ? x[i] : high;
-    return high;
-}
 
 /* Per row: the token with the largest logit / temperature + noise (no noise if greedy), its log-prob under softmax(logits /
    temperature), and by how much it leads the second largest. seeds: two per row. */
