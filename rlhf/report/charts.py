@@ -285,6 +285,18 @@ def make_paths(title: str, paths: dict[str, list[Point]], unit: str) -> Picture 
     return Picture(title, curve, "study", f"over √nats; {unit}", half=True)
 
 
+def make_scatter(title: str, groups: dict[str, list[tuple[float, float]]], x_name: str, unit: str) -> Picture | None:
+    """A dot per run, {group: (x, y) of its runs}."""
+    series = [
+        Series(name, [x for x, _ in dots], [y for _, y in dots], colour, dots=True, line=False)
+        for colour, (name, dots) in enumerate(groups.items())
+    ]
+    if sum(len(dots) for dots in groups.values()) < 2:
+        return None
+    curve = Curve(series, x_name=x_name, label=title, y_name=unit)
+    return Picture(title, curve, "study", f"{unit}; across: {x_name}", half=True)
+
+
 def make_by_size(
     title: str, sizes: dict[str, float], rows: dict[str, list[tuple[float, float, float]]]
 ) -> Picture | None:

@@ -14,6 +14,7 @@ from rlhf.report.charts import (
     make_choices,
     make_histogram,
     make_paths,
+    make_scatter,
     make_study,
 )
 from rlhf.report.external import make_external
@@ -213,12 +214,23 @@ def make_study_pictures(study: dict[str, Any], of_run: str) -> Iterator[Picture 
     if isinstance(study.get("sizes"), dict):
         yield make_by_size(f"Preference over {visible(study.get('reference'), 60)}", *_by_size(study))
         return
+    yield make_scatter(f"{title}{of_run}", _outcomes(study), "pairs flipped by the attacks", "true reward gained")
     for measure, unit in (("score", "learned reward"), ("gold", "true reward"), ("win_rate", "win rate over SFT")):
         frontier, paths = f"{title.partition(':')[0]}: {unit}{of_run}", dict(_paths(study, measure))
         yield make_paths(frontier, paths, unit) if paths else make_study(frontier, points, measure, unit)
     for measure, unit in CHOICE_FIGURES:
         yield make_choices(f"{title}: {unit}{of_run}", dict(_choices(study, measure)), unit)
     yield make_isoflops(study, f"Loss at equal compute{of_run}")
+
+
+def _outcomes(study: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """{parent: (mean share of flipped pairs, true reward gained) of its runs} of an audit study."""
+    dots: dict[str, list[tuple[float, float]]] = {}
+    for row in rows_of(study, "runs"):
+        flips, gain = get(row, "figures", "mean_flips"), get(row, "gold_gain")
+        if is_number(flips) and is_number(gain):
+            dots.setdefault(visible(row.get("parent"), 60), []).append((flips, gain))
+    return dots
 
 
 def study_title(study: dict[str, Any]) -> str:

@@ -213,10 +213,13 @@ def checked(*values: float) -> list[BestOfN]:
         ({"prompts": 20}, COLLECT, "held-out", None),
         ({"comparisons": compared(accuracy=figure(0.55, 0.49, 0.61))}, COLLECT, "any kind", None),
         ({"comparisons": compared(above_length=figure(0.01, -0.01, 0.03))}, COLLECT, "similar length", None),
-        ({"comparisons": compared(accuracy=figure(0.6, 0.58, 0.62))}, COLLECT, "any kind", None),
+        ({"comparisons": compared(accuracy=figure(0.6, 0.58, 0.62))}, GO, None, None),  # below the labelers' agreement
         ({"picked": [Picked(4, figure(0.01, -0.02, 0.04))]}, COLLECT, "any kind", None),
         ({"picked": [Picked(4, figure(0.2, 0.1, 0.3)), Picked(8, figure(0.0, -0.1, 0.1, n=9))]}, GO, None, None),
         ({"attacks": attacked((0.4, 0.3, 0.5), (-1, -2, -0.5))}, COLLECT, "padded", None),
+        ({"attacks": attacked((0.16, 0.1, 0.2), (-1, -2, -0.5))}, COLLECT, "padded", None),
+        ({"attacks": attacked((0.29, 0.2, 0.4), (-1, -2, -0.5)) + GOOD.attacks}, COLLECT, "padded", None),
+        ({"attacks": attacked((0.27, 0.2, 0.4), (-1, -2, -0.5)) + GOOD.attacks}, GO, None, None),  # the mean is .145
         ({"attacks": attacked((0.1, 0.06, 0.14), (0.5, 0.2, 0.8))}, CEILING, None, 9.0),
         ({"attacks": attacked((0.1, 0.06, 0.14), (0.1, -0.2, 0.4))}, GO, None, None),
         ({"best_of": checked(0.0, 1.0, 0.2)}, CEILING, None, 0.835),  # d (a - b d) through (1, 1) and (3**.5, .2): a 2.208, b 1.208

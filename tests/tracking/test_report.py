@@ -365,6 +365,11 @@ def test_a_study_is_drawn_and_told(tmp_path: Path) -> None:
         "no_whitening": {"win_rate": {"mean": 0.5}},
     }
     (tmp_path / "study/details.json").write_text(json.dumps({"title": "What each choice buys", "rows": rows}))
+    runs = [
+        {"parent": "large-0", "figures": {"mean_flips": flips}, "gold_gain": gain}
+        for flips, gain in ((0.1, 0.2), (0.3, 0.05), (None, 0.1), (0.2, "much"))
+    ]
+    (tmp_path / "study/audit.json").write_text(json.dumps({"title": "What the audit predicts", "runs": runs}))
     (tmp_path / "study/torn.json").write_text("{")
     text = write_report(tmp_path).read_text(encoding="utf-8")
     check_page(text)
@@ -376,6 +381,7 @@ def test_a_study_is_drawn_and_told(tmp_path: Path) -> None:
         "no whitening",
         "0.610",
         "What each choice buys: win rate over SFT",
+        "pairs flipped by the attacks",
         ">default</text>",  # the level, and the name below the axis
         "0.61 [0.55, 0.67]",  # under the pointer
     ):
