@@ -42,7 +42,8 @@ def _load() -> ctypes.CDLL | None:
     for flags in FLAGS:
         try:
             loaded = ctypes.CDLL(str(_compile(flags)))
-        except (OSError, RuntimeError, subprocess.SubprocessError):  # no compiler, flag or home; or it does not load
+        # no compiler, flag or home; CC is no command; or it does not load
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError):
             continue
         loaded.attend.argtypes = [*[_POINTER] * 9, *[_WHOLE] * 11, _REAL]
         loaded.draw.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL, ctypes.c_int32]
@@ -52,7 +53,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _compile(flags: list[str]) -> Path:
-    """The compiled library, kept for the next process. Raises: OSError, subprocess.SubprocessError."""
+    """The compiled library, kept for the next process. Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,6 +67,9 @@ def _compile(flags: list[str]) -> Path:
             objects, shared = f"{work}/kernels.o", f"{work}/kernels.so"
             _run([*compiler, *flags, *COMMON, "-c", str(SOURCE), "-o", objects])
             _run([*compiler, "-shared", objects, "-lm", "-o", shared])
+            with open(shared, "rb") as file:
+                os.fchmod(file.fileno(), 0o700)  # whatever the umask
+                os.fsync(file.fileno())  # a process that loads a part of a library dies
             Path(shared).replace(path)
     return path
 
@@ -94,7 +98,7 @@ class Seen(NamedTuple):
 
     row: Tensor  # of the cache
     place: Tensor  # the token's own column
-    head: Tensor  # it attends to this many leading columns of its row
+    leading: Tensor  # it attends to this many leading columns of its row
     tail: range  # and to these
 
 
@@ -110,7 +114,7 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], see
     keys, values = cache
     (tokens, heads, width), key_heads = q.shape, k.shape[1]
     y = q.new_empty(tokens, heads * width)
-    pointers = (t.data_ptr() for t in (q, k, v, keys, values, y, seen.row, seen.place, seen.head))
+    pointers = (t.data_ptr() for t in (q, k, v, keys, values, y, seen.row, seen.place, seen.leading))
     sizes = (seen.tail.start, seen.tail.stop, tokens, heads, key_heads, width)
     strides = (q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1))
     functions.attend(*pointers, *sizes, *strides, width**-0.5)

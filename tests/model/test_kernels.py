@@ -29,8 +29,8 @@ def attend_exactly(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tenso
     """`attend` in float64, one token and head at a time, after keys and values are stored."""
     group = q.shape[1] // keys.shape[1]
     y = torch.zeros(q.shape, dtype=torch.float64)
-    for n, (row, head) in enumerate(zip(seen.row.tolist(), seen.head.tolist(), strict=True)):
-        columns = [*range(head), *seen.tail]
+    for n, (row, leading) in enumerate(zip(seen.row.tolist(), seen.leading.tolist(), strict=True)):
+        columns = [*range(leading), *seen.tail]
         for h in range(q.shape[1]):
             k, v = keys[row, h // group, columns].double(), values[row, h // group, columns].double()
             y[n, h] = ((k @ q[n, h].double()) / math.sqrt(q.shape[2])).softmax(-1) @ v
@@ -53,8 +53,8 @@ def test_attention_is_that_of_float64(width, heads, key_heads, columns):
         normal(rows, key_heads, width, seed=4),
         normal(rows, key_heads, width, seed=5),
     )
-    head = torch.tensor([1, 2, columns // 2, columns - 1, 1])
-    seen = Seen(torch.arange(rows), torch.full((rows,), columns - 1), head, range(columns - 1, columns))
+    leading = torch.tensor([1, 2, columns // 2, columns - 1, 1])
+    seen = Seen(torch.arange(rows), torch.full((rows,), columns - 1), leading, range(columns - 1, columns))
     y = attend((q, k, v), cache, seen)
     for side, old, new in zip(cache, before, (k, v), strict=True):
         assert torch.equal(side[:, :, columns - 1], new)
@@ -211,11 +211,11 @@ def test_it_is_compiled_once(tmp_path):
     assert [*(tmp_path / "rlhf").iterdir()] == [path]
 
 
-@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false", "true"])
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false", "true", "gcc'"])
 def test_without_a_compiler_torch_does_it(tmp_path, compiler):
-    """`true` succeeds and writes nothing."""
+    """`true` succeeds and writes nothing; a quote without its second one is no command."""
     assert not loaded(tmp_path, CC=compiler)
-    assert not any((tmp_path / "rlhf").iterdir())
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 @needs_compiler
@@ -223,6 +223,18 @@ def test_a_folder_where_others_may_write_is_not_used(tmp_path):
     (tmp_path / "rlhf").mkdir()
     (tmp_path / "rlhf").chmod(0o777)
     assert not loaded(tmp_path) and not any((tmp_path / "rlhf").iterdir())
+
+
+@needs_compiler
+def test_others_may_not_write_to_the_library_whatever_the_umask(tmp_path):
+    (tmp_path / "rlhf").mkdir(mode=0o755)  # where others may look
+    before = os.umask(0)
+    try:
+        assert loaded(tmp_path)
+    finally:
+        os.umask(before)
+    (path,) = (tmp_path / "rlhf").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o700
 
 
 @needs_compiler
