@@ -162,7 +162,7 @@ class Decoder:
         """The columns that a step's tokens fill and attend to."""
         width = self.tokens.shape[1]
         prompts = self.lengths - (self.column - width)
-        rows, place = torch.arange(len(prompts)), torch.full_like(prompts, self.column)
+        rows, place = torch.arange(len(prompts), device=prompts.device), torch.full_like(prompts, self.column)
         return kernels.Seen(rows, place, prompts, range(width, self.column + 1))
 
     def _new_columns(self) -> tuple[Any, int, Tensor | None]:

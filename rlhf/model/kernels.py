@@ -135,8 +135,8 @@ def draw(logits: Tensor, seeds: Tensor, temperature: float, greedy: bool) -> tup
     functions = compiled()
     assert functions is not None
     rows, size = logits.shape
-    tokens, seeds = torch.empty(rows, dtype=torch.int64), seeds.contiguous()
-    logprobs, leads = torch.empty(2, rows).unbind()
+    tokens, seeds = logits.new_empty(rows, dtype=torch.int64), seeds.contiguous()
+    logprobs, leads = logits.new_empty(2, rows).unbind()
     tensors = (logits, seeds, tokens, logprobs, leads)
     functions.draw(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature, greedy)
     return tokens, logprobs, leads
@@ -150,8 +150,9 @@ def invert(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor
     functions = compiled()
     assert functions is not None
     rows, size = logits.shape
-    tokens, logprobs, uniforms = torch.empty(rows, dtype=torch.int64), torch.empty(rows), uniforms.contiguous()
-    tensors = (logits, uniforms, tokens, logprobs, torch.empty(rows, -(-size // BLOCK)))
+    tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+    block_sums, uniforms = logits.new_empty(rows, -(-size // BLOCK)), uniforms.contiguous()
+    tensors = (logits, uniforms, tokens, logprobs, block_sums)
     functions.invert(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature)
     return tokens, logprobs
 

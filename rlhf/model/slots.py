@@ -120,7 +120,7 @@ class Slots(Decoder):
         begins = torch.cat((self.all_lengths[:first], torch.zeros_like(lengths)))
         row, ends = self.numbers[: len(counts)].repeat_interleave(counts), counts.cumsum(0)
         count = len(row)
-        position = begins[row] + torch.arange(count) - (ends - counts)[row]
+        position = begins[row] + torch.arange(count, device=self.device) - (ends - counts)[row]
         seen = Seen(row, position, position + 1, range(0))
         # packed products are compiled for each number of rows
         more = rows_carried(count, max(count, MOST_ROWS), True) - count if self.packed else 0
@@ -130,7 +130,7 @@ class Slots(Decoder):
             return F.pad(attend((q, k, v), cache, seen), (0, 0, 0, more))
 
         self._view(len(counts))
-        new = torch.cat((tokens, torch.tensor([token for prompt in prompts for token in prompt])))
+        new = torch.cat((tokens, torch.tensor([token for prompt in prompts for token in prompt], device=self.device)))
         x = self._read(F.pad(new, (0, more)), F.pad(position, (0, more)), attend_to_own)
         self.all_lengths[:first] += 1
         last = F.pad(ends - 1, (0, rows_carried(len(ends), self.most, self.packed) - len(ends)))

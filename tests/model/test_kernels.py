@@ -175,6 +175,22 @@ def test_a_token_without_probability_is_never_drawn():
 
 
 @needs_compiler
+def test_torchs_default_precision_and_device_change_nothing():
+    """A result of another precision would be too small for what the loops write."""
+    logits, seeds, uniforms = normal(4, 300), torch.arange(8, dtype=torch.int32).view(4, 2), torch.rand(4)
+    wanted = (*draw(logits, seeds, 1.0, False), *invert(logits, uniforms, 1.0))
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = (*draw(logits, seeds, 1.0, False), *invert(logits, uniforms, 1.0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, wanted)) and [t.dtype for t in found] == [t.dtype for t in wanted]
+    with torch.device("meta"):
+        found = (*draw(logits, seeds, 1.0, False), *invert(logits, uniforms, 1.0))
+    assert all(map(torch.equal, found, wanted))
+
+
+@needs_compiler
 def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_log_prob():
     logits = normal(3, 100)
     logits[1, 40] = torch.nan
