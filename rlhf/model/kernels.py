@@ -135,7 +135,7 @@ def draw(logits: Tensor, seeds: Tensor, temperature: float, greedy: bool) -> tup
     functions = compiled()
     assert functions is not None
     rows, size = logits.shape
-    tokens, seeds = logits.new_empty(rows, dtype=torch.int64), seeds.contiguous()
+    tokens, seeds = torch.empty(rows, dtype=torch.int64, device=logits.device), seeds.contiguous()
     logprobs, leads = logits.new_empty(2, rows).unbind()
     tensors = (logits, seeds, tokens, logprobs, leads)
     functions.draw(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature, greedy)
@@ -150,7 +150,7 @@ def invert(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor
     functions = compiled()
     assert functions is not None
     rows, size = logits.shape
-    tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64, device=logits.device), logits.new_empty(rows)
     block_sums, uniforms = logits.new_empty(rows, -(-size // BLOCK)), uniforms.contiguous()
     tensors = (logits, uniforms, tokens, logprobs, block_sums)
     functions.invert(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature)
