@@ -66,7 +66,7 @@ def test_the_compiled_loops_beat_torch(model, settled):
     prompts = [list(range(2, 10 + i % 16)) for i in range(32)]
 
     def fast() -> None:
-        sample(model, prompts, max_new_tokens=48, eos_token_id=None, pad_token_id=0, settled=settled)
+        sample(model, prompts, max_new_tokens=96, eos_token_id=None, pad_token_id=0, settled=settled)
 
     def plain() -> None:
         with by_torch_alone():

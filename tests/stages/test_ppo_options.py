@@ -214,7 +214,7 @@ def test_a_penalty_in_the_loss_is_no_reward(open_trainer):
 def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
     found = {}
     for decay in ("null", "0.999999"):
-        with open_trainer(f"ppo.ema_decay={decay}", "ppo.lr=1e-3", "ppo.eval_every=1", "kl.target=null") as trainer:
+        with open_trainer(f"ppo.ema_decay={decay}", "ppo.lr=3e-4", "ppo.eval_every=1", "kl.target=null") as trainer:
             found[decay] = [update(trainer, n) for n in (1, 2, 3)][-1]
     alone, averaged = found.values()
     assert averaged["objective/kl"] == alone["objective/kl"], "training goes on from the weights themselves"
