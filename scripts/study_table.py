@@ -107,9 +107,30 @@ def audit(study: dict[str, Any]) -> None:
     table(["parent", "cell", "accuracy", "worst flips", "verdict", "KL", "true reward gained"], runs)
 
 
+def scaling(study: dict[str, Any]) -> None:
+    """The exponents, the fitted law, and the losses of each budget and size."""
+    rows = [
+        [name, *(f"{row[key]:.2f}" if isinstance(row[key], float) else show(row[key]) for key in "ab")]
+        for name, row in study["rows"].items()
+    ]
+    table(["N ~ C^a, D ~ C^b", "a", "b"], rows)
+    laws = [[name, *map(show, law.values())] for name, law in study["laws"].items()]
+    table(["law, N", *next(iter(study["laws"].values()))], laws)
+    budgets = study["isoflop"]["all parameters"]
+    losses = [[f"{b['budget']:.2g}", *(f"{p['loss']['mean']:.3f}" for p in b["points"])] for b in budgets]
+    table(["FLOPs", *(f"{p['parameters']:,}" for p in budgets[0]["points"])], losses)
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python scripts/study_table.py STUDY.json")
     study = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    tables = {"frontier": frontier, "details": details, "prompts": details, "audit": audit, "sizes": sizes}
+    tables = {
+        "frontier": frontier,
+        "details": details,
+        "prompts": details,
+        "audit": audit,
+        "sizes": sizes,
+        "scaling": scaling,
+    }
     tables[study["study"]](study)

@@ -1,5 +1,9 @@
 """The study of scaling: its cells, the whole at a tiny size, and exponents and intervals of made-up runs."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,6 +17,7 @@ from rlhf.stages.pretrain import make_model
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.run_files import read_run
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = ["study.kind=scaling", "study.seeds=[0]", "study.budgets=[4e9]", "study.widths=[8,16,24]"]
 
 
@@ -50,6 +55,12 @@ def test_the_whole_study_at_a_tiny_size(gold_run, tmp_path, monkeypatch, capfd):
     assert "Loss at equal compute" in [picture.title for picture in make_pictures([read_run(run.folder)])]
     tables = make_evaluation(read_run(run.folder))["studies"]
     assert [name for name, _ in tables[0]["rows"]][-2:] == ["Hoffmann et al. 2022", "Kaplan et al. 2020"]
+    script, figures = SCRIPTS / "study_table.py", run.folder / "study" / "scaling.json"
+    printed = subprocess.run([sys.executable, script, figures], capture_output=True, text=True, check=True).stdout
+    assert (
+        "| Kaplan et al. 2020 | 0.73 | 0.27 |" in printed
+        and f"| 4e+09 | {curve['points'][0]['loss']['mean']:.3f} |" in printed
+    )
     losses = [row["loss"] for row in found["runs"]]
     run.stage("study", *TINY)
     assert "3 trainings, 3 done" in capfd.readouterr().out
