@@ -101,7 +101,9 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False)
         self.head = ScalarHead(config.trunk.hidden_size)
-        self.unembedding: Tensor | None = None  # unembedding of the language model's loss; None: the embeddings
+        self.unembedding: tuple[
+            nn.Module, ...
+        ] = ()  # of the language model's loss, frozen and not saved; empty: the embeddings
         self.post_init()
 
     @torch.no_grad()
@@ -150,8 +152,11 @@ class RewardModel(PreTrainedModel):
         if not with_lm:
             return self._mean(self.values_at(tokens, kept, calibrated), real)
         hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state
-        weight = self.trunk.get_input_embeddings().weight if self.unembedding is None else self.unembedding
-        nats = mean_nats(linear(hidden, weight.to(hidden.device)), tokens, lengths)
+        if self.unembedding:
+            logits = self.unembedding[0].to(device=hidden.device, dtype=hidden.dtype)(hidden)
+        else:
+            logits = linear(hidden, self.trunk.get_input_embeddings().weight)
+        nats = mean_nats(logits, tokens, lengths)
         return self._mean(self._score(hidden.flatten(0, 1)[kept], calibrated), real), nats
 
     def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:

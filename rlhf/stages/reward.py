@@ -150,32 +150,38 @@ def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out:
 
 
 def make_model(config: Config) -> RewardModel | TextRewardModel:
-    """The model to train, by reward.model. Raises: UserError if reward.lm_coef is set and the model has no plain logits."""
+    """The model to train, by reward.model. Raises: UserError as `prepared`."""
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
     model: RewardModel | TextRewardModel
     if settings.model is None:
         model = RewardModel.from_causal_lm(str(sft), settings.layers)
         model.config.read_tokens = settings.read_tokens
-        if settings.lm_coef:
-            policy = load_policy(sft)
-            if not multiplies_plainly(policy):
-                raise UserError(f"reward.lm_coef={settings.lm_coef}: this model scales or caps its logits: want 0")
-            if not policy.config.tie_word_embeddings:  # the SFT model's own, frozen, since the reward model has none
-                model.unembedding = policy.get_output_embeddings().weight.detach()
     else:
         model = TextRewardModel.from_base(settings.model)
-    return checkpointed(config, model)
+    return prepared(config, model)
 
 
 def continued_model(config: Config, folder: Path) -> RewardModel:
-    """The reward model of another reward stage, to be trained on. The ranking loss takes its scores without the calibration."""
+    """The reward model of another reward stage, to be trained on. The ranking loss takes its scores without the calibration.
+
+    Raises: UserError as `prepared`.
+    """
     model = load_whole(RewardModel, str(folder / "model"), local_files_only=True)
     model.calibrate(1.0, 0.0)
-    return checkpointed(config, model)
+    return prepared(config, model)
 
 
-def checkpointed(config: Config, model: Any) -> Any:
-    """The model, with gradient checkpointing if gradient_checkpointing is set."""
+def prepared(config: Config, model: Any) -> Any:
+    """The model with what training needs: the unembedding for reward.lm_coef, and gradient checkpointing if it is set.
+
+    Raises: UserError if reward.lm_coef is set and the SFT model has no plain logits.
+    """
+    if config.reward.lm_coef:
+        policy = load_policy(stage_folder(config, "sft") / "model")
+        if not multiplies_plainly(policy):
+            raise UserError(f"reward.lm_coef={config.reward.lm_coef}: this model scales or caps its logits: want 0")
+        if not policy.config.tie_word_embeddings:  # the SFT model's own, since the reward model has none
+            model.unembedding = (policy.get_output_embeddings().requires_grad_(False),)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
