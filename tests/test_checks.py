@@ -253,3 +253,10 @@ def test_what_a_classifier_cannot_have_is_refused_beside_its_name(group):
     assert problems(group, **{f"{group}__epochs": 0}) == [
         f"{group}.epochs=0: nothing would be trained: want 1 or more, or {group}.fit_head=true"
     ]
+
+
+def test_a_study_of_scaling_pretrains_its_models():
+    assert problems("study", study__kind="scaling", model__pretrained="some/model") == [
+        "study.kind=scaling: pretrains models of its own widths: want model.pretrained=null"
+    ]
+    check_config(with_settings(study__kind="scaling"), "study")

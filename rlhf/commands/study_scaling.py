@@ -100,14 +100,19 @@ def parameters_of(config: Config, width: int, vocabulary: int) -> tuple[int, int
 
 
 def pretrain_cells(cells: list[Cell], missing: list[Cell]) -> None:
-    """Train the missing cells one after another, seed by seed; cells of one seed share the text that the first one packed."""
+    """Train the missing cells one after another, seed by seed; cells of one seed share the text that the first one packed.
+
+    With data.corpus_weights each cell packs its own: how much of each source it holds depends on the cell's tokens.
+    """
     configs = {cell.run: compose_config(list(cell.overrides)) for cell in missing}
     for config in configs.values():
         check_config(config, "pretrain")
     for number, cell in enumerate(sorted(missing, key=lambda cell: cell.seed)):
+        config = configs[cell.run]
         done = [folder_of(c) for c in cells if c.seed == cell.seed and is_complete(folder_of(c))]
+        packed = done[0] / "corpus" if done and config.data.corpus_weights is None else None
         say(f"study: {cell.run} ({number + 1} of {len(missing)})")
-        pretrain.pretrain(configs[cell.run], pretrain.make_model, done[0] / "corpus" if done else None)
+        pretrain.pretrain(config, pretrain.make_model, packed)
 
 
 def folder_of(cell: Cell) -> Path:

@@ -44,7 +44,7 @@ OF_LSTM = ("pretrain.isolate_documents=false", "pretrain.optimizer=adamw")
 
 
 def transfer_choices(parent: Path) -> dict[str, tuple[str, ...]]:
-    """{name: the overrides} of the fine-tunings on one base."""
+    """{name: the overrides} of the fine-tunings on one base. An adopted base has no LSTM beside it: its text is unknown."""
     shape = read_json(parent / "pretrain" / "model" / "config.json")
     layers = shape.get("n_layer") or shape["num_hidden_layers"]
     sizes = {
@@ -58,7 +58,7 @@ def transfer_choices(parent: Path) -> dict[str, tuple[str, ...]]:
         DEFAULT: (),
         "all_layers_no_lm": NO_LM,
         **sizes,
-        LSTM: (),
+        **({} if (parent / "pretrain" / "adopted.json").exists() else {LSTM: ()}),
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rlhf.commands import study_scaling
 from rlhf.commands.study_scaling import Run, estimate, parameters_of, resamples, scaling_choices, with_interval
+from rlhf.data.corpus import PackedCorpus
 from rlhf.errors import UserError
 from rlhf.files import read_json
 from rlhf.planning.scaling import parametric_frontier
@@ -65,6 +66,18 @@ def test_the_whole_study_at_a_tiny_size(gold_run, tmp_path, monkeypatch, capfd):
     run.stage("study", *TINY)
     assert "3 trainings, 3 done" in capfd.readouterr().out
     assert [row["loss"] for row in read_json(run.folder / "study" / "scaling.json")["runs"]] == losses
+
+
+def test_text_mixed_by_weight_is_mixed_for_each_cells_own_tokens(gold_run, tmp_path, monkeypatch):
+    run, corpus = gold_run.copy(tmp_path, "pretrain", "gold"), gold_run.folder / "world" / "corpus.jsonl"
+    given = [*TINY[:3], "study.widths=[8,24]", f"data.corpus=['{corpus}','{corpus}']", "data.corpus_weights=[3,1]"]
+    monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: [*run.overrides, *given])
+    run.stage("study", *given)
+    tokens = {row["width"]: row["tokens"] for row in read_json(run.folder / "study" / "scaling.json")["runs"]}
+    for width, wanted in tokens.items():
+        folder = run.folder / "study" / "scaling" / f"c4e09_w{width}-seed0" / "pretrain"
+        assert PackedCorpus.load(folder / "corpus").token_count("train") == pytest.approx(wanted, abs=128)
+    assert tokens[8] > 2 * tokens[24]
 
 
 def made_up(alpha: float, beta: float, noise: float = 0.0) -> list[Run]:

@@ -39,6 +39,15 @@ def test_cells_fine_tune_on_one_base(gold_run):
     assert all(c.seed == 1 and stage_folder(c, "pretrain") == gold_run.folder / "pretrain" for c in composed.values())
 
 
+def test_an_adopted_base_is_compared_with_no_lstm(gold_run, tmp_path):
+    """Its text is unknown, and the study would adopt it once more in the LSTM's place."""
+    parent = gold_run.copy(tmp_path, "sft").folder
+    assert "lstm" in study_transfer.transfer_choices(parent)
+    (parent / "pretrain" / "adopted.json").write_text("{}")
+    assert set(study_transfer.transfer_choices(parent)) >= {"no_pretraining", "layers_0", "all_layers"}
+    assert "lstm" not in study_transfer.transfer_choices(parent)
+
+
 @torch.no_grad()
 def test_zero_shot_scores_by_hand(gold_run):
     lm = load_policy(gold_run.folder / "pretrain" / "model")
