@@ -27,7 +27,7 @@ def make_isoflops(study: dict[str, Any], title: str) -> Picture | None:
             first, last = points[0][0], points[-1][0]
             steps = [first + (last - first) * i / 40 for i in range(41)]
             logs = [x * math.log(10) for x in steps]
-            series.append(Series(f"{label}, parabola", steps, [(c2 * z + c1) * z + c0 for z in logs], colour))
+            series.append(Series("", steps, [(c2 * z + c1) * z + c0 for z in logs], colour))
     if not series:
         return None
     return Picture(
