@@ -53,7 +53,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]  # also behind --seeds, which would take them
+    overrides = [
+        a for a in sys.argv[1:] if "=" in a and not a.startswith("-")
+    ]  # also behind --seeds, which would take them
     options = parser.parse_args([a for a in sys.argv[1:] if a not in overrides])
     rows = {m: [measure(options.runs_dir, m, seed, overrides) for seed in options.seeds] for m in options.models}
     names = list(next(iter(rows.values()))[0])
