@@ -15,8 +15,10 @@ from rlhf.model.export_reward import export_reward
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.tokenizer import train_tokenizer
 
+from ..presets import preset
 from .chats import make_tokenizer
 from .classifiers import save_classifier
+from .test_generate import KINDS
 
 LLAMA_LIKE = {
     "hidden_size": 32,
@@ -128,3 +130,19 @@ def test_a_text_classifier_exports_with_its_calibration(name, tmp_path):
     theirs = loaded.score_texts(prompts, *asked[1:])
     assert loaded.gain == 1.0 and torch.allclose(theirs + told.offset, ours, atol=1e-4)
     assert told.offset == (pytest.approx(-1.0) if name == "llama" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("sinusoidal", "expresses this reward model's trunk: positions is 'sinusoidal'"),
+        ("banded", "expresses this reward model's trunk: window is 3"),
+        ("switch", "expresses this reward model's trunk: experts is 4"),
+        ("one_norm", "has no sequence classifier of a cohere"),
+    ],
+)
+def test_a_trunk_without_a_public_classifier_is_refused_in_one_line(kind, why, tokenizer, tmp_path):
+    policy = GPTForCausalLM(preset("tiny", vocab_size=len(tokenizer), n_layer=2, n_head=4, width=32, **KINDS[kind]))
+    with pytest.raises(UserError, match=f"^export: .*{why}") as refused:
+        export_reward(RewardModel.from_causal_lm(policy), tokenizer, tmp_path / "out")
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()

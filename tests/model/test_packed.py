@@ -58,8 +58,12 @@ def test_packed_answers_are_the_plain_ones(shape, monkeypatch):
         {"width": 96, "n_head": 6, "n_kv_head": 2, "positions": "rotary", "norm": "rmsnorm"},
         {"n_kv_head": 1},
         {"window": 8},
+        {"block": "post", "positions": "sinusoidal", "mlp": "relu"},
+        {"block": "one_norm", "positions": "rotary", "n_kv_head": 1, "head_dim": 48, "mlp": "swiglu", "bias": False},
+        {"block": "parallel", "positions": "rotary", "rotary_share": 0.5, "head_dim": 64},
+        {"experts": 4, "qk_norm": True, "width": 256},
     ],
-    ids=["many heads", "grouped, rotary", "one key head", "banded"],
+    ids=["many heads", "grouped, rotary", "one key head", "banded", "post-norm", "PaLM", "NeoX", "experts, packed"],
 )
 def test_answers_of_the_compiled_loops_are_torchs(shape, settled):
     model = make_model(**{"width": 128, **shape})

@@ -141,6 +141,15 @@ def test_experts_of_two_processes_equal_one(gold_run, tmp_path):
         assert_same(one, run, "pretrain", 1e-4)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("block", ["model=gpt1-tiny", "model=palm-tiny", "model=gpt3-tiny model.positions=sinusoidal"])
+def test_other_blocks_of_two_processes_equal_one(gold_run, tmp_path, block):
+    one, two = (gold_run.copy(tmp_path, "pretrain", name) for name in ("one", "two"))
+    one.stage("pretrain", *SETTINGS["pretrain"], *block.split())
+    launch(tmp_path / "held.json", 2, [job(two, "pretrain", 0, *block.split(), "deepspeed=zero3")])
+    assert_same(one, two, "pretrain", 1e-4)
+
+
 def assert_fits_the_formula(case: str, found: dict[str, int]) -> None:
     """The bytes of weights, gradients and optimizer states, part by part."""
     name, dtype, _ = case.split(":")
