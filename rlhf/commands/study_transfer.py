@@ -18,7 +18,6 @@ from rlhf.commands.study_cells import Cell, cached, mean_interval
 from rlhf.commands.study_results import hashes
 from rlhf.composing import compose_config
 from rlhf.config import Config
-from rlhf.data.labelled import classes_of
 from rlhf.evaluation.labelled_task import columns_of, load_task, option_scores, options_of
 from rlhf.files import read_json
 from rlhf.model.lstm import LSTMConfig, LSTMForCausalLM
@@ -155,8 +154,7 @@ def zero_shot(cell: Cell, saved: list[Path]) -> dict[str, float]:
     device, folder = set_up(config), cell.parent / "pretrain" / "model"
     tokenizer, lm = load_tokenizer(folder), load_policy(folder).to(device)
     columns = columns_of(config)
-    train, held_out = load_task(config, columns, cell.folder)
-    classes = classes_of(train + held_out, columns)
+    _, held_out, classes = load_task(config, columns, cell.folder)
     rows = [options_of(example, columns, classes) for example in held_out]
     contexts = encode_texts(tokenizer, [text for text, _ in rows])
     options = iter(encode_texts(tokenizer, [f" {option}" for _, listed in rows for option in listed]))

@@ -8,7 +8,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
-from rlhf.data.labelled import Columns, Example, divide, load_examples
+from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
 from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
 from rlhf.errors import UserError
 from rlhf.files import sha256_file
@@ -61,10 +61,12 @@ def hash_task(config: Config) -> dict[str, str]:
     }
 
 
-def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Example], list[Example]]:
-    """(examples to train on, held-out ones); a task of the gold world is written to the folder first.
+def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Example], list[Example], list[str]]:
+    """(examples to train on, held-out ones, classes); a task of the gold world is written to the folder first.
 
-    Raises: UserError if either is empty.
+    The classes are those of all examples, also of those that classify.examples leaves out.
+
+    Raises: UserError if either is empty, and as `classes_of`.
     """
     settings, data = config.classify, config.classify.data
     if (name := gold_task(config)) is not None:
@@ -75,6 +77,7 @@ def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Exam
         train, held_out = divide(examples, settings.held_out, config.data.split_seed)
     else:
         train, held_out = examples, load_examples("classify.test", settings.test, columns, config.data.encoding)
+    classes = classes_of(train + held_out, columns)
     if settings.examples is not None and settings.examples < len(train):
         train = random.Random(f"examples-{config.seed}").sample(train, settings.examples)
     if not train or not held_out:
@@ -82,7 +85,7 @@ def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Exam
             f"classify.data: {len(train)} examples to train on and {len(held_out)} held out: add examples, or "
             "name held-out ones with classify.test"
         )
-    return train, held_out
+    return train, held_out, classes
 
 
 def options_of(example: Example, columns: Columns, classes: list[str]) -> tuple[str, list[str]]:

@@ -17,7 +17,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
-from rlhf.data.labelled import Columns, Example, classes_of
+from rlhf.data.labelled import Columns, Example
 from rlhf.evaluation.instructions import load_stage, models_of
 from rlhf.evaluation.labelled_task import columns_of, load_task, option_scores, options_of
 from rlhf.evaluation.statistics import Figures, wilson
@@ -34,8 +34,7 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     columns = columns_of(config)
     folder = run_folder(config) / "evaluations"
     folder.mkdir(parents=True, exist_ok=True)
-    train, held_out = load_task(config, columns, folder)
-    classes = classes_of(train + held_out, columns)
+    train, held_out, classes = load_task(config, columns, folder)
     held_out = held_out[: config.evaluate.prompts]
     counts = sorted(listed(config.evaluate.shots))
     drawn = draw_examples(train, len(held_out), max(counts), config.seed)

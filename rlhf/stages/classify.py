@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.labelled import Example, classes_of, encode_examples, find_marks
+from rlhf.data.labelled import Example, encode_examples, find_marks
 from rlhf.evaluation.labelled_task import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification
 from rlhf.files import write_json
@@ -54,8 +54,7 @@ def run(config: Config) -> None:
         device = set_up(config)
 
         # 1. The examples
-        train, held_out = load_task(config, columns, stage.folder)
-        classes = classes_of(train + held_out, columns)
+        train, held_out, classes = load_task(config, columns, stage.folder)
         base = stage_folder(config, "pretrain") / "model"
         tokenizer, lm = load_tokenizer(base), load_policy(base)
         coded = [encode(stage, part, tokenizer, lm, classes) for part in (train, held_out)]

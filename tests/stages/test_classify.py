@@ -13,7 +13,7 @@ from rlhf.cli import main
 from rlhf.config import Config
 from rlhf.data.labelled import Columns, Example, Marks, classes_of, divide, encode_examples, find_marks, load_examples
 from rlhf.errors import UserError
-from rlhf.evaluation.labelled_task import columns_of
+from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.evaluation.statistics import classification, wilson
 from rlhf.files import read_json
 from rlhf.gold.labelled import TASKS, labelled_rows
@@ -107,6 +107,19 @@ def test_a_choice_is_named_by_its_text_its_column_or_its_number(tmp_path):
     rows = [{"t": "x", "one": "red", "two": "blue", "y": y} for y in (1, 2, 2)]
     examples = load_examples("classify.data", write_csv(tmp_path / "b.csv", rows), columns, "utf-8")
     assert classes_of(examples, columns) == ["1", "2"], "from 1, since 2 occurs and 0 does not"
+
+
+def test_labels_count_from_1_also_if_few_examples_are_taken(gold_run, tmp_path):
+    """Only the whole file tells: the last choice is right in one row, which the drawn examples lack."""
+    rows = [
+        {"t": f"text {i}", "a": "red", "b": "blue", "c": "green", "y": 3 if i == 7 else 1 + i % 2} for i in range(40)
+    ]
+    given = [f"classify.data={write_csv(tmp_path / 'few.csv', rows)}", "classify.choices=[a,b,c]", "classify.text=t"]
+    config = gold_run.config(*given, "classify.label=y", "classify.examples=3")
+    columns = columns_of(config)
+    train, held_out, classes = load_task(config, columns, tmp_path)
+    assert not any(example.label == "3" for example in train + held_out) and len(train) == 3
+    assert classes == ["1", "2", "3"] != classes_of(train + held_out, columns)
 
 
 # --- the loss ------------------------------------------------------------------------------------------------------

@@ -73,13 +73,11 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     zero, two = found["models"]["pretrain"]
     assert (zero["shots"], zero["shown"], zero["accuracy"]["n"]) == (0, 0.0, 24) and 0 < two["shown"] <= 2
 
-    from rlhf.data.labelled import classes_of
     from rlhf.evaluation.labelled_task import columns_of, load_task
 
     config = run.config(*settings)
-    train, held_out = load_task(config, columns_of(config), run.folder / "evaluations")
+    train, held_out, classes = load_task(config, columns_of(config), run.folder / "evaluations")
     model, tokenizer = (load(run.folder / "pretrain" / "model") for load in (load_policy, load_tokenizer))
-    classes = classes_of(train + held_out, columns_of(config))
     rows, _ = make_rows(
         tokenizer,
         128,
