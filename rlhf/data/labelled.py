@@ -58,17 +58,6 @@ def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -
     ]
     if not examples:
         raise UserError(f"{setting}: no row to read: want labelled examples")
-    if columns.choices:
-        counts = [len(example.rows) for example in examples]
-        odd = next((example for example in examples if len(example.rows) != counts[0]), None)
-        if odd is not None:
-            raise UserError(
-                f"{odd.where}: has {len(odd.rows)} choices, the first row {counts[0]}: want as many in each row"
-            )
-        if counts[0] < 2:
-            raise UserError(
-                f"{setting}: classify.choices gives one choice: name a column for each, or one that holds lists"
-            )
     return examples
 
 
@@ -120,8 +109,10 @@ def _text(where: str, value: Any) -> str:
 def classes_of(examples: list[Example], columns: Columns) -> list[str]:
     """The labels in order; of multiple choice the numbers of the choices, from 0 or from 1 as the labels count.
 
-    Raises: UserError if there is only one label, or one that is not a choice.
+    Raises: UserError if there is only one label, or one that is not a choice, or rows have different numbers of choices.
     """
+    if columns.choices:
+        _check_choices(examples)
     labels = sorted({example.label for example in examples})
     if len(labels) < 2:
         raise UserError(f"classify.label={columns.label}: every row has the label {labels[0]!r}: want two or more")
@@ -137,6 +128,18 @@ def classes_of(examples: list[Example], columns: Columns) -> list[str]:
             f"number from {classes[0]} to {classes[-1]}"
         )
     return classes
+
+
+def _check_choices(examples: list[Example]) -> None:
+    """Raises: UserError if rows have different numbers of choices, or one."""
+    first = examples[0]
+    odd = next((example for example in examples if len(example.rows) != len(first.rows)), None)
+    if odd is not None:
+        raise UserError(
+            f"{odd.where}: has {len(odd.rows)} choices, {first.where} has {len(first.rows)}: want as many in each row"
+        )
+    if len(first.rows) < 2:
+        raise UserError("classify.choices gives one choice: name a column for each, or one that holds lists")
 
 
 def divide(examples: list[Example], held_out: float, seed: int) -> tuple[list[Example], list[Example]]:

@@ -122,6 +122,19 @@ def test_labels_count_from_1_also_if_few_examples_are_taken(gold_run, tmp_path):
     assert classes == ["1", "2", "3"] != classes_of(train + held_out, columns)
 
 
+def test_held_out_examples_with_other_numbers_of_choices_are_refused(gold_run, tmp_path):
+    def written(name, choices):
+        (tmp_path / name).write_text(
+            "".join(json.dumps({"t": f"{i}", "c": choices, "y": i % 2}) + "\n" for i in range(4))
+        )
+        return str(tmp_path / name)
+
+    given = [f"classify.data={written('a.jsonl', ['x', 'y'])}", f"classify.test={written('b.jsonl', ['x', 'y', 'z'])}"]
+    config = gold_run.config(*given, "classify.choices=[c]", "classify.text=t", "classify.label=y")
+    with pytest.raises(UserError, match=r"^b.jsonl:1: has 3 choices, a.jsonl:1 has 2: want as many in each row$"):
+        load_task(config, columns_of(config), tmp_path)
+
+
 # --- the loss ------------------------------------------------------------------------------------------------------
 
 
