@@ -52,14 +52,21 @@ class Desk:
         self.judged: dict[str, dict[str, Ranking]] = {
             task: {} for task in self.tasks
         }  # by task and labeler: the record that counts
+        # by task and labeler
+        self.demonstrated: dict[str, dict[str, Demonstration]] = {task: {} for task in self.tasks}
         for record in without_replaced(store.records):
             self._count(record)
         self.counted: tuple[int, dict[str, Any]] = (-1, {})
 
     def _count(self, record: Any) -> None:
         task = record.metadata.get("task")
-        if isinstance(record, Ranking) and task in self.judged and record.labeler is not None:
-            self.judged[task][record.labeler] = record
+        labeler: str | None = getattr(record, "labeler", None)
+        if task not in self.tasks or labeler is None:
+            return
+        if isinstance(record, Ranking):
+            self.judged[task][labeler] = record
+        elif isinstance(record, Demonstration):
+            self.demonstrated[task][labeler] = record
 
     # ------------------------------------------------------------------------------------------------- ranking
 
@@ -70,7 +77,7 @@ class Desk:
 
     def _next(self, labeler: str) -> Ranking | None:
         mine = self.held.get(labeler)
-        if mine is not None and labeler not in self.judged[mine[0]]:
+        if mine is not None and self._is_open(mine[0], labeler):  # not if others got it while this labeler was away
             return self.tasks[mine[0]]
         for name in self.tasks:
             if self._is_open(name, labeler):
@@ -161,19 +168,22 @@ class Desk:
             return record
 
     def next_prompt(self, labeler: str) -> Ranking | None:
-        """A task to whose prompt the labeler has not yet demonstrated an answer."""
-        with self.store.lock:
-            done = {
-                r.metadata.get("task")
-                for r in self.store.records
-                if isinstance(r, Demonstration) and r.labeler == labeler
-            }
-        return next((task for name, task in self.tasks.items() if name not in done), None)
+        """A task to whose prompt neither the labeler nor enough others have written an answer."""
+        with self.lock:
+            return next(
+                (
+                    self.tasks[name]
+                    for name, said in self.demonstrated.items()
+                    if labeler not in said and len(said) < self.per_prompt
+                ),
+                None,
+            )
 
     def demonstrate(
         self, labeler: str, prompt: list[Message], response: str, submission: str, more: dict
     ) -> Demonstration:
-        """Save the ideal response to a prompt."""
+        """Save the ideal response to a prompt. Raises: RefusedError if the labeler has written one to this task."""
+        task = more.get("task")
         made = Demonstration(
             id=f"demonstration/{labeler}/{submission}",
             prompt=prompt,
@@ -182,7 +192,15 @@ class Desk:
             source="rlhf serve",
             metadata=more | {"submission": submission, "created": now_text()},
         )
-        return self.store.append(made)
+        with self.lock:
+            if task is not None and task not in self.tasks:
+                raise RefusedError(404, "no such task", "task")
+            before = None if task is None else self.demonstrated[task].get(labeler)
+            if before is not None and before.metadata["submission"] != submission:
+                raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
+            record = self.store.append(made)
+            self._count(record)
+            return record
 
 
 def make_ranking(task: Ranking, labeler: str, said: Judged, longest: float, more: dict[str, Any]) -> Ranking:

@@ -38,7 +38,7 @@ class Verdict(Strict):
 
     name: Id
     submission: Submission
-    ranking: Annotated[list[list[Id]], Field(max_length=64)] | None
+    ranking: Annotated[list[list[Id]], Field(min_length=1, max_length=64)] | None
     ratings: dict[Id, Annotated[int, Field(ge=1, le=7)]] = Field(default_factory=dict)
     flags: dict[Id, list[Annotated[str, Field(pattern="^(" + "|".join(FLAGS) + ")$")]]] = Field(default_factory=dict)
     seconds: Seconds = 0.0

@@ -10,9 +10,11 @@ import pytest
 from rlhf.commands.import_data import run as import_data
 from rlhf.composing import compose_config
 from rlhf.data.comparisons import load_comparisons
+from rlhf.data.demonstrations import load_demonstrations
 from rlhf.errors import UserError
 from rlhf.model.next_tokens import likeliest, show
 from rlhf.serving.app import make_app
+from rlhf.serving.desk import Judged
 from rlhf.serving.store import LabelStore
 from rlhf.tokenizer import encode_text
 from rlhf.training.setup import load_policy
@@ -113,6 +115,7 @@ async def test_wrong_answers_are_refused_and_nothing_is_written(clients, desk):
     for more, status in (
         ({"ranking": [["a"], ["a"]]}, 400),
         ({"ranking": [["z"]]}, 400),
+        ({"ranking": []}, 400),
         ({"ratings": {"a": 8}}, 400),
         ({"ratings": {"z": 5}}, 400),
         ({"flags": {"a": ["nonsense"]}}, 400),
@@ -188,8 +191,6 @@ async def test_the_likeliest_next_tokens_are_the_models(clients, models, gold_ru
 
 def test_what_was_acknowledged_is_there_and_what_was_torn_is_not(tmp_path):
     desk = make_desk(tmp_path / "labels.jsonl", count=3)
-    from rlhf.serving.desk import Judged
-
     for name in ("anna", "ben"):
         task = desk.next_task(name)
         desk.rank(name, task.id, Judged(f"{name}-submission", [["a"], ["b"]]), None)
@@ -226,7 +227,6 @@ def test_a_pipe_is_no_file_of_labels(tmp_path):
 
 
 def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_have(tmp_path):
-    from rlhf.serving.desk import Judged
     from rlhf.serving.errors import RefusedError
 
     desk = make_desk(tmp_path / "labels.jsonl", labelers=("anna", "ben"), per_prompt=1)
@@ -241,8 +241,6 @@ def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_ha
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     import os
-
-    from rlhf.serving.desk import Judged
 
     desk = make_desk(tmp_path / "labels.jsonl")
     task = desk.next_task("anna")
@@ -264,8 +262,6 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
 
 def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_path):
-    from rlhf.serving.desk import Judged
-
     names = tuple(f"l{i}" for i in range(6))
     desk = make_desk(tmp_path / "labels.jsonl", count=20, labelers=names, per_prompt=2)
 
@@ -281,3 +277,42 @@ def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_
     assert all(len(said) == 2 for said in desk.judged.values())
     pairs = [(r.labeler, r.metadata["task"]) for r in desk.store.records]
     assert len(pairs) == len(set(pairs)) == 40
+
+
+def test_a_labeler_who_was_away_while_others_did_the_task_gets_another(tmp_path, monkeypatch):
+    """A task held for too long goes to others; who held it is not shown it again when it has enough labels."""
+    desk = make_desk(tmp_path / "labels.jsonl", per_prompt=1)
+    monkeypatch.setattr("rlhf.serving.desk.HELD_SECONDS", 0.0)
+    task = desk.next_task("anna")
+    assert desk.next_task("ben").id == task.id
+    monkeypatch.undo()
+    assert desk.next_task("anna").id != task.id, "ben has it now"
+    desk.rank("ben", task.id, Judged("submission-1", [["a"], ["b"]]), None)
+    assert desk.next_task("anna").id != task.id
+
+
+async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labelers(clients, desk, tmp_path):
+    async def write(name, submission):
+        task = (await clients[name].get("/api/demonstrate/next")).json()
+        said = {"messages": task["messages"], "task": task["task"], "response": f"{name} .", "submission": submission}
+        return said, await clients[name].post("/api/demonstrate", json=said)
+
+    said, first = await write("anna", "first-tab")
+    assert (await clients["anna"].post("/api/demonstrate", json=said)).json() == first.json(), "sent twice, saved once"
+    again = await clients["anna"].post("/api/demonstrate", json=said | {"submission": "second-tab"})
+    assert again.status_code == 409 and "you have written" in again.json()["error"]["message"]
+    unknown = await clients["anna"].post("/api/demonstrate", json=said | {"task": "none", "submission": "third-tab"})
+    assert unknown.status_code == 404
+    await write("ben", "of-ben-01")
+    task = desk.tasks[said["task"]]
+    assert desk.next_prompt("cleo").id != task.id, "two labelers have written to it"
+    desk.rank("anna", task.id, Judged("a-ranking", [["a"], ["b"]]), None)
+    desk.store.close()
+    again = make_desk(desk.store.path)
+    assert again.next_prompt("ben").id == again.next_prompt("cleo").id != task.id, "a restart forgets nothing"
+    import_data(compose_config([f"path='{desk.store.path}'", f"out='{tmp_path}/imported'"], "import"))
+    report = json.loads((tmp_path / "imported" / "report.json").read_text())
+    assert report["counts"] == {"input": 3, "accepted": 3, "duplicates": 0, "filtered": 0, "rejected": 0}
+    assert (
+        len(load_comparisons(str(desk.store.path))[0]) == 1 and len(load_demonstrations(str(desk.store.path))[0]) == 2
+    )
