@@ -281,10 +281,12 @@ def score_distributions(
 def describe(results: Figures) -> list[str]:
     """The figures as a few lines of text."""
     agreement = results["agreement"]
-    lines = [
-        f"reward model accuracy {show(results['accuracy'])} on training labelers, who agree among themselves on "
-        f"{show(agreement['training'])}; length alone {results['length_baseline']:.3f}"
-    ]
+    agree = agreement["training"]
+    labelers = "held-out prompts"  # nobody labelled what another one did
+    if agree["value"] is not None:
+        labelers = f"training labelers, who agree among themselves on {show(agree)}"
+    accuracy, length = show(results["accuracy"]), results["length_baseline"]
+    lines = [f"reward model accuracy {accuracy} on {labelers}; length alone {length:.3f}"]
     if "held_out_labelers" in results:
         lines.append(
             f"on held-out labelers {show(results['held_out_labelers']['accuracy'])}, who agree on "

@@ -115,9 +115,7 @@ def run_stage(config: Config) -> None:
         results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
         results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
-        pad = tokenizer.pad_token_id
-        nats = {name: response_nats(config, answers[name], models["sft"], pad, device) for name in scores}
-        kl = {n: kl_rows(config, answers[n], models[n], nats[n], pad, device) for n in scores if n != "sft"}
+        nats, kl = nats_and_kl(config, {name: answers[name] for name in scores}, models, tokenizer.pad_token_id, device)
         results["kl_to_sft_nats"] = mean_of(kl["ppo"])
         results["kl"] = {name: interval_of(rows) for name, rows in kl.items()}
         results["text"] = {
@@ -318,6 +316,21 @@ def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], devi
     if "rate" in models:
         results["generate_and_rate"] = evaluate_generate_and_rate(config, asked, models, reward, scores, device)
     return results
+
+
+def nats_and_kl(
+    config: Config, answers: dict[str, Answers], models: dict[str, Path], pad: int, device: torch.device
+) -> tuple[Scores, Scores]:
+    """SFT's log-probs in nats of each policy's samples, and `kl_rows` of the samples of the other policies."""
+    nats, kl = {}, {}
+    with progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
+        for name, drawn in answers.items():
+            nats[name] = response_nats(config, drawn, models["sft"], pad, device)
+            bar.update()
+            if name != "sft":
+                kl[name] = kl_rows(config, drawn, models[name], nats[name], pad, device)
+                bar.update()
+    return nats, kl
 
 
 def response_nats(config: Config, answers: Answers, folder: Path, pad: int, device: torch.device) -> list[list[float]]:

@@ -330,5 +330,5 @@ def test_the_figures_in_words(results):
     bare = {name: results[name] for name in ("accuracy", "length_baseline")}
     nothing = {"value": None, "ci95": None}
     assert report.describe(bare | {"agreement": {"training": nothing}})[0].endswith(
-        f"on none; length alone {results['length_baseline']:.3f}"
+        f" on held-out prompts; length alone {results['length_baseline']:.3f}"
     )
