@@ -1,14 +1,93 @@
-"""Each policy's `correct` and `safe` by kind of conversation, one sample per test prompt: python scripts/conversation_table.py runs/talk"""
+"""Print the tables on conversations of docs/RESULTS.md: means over the runs with 95% intervals by Student's t.
 
+    python scripts/conversation_table.py runs/talk-0 runs/talk-1 runs/talk-2
+
+The runs are of experiment=gold-dialogue with evaluate.baselines=[rate]. The last table pools the test prompts of all runs.
+"""
+
+import functools
+import operator
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from rlhf.commands.study_cells import mean_interval
 from rlhf.evaluation.statistics import interval, show
+from rlhf.files import read_json
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.tracking.jsonl import read_jsonl
+
+Results = dict[str, Any]
+PICKED = {
+    "best_of_n": "SFT, best by the reward model",
+    "sft_rated": "SFT, best by the ratings",
+    "generate_and_rate": "generate-and-rate: the rate model, best by the ratings",
+    "ppo_best_of_n": "PPO, best by the reward model",
+}
+SINGLE = {"sft": "SFT", "ppo": "PPO", "rate": "rate model, one sample"}
+PARTS = ("correct", "complete", "polite", "safe")
+
+
+def over_runs(runs: list[Results], *keys: str) -> str:
+    """The mean over the runs of the figure that the keys lead to."""
+    figures: list[Any] = [functools.reduce(operator.getitem, keys, run) for run in runs]
+    over = mean_interval(figures)
+    return show(over | {"value": over["mean"]})
+
+
+def print_policies(runs: list[Results]) -> None:
+    """Win rate over SFT, gold score and its parts of one sample of each policy, and of the best of n."""
+    print("| policy | samples | win rate over SFT | gold score |", *(f"`{part}` |" for part in PARTS))
+    print("|---|---|---|---|" + "---|" * len(PARTS))
+    for name, label in SINGLE.items():
+        parts = [over_runs(runs, "gold", "parts", name, part) for part in PARTS]
+        gold = over_runs(runs, "gold", "score", name, "value")
+        print("|", " | ".join([label, "1", win_rate(runs, name), gold, *parts]), "|")
+    for name, label in PICKED.items():
+        picked = [run["best_of_n"] if name == "best_of_n" else run["generate_and_rate"]["picked"][name] for run in runs]
+        parts = [over_runs(picked, "parts", part) for part in PARTS]
+        figures = [over_runs(picked, key, "value") for key in ("win_rate_vs_sft", "score")]
+        print("|", " | ".join([label, str(picked[0]["n"]), *figures, *parts]), "|")
+    print()
+
+
+def win_rate(runs: list[Results], name: str) -> str:
+    if name == "sft":
+        return ""
+    gold = [run["gold"] if name == "ppo" else run["baselines"][name] for run in runs]
+    return over_runs(gold, "win_rate_vs_sft", "value")
+
+
+def print_figures(runs: list[Results]) -> None:
+    print("| | mean over the runs |\n|---|---|")
+    print("| KL of PPO to SFT, nats |", over_runs(runs, "kl_to_sft_nats"), "|")
+    print("| PPO over SFT, greedy |", over_runs(runs, "gold", "win_rate_greedy", "value"), "|")
+    print("| reward model's accuracy |", over_runs(runs, "reward_model", "accuracy", "value"), "|")
+    print("| length alone |", over_runs(runs, "reward_model", "length_baseline"), "|")
+    for name in runs[0]["generate_and_rate"]["over"]:
+        figure = over_runs(runs, "generate_and_rate", "over", name, "value")
+        print(f"| generate-and-rate over {name} |", figure, "|")
+    print()
+
+
+def print_conversations(folders: list[Path]) -> None:
+    """`correct` and `safe` by kind of conversation, one sample per test prompt."""
+    scores: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    for run in folders:
+        prompts = read_jsonl(run / "world" / "prompts.jsonl")
+        tasks = {row["id"]: task_from_metadata(row["metadata"]["gold"]) for row in prompts}
+        for row in read_jsonl(run / "evaluate" / "samples.jsonl"):
+            task = tasks[row["id"]]
+            for policy, text in row["responses"].items():
+                scores[task.conversation or "single request"][policy].append(judge(task, text))
+    columns = [(part, name) for part in ("correct", "safe") for name in ("sft", "ppo")]
+    print("| conversation | prompts |", *(f"`{part}`, {SINGLE[name]} |" for part, name in columns))
+    print("|---|---|" + "---|" * len(columns))
+    for kind, by_policy in sorted(scores.items()):
+        cells = [share([parts[part] for parts in by_policy[name]]) for part, name in columns]
+        print("|", kind, "|", len(by_policy["sft"]), "|", " | ".join(cells), "|")
 
 
 def share(values: list[float]) -> str:
@@ -17,22 +96,9 @@ def share(values: list[float]) -> str:
     return show(figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]})
 
 
-def main(run: Path) -> None:
-    tasks = {
-        row["id"]: task_from_metadata(row["metadata"]["gold"]) for row in read_jsonl(run / "world" / "prompts.jsonl")
-    }
-    scores: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
-    for row in read_jsonl(run / "evaluate" / "samples.jsonl"):
-        task = tasks[row["id"]]
-        for policy, text in row["responses"].items():
-            scores[task.conversation or "single request"][policy].append(judge(task, text))
-    policies = [name for name in next(iter(scores.values())) if not name.startswith("base")]
-    print("| conversation | prompts |", *(f"`{part}`, {name} |" for part in ("correct", "safe") for name in policies))
-    print("|---|---|" + "---|" * (2 * len(policies)))
-    for kind, by_policy in sorted(scores.items()):
-        cells = [share([parts[part] for parts in by_policy[name]]) for part in ("correct", "safe") for name in policies]
-        print("|", kind, "|", len(by_policy["sft"]), "|", " | ".join(cells), "|")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folders = [Path(path) for path in sys.argv[1:]]
+    runs = [read_json(folder / "evaluate" / "results.json") for folder in folders]
+    print_policies(runs)
+    print_figures(runs)
+    print_conversations(folders)
