@@ -193,14 +193,24 @@ class Desk:
             metadata=more | {"submission": submission, "created": now_text()},
         )
         with self.lock:
-            if task is not None and task not in self.tasks:
-                raise RefusedError(404, "no such task", "task")
+            _check_demonstration(made, None if task is None else self.tasks.get(task))
             before = None if task is None else self.demonstrated[task].get(labeler)
             if before is not None and before.metadata["submission"] != submission:
                 raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
             record = self.store.append(made)
             self._count(record)
             return record
+
+
+def _check_demonstration(made: Demonstration, task: Ranking | None) -> None:
+    """Raises: RefusedError if it names what is not there, or answers another prompt than its task's."""
+    edited = made.metadata.get("edited")
+    if "task" in made.metadata and task is None:
+        raise RefusedError(404, "no such task", "task")
+    if task is not None and made.prompt != task.prompt:
+        raise RefusedError(400, "want the prompt of the task", "messages")
+    if edited is not None and (task is None or edited not in {response.id for response in task.responses}):
+        raise RefusedError(400, "want a response of the task", "edited")
 
 
 def make_ranking(task: Ranking, labeler: str, said: Judged, longest: float, more: dict[str, Any]) -> Ranking:

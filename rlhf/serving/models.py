@@ -33,6 +33,11 @@ class ServedModel:
     def spelled(self, token: int) -> str:
         return self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
 
+    def reads_like(self, other: "ServedModel") -> bool:
+        """Whether two models' tokens mean the same, so that their probabilities can be compared."""
+        mine, others = self.tokenizer.backend_tokenizer, other.tokenizer.backend_tokenizer
+        return self.vocabulary == other.vocabulary and mine.get_vocab() == others.get_vocab()
+
     @property
     def policy_id(self) -> str:
         """The policy's name in labels: run/stage@hash."""

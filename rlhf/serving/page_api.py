@@ -62,6 +62,7 @@ class DemonstrationRequest(Strict):
     submission: Submission
     seconds: Seconds = 0.0
     task: Id | None = None
+    edited: Id | None = None  # the task's response from which the labeler started
 
 
 class ShadingRequest(Strict):
@@ -144,8 +145,8 @@ def add_session(router: APIRouter, server: Server) -> None:
         prompt, _ = await encoded(chat_prompt, model, [one.message() for one in asked.messages])
         if len(prompt) + len(ids) > model.context or not all(0 <= i < model.vocabulary for i in ids):
             raise RefusedError(400, "the response does not fit this model", "token_ids")
-        if asked.reference and models[asked.reference].vocabulary != model.vocabulary:
-            raise RefusedError(400, "the two models have different vocabularies", "reference")
+        if asked.reference and not models[asked.reference].reads_like(model):
+            raise RefusedError(400, "the two models have different tokenizers", "reference")
         shades = await called(engine, "shade", asked.model, asked.reference, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids]} | shades
 
@@ -202,12 +203,15 @@ def add_ranking(router: APIRouter, server: Server) -> None:
 
     @router.get("/demonstrate/next")
     async def next_prompt(request: Request) -> dict[str, Any]:
-        task = await asyncio.to_thread(desk.next_prompt, labeler_of(request))
-        return {"task": task and task.id, "messages": task and [m.model_dump() for m in task.prompt]}
+        labeler = labeler_of(request)
+        task = await asyncio.to_thread(desk.next_prompt, labeler)
+        body = task_body(desk, task, labeler) if task else {"name": None, "messages": None, "responses": []}
+        return {"task": body.pop("name")} | body
 
     @router.post("/demonstrate")
     async def demonstrate(asked: DemonstrationRequest, request: Request) -> dict[str, Any]:
-        more = {"seconds": asked.seconds} | ({"task": asked.task} if asked.task else {})
+        given = {"task": asked.task, "edited": asked.edited}
+        more = {"seconds": asked.seconds} | {name: value for name, value in given.items() if value}
         prompt = [one.message() for one in asked.messages]
         labeler = labeler_of(request)
         return saved(await checked(desk.demonstrate, labeler, prompt, asked.response, asked.submission, more))

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from rlhf.data.records import Message, Text
 
@@ -65,6 +65,13 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
+        if count and not info.data.get("logprobs"):
+            raise ValueError("want logprobs=true with top_logprobs")
+        return count
 
     @field_validator("messages")
     @classmethod

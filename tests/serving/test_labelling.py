@@ -1,16 +1,23 @@
 """Labels: who gets what, what is on the disk, and that the importer and the reward model read it as it is."""
 
+import copy
 import json
 import os
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
+import torch
 
+from rlhf.chat_template import encode_prompt
 from rlhf.commands.import_data import run as import_data
 from rlhf.composing import compose_config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.model.next_tokens import likeliest, show
 from rlhf.serving.app import make_app
@@ -154,8 +161,10 @@ async def test_models_are_compared_blind_and_demonstrations_are_kept(clients, de
     assert kinds == ["ranking", "demonstration"]
 
 
-async def test_tokens_are_shaded(clients, models):
-    ids = models["gold/ppo"].tokenizer("red is a color")["input_ids"]
+async def test_tokens_are_shaded(clients, models, gold_run):
+    """Token by token as in float64: the log-prob of each, and the KL of the distributions from which it was drawn."""
+    tokenizer = models["gold/ppo"].tokenizer
+    ids = tokenizer("red is a color")["input_ids"]
     body = {
         "model": "gold/ppo",
         "reference": "gold/sft",
@@ -164,9 +173,48 @@ async def test_tokens_are_shaded(clients, models):
     }
     found = (await clients["anna"].post("/api/shading", json=body)).json()
     assert len(found["tokens"]) == len(found["logprobs"]) == len(found["kl"]) == len(ids)
-    assert max(found["logprobs"]) < 0 < max(found["kl"])
+    prompt = encode_prompt(tokenizer, [Message(role="user", content="x")])
+    logps = []
+    for stage in ("ppo", "sft"):
+        model = load_policy(gold_run.folder / stage / "model").double()
+        with torch.no_grad():
+            logps.append(model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1))
+    places = range(len(prompt) - 1, len(prompt) + len(ids) - 1)  # the distribution before each token
+    for i, (at, token) in enumerate(zip(places, ids, strict=True)):
+        kl = sum(float(p.exp() * (p - q)) for p, q in zip(logps[0][at], logps[1][at], strict=True))
+        assert found["logprobs"][i] == pytest.approx(float(logps[0][at, token]), abs=1e-4)
+        assert found["kl"][i] == pytest.approx(kl, abs=1e-5)
     same = (await clients["anna"].post("/api/shading", json=body | {"reference": "gold/ppo"})).json()
     assert same["logprobs"] == found["logprobs"] and max(same["kl"]) == 0
+
+
+def test_only_models_that_read_tokens_alike_are_compared(models):
+    one, two = models["gold/ppo"], models["gold/sft"]
+    other = copy.deepcopy(two.tokenizer)
+    other.add_tokens(["unheard-of"])
+    assert one.reads_like(two) and not one.reads_like(replace(two, tokenizer=other))
+
+
+async def test_labels_of_the_page_make_a_second_round(clients, desk, gold_run, tmp_path):
+    """The command of docs/serving.md: reward model, PPO and evaluation on the old labels and the new ones."""
+    for i in range(4):
+        task = (await clients["anna"].get("/api/rank/next")).json()["task"]
+        assert (await clients["anna"].post("/api/rank", json=verdict(task, f"of-anna-{i}"))).status_code == 200
+    desk.store.close()
+    folder = gold_run.copy(tmp_path, None, "first").folder
+    again = replace(gold_run, runs_dir=tmp_path, name="third")
+    data = [
+        *[f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft")],
+        f"data.comparisons=['{folder / 'label' / 'comparisons.jsonl'}','{desk.store.path}']",
+        f"data.demonstrations='{folder / 'world' / 'demonstrations.jsonl'}'",
+        f"data.prompts='{folder / 'world' / 'prompts.jsonl'}'",
+    ]
+    where = [f"runs_dir='{again.runs_dir}'", f"run={again.name}", "gold.enabled=false"]
+    command = [sys.executable, "-m", "rlhf", "pipeline", *again.overrides, *where, *data]
+    said = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert f"{desk.store.path}: native (key kind is 'ranking'), 4 rows" in said.stdout + said.stderr
+    for stage in ("reward", "ppo", "evaluate"):
+        assert json.loads((again.folder / stage / "stage.json").read_text())["status"] == "complete"
 
 
 async def test_the_likeliest_next_tokens_are_the_models(clients, models, gold_run):
@@ -303,6 +351,10 @@ async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labele
     assert again.status_code == 409 and "you have written" in again.json()["error"]["message"]
     unknown = await clients["anna"].post("/api/demonstrate", json=said | {"task": "none", "submission": "third-tab"})
     assert unknown.status_code == 404
+    other = [{"role": "user", "content": "of my own"}]
+    for wrong, name in (({"messages": other}, "messages"), ({"edited": "z"}, "edited")):
+        found = await clients["ben"].post("/api/demonstrate", json=said | wrong | {"submission": "of-ben-00"})
+        assert found.status_code == 400 and found.json()["error"]["param"] == name
     await write("ben", "of-ben-01")
     task = desk.tasks[said["task"]]
     assert desk.next_prompt("cleo").id != task.id, "two labelers have written to it"

@@ -124,6 +124,22 @@ def test_a_stop_string_ends_the_text_before_it(ask, stream):
     assert text == whole[: whole.index(stop)] and reason == "stop"
 
 
+def test_stop_strings_that_span_tokens_end_the_text(ask):
+    whole = chat(ask, seed=5, logprobs=True).choices[0]
+    pieces = [token.token for token in whole.logprobs.content]
+    text, ends = whole.message.content, [sum(map(len, pieces[: i + 1])) for i in range(len(pieces))]
+    for end in ends[:4]:  # the last character of one token and the first of the next
+        stop = text[end - 1 : end + 1]
+        assert len(stop) == 2
+        answer = chat(ask, seed=5, stop=[stop]).choices[0]
+        assert answer.message.content == text[: text.index(stop)] and answer.finish_reason == "stop"
+
+
+def test_top_logprobs_want_logprobs(ask):
+    with pytest.raises(openai.BadRequestError, match="logprobs=true"):
+        chat(ask, top_logprobs=3)
+
+
 def test_completions_of_text_and_tokens(ask):
     found = ask.completions.create(model="gold/ppo", prompt=["the", "a red"], max_tokens=5, seed=1, n=2, logprobs=2)
     assert [choice.index for choice in found.choices] == [0, 1, 2, 3]

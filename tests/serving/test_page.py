@@ -229,12 +229,29 @@ def test_a_demonstration_is_written(browser, place):
     visit.page.get_by_role("tab", name="Demonstrate").click()
     visit.page.locator("#demonstrate .turn").first.wait_for()
     visit.page.get_by_label("The ideal response").fill("It is a color .")
+    visit.page.get_by_text("Start from a response").click()
     visit.shoot("demonstrate-390")
     check_accessible(visit)
-    visit.page.locator("#demonstrate").get_by_role("button", name="Save").click()
+    edit, box = visit.page.get_by_role("button", name="Edit response 2"), visit.page.get_by_label("The ideal response")
+    edit.click()
+    visit.page.get_by_text("Empty the box first").wait_for()
+    assert box.input_value() == "It is a color .", "written text stays"
+    save = visit.page.locator("#demonstrate").get_by_role("button", name="Save")
+    save.click()
     visit.page.get_by_text("Saved.").wait_for()
+    written = json.loads(place[1].read_text().splitlines()[-1])
+    assert written["response"] == "It is a color ." and "edited" not in written["metadata"]
+    visit.page.get_by_text("Start from a response").click()
+    draft = visit.page.locator("#demonstrate details .turn p").nth(1).inner_text()
+    edit.press("Enter")
+    assert box.input_value() == draft and box.evaluate("box => box === document.activeElement")
+    box.press("End")
+    box.type(" Really .")
+    save.click()
+    visit.page.wait_for_function("document.querySelector('#demonstrate textarea:last-of-type').value === ''")
     visit.close()
-    assert json.loads(place[1].read_text().splitlines()[-1])["response"] == "It is a color ."
+    edited = json.loads(place[1].read_text().splitlines()[-1])
+    assert edited["response"] == f"{draft} Really ." and edited["metadata"]["edited"] in "abcde"
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "dark"), (390, "light")])

@@ -1,4 +1,4 @@
-// Write the ideal response to a prompt: of the next task, or one's own.
+// Write the ideal response to a prompt: of the next task, or one's own. The task's responses can be edited.
 
 import { el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
 
@@ -7,26 +7,45 @@ export function makeDemonstrate(panel, me) {
   const own = el("textarea", { rows: 3 });
   const ownField = field("Prompt", own, true);
   const response = el("textarea", { rows: 8 });
+  const drafts = el("div");
+  const draftBox = el("details", {}, el("summary", {}, "Start from a response"), drafts);
   const save = el("button", { class: "main", onclick: onSave }, "Save");
-  const other = el("button", { onclick: () => open(null, null) }, "Write a prompt of my own");
+  const other = el("button", { onclick: () => open(null, null, []) }, "Write a prompt of my own");
   panel.append(el("details", {}, el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions)),
-    shown, ownField, field("The ideal response", response, true), el("div", { class: "row" }, save, other));
-  let task = null, messages = null, submission = submissionId();
+    shown, ownField, draftBox, field("The ideal response", response, true), el("div", { class: "row" }, save, other));
+  let task = null, messages = null, edited = null, submission = submissionId();
   const watch = new Watch();
 
-  function open(name, turns) {
+  function open(name, turns, responses) {
     task = name;
     messages = turns;
+    edited = null;
+    draftBox.hidden = responses.length === 0;
+    draftBox.open = false;
+    drafts.replaceChildren(...responses.map((one, i) => el("div", { class: "turn" },
+      el("p", { class: "text" }, one.text),
+      el("div", { class: "tools" }, el("button", { onclick: () => edit(one, responses) }, `Edit response ${i + 1}`)))));
     submission = submissionId();
     shown.replaceChildren(...(turns ? turnsOf(turns) : []));
     ownField.hidden = turns !== null;
     watch.restart();
   }
 
+  function edit(one, responses) {
+    const typed = response.value.trim();
+    if (typed && !responses.some((other) => other.text.trim() === typed)) {
+      say("Empty the box first: it holds what you have written.", true);
+      return;
+    }
+    response.value = one.text;
+    edited = one.id;
+    response.focus();
+  }
+
   async function next() {
     try {
       const found = await get("/api/demonstrate/next");
-      open(found.task, found.messages);
+      open(found.task, found.messages, found.responses);
     } catch (error) {
       say(error.message, true);
     }
@@ -42,6 +61,7 @@ export function makeDemonstrate(panel, me) {
     try {
       const body = { messages: prompt, response: response.value.trim(), submission, seconds: watch.seconds() };
       if (task) body.task = task;
+      if (edited) body.edited = edited;
       await post("/api/demonstrate", body);
       response.value = own.value = "";
       say("Saved.");
