@@ -1,13 +1,13 @@
 """Print the tables on conversations of docs/RESULTS.md: means over the runs with 95% intervals by Student's t.
 
-    python scripts/conversation_table.py runs/talk-0 runs/talk-1 runs/talk-2
+    python scripts/conversation_table.py runs/talk-0 runs/talk-1 runs/talk-2 --picture docs/img/conversations.png
 
-The runs are of experiment=gold-dialogue with evaluate.baselines=[rate]. The last table pools the test prompts of all runs.
+The runs are of experiment=gold-dialogue with evaluate.baselines=[rate]. The last table and the picture pool the test prompts of all runs.
 """
 
+import argparse
 import functools
 import operator
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rlhf.evaluation.statistics import interval, show
 from rlhf.files import read_json
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
+from rlhf.report.figures import Curve, save, with_intervals
 from rlhf.tracking.jsonl import read_jsonl
 
 Results = dict[str, Any]
@@ -72,9 +73,12 @@ def print_figures(runs: list[Results]) -> None:
     print()
 
 
-def print_conversations(folders: list[Path]) -> None:
-    """`correct` and `safe` by kind of conversation, one sample per test prompt."""
-    scores: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+Scores = dict[str, dict[str, list[dict[str, float]]]]
+
+
+def read_scores(folders: list[Path]) -> Scores:
+    """The parts of the gold score of one sample per test prompt, by kind of conversation and policy."""
+    scores: Scores = defaultdict(lambda: defaultdict(list))
     for run in folders:
         prompts = read_jsonl(run / "world" / "prompts.jsonl")
         tasks = {row["id"]: task_from_metadata(row["metadata"]["gold"]) for row in prompts}
@@ -82,6 +86,11 @@ def print_conversations(folders: list[Path]) -> None:
             task = tasks[row["id"]]
             for policy, text in row["responses"].items():
                 scores[task.conversation or "single request"][policy].append(judge(task, text))
+    return scores
+
+
+def print_conversations(scores: Scores) -> None:
+    """`correct` and `safe` by kind of conversation."""
     columns = [(part, name) for part in ("correct", "safe") for name in ("sft", "ppo")]
     print("| conversation | prompts |", *(f"`{part}`, {SINGLE[name]} |" for part, name in columns))
     print("|---|---|" + "---|" * len(columns))
@@ -92,13 +101,44 @@ def print_conversations(folders: list[Path]) -> None:
 
 def share(values: list[float]) -> str:
     """The mean with its interval, clipped to [0, 1]."""
+    mean, low, high = ends(values)
+    return show({"value": mean, "ci95": [low, high]})
+
+
+def ends(values: list[float]) -> tuple[float, float, float]:
+    """The mean and its interval, clipped to [0, 1]."""
     figure: dict[str, Any] = interval(values)
-    return show(figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]})
+    low, high = figure["ci95"]
+    return figure["value"], max(0.0, low), min(1.0, high)
+
+
+def draw(scores: Scores, path: Path) -> None:
+    """`correct` of SFT and PPO by kind of conversation."""
+    kinds = sorted(scores, key=lambda kind: -ends([parts["correct"] for parts in scores[kind]["ppo"]])[0])
+    series = []
+    for colour, policy in enumerate(("sft", "ppo")):
+        points = [
+            (i + 0.16 * colour, *ends([parts["correct"] for parts in scores[kind][policy]]))
+            for i, kind in enumerate(kinds)
+        ]
+        series.append(with_intervals(SINGLE[policy], points, colour, line=False))
+    title = "Correct last answers by kind of conversation"
+    save(Curve(series, x_name="", label=title, y_name="share correct", names=kinds), path, title)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--picture", type=Path, help="an SVG or PNG file to write")
+    given = parser.parse_args()
+    runs = [read_json(folder / "evaluate" / "results.json") for folder in given.runs]
+    print_policies(runs)
+    print_figures(runs)
+    scores = read_scores(given.runs)
+    print_conversations(scores)
+    if given.picture:
+        draw(scores, given.picture)
 
 
 if __name__ == "__main__":
-    folders = [Path(path) for path in sys.argv[1:]]
-    runs = [read_json(folder / "evaluate" / "results.json") for folder in folders]
-    print_policies(runs)
-    print_figures(runs)
-    print_conversations(folders)
+    main()
