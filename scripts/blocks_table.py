@@ -8,14 +8,17 @@ if there are several seeds. The models have the same number of parameters within
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
 
-from scipy.stats import t
+from rlhf.commands.study_cells import mean_interval
+from rlhf.report.figures import Curve, save, with_intervals
 
 MODELS = ("tiny", "gpt1-tiny", "gpt3-tiny", "palm-tiny", "llama-tiny", "switch-tiny")
+WIN_RATE = "gold win rate, PPO over SFT"
+
+Rows = dict[str, list[dict[str, float]]]  # by model, the figures of each seed
 
 
 def measure(runs_dir: Path, model: str, seed: int, overrides: list[str]) -> dict[str, float]:
@@ -34,18 +37,29 @@ def measure(runs_dir: Path, model: str, seed: int, overrides: list[str]) -> dict
     return {
         "bits per byte": results["pretrain_bits_per_byte"],
         "reward accuracy": results["reward_model"]["accuracy"]["value"],
-        "gold win rate, PPO over SFT": results["gold"]["win_rate_vs_sft"]["value"],
+        WIN_RATE: results["gold"]["win_rate_vs_sft"]["value"],
         "mean gold score of PPO": results["gold"]["mean_score"]["ppo"],
     }
 
 
 def show(values: list[float]) -> str:
-    mean, count = sum(values) / len(values), len(values)
-    if count == 1:
-        return f"{mean:.3f}"
-    error = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1) / count)
-    half = float(t.ppf(0.975, count - 1)) * error
-    return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
+    over = mean_interval(values)
+    ends = "" if over["ci95"] is None else " [" + ", ".join(f"{end:.3f}" for end in over["ci95"]) + "]"
+    return f"{over['mean']:.3f}{ends}"
+
+
+def draw(rows: Rows, name: str, path: Path) -> None:
+    """One figure of each model: the mean over the seeds, with its interval."""
+    points = []
+    for i, by_seed in enumerate(rows.values()):
+        over = mean_interval([figures[name] for figures in by_seed])
+        low, high = over["ci95"] or (over["mean"], over["mean"])
+        points.append((float(i), over["mean"], low, high))
+    save(
+        Curve([with_intervals(name, points, line=False)], x_name="", label=name, y_name=name, names=list(rows)),
+        path,
+        name,
+    )
 
 
 def main() -> None:
@@ -53,6 +67,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--picture", type=Path, help="an SVG or PNG file to write, with the win rates")
     overrides = [
         a for a in sys.argv[1:] if "=" in a and not a.startswith("-")
     ]  # also behind --seeds, which would take them
@@ -62,6 +77,8 @@ def main() -> None:
     print("| model | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
     for model, by_seed in rows.items():
         print(f"| {model} | " + " | ".join(show([figures[name] for figures in by_seed]) for name in names) + " |")
+    if options.picture:
+        draw(rows, WIN_RATE, options.picture)
 
 
 if __name__ == "__main__":
