@@ -209,7 +209,13 @@ async def test_labels_of_the_page_make_a_second_round(clients, desk, gold_run, t
         f"data.demonstrations='{folder / 'world' / 'demonstrations.jsonl'}'",
         f"data.prompts='{folder / 'world' / 'prompts.jsonl'}'",
     ]
-    where = [f"runs_dir='{again.runs_dir}'", f"run={again.name}", "gold.enabled=false"]
+    where = [
+        f"runs_dir='{again.runs_dir}'",
+        f"run={again.name}",
+        "gold.enabled=false",
+        "reward.audit=0",
+        "evaluate.best_of=0",
+    ]
     command = [sys.executable, "-m", "rlhf", "pipeline", *again.overrides, *where, *data]
     said = subprocess.run(command, check=True, capture_output=True, text=True)
     assert f"{desk.store.path}: native (key kind is 'ranking'), 4 rows" in said.stdout + said.stderr
