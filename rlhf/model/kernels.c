@@ -1,12 +1,27 @@
 /* The inner loops of sampling on a CPU (rlhf/model/kernels.py): the attention of new tokens to a cache of keys and values, and the
-   choice of a token per row. float32, in vectors of 16 numbers (GCC's vector extensions), which the compiler maps to what the
-   processor has. NaN in a row makes the row's results NaN: comparisons leave it out, sums do not. */
+   choice of a token per row. float32, in GCC's vector extensions, in vectors of the size that the processor has: GCC computes with larger
+   ones number by number. NaN in a row makes the row's results NaN: comparisons leave it out, sums do not. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+#if defined __AVX512F__
 #define LANES 16
+#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif defined __AVX2__
+#define LANES 8
+#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else /* SSE2, NEON */
+#define LANES 4
+#define NUMBERS 0, 1, 2, 3
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#endif
 #define BLOCK 128      /* columns whose scores are computed before their values are added; tokens whose sum is searched first */
 #define MOST_WIDTH 256 /* of a head */
 #define INLINE static inline __attribute__((always_inline))
@@ -15,7 +30,7 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
-static const ints LANE_NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const ints LANE_NUMBERS = {NUMBERS};
 
 /* Of any alignment. */
 INLINE floats load(const float *from) { floats x; memcpy(&x, from, sizeof x); return x; }
@@ -54,11 +69,10 @@ INLINE float highest_of(floats x)
 /* (a0 + a1, a2 + a3, ..., b0 + b1, ...) */
 INLINE floats add_neighbours(floats a, floats b)
 {
-    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return SHUFFLE(a, b, EVEN) + SHUFFLE(a, b, ODD);
 }
 
-/* Lane i: the sum of vector i of 16. Writes over them. */
+/* Lane i: the sum of vector i of LANES. Writes over them. */
 INLINE floats sum_each(floats *x)
 {
     for (int count = LANES / 2; count; count /= 2)
@@ -168,7 +182,7 @@ INLINE void attend_head(const float *q, const float *K, const float *V, const fl
 /* Attention of new tokens to a cache. First the key and value of each token n go to column place[n] of cache row row[n]. Then for
    each of its query heads y = softmax(scale q . K) V over the columns j < leading[n] and tail <= j < columns of the cache of its key
    head. Shapes: q, y (tokens, heads, width), k, v (tokens, key_heads, width), keys, values (rows, key_heads, at least columns,
-   width); width: a multiple of LANES up to MOST_WIDTH. stride_*: floats from one token or row to the next; stride_head: from one
+   width); width: a multiple of 16 up to MOST_WIDTH. stride_*: floats from one token or row to the next; stride_head: from one
    key head. */
 void attend(const float *q, const float *k, const float *v, float *keys, float *values, float *y, const int64_t *row,
             const int64_t *place, const int64_t *leading, int64_t tail, int64_t columns, int64_t tokens, int64_t heads,
@@ -194,6 +208,7 @@ void attend(const float *q, const float *k, const float *v, float *keys, float *
             const float *query = q + n * stride_q + h * width;
             float *out = y + (n * heads + h) * width;
             switch (width) { /* a constant width keeps the sums in registers */
+            case 16: attend_head(query, K, V, next, out, leading[n], tail, columns, 16, scale); break;
             case 32: attend_head(query, K, V, next, out, leading[n], tail, columns, 32, scale); break;
             case 64: attend_head(query, K, V, next, out, leading[n], tail, columns, 64, scale); break;
             case 128: attend_head(query, K, V, next, out, leading[n], tail, columns, 128, scale); break;
@@ -211,7 +226,7 @@ INLINE words mixed(words x)
     return x ^ (x >> 16);
 }
 
-/* Gumbel noise of the 16 tokens from `first`, as `gumbel_noise` of rlhf/model/settled.py. */
+/* Gumbel noise of the LANES tokens from `first`, as `gumbel_noise` of rlhf/model/settled.py. */
 INLINE floats noise_of(int64_t first, uint32_t seed, uint32_t other)
 {
     const ints whole = (ints)mixed(mixed(((words)LANE_NUMBERS + (uint32_t)first) * 0x9e3779b1u + seed) ^ other);

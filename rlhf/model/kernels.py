@@ -23,7 +23,8 @@ from torch import Tensor
 from rlhf.ops import products
 
 SOURCE = Path(__file__).with_name("kernels.c")
-LANES, BLOCK, MOST_WIDTH = 16, 128, 256  # as in kernels.c
+BLOCK, MOST_WIDTH = 128, 256  # as in kernels.c
+STEP = 16  # widths are multiples of the longest vectors, LANES in kernels.c, on every processor
 # The first that compiles and loads counts. OpenMP is not linked: its functions are those of torch's copy, so that both use
 # the same threads.
 FLAGS = (["-march=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"])
@@ -41,15 +42,20 @@ def compiled() -> ctypes.CDLL | None:
 def _load() -> ctypes.CDLL | None:
     for flags in FLAGS:
         try:
-            loaded = ctypes.CDLL(str(_compile(flags)))
+            return load_with(flags)
         # no compiler, flag or home; CC is no command; or it does not load
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError):
             continue
-        loaded.attend.argtypes = [*[_POINTER] * 9, *[_WHOLE] * 11, _REAL]
-        loaded.draw.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL, ctypes.c_int32]
-        loaded.invert.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL]
-        return loaded
     return None
+
+
+def load_with(flags: list[str]) -> ctypes.CDLL:
+    """The functions, compiled with these flags. Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError."""
+    loaded = ctypes.CDLL(str(_compile(flags)))
+    loaded.attend.argtypes = [*[_POINTER] * 9, *[_WHOLE] * 11, _REAL]
+    loaded.draw.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL, ctypes.c_int32]
+    loaded.invert.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL]
+    return loaded
 
 
 def _compile(flags: list[str]) -> Path:
@@ -90,7 +96,7 @@ def _processor() -> str:
 def can_attend(cache: Tensor) -> bool:
     """Whether `attend` serves keys and values like these, (rows, heads, columns, width)."""
     width = cache.shape[-1]
-    return _plain(cache) and width % LANES == 0 and width <= MOST_WIDTH and compiled() is not None
+    return _plain(cache) and width % STEP == 0 and width <= MOST_WIDTH and compiled() is not None
 
 
 class Seen(NamedTuple):

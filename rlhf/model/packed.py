@@ -2,7 +2,8 @@
 
 A plain product reorders its weight matrix at each call, which costs much with few rows: with 32 rows and widths from
 256 the packed product takes half to two thirds of the time. It is not used in training and long forwards, which gain
-little: a packed product is compiled for each number of rows, about 2 MB each.
+little: a packed product is compiled for each number of rows, about 2 MB each. Without AVX-512 torch's default is as fast from 32
+rows on, and less is packed.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from rlhf.model.mlp import MLP
 from rlhf.model.moe import SwitchMLP
 from rlhf.ops.products import onednn_product, product
 
-LEAST_WIDTH = 256  # least inputs and outputs: below, a call costs more than the layout saves
-MOST_ROWS = 256  # most rows of a product: more use the plain layer
+# Least inputs and outputs, below which a call costs more than the layout saves, and most rows of a product: more use the plain layer.
+LEAST_WIDTH, MOST_ROWS = (256, 256) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (384, 32)
 MOST_BYTES = 2**30  # bytes of copies: a model that needs more is not packed
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf.model import packed
 from rlhf.model.choosing import Choice, Key, hashed
 from rlhf.model.decoder import QKV, Decoder
 from rlhf.model.generate import rows_carried
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.kernels import Seen, attend
-from rlhf.model.packed import MOST_ROWS
 from rlhf.model.settled import choose_settled, noise_seeds_at, unpacked
 
 COLUMN_BLOCK = 64  # the cache grows by this many columns
@@ -123,7 +123,7 @@ class Slots(Decoder):
         position = begins[row] + torch.arange(count, device=self.device) - (ends - counts)[row]
         seen = Seen(row, position, position + 1, range(0))
         # packed products are compiled for each number of rows
-        more = rows_carried(count, max(count, MOST_ROWS), True) - count if self.packed else 0
+        more = rows_carried(count, max(count, packed.MOST_ROWS), True) - count if self.packed else 0
 
         def attend_to_own(qkv: QKV, cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
             q, k, v = (t[:count] for t in qkv)

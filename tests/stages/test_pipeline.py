@@ -113,7 +113,9 @@ def test_no_reward_model_is_trained_if_a_function_pays(gold_run, copy_until, tmp
     (tmp_path / "pay.py").write_text(
         "def brief(prompts, responses, metadata):\n    return [-len(r) for r in responses]\n"
     )
-    paid = [f"ppo.rewards='{tmp_path}/pay.py:brief'", "ppo.episodes=64", *SHORT_EVALUATION]
+    # The briefest of eight responses is briefer than another sample, whatever the rounding; of two it need not be.
+    short = ["evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_of=8"]
+    paid = [f"ppo.rewards='{tmp_path}/pay.py:brief'", "ppo.episodes=64", *short]
     assert pipe_in_process(monkeypatch, run, *paid) == ["ppo", "evaluate"] and not (run.folder / "reward").exists()
     results = json.loads((run.folder / "evaluate" / "results.json").read_text())
     answers = [json.loads(line)["responses"] for line in (run.folder / "evaluate" / "samples.jsonl").open()]
