@@ -4,9 +4,7 @@ import math
 import os
 import platform
 import shutil
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from rlhf.model.settled import CLOSE, choose_settled
 from rlhf.ops.products import by_torch_alone
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler named cc")
-LOAD = "from rlhf.model.kernels import compiled; print(compiled() is not None)"
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -230,49 +227,51 @@ def test_older_processors_compute_the_same(flags, tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------- compiling, or not
 
 
-def loaded(folder: Path, **environment: str) -> bool:
-    """Whether a new process has the library, with `folder` for compiled files."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD],
-        env={**os.environ, "XDG_CACHE_HOME": str(folder), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    return done.stdout == "True\n"
+Loads = Callable[..., bool]
+
+
+@pytest.fixture
+def loads(tmp_path, monkeypatch) -> Loads:
+    """Whether a process that begins now would have the library, with these variables and `tmp_path` for compiled files."""
+
+    def answer(**environment: str) -> bool:
+        for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
+            monkeypatch.setenv(name, value)
+        return kernels._load.__wrapped__() is not None
+
+    return answer
 
 
 @needs_compiler
-def test_it_is_compiled_once(tmp_path):
-    assert loaded(tmp_path)
+def test_it_is_compiled_once(loads, tmp_path):
+    assert loads()
     (path,) = (tmp_path / "rlhf").iterdir()
     assert (tmp_path / "rlhf").stat().st_mode & 0o777 == 0o700
     time = path.stat().st_mtime_ns
-    assert loaded(tmp_path) and path.stat().st_mtime_ns == time
+    assert loads() and path.stat().st_mtime_ns == time
     assert [*(tmp_path / "rlhf").iterdir()] == [path]
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false", "true", "gcc'"])
-def test_without_a_compiler_torch_does_it(tmp_path, compiler):
+def test_without_a_compiler_torch_does_it(loads, tmp_path, compiler):
     """`true` succeeds and writes nothing; a quote without its second one is no command."""
-    assert not loaded(tmp_path, CC=compiler)
+    assert not loads(CC=compiler)
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 @needs_compiler
-def test_a_folder_where_others_may_write_is_not_used(tmp_path):
+def test_a_folder_where_others_may_write_is_not_used(loads, tmp_path):
     (tmp_path / "rlhf").mkdir()
     (tmp_path / "rlhf").chmod(0o777)
-    assert not loaded(tmp_path) and not any((tmp_path / "rlhf").iterdir())
+    assert not loads() and not any((tmp_path / "rlhf").iterdir())
 
 
 @needs_compiler
-def test_others_may_not_write_to_the_library_whatever_the_umask(tmp_path):
+def test_others_may_not_write_to_the_library_whatever_the_umask(loads, tmp_path):
     (tmp_path / "rlhf").mkdir(mode=0o755)  # where others may look
     before = os.umask(0)
     try:
-        assert loaded(tmp_path)
+        assert loads()
     finally:
         os.umask(before)
     (path,) = (tmp_path / "rlhf").iterdir()
