@@ -391,7 +391,7 @@ def test_the_host_does_not_wait_at_each_token_on_a_gpu(kind, monkeypatch):
         sample(model, prompts, **settings | {"max_new_tokens": 1})
     assert max(map(len, each.responses)) > 16 > min(map(len, each.responses)), "or nothing was tested"
     assert seldom.responses == each.responses and seldom.ended.equal(each.ended)
-    assert torch.allclose(seldom.logprobs, each.logprobs, atol=1e-6, rtol=0.0)
+    assert torch.allclose(seldom.logprobs, each.logprobs, atol=1e-5, rtol=0.0)  # rounding: other rows are in the batch
     assert each_token.count - one_step.count >= 19
     # two looks: one number each, and one number and two lists of rows where some leave the batch
     assert all_steps.count - one_step.count <= 2 * 4

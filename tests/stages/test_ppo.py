@@ -199,17 +199,18 @@ def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
         "ppo.minibatches=4",
     ]
     with open_trainer(copy_until("ppo"), *AT_ONCE, *settings) as trainer:
-        rollout = respond(trainer, 64)
+        rollout = respond(trainer, 200)
         answers = [
             t
             for i, row in enumerate(rollout.tokens.tolist())
             for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]
         ]
         trainer.reward = pay(Rigged(Counter(answers).most_common(1)[0][0], sign))
-        updates = 8 if lr > 1e-6 else 2
-        scores = [update(trainer, number)["objective/scores"] for number in range(1, updates + 1)]
-    gain = sum(scores[-2:]) / 2 - scores[0]
-    assert least < gain < most, scores
+        before = respond(trainer, 200).scores.mean().item()  # an update's own 32 episodes are too few to tell by
+        for number in range(1, 9 if lr > 1e-6 else 3):
+            update(trainer, number)
+        gain = respond(trainer, 200).scores.mean().item() - before
+    assert least < gain < most
 
 
 class Constant(nn.Module):
