@@ -225,6 +225,7 @@ def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
     assert averaged["objective/kl"] == alone["objective/kl"], "training goes on from the weights themselves"
     assert averaged["eval/dev/kl"] == at_average["eval/dev/kl"] != alone["eval/dev/kl"]
 
+
 def test_a_penalty_in_the_loss_holds_the_policy_as_one_in_the_reward_does(open_trainer):
     found = {}
     for coef in (0.0, 2.0):
