@@ -40,9 +40,8 @@ def test_freed_memory_is_not_fetched_again():
 
 GAP = """
 import ctypes, re, sys
-from rlhf.training.allocator import return_freed_memory
-if sys.argv[1] == "returned":
-    assert return_freed_memory()
+from rlhf.training.allocator import keep_freed_memory, return_freed_memory
+assert keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def block(size):
@@ -50,6 +49,8 @@ def block(size):
 libc.free(block(20 << 20))
 gap, _ = block(20 << 20), block(1 << 10)
 libc.free(gap)
+if sys.argv[1] == "returned":
+    assert return_freed_memory()
 print(re.search(r"VmRSS:\\s*(\\d+) kB", open("/proc/self/status").read())[1])
 """
 

@@ -12,10 +12,37 @@ from rlhf.model.linear import Linear, ResidualLinear
 from rlhf.model.masks import Documents, Mask
 from rlhf.model.positions import Rope, rotate
 
+# On a CPU the backward pass of torch's attention in bfloat16 takes 2 to 4 times as long as in float32 below this number of
+# tokens (docs/PERFORMANCE.md); its results are rounded to bfloat16 either way.
+SHORT = 192
+
 
 def select(x: Tensor, kept: Tensor | None) -> Tensor:
     """The tokens (N, D) of x (B, T, D) that `kept` (N,) names by row * T + position; all of x without it."""
     return x if kept is None else x.flatten(0, 1).index_select(0, kept)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """softmax(q k^T / sqrt(D/H)) v (B, H, T, D/H) of q (B, H, T, D/H) and k, v (B, KV, keys, D/H); without a mask, causal."""
+    if q.device.type == "cpu" and q.shape[2] < SHORT and q.requires_grad:
+        kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
+        if kind.itemsize < 4:
+            with torch.autocast("cpu", enabled=False):
+                bias = mask.float() if mask is not None and mask.is_floating_point() else mask
+                return _attend(q.float(), k.float(), v.float(), bias, dropout).to(kind)
+    return _attend(q, k, v, mask, dropout)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None and q.shape[2] > 1,
+        dropout_p=dropout,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 class QKNorm(nn.Module):
@@ -72,16 +99,6 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))  # (B, H or KV, T, D/H)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        if isinstance(mask, Documents):
-            y = mask.attend(q, k, v)
-        else:
-            y = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None and q.shape[2] > 1,
-                dropout_p=self.dropout if self.training else 0.0,
-                enable_gqa=self.n_kv_head != self.n_head,
-            )
+        dropout = self.dropout if self.training else 0.0
+        y = mask.attend(q, k, v) if isinstance(mask, Documents) else attend(q, k, v, mask, dropout)
         return self.out(select(y.transpose(1, 2).flatten(2), kept))  # (B, T, D) or (N, D)

@@ -37,6 +37,7 @@ from rlhf.runs.sources import is_function, of_split, reward_folder, reward_model
 from rlhf.runs.stage import Stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.training.adapters import add_adapters, load_adapters, share_weights
+from rlhf.training.allocator import return_freed_memory
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, make_engine, shard_frozen
 from rlhf.training.loop import refuse_nonfinite
@@ -68,8 +69,10 @@ class PpoRun:
     spent: dict[str, float] = field(default_factory=dict)
     mark: float = field(default_factory=time.monotonic)
 
-    def clock(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
         """Add the time since the last call to `phase`."""
+        if self.config.lora.share_trunk:  # its purpose is to save memory
+            return_freed_memory()
         now = time.monotonic()
         self.spent[phase] = self.spent.get(phase, 0.0) + now - self.mark
         self.mark = now
@@ -79,14 +82,14 @@ class PpoRun:
         self.actor_critic.eval()
         with self.engine.autocast():
             samples = sample_responses(self.rollout_setup, prompts, keys)
-        self.clock("rollout")
+        self.end_phase("rollout")
         return samples
 
     def score(self, prompts: Prompts, samples: Samples) -> Rollout:
         """The responses with log-probs, values and scores. Raises: UserError if one is not finite."""
         with self.engine.autocast():
             rollout = score_responses(self.rollout_setup, prompts, samples)
-        self.clock("score")
+        self.end_phase("score")
         names = ("scores", "logp_old", "logp_ref", "values")
         refuse_nonfinite(self.stage, {name: getattr(rollout, name) for name in names}, rollout._asdict())
         return rollout

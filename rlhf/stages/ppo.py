@@ -111,7 +111,7 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     kl = run.ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
     if not above_ceiling(run.config, kl):
         optimize(run, update, Experience(rollout, advantages, returns), episodes, sums)
-    run.clock("update")
+    run.end_phase("update")
     trained = update > settings.critic_warmup_updates  # before that the policy does not change
     if trained:
         run.kl.update(kl, settings.episodes_per_update)

@@ -78,6 +78,7 @@ def inject(model: Any, settings: Any, name: str) -> None:
     active = [*dict.fromkeys(before), name]
     for _, layer in adapted_layers(model):
         layer.set_adapter(active)
+        layer.cast_input_dtype_enabled = False  # to the adapters' float32, from which autocast would cast back
 
 
 def linear_layers(model: Any) -> list[str]:

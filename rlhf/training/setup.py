@@ -21,7 +21,7 @@ from rlhf.runs.lineage import tracking_config
 from rlhf.runs.stage import Stage
 from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.tracking.writers import Tracker, make_tracker
-from rlhf.training.allocator import keep_freed_memory, return_freed_memory
+from rlhf.training.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,7 +37,7 @@ def set_up(config: Config) -> torch.device:
     transformers.set_seed(config.seed)
     device = choose_device(config)
     if device.type == "cpu":
-        return_freed_memory() if config.lora.share_trunk else keep_freed_memory()  # the purpose of a shared trunk is to save memory
+        keep_freed_memory()
     connect(device)
     return device
 

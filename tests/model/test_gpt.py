@@ -6,11 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel
 from rlhf.model import masks as gpt_masks
-from rlhf.model.attention import Attention
+from rlhf.model.attention import SHORT, Attention, attend
 from rlhf.model.convert import from_transformers
 from rlhf.model.trunk import hidden_at
 from tests.model.checkpoints import CHECKPOINTS, make_checkpoint
@@ -321,6 +322,29 @@ def test_half_precision_runs():
     model, tokens = make().to(torch.bfloat16), random_tokens(2, 9)
     logits = model(tokens, labels=tokens).logits
     assert logits.dtype == torch.bfloat16 and torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [40, SHORT])
+def test_attention_in_bfloat16_is_float64s_to_rounding(length, masked):
+    """Forward and gradients, on both sides of the length from which on torch's kernel runs in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2))
+    weights = torch.randn(2, 6, length, 8, generator=generator, dtype=torch.float64)
+    mask = torch.zeros(length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+
+    def run(kind: torch.dtype, autocast: bool) -> list[Tensor]:
+        inputs = [x.detach().to(torch.float32 if autocast else kind).requires_grad_() for x in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = attend(*inputs, mask.to(kind) if masked else None, 0.0)
+        assert y.dtype == (torch.bfloat16 if autocast else kind)
+        (y.double() * weights).sum().backward()
+        return [y, *(x.grad for x in inputs)]
+
+    exact = run(torch.float64, False)
+    for rounded in (run(torch.bfloat16, False), run(torch.bfloat16, True)):
+        for got, wanted in zip(rounded, exact, strict=True):
+            assert (got - wanted).abs().max() < 0.04 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -20,7 +20,7 @@ from rlhf.model.heads import RewardModel
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.tracking.writers import make_tracker
-from rlhf.training.adapters import add_adapters, gathered_state, merged
+from rlhf.training.adapters import adapted_layers, add_adapters, gathered_state, merged
 from rlhf.training.setup import load_policy, set_up
 from tests.model.test_generate import KINDS, make
 
@@ -277,3 +277,35 @@ def test_decoding_in_bfloat16_casts_frozen_weights_once(gold_run, monkeypatch):
     assert (count, plain_count) == (8, 6 * 8), "two layers of four matrices, each once or at each of 6 steps"
     assert ours.responses == plain.responses and ours.logprobs.equal(plain.logprobs)
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
+
+
+def test_training_in_bfloat16_casts_nothing_to_the_adapters_float32_and_back(gold_run):
+    """PEFT's own casts of the layers' inputs change no bit under autocast; ours leave them out."""
+    folder = gold_run.folder / "sft" / "model"
+    policy = load_policy(folder)
+    add_adapters(policy, gold_run.config(*LORA), folder, torch.device("cpu"))
+    layers = [layer for _, layer in adapted_layers(policy)]
+
+    def train() -> tuple[Tensor, list[Tensor], int]:
+        """Logits, gradients, and the bytes per number of what the adapters read, summed over them."""
+        bytes_read: list[int] = []
+
+        def read(module, x):
+            bytes_read.append(x[0].dtype.itemsize)
+
+        hooks = [down.register_forward_pre_hook(read) for layer in layers for down in layer.lora_A.values()]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = policy(TOKENS, use_cache=False).logits
+        logits.float().pow(2).mean().backward()
+        gradients = [p.grad.clone() for p in policy.parameters() if p.requires_grad]
+        policy.zero_grad()
+        for hook in hooks:
+            hook.remove()
+        return logits, gradients, sum(bytes_read)
+
+    ours, our_gradients, our_bytes = train()
+    for layer in layers:
+        layer.cast_input_dtype_enabled = True
+    pefts, peft_gradients, peft_bytes = train()
+    assert ours.equal(pefts) and all(map(torch.equal, our_gradients, peft_gradients))
+    assert our_bytes < peft_bytes
