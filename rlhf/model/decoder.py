@@ -27,10 +27,17 @@ PREFILL_ROWS = 32  # prompts per forward on a CPU
 
 
 def computed_in(weight: Tensor) -> torch.dtype:
-    """The precision of products with a weight, and therefore of keys and values: autocast's if it is on."""
+    """The precision of products with a weight: autocast's if it is on."""
     device = weight.device.type
     half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if half else weight.dtype
+
+
+def cached_in(model: GPTForCausalLM) -> torch.dtype:
+    """The precision of keys and values: that of products, but the loops in C attend in float32."""
+    config, weight = model.config, model.model.embed_tokens.weight
+    one = weight.new_empty(1, 1, 1, config.head_dim)
+    return weight.dtype if config.window is None and kernels.can_attend(one) else computed_in(weight)
 
 
 class Decoder:
@@ -54,10 +61,12 @@ class Decoder:
         # logits are float32 in half precision too, as in training's log-probs of responses
         wide_logits = dtype.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False)
         self.unembedding = unembedding_factor(head.weight.to(dtype)) if wide_logits else None
-        self.kind = dtype
+        self.kind, self.cache_kind = dtype, cached_in(model)
         columns, heads = self.column + max_new_tokens - 1, config.n_kv_head
         self.shape = (len(prompts), heads, columns, config.head_dim)
-        self.cache = [tuple(weight.new_empty(self.shape, dtype=dtype) for _ in "kv") for _ in self.trunk.layers]
+        self.cache = [
+            tuple(weight.new_empty(self.shape, dtype=self.cache_kind) for _ in "kv") for _ in self.trunk.layers
+        ]
         self.gap = None
         if min(map(len, prompts)) < self.column:
             column = torch.arange(columns, device=weight.device)
@@ -146,7 +155,7 @@ class Decoder:
 
         def attend(qkv: QKV, cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
             (q, k, v), (keys, values) = qkv, cache
-            keys[place], values[place] = k.to(self.kind), v.to(self.kind)
+            keys[place], values[place] = k.to(self.cache_kind), v.to(self.cache_kind)
             # queries that share a key head take the place of a sequence: (B, KV, H/KV, D/H)
             q = q.reshape(len(q), heads, -1, width)
             hidden = gap if window is None else banded

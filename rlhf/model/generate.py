@@ -22,7 +22,7 @@ from rlhf.chat_template import end_ids
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.model.choosing import Choice, Key, choose_tokens, make_uniforms
-from rlhf.model.decoder import Decoder, Prompts, computed_in
+from rlhf.model.decoder import Decoder, Prompts, cached_in
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.graphs import make_decoder
 from rlhf.model.half import products_cast
@@ -326,7 +326,7 @@ def default_batch(model: Any, columns: int) -> int:
         return MAX_BATCH
     config, parameter = model.config, next(model.parameters())
     numbers = 2 * config.n_layer * config.n_kv_head * config.head_dim * columns
-    row = numbers * computed_in(parameter).itemsize
+    row = numbers * cached_in(model).itemsize
     if parameter.device.type == "cuda":
         room = torch.cuda.mem_get_info(parameter.device)[0] // 4
     else:

@@ -112,11 +112,11 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], see
     """Attention of new tokens to a cache, (N, H * W): softmax(q K^T / sqrt(W)) V.
 
     qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first. cache: keys and
-    values (B, KV, C, W).
+    values (B, KV, C, W) in float32.
     """
     functions = compiled()
     assert functions is not None
-    q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in qkv)
+    q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in map(Tensor.float, qkv))
     keys, values = cache
     (tokens, heads, width), key_heads = q.shape, k.shape[1]
     y = q.new_empty(tokens, heads * width)

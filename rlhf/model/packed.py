@@ -24,14 +24,14 @@ LEAST_WIDTH, MOST_ROWS = (256, 256) if torch.backends.cpu.get_cpu_capability() =
 MOST_BYTES = 2**30  # bytes of copies: a model that needs more is not packed
 
 
-def is_packable(layer: nn.Module) -> bool:
-    """Whether the layer is a large plain product in float32 on a CPU, complete in this process, without hooks."""
+def is_packable(layer: nn.Module, kind: torch.dtype = torch.float32) -> bool:
+    """Whether the layer is a large plain product in this precision on a CPU, complete in this process, without hooks."""
     if type(layer) not in (nn.Linear, Linear, ResidualLinear) or "forward" in vars(layer):
         return False
     weight: Any = layer.weight
     return bool(
         weight.device.type == "cpu"
-        and weight.dtype == torch.float32
+        and weight.dtype == kind
         and not hasattr(weight, "ds_id")  # under ZeRO-3 it is a part
         and min(weight.shape) >= LEAST_WIDTH
         and not layer._forward_hooks
@@ -47,11 +47,13 @@ def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
     differ from the plain layers' by rounding. Experts, whose number of rows changes at every token, stay plain. If packing
     does not apply (another device or precision, small layers, more than MOST_BYTES), nothing changes.
     """
-    # with autocast, a plain product would be in its precision
-    multiply = None if torch.is_autocast_enabled("cpu") else onednn_product()
+    kind, multiply = torch.float32, onednn_product()
+    if torch.is_autocast_enabled("cpu"):  # in its precision, if the weights are already cast
+        kind = torch.get_autocast_dtype("cpu")
+        multiply = multiply if kind == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
     routed = {part for layer in model.modules() if isinstance(layer, SwitchMLP) for part in layer.modules()}
-    layers: list[Any] = [m for m in model.modules() if is_packable(m) and m not in routed] if multiply else []
-    if sum(4 * layer.weight.numel() for layer in layers) > MOST_BYTES:
+    layers: list[Any] = [m for m in model.modules() if is_packable(m, kind) and m not in routed] if multiply else []
+    if sum(layer.weight.nbytes for layer in layers) > MOST_BYTES:
         layers = []
     joined: dict[Any, MLP] = {
         m.up: m for m in model.modules() if isinstance(m, MLP) and not (m.swiglu or m.relu) and m.up in layers
@@ -78,13 +80,14 @@ def is_packed(layer: nn.Module) -> bool:
 def _packed(layer: Any, rows: int, multiply: Any, mlp: MLP | None) -> Callable[[Tensor], Tensor]:
     """The layer's forward, or, if it is the first of an MLP, gelu of it in the MLP's form."""
     weight, bias = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows), layer.bias
+    kind = layer.weight.dtype
     activation, form = ("none", "") if mlp is None else ("gelu", mlp.approximate)
 
     def forward(x: Tensor) -> Tensor:
         if x.numel() > MOST_ROWS * x.shape[-1]:
             y = product(x, layer.weight, bias)
             return y if mlp is None else F.gelu(y, approximate=form)
-        return multiply(x, weight, bias, activation, [], form)
+        return multiply(x.to(kind), weight, bias, activation, [], form)
 
     return forward
 

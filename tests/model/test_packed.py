@@ -7,6 +7,7 @@ from torch import nn
 from rlhf.model import GPTConfig, GPTForCausalLM, packed
 from rlhf.model.decoder import PREFILL_ROWS
 from rlhf.model.generate import sample
+from rlhf.model.half import products_cast
 from rlhf.model.packed import packed_weights
 from rlhf.ops.products import by_torch_alone, onednn_product
 
@@ -182,7 +183,16 @@ def test_packed_products_are_of_few_numbers_of_rows(monkeypatch):
     assert max(rows) <= packed.MOST_ROWS, "what is longer goes through the plain layers"
 
 
-def test_no_packed_product_under_autocast():
+def test_under_autocast_only_weights_that_are_cast_are_packed():
     model = make_model()
-    with torch.autocast("cpu", torch.bfloat16), packed_weights(model, 8) as count:
-        assert count == 0 and not forwards(model)
+    tokens = torch.arange(3, 27).reshape(4, 6)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with packed_weights(model, 8) as count:
+            assert count == 0 and not forwards(model)
+        with products_cast(model):
+            plain = model(tokens).logits
+            with packed_weights(model, 24) as count:
+                found = model(tokens).logits
+    assert bool(count) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert found.dtype == plain.dtype and (found - plain).abs().max() < 0.02 * plain.abs().max()
+    assert not forwards(model) and {p.dtype for p in model.parameters()} == {torch.float32}
