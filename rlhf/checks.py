@@ -249,11 +249,11 @@ def _ppo_relations(config: Config, command: str) -> Iterator[str]:
             f"ppo.advantages={ppo.advantages}: compares responses to one prompt: "
             "want ppo.responses_per_prompt of 2 or more"
         )
-    needs_critic = ppo.shared_critic or ppo.critic_warmup_updates or ppo.truncation == "bootstrap"
+    needs_critic = ppo.shared_critic or ppo.critic_warmup_updates
     if ppo.advantages != "gae" and needs_critic:
         yield (
-            f"ppo.advantages={ppo.advantages}: has no critic: want ppo.shared_critic=false, "
-            "ppo.critic_warmup_updates=0 and ppo.truncation=terminal"
+            f"ppo.advantages={ppo.advantages}: has no critic: want ppo.shared_critic=false "
+            "and ppo.critic_warmup_updates=0"
         )
     names = [ppo.rewards] if ppo.rewards is None or isinstance(ppo.rewards, str) else list(ppo.rewards)
     weights = ppo.reward_weights

@@ -195,11 +195,6 @@ class PpoConfig:
         choices=("min", "replace", "none"),
     )
     missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule", any_finite=True)
-    truncation: str = setting(
-        "terminal",
-        "a response without end token ends the episode, or is continued by the critic's value",
-        choices=("terminal", "bootstrap"),
-    )
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
     rewards: Any = setting(

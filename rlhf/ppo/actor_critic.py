@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
@@ -11,11 +10,9 @@ from rlhf.model.trunk import hidden_at, multiplies_plainly
 from rlhf.ppo.ptx import pretraining_loss
 from rlhf.ppo.rollout import (
     Rollout,
-    after_tokens,
     before_responses,
     logprobs_of_hidden,
     response_logprobs,
-    split_last_value,
     unpacked,
 )
 from rlhf.runs.stage import Stage
@@ -70,14 +67,12 @@ class ActorCritic(nn.Module):
         """Log-probs (B, A) of the response tokens."""
         return response_logprobs(self.policy, tokens, starts, mask)[0]
 
-    def logprobs_and_values(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def logprobs_and_values(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """`policy_logprobs` and `response_values` of a shared trunk, from one forward."""
-        after = before_responses(starts, tokens.shape[1], after_tokens(mask))
-        hidden = hidden_at(self.policy.base_model, tokens, after)
-        has_next = torch.cat((mask, mask.new_zeros(len(mask), 1)), 1)[after_tokens(mask)]
-        chosen = tokens.flatten()[after[has_next] + 1]
-        logp, _ = logprobs_of_hidden(self.policy, hidden[has_next], chosen, mask, with_entropy=False)
-        return logp, *split_last_value(self._values(hidden), mask)
+        before = before_responses(starts, tokens.shape[1], mask)
+        hidden = hidden_at(self.policy.base_model, tokens, before)
+        logp, _ = logprobs_of_hidden(self.policy, hidden, tokens.flatten()[before + 1], mask, with_entropy=False)
+        return logp, unpacked(self._values(hidden), mask)
 
     def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
         return pretraining_loss(self.policy, batch, denominator)

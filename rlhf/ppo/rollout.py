@@ -35,7 +35,6 @@ class Rollout(NamedTuple):
     logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled: in bfloat16 recomputed, else the sampler's
     logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
     values: Tensor  # (B, A) float32, before each response token was chosen
-    last_values: Tensor  # (B,) float32, after the last response token, for ppo.truncation=bootstrap
     scores: Tensor  # (B,) float32, from the reward
 
     def rows(self, index: Tensor | list[int]) -> "Rollout":
@@ -122,26 +121,12 @@ def unpacked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
 
 
-def after_tokens(mask: Tensor) -> Tensor:
-    """(B, A + 1): the prompt's last token, then those of a response mask (B, A); after each of them there is a value."""
-    return torch.cat((mask.new_ones(len(mask), 1), mask), 1)
-
-
-def response_values(
-    values: Callable[..., Tensor], tokens: Tensor, prompt_lengths: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """V_t before response token t was chosen (B, A), 0 outside the mask; and V after the last response token (B,).
+def response_values(values: Callable[..., Tensor], tokens: Tensor, prompt_lengths: Tensor, mask: Tensor) -> Tensor:
+    """V_t before response token t was chosen (B, A), 0 outside the mask.
 
     values(tokens, kept): values (N,) after the tokens in `kept`.
     """
-    after = after_tokens(mask)
-    return split_last_value(values(tokens, before_responses(prompt_lengths, tokens.shape[1], after)), mask)
-
-
-def split_last_value(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """As `response_values`, from the values after the tokens of `after_tokens`, concatenated."""
-    by_row = unpacked(values, after_tokens(mask))  # (B, A + 1)
-    return torch.where(mask, by_row[:, :-1], 0.0), by_row.gather(1, mask.sum(1, keepdim=True))[:, 0]
+    return unpacked(values(tokens, before_responses(prompt_lengths, tokens.shape[1], mask)), mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +149,7 @@ class RolloutSetup:
     decode_batch: int  # responses decoded at once
     forward_batch: int  # episodes per forward
     # (tokens, prompt_lengths, mask) -> the results of `recompute` and `response_values`, if one forward computes both
-    recompute_with_values: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    recompute_with_values: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 Prompts = list[tuple[PromptRecord, list[int]]]  # each prompt as a record and as tokens
@@ -197,20 +182,18 @@ def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> 
     prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids], device=device)
     logp_old = samples.logprobs.clone()
     logp_ref, values = torch.zeros_like(logp_old), torch.zeros_like(logp_old)
-    last_values = torch.zeros(len(prompts), device=device)
     for group in by_length(lengths.tolist(), setup.forward_batch):
         width = int(lengths[group].max())
         answer = int(samples.mask[group].sum(1).max())
         part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
         logp_ref[group, :answer] = setup.reference(part, starts, mask)
         if setup.recompute_with_values is not None:
-            recomputed = setup.recompute_with_values(part, starts, mask)
-            logp_old[group, :answer], values[group, :answer], last_values[group] = recomputed
+            logp_old[group, :answer], values[group, :answer] = setup.recompute_with_values(part, starts, mask)
             continue
         if setup.recompute is not None:
             logp_old[group, :answer] = setup.recompute(part, starts, mask)
         if setup.values is not None:
-            values[group, :answer], last_values[group] = response_values(setup.values, part, starts, mask)
+            values[group, :answer] = response_values(setup.values, part, starts, mask)
     records, texts = [record for record, _ in prompts], setup.texts(samples.responses)
     scores = setup.reward(Episodes(records, prompt_ids, samples.responses, texts, samples.ended))
     return Rollout(
@@ -223,6 +206,5 @@ def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> 
         logp_old=logp_old,
         logp_ref=logp_ref,
         values=values,
-        last_values=last_values,
         scores=scores,
     )

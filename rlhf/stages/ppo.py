@@ -8,8 +8,6 @@ import contextlib
 import random
 import time
 
-import torch
-
 from rlhf.config import Config
 from rlhf.ops.advantages import OF_GROUPS, compute_advantages
 from rlhf.ops.masked import whiten
@@ -84,8 +82,6 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
 
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score
     scores = adjust_scores(run.config, rollout.scores, rollout.ended)
-    bootstrapped = ~rollout.ended if settings.truncation == "bootstrap" else torch.zeros_like(rollout.ended)
-    scores = torch.where(bootstrapped, 0.0, scores)  # the value after the last token already predicts the score
     kl_coef = run.kl.coef if run.config.kl.penalty == "reward" else 0.0
     rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef)
 
@@ -97,7 +93,6 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
         mask,
         gamma=settings.gamma,
         lam=settings.lam,
-        last_values=torch.where(bootstrapped, rollout.last_values, 0.0),
         group_size=settings.responses_per_prompt,
     )
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:

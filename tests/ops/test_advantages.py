@@ -45,9 +45,9 @@ def test_the_reward_to_go_by_hand():
 
 def test_gae_by_name_is_gae():
     torch.manual_seed(0)
-    rewards, values, last = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3)
+    rewards, values = torch.randn(3, 4), torch.randn(3, 4)
     mask = torch.arange(4) < torch.tensor([4, 2, 1])[:, None]
-    settings = {"gamma": 0.9, "lam": 0.8, "last_values": last}
+    settings = {"gamma": 0.9, "lam": 0.8}
     found, wanted = compute_advantages("gae", rewards, values, mask, **settings), gae(rewards, values, mask, **settings)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 

@@ -372,10 +372,10 @@ def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
         ["lora.rank=2"],
         ["ppo.shared_critic=true"],
         RLOO,
-        [*PTX, "ppo.truncation=bootstrap"],
+        PTX,
         [*PTX, "lora.rank=2", "ppo.ema_decay=0.9", "gradient_checkpointing=true"],
     ],
-    ids=["ema", "lora", "shared", "rloo", "ptx and bootstrap", "all at once"],
+    ids=["ema", "lora", "shared", "rloo", "ptx", "all at once"],
 )
 def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     """Two updates equal one, a restart, and another, bit for bit."""
@@ -397,7 +397,6 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     [
         (["ppo.advantages=rloo"], "want ppo.responses_per_prompt of 2 or more"),
         ([*RLOO, "ppo.shared_critic=true"], "has no critic"),
-        (["ppo.advantages=reinforce", "ppo.truncation=bootstrap"], "has no critic"),
         (["ppo.prompts=new"], "want one of all, ranked, unranked"),
         (["ppo.responses_per_prompt=3"], "want a divisor of ppo.episodes_per_update"),
         (["ppo.reward_weights=[1,2]"], "want one number for each of ppo.rewards"),

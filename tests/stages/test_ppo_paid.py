@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rlhf.errors import UserError
-from rlhf.ppo.rewards import CombinedReward, adjust_scores
-from rlhf.stages import ppo
+from rlhf.ppo.rewards import CombinedReward
 
 from .test_ppo_options import first_rollout, open_trainer, update, weights  # noqa: F401 (a fixture)
 
@@ -63,26 +62,3 @@ def test_rules_for_a_response_without_end_token(open_trainer, rule):
     worth = {"replace": -4.0, "none": 1.0}[rule]
     assert 0 < ended < 1
     assert metrics["objective/scores"] == pytest.approx(ended + worth * (1 - ended), abs=1e-5)
-
-
-def test_truncation_as_bootstrap_values_what_would_come(open_trainer, monkeypatch):
-    """The return of a truncated response then ends in the critic's value after its last token instead of a score."""
-    seen: dict[str, tuple] = {}
-    compute = ppo.compute_advantages
-
-    def spy(*args, **settings):
-        seen[rule] = (args, settings, compute(*args, **settings))
-        return seen[rule][2]
-
-    monkeypatch.setattr(ppo, "compute_advantages", spy)
-    for rule in ("terminal", "bootstrap"):
-        with open_trainer(f"ppo.truncation={rule}") as trainer:
-            rollout = first_rollout(trainer)
-            paid = adjust_scores(trainer.config, rollout.scores, rollout.ended)
-            update(trainer)
-    last = [seen[rule][1]["last_values"] for rule in ("terminal", "bootstrap")]
-    assert not last[0].any()
-    assert torch.equal(last[1], torch.where(rollout.ended, 0.0, rollout.last_values)) and last[1].any()
-    mask, gap = rollout.response_mask, seen["bootstrap"][2][1] - seen["terminal"][2][1]
-    at_end = gap.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
-    assert torch.allclose(at_end, torch.where(rollout.ended, 0.0, rollout.last_values - paid), atol=1e-5)
