@@ -136,6 +136,22 @@ async def test_wrong_answers_are_refused_and_nothing_is_written(clients, desk):
     assert desk.store.path.read_bytes() == b""
 
 
+async def test_the_order_of_compared_models_is_drawn(clients):
+    """Which model is "a" is told by the judgement alone; 16 draws give one order with probability 2^-15."""
+    asked = {
+        "messages": [{"role": "user", "content": "what is red ?"}],
+        "models": ["gold/sft", "gold/ppo"],
+        "max_tokens": 1,
+    }
+    firsts = set()
+    for i in range(16):
+        streamed = await clients["anna"].post("/api/compare", json=asked)
+        *_, drawn = [json.loads(line[6:]) for line in streamed.text.splitlines() if line]
+        judged = await clients["anna"].post("/api/compare/judge", json=verdict(drawn, f"order-{i:04d}"))
+        firsts.add(judged.json()["policies"]["a"].split("@")[0])
+    assert firsts == {"gold/sft", "gold/ppo"}
+
+
 async def test_models_are_compared_blind_and_demonstrations_are_kept(clients, desk):
     anna, ben = clients["anna"], clients["ben"]
     asked = {

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from rlhf.commands.generate import run as generate
+from rlhf.serving.models import audit
 
 pytestmark = pytest.mark.anyio
 PROMPT = "what is red ?"
@@ -207,6 +208,21 @@ async def test_a_model_that_fails_answers_and_goes_on(served, client, monkeypatc
     failed = await client.post("/v1/chat/completions", json=body)
     assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "flags"),
+    [
+        ("one two", 90, []),
+        ("one two", 91, ["length"]),  # more than nine tenths of what training saw
+        ("one two", 100, ["length"]),
+        ("one two", 101, ["truncated"]),
+        (" \n", 1, ["empty"]),
+        ("red " * 30, 101, ["truncated", "repetition"]),
+    ],
+)
+def test_flags_of_a_scored_response(text, tokens, flags):
+    assert audit(text, tokens, 100) == flags
 
 
 def test_scores_are_the_reward_models(server, gold_run):
