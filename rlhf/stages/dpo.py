@@ -3,13 +3,14 @@
     loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l)
     r(y) = beta (log pi(y|x) - log pi_sft(y|x))        sums over the response's tokens, its end token included
 
-which is the reward model's loss with the policy's own log-ratio as the score. The loop, the frozen reference and the fused
-log-probs are those of TRL's DPOTrainer. A baseline for PPO.
+which is the reward model's loss with the policy's own log-ratio as the score. The loop and the frozen reference are those
+of TRL's DPOTrainer, the log-probs PPO's: a prompt is read once for its answers, and only their tokens are unembedded. A baseline for PPO.
 Source: Rafailov et al. 2023, equation 7 and appendix B.
 Differs: all K answers of a prompt are one batch element with one forward per answer, and each prompt's pairs weigh 1 together,
 as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from rlhf.config import Config
 from rlhf.data.items import Item, token_encoder
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.model.batching import right_pad
-from rlhf.model.fused_loss import IGNORED
 from rlhf.ops.ranking import ranking_loss
+from rlhf.ppo.rollout import response_logprobs
 from rlhf.precision import inference
 from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
@@ -92,8 +93,8 @@ def make_row(item: Item, tokenizer: Any, most: int) -> dict[str, Any]:
 def make_collator(pad: int) -> Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]:
     """Batches of N prompts with R answers in all and at most K per prompt.
 
-    input_ids, attention_mask and completion_mask (R, T) as TRL names them; places (R,) of the answers in an (N, K) matrix;
-    weights (N, K, K) of 'i beats j'.
+    input_ids and attention_mask (R, T), right-padded; prompt_lengths (R,) and response_mask (R, A) as `response_logprobs`
+    wants them; places (R,) of the answers in an (N, K) matrix; weights (N, K, K) of 'i beats j'.
     """
 
     def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -104,17 +105,31 @@ def make_collator(pad: int) -> Callable[[Sequence[dict[str, Any]]], dict[str, Te
             weights[i, :K, :K] = torch.tensor(row["weights"])
         tokens, lengths = right_pad([answer for row in rows for answer in row["answers"]], pad)
         starts = torch.tensor([row["prompt_length"] for row in rows for _ in row["answers"]])
-        position = torch.arange(tokens.shape[1])
-        real = position < lengths[:, None]
         return {
             "input_ids": tokens,
-            "attention_mask": real.long(),
-            "completion_mask": (real & (position >= starts[:, None])).long(),
+            "attention_mask": (torch.arange(tokens.shape[1]) < lengths[:, None]).long(),
+            "prompt_lengths": starts,
+            "response_mask": torch.arange(int((lengths - starts).max())) < (lengths - starts)[:, None],
             "places": torch.tensor([i * most + j for i, row in enumerate(rows) for j in range(len(row["answers"]))]),
             "weights": weights,
         }
 
     return collate
+
+
+def answer_with_logprobs(model: Any) -> Any:
+    """The model, which called with responses=(tokens, prompt_lengths, mask) gives `response_logprobs`, else what it gave.
+
+    A model that an accelerator has wrapped can only be called.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def answer(*arguments: Any, responses: tuple[Tensor, Tensor, Tensor] | None = None, **keywords: Any) -> Any:
+        return forward(*arguments, **keywords) if responses is None else response_logprobs(model, *responses)[0]
+
+    model.forward = answer
+    return model
 
 
 class PreferenceLoss:
@@ -136,11 +151,10 @@ class PreferenceLoss:
 
     def score(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """r (N, K) = beta (log pi - log pi_sft) of each answer, 0 if a prompt has fewer."""
-        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
-        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
-        text = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        logp = model(**text, labels=labels, use_cache=False, fused_lm_head=True).log_probs.float().sum(1)  # (R,)
-        logp_ref = torch.cat(self.compute_ref_log_probs(self.ref_model, batch)).float()  # type: ignore[attr-defined]
+        responses = inputs["input_ids"], inputs["prompt_lengths"], inputs["response_mask"]
+        logp = model(responses=responses).sum(1)  # (R,)
+        with torch.no_grad(), self.accelerator.autocast():  # type: ignore[attr-defined]
+            logp_ref = self.ref_model(responses=responses).sum(1)  # type: ignore[attr-defined]
         ratios = self.beta * (logp - logp_ref)  # type: ignore[attr-defined]
         shape = inputs["weights"].shape[:2]
         return ratios.new_zeros(shape.numel()).index_put((inputs["places"],), ratios).view(shape)
@@ -191,8 +205,8 @@ def make_trainer(
         stage=stage,
         optimizer=lambda: make_adamw(decay_groups(model, settings.weight_decay), lr=settings.lr, on_host=on_host),
         factor=lambda step: cosine_schedule(step, steps, settings.warmup_steps, settings.final_lr_fraction),
-        model=model,
-        ref_model=reference,
+        model=answer_with_logprobs(model),
+        ref_model=answer_with_logprobs(reference),
         args=one_device(arguments),
         train_dataset=datasets.Dataset.from_list(rows),
         data_collator=make_collator(tokenizer.pad_token_id),

@@ -107,7 +107,14 @@ def test_on_single_pairs_the_loss_is_trls_own(trainer):
 
     row = trainer.train_dataset[1]
     inputs = trainer.data_collator([row])
-    swapped = {name: inputs[name].flip(0) for name in ("input_ids", "attention_mask", "completion_mask")}
+    position = torch.arange(inputs["input_ids"].shape[1])
+    completion = inputs["attention_mask"] * (position >= inputs["prompt_lengths"][:, None])
+    named = {
+        "input_ids": inputs["input_ids"],
+        "attention_mask": inputs["attention_mask"],
+        "completion_mask": completion,
+    }
+    swapped = {name: tensor.flip(0) for name, tensor in named.items()}
     with torch.no_grad():
         theirs = DPOTrainer._compute_loss(trainer, trainer.model, swapped, False)
         ours = trainer.compute_loss(trainer.model, inputs)
@@ -153,8 +160,9 @@ def test_labelers_weights_and_ties_reach_the_batch(trainer):
 def test_prompt_and_padding_are_no_part_of_an_answer(trainer):
     row = trainer.train_dataset[0]
     batch = trainer.data_collator([row])
-    for mask, tokens, answer in zip(batch["completion_mask"], batch["input_ids"], row["answers"], strict=True):
-        counted = tokens[mask.bool()].tolist()
+    fields = (batch[name] for name in ("response_mask", "prompt_lengths", "input_ids"))
+    for mask, start, tokens, answer in zip(*fields, row["answers"], strict=True):
+        counted = tokens[start:][: len(mask)][mask[: len(tokens) - start]].tolist()
         assert counted == answer[row["prompt_length"] :]
         assert counted[-1] == trainer.processing_class.eos_token_id, "the end token counts"
 

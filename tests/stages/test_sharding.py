@@ -47,7 +47,15 @@ def launch(out: Path, processes: int, jobs: list[str]) -> list[Any]:
 def job(run: Run, stage: str, saves: int, *more: str) -> str:
     """A job of sharding_ranks.py, cut off after so many checkpoints (0: not)."""
     cut = ["checkpoints.every_seconds=0"] if saves else []
-    words = [*run.overrides, *SETTINGS[stage], SHARDING, f"runs_dir={run.runs_dir}", f"run={run.name}", *cut, *more]
+    words = [
+        *run.overrides,
+        *SETTINGS.get(stage, []),
+        SHARDING,
+        f"runs_dir={run.runs_dir}",
+        f"run={run.name}",
+        *cut,
+        *more,
+    ]
     return f"{stage}:{saves}:{' '.join(words)}"
 
 
@@ -148,6 +156,18 @@ def test_other_blocks_of_two_processes_equal_one(gold_run, tmp_path, block):
     one.stage("pretrain", *SETTINGS["pretrain"], *block.split())
     launch(tmp_path / "held.json", 2, [job(two, "pretrain", 0, *block.split(), "deepspeed=zero3")])
     assert_same(one, two, "pretrain", 1e-4)
+
+
+@pytest.mark.long
+def test_dpo_of_two_processes_equals_one(gold_run, tmp_path):
+    """Its log-probs come from a forward of their own, which DDP and ZeRO-3 wrap too."""
+    settings = ["dpo.batch_prompts=20", "dpo.micro_batch_prompts=5", "dpo.epochs=1", "dpo.lr=1e-3"]
+    one = gold_run.copy(tmp_path, "reward", "one")
+    one.stage("dpo", *settings)
+    runs = {way: gold_run.copy(tmp_path, "reward", way) for way in ("none", "zero2", "zero3")}
+    launch(tmp_path / "held.json", 2, [job(run, "dpo", 0, *settings, f"deepspeed={way}") for way, run in runs.items()])
+    for run in runs.values():
+        assert_same(one, run, "dpo", 1e-4)
 
 
 def assert_fits_the_formula(case: str, found: dict[str, int]) -> None:
