@@ -207,7 +207,7 @@ def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
         ]
         trainer.reward = pay(Rigged(Counter(answers).most_common(1)[0][0], sign))
         before = respond(trainer, 200).scores.mean().item()  # an update's own 32 episodes are too few to tell by
-        for number in range(1, 9 if lr > 1e-6 else 3):
+        for number in range(1, 13 if lr > 1e-6 else 3):
             update(trainer, number)
         gain = respond(trainer, 200).scores.mean().item() - before
     assert least < gain < most
