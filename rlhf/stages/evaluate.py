@@ -84,6 +84,7 @@ def run_stage(config: Config) -> None:
     with open_stage(config, "evaluate", sources) as stage, inference(config, set_up(config)) as device:
         tokenizer = load_tokenizer(stage_folder(config, "ppo") / "model")
         records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"), stage.say)
+        baselines = finished_baselines(config, stage.say)  # before anything that takes time
         results: dict[str, Any] = {}
 
         # 1. Evaluate the reward model, if the run has one
@@ -98,7 +99,6 @@ def run_stage(config: Config) -> None:
 
         # 2. Responses of every policy to the test prompts
         truth = make_truth(config)
-        baselines = finished_baselines(config, stage.say)
         folders = {"sft": stage_folder(config, "sft"), "ppo": stage_folder(config, "ppo")} | baselines
         if isinstance(truth, Requests):
             folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
