@@ -9,12 +9,13 @@ import torch
 
 from rlhf.data.items import join_rankings, token_encoder
 from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.errors import UserError
 from rlhf.planning.memory import frozen_bytes
 from rlhf.planning.shapes import make_shape
 from rlhf.report.page import make_page
 from rlhf.runs.folders import hash_of, read_stage
 from rlhf.runs.stage import open_stage
-from rlhf.stages import dpo
+from rlhf.stages import dpo, evaluate
 from rlhf.stages.evaluate import finished_baselines
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.run_files import read_run
@@ -251,3 +252,11 @@ def test_evaluation_and_report_put_it_beside_ppo(gold_run, tmp_path):
 def restamped(record: dict) -> dict:
     """The record with the hash of what it holds."""
     return record | {"hash": hash_of(record)}
+
+
+def test_an_unfinished_policy_to_compare_is_refused_before_anything_is_computed(copy_until, monkeypatch):
+    run = copy_until("evaluate")
+    (run.runs_dir / "other" / "ppo").mkdir(parents=True)
+    monkeypatch.setattr(evaluate, "evaluate_reward_model", None)
+    with pytest.raises(UserError, match="no finished ppo there"):
+        run.stage("evaluate", "evaluate.compare=other")
