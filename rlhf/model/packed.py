@@ -48,7 +48,7 @@ def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
     does not apply (another device or precision, small layers, more than MOST_BYTES), nothing changes.
     """
     kind, multiply = torch.float32, onednn_product()
-    if torch.is_autocast_enabled("cpu"):  # in its precision, if the weights are already cast
+    if multiply and torch.is_autocast_enabled("cpu"):  # in its precision, if the weights are already cast
         kind = torch.get_autocast_dtype("cpu")
         multiply = multiply if kind == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
     routed = {part for layer in model.modules() if isinstance(layer, SwitchMLP) for part in layer.modules()}

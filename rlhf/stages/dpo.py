@@ -118,9 +118,9 @@ def make_collator(pad: int) -> Callable[[Sequence[dict[str, Any]]], dict[str, Te
 
 
 def answer_with_logprobs(model: Any) -> Any:
-    """The model, which called with responses=(tokens, prompt_lengths, mask) gives `response_logprobs`, else what it gave.
+    """The same model; a call with responses=(tokens, prompt_lengths, mask) now returns `response_logprobs`.
 
-    A model that an accelerator has wrapped can only be called.
+    The trainer wraps the model (autocast, DDP, ZeRO), and a wrapped model can only be called.
     """
     forward = model.forward
 

@@ -84,7 +84,7 @@ def run_stage(config: Config) -> None:
     with open_stage(config, "evaluate", sources) as stage, inference(config, set_up(config)) as device:
         tokenizer = load_tokenizer(stage_folder(config, "ppo") / "model")
         records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"), stage.say)
-        baselines = finished_baselines(config, stage.say)  # before anything that takes time
+        baselines = finished_baselines(config, stage.say)  # refuses unfinished ones before anything that takes time
         results: dict[str, Any] = {}
 
         # 1. Evaluate the reward model, if the run has one

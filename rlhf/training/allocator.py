@@ -1,7 +1,7 @@
 """Keep freed memory in the process, because every training step allocates the same sizes again.
 
 By default glibc returns large blocks to the system at once and gets them again as pages that the kernel must clear
-first; on a CPU that takes a tenth of a small model's step, and half of a training step of 135 M parameters.
+first; on a CPU that takes a tenth of a small model's step or more.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> bool:
     """Return all freed memory to the system, once; returns whether there was some.
 
-    Between phases that need blocks of other sizes, such as PPO's: no unused gaps then stay in the process. Does nothing where
-    `keep_freed_memory` does nothing.
+    Called between phases that need blocks of other sizes, such as PPO's, so that no unused gaps stay in the process. Does
+    nothing where `keep_freed_memory` does nothing.
     """
     trim = _of_glibc("malloc_trim")
     return trim is not None and bool(trim(0))
