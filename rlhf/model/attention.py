@@ -12,8 +12,8 @@ from rlhf.model.linear import Linear, ResidualLinear
 from rlhf.model.masks import Documents, Mask
 from rlhf.model.positions import Rope, rotate
 
-# On a CPU the backward pass of torch's attention in bfloat16 takes 2 to 4 times as long as in float32 below this number of
-# tokens (docs/PERFORMANCE.md); its results are rounded to bfloat16 either way.
+# On a CPU the backward pass of torch's attention in bfloat16 takes up to 4 times as long as in float32 below this number of
+# tokens (docs/PERFORMANCE.md). Its results are rounded to bfloat16 either way.
 SHORT = 192
 
 

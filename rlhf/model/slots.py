@@ -82,10 +82,8 @@ class Slots(Decoder):
         config = self.model.config
         self.shape = (rows, config.n_kv_head, columns, config.head_dim)
         weight = self.trunk.embed_tokens.weight
-        before, self.whole = (
-            self.whole,
-            weight.new_zeros((len(self.trunk.layers), 2, *self.shape), dtype=self.cache_kind),
-        )
+        before = self.whole
+        self.whole = weight.new_zeros((len(self.trunk.layers), 2, *self.shape), dtype=self.cache_kind)
         if self.live:
             self.whole[:, :, : self.live, :, : self.columns] = before[:, :, : self.live]
         self.all_lengths = F.pad(self.all_lengths[: self.live], (0, rows - self.live))

@@ -70,7 +70,7 @@ class PpoRun:
     mark: float = field(default_factory=time.monotonic)
 
     def end_phase(self, phase: str) -> None:
-        """Add the time since the last call to `phase`."""
+        """Add the time since the last call to `phase`; with a shared trunk, also return freed memory to the system."""
         if self.config.lora.share_trunk:  # its purpose is to save memory
             return_freed_memory()
         now = time.monotonic()
