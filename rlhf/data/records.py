@@ -5,11 +5,21 @@ become records is in `importers/`, one format per file.
 """
 
 import graphlib
+import re
 from collections.abc import Hashable, Iterable
 from datetime import datetime
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from rlhf.terminal import printable
@@ -38,39 +48,37 @@ class Message(BaseModel):
 
 
 class _Part(BaseModel):
-    """Unknown keys are moved to `metadata`, so that nothing is dropped."""
+    if TYPE_CHECKING:
+        metadata: dict[str, Any]  # the models declare it, in the order of their keys
 
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_unknown_keys(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        fields = cls.__pydantic_fields__  # `model_fields` without a check of the access
-        if data.keys() <= fields.keys():
-            return data
-        unknown = {key: value for key, value in data.items() if key not in fields}
-        metadata = data.get("metadata")
-        if not (metadata is None or isinstance(metadata, dict)):
-            return data
-        clash = sorted(unknown.keys() & (metadata or {}).keys())
-        if clash:
-            raise _problem("metadata", f'"{clash[0]}" is both in the record and under metadata: keep one of them')
-        known = {key: value for key, value in data.items() if key in fields}
-        return known | {"metadata": (metadata or {}) | unknown}
+    model_config = ConfigDict(extra="allow")  # until `_keep_unknown_keys`
 
     @field_validator("metadata", "ratings", "flags", mode="before", check_fields=False)
     @classmethod
     def _null_means_empty(cls, value: Any) -> Any:
         return {} if value is None else value
 
+    def _keep_unknown_keys(self, adapted: list[str] | None) -> None:
+        """Move unknown keys to `metadata`, so that nothing is dropped."""
+        extra: dict[str, Any] = self.model_extra or {}
+        clash = sorted(extra.keys() & self.metadata.keys())
+        if clash:
+            raise _problem("metadata", f'"{clash[0]}" is both in the record and under metadata: keep one of them')
+        self.metadata |= extra
+        self.__pydantic_extra__ = {}
+        if adapted is not None:
+            adapted.append("unknown keys")
+
 
 class _Record(_Part):
     @field_validator("prompt", mode="before", check_fields=False)
     @classmethod
-    def _bare_string_is_one_user_turn(cls, value: Any) -> Any:
-        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    def _bare_string_is_one_user_turn(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        if info.context is not None:
+            info.context.append("prompt")
+        return [{"role": "user", "content": value}]
 
     @field_validator("prompt", check_fields=False)
     @classmethod
@@ -95,6 +103,12 @@ class _Record(_Part):
             except ValueError as error:
                 raise _problem("created", f'created: got "{created}", want a time as 2026-05-01T10:00:00Z') from error
         return created
+
+    @model_validator(mode="after")
+    def _check_keys(self, info: ValidationInfo) -> Self:
+        if self.model_extra:
+            self._keep_unknown_keys(info.context)
+        return self
 
 
 class Demonstration(_Record):
@@ -165,7 +179,10 @@ class Ranking(_Record):
         return ratings
 
     @model_validator(mode="after")
-    def _check_names(self) -> "Ranking":
+    def _check_names(self, info: ValidationInfo) -> Self:
+        for response in self.responses:
+            if response.model_extra:
+                response._keep_unknown_keys(info.context)
         ids = [response.id for response in self.responses]
         if not ids:
             raise _problem("responses", "responses: got none, want at least one")
@@ -175,17 +192,17 @@ class Ranking(_Record):
             raise _problem("responses", f'responses: id "{twice}" appears twice: give each response a separate id')
         if self.ranking is not None and self.pairs is not None:
             raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
-        named = {"ratings": list(self.ratings), "flags": list(self.flags)}
+        named: dict[str, Iterable[str]] = {"ratings": self.ratings, "flags": self.flags}
         if self.ranking is not None:
-            named["ranking"] = [name for tie in self.ranking for name in tie]
-            if len(set(named["ranking"])) < len(named["ranking"]) or not all(self.ranking):
-                came = f'"{first_repeat(named["ranking"])}" twice' if all(self.ranking) else "an empty list"
+            named["ranking"] = ranked = [name for tie in self.ranking for name in tie]
+            if len(set(ranked)) < len(ranked) or not all(self.ranking):
+                came = f'"{first_repeat(ranked)}" twice' if all(self.ranking) else "an empty list"
                 raise _problem("ranking", self._wants_each_once("ranking names " + came, ids))
         if self.pairs is not None:
             named["pairs"] = [name for pair in self.pairs for name in pair]
         for field, names in named.items():
-            stray = next((name for name in names if name not in known), None)
-            if stray is not None:
+            if not known.issuperset(names):
+                stray = next(name for name in names if name not in known)
                 raise _problem(field, self._wants_each_once(f'{field} names "{stray}"', ids, once=field == "ranking"))
         if self.pairs is not None:
             self._check_pairs(self.pairs)
@@ -230,6 +247,43 @@ KINDS: dict[str, type[Demonstration] | type[Ranking] | type[PromptRecord]] = {
     "ranking": Ranking,
     "prompt": PromptRecord,
 }
+_SPACED_COLON = re.compile(rb'"\s+:')
+_AS_JSON: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
+
+
+def read_record(line: bytes) -> Record | None:
+    """The record that a line of JSON is as it stands; None if the line must be parsed to see what it is.
+
+    pydantic's parser takes the last of repeated keys. Each key ends with a quote and a colon, so if there are as many
+    of these as keys in the record, and no colon has space before it, no key is repeated: what a text holds can only
+    add to them.
+    """
+    adapted: list[str] = []  # by the validators above: then the record has other keys than the line
+    try:
+        record = _AS_JSON.validate_json(line, context=adapted)
+    except ValueError:
+        return None
+    if adapted:
+        return None
+    keys = len(record.model_fields_set) + _count_keys(record.metadata)
+    for turn in record.prompt:
+        keys += len(turn.model_fields_set)
+        if turn.model_extra:
+            keys += _count_keys(list(turn.model_extra.values()))
+    if isinstance(record, Ranking):
+        keys += len(record.ratings) + len(record.flags)
+        for response in record.responses:
+            keys += len(response.model_fields_set)
+            if response.metadata:
+                keys += _count_keys(response.metadata)
+    return record if line.count(b'":') == keys and not _SPACED_COLON.search(line) else None
+
+
+def _count_keys(value: Any) -> int:
+    """How many keys the objects in a value have."""
+    if isinstance(value, dict):
+        return len(value) + sum(_count_keys(one) for one in value.values()) if value else 0
+    return sum(_count_keys(one) for one in value) if isinstance(value, list) else 0
 
 
 def first_repeat(names: Iterable[str]) -> str | None:

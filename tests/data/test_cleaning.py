@@ -1,9 +1,13 @@
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.importing.cleaning import DUPLICATE, FILTERED, KEPT, KIND_NUMBERS, Cleaner, fact_of, find_pii, luhn
+from rlhf.data.agreement.packing import item_of
+from rlhf.data.importing.cleaning import DUPLICATE, FACT, FILTERED, KEPT, KIND_NUMBERS, Cleaner, fact_of, find_pii, luhn
+from rlhf.data.importing.sizes import batch_sizes, count_text
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
+from rlhf.data.storage import to_batch, to_row
 
 RANKING = {
     "id": "r-1",
@@ -14,8 +18,13 @@ RANKING = {
 }
 
 
+def fact(record, own_id: bool = True, prefix_characters: int = 200) -> dict:
+    values = fact_of(record, item_of(record) if isinstance(record, Ranking) else None, own_id, prefix_characters, 0)
+    return dict(zip(FACT.names, values, strict=True))
+
+
 def identity(record, own_id: bool = True) -> int:
-    return fact_of(record, own_id, 200, 0)[0][3]
+    return fact(record, own_id)["identity"]
 
 
 @pytest.mark.parametrize(
@@ -109,16 +118,43 @@ def test_the_steps_of_cleaning():
 
 def test_prompts_share_a_prefix_by_what_they_begin_with():
     def prefix(text: str) -> int:
-        return fact_of(PromptRecord(id="p", prompt=text), False, 20, 0)[0][6]
+        return fact(PromptRecord(id="p", prompt=text), False, 20)["prefix"]
 
     assert prefix("Tell me about the old  town of Bern") == prefix("tell me about the old town of Basel")
     assert prefix("What is 5-3?") != prefix("What is 53?"), "a short prompt is compared as a whole"
     assert prefix("Tell me about it") != prefix("Tell me about it, please")
 
 
-def test_facts_count_pairs_ties_and_lengths():
-    # b over a and c: 2 pairs; a = c: 1 tie
-    fact, lengths = fact_of(Ranking(**RANKING), True, 200, 0)
-    assert fact[11:] == (3, 2, 1, len("Which one?"), 2) and lengths == [(3, 1), (3, 1), (5, 1)]
+def test_facts_count_responses_pairs_and_ties():
+    def counts(values) -> tuple:
+        found = fact(Ranking(**values))
+        return found["responses"], found["pairs"], found["ties"]
+
+    assert counts(RANKING) == (3, 2, 1)  # b over a and c: 2 pairs; a = c: 1 tie
     pairs = RANKING | {"ranking": None, "pairs": [["b", "a"], ["b", "a"]], "metadata": {"ties": [["a", "c"]]}}
-    assert fact_of(Ranking(**pairs), True, 200, 0)[0][11:14] == (3, 1, 1)
+    assert counts(pairs) == (3, 1, 1)
+
+
+def test_sizes_of_prompts_and_responses():
+    turns = [
+        {"role": "user", "content": "Hi there"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "é é"},
+    ]
+    rankings = [Ranking(**RANKING), Ranking(**RANKING | {"prompt": turns})]
+    prompts, responses = batch_sizes("ranking", to_batch("ranking", [to_row(one) for one in rankings]))
+    assert prompts.tolist() == [[10, 2], [11, 4]] and responses.tolist() == [[3, 1], [3, 1], [5, 1]] * 2
+    shown = Demonstration(id="d", prompt="Say it.", response=" So be it.")
+    prompts, responses = batch_sizes("demonstration", to_batch("demonstration", [to_row(shown)]))
+    assert prompts.tolist() == [[7, 2]] and responses.tolist() == [[10, 3]]
+
+
+LETTERS = st.sampled_from(
+    "ab \t\n\x0b\x0c\r\x1b\x1c\x1d\x1e\x1f\x00\x08\x0e\x7f\x85\xa0é\u1680\u2003\u2028\u3000\u200b😀"
+)
+
+
+@given(st.lists(st.text(LETTERS, max_size=6), max_size=5), st.integers(0, 2))
+def test_words_are_those_of_str_split(texts, skipped):
+    array = pa.array(["x y"] * skipped + texts, pa.string())[skipped:]
+    assert count_text(array).tolist() == [[len(text), len(text.split())] for text in texts]

@@ -194,6 +194,9 @@ class Figures:
         ranks = np.stack([batch.ranks[first], batch.ranks[second]], 1)  # (n, 2, K)
         both = ~np.isnan(ranks).any(1)
         ranks = np.where(both[:, None], ranks, -1).astype(np.float32)[both.sum(1) > 1]
+        # Sorted by the first one's ranks: tau does not depend on the order of the responses, and few orders are left.
+        by_first = np.argsort(ranks[:, 0] * 1000.0 + ranks[:, 1], axis=1)
+        ranks = np.take_along_axis(ranks, by_first[:, None], axis=2)
         for order, count in zip(*np.unique(ranks, axis=0, return_counts=True), strict=True):
             self._orders[order.tobytes()] += int(count)
 

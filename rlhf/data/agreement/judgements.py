@@ -53,12 +53,12 @@ class Judgement(NamedTuple):
     seconds: float | None
 
 
-def judgement_of(ranking: Ranking) -> Judgement | None:
-    """A record's judgement in a few bytes; None if it judges nothing (a labelling task)."""
+def judgement_of(ranking: Ranking, item: packing.Item) -> Judgement | None:
+    """A record's judgement of its item in a few bytes; None if it judges nothing (a labelling task)."""
     if ranking.ranking is None and ranking.pairs is None and not ranking.ratings:
         return None
     fits = len(ranking.responses) <= packing.MAX_RESPONSES
-    return Judgement(packing.pack(ranking) if fits else None, ranking.labeler, ranking.seconds)
+    return Judgement(packing.pack(ranking, item) if fits else None, ranking.labeler, ranking.seconds)
 
 
 class AgreementCounter:
@@ -81,7 +81,7 @@ class AgreementCounter:
 
     def add(self, ranking: Ranking) -> None:
         """Count one record; one that judges nothing (a labelling task) changes nothing."""
-        self.add_judgement(judgement_of(ranking))
+        self.add_judgement(judgement_of(ranking, packing.item_of(ranking)))
 
     def add_judgement(self, judgement: "Judgement | None") -> None:
         """Count a result of `judgement_of`, perhaps from another process."""

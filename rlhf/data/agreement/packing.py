@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,22 +20,35 @@ _UNRANKED = 255
 _BATCH_CELLS = 500_000  # verdicts processed together for the report
 
 
-def pack(ranking: Ranking) -> tuple[bytes, int, int, bytes]:
+class Item(NamedTuple):
+    """What a ranking is about: a prompt and a set of texts."""
+
+    digest: bytes  # 16 bytes
+    size: int  # K, the number of different texts
+    place: list[int]  # of each response's text among the sorted ones
+
+
+def item_of(ranking: Ranking) -> Item:
+    texts = sorted({response.text for response in ranking.responses})
+    position = {text: i for i, text in enumerate(texts)}
+    place = [position[response.text] for response in ranking.responses]
+    return Item(_digest(ranking, texts), len(texts), place)
+
+
+def pack(ranking: Ranking, item: Item) -> tuple[bytes, int, int, bytes]:
     """The item's hash, its number K of different texts, the form, and the bytes of one judgement.
 
     They are K ranks or K (K - 1) / 2 verdicts, then K ratings, as given.
     """
-    texts = sorted({response.text for response in ranking.responses})
-    position = {text: i for i, text in enumerate(texts)}
-    place = [position[response.text] for response in ranking.responses]
+    digest, size, place = item
     form, data = 0, b""
     if ranking.ranking is not None:
-        form, data = RANKS, _ranks(ranking, place, len(texts))
+        form, data = RANKS, _ranks(ranking, place, size)
     elif ranking.pairs is not None:
-        form, data = PAIRS, _verdicts(ranking, place, len(texts))
+        form, data = PAIRS, _verdicts(ranking, place, size)
     if ranking.ratings:
-        form, data = form | RATINGS, data + _ratings(ranking, place, len(texts))
-    return _digest(ranking, texts), len(texts), form, data
+        form, data = form | RATINGS, data + _ratings(ranking, place, size)
+    return digest, size, form, data
 
 
 def _digest(ranking: Ranking, texts: list[str]) -> bytes:

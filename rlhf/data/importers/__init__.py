@@ -57,6 +57,7 @@ class Format:
     gather: Callable[[Iterable[Row | Reject], str], Iterator[Row | Reject]] | None = None
     # The format for one file, after a look at its name and first rows, if the columns' values matter.
     prepare: Callable[[str, Sequence[Mapping[str, Any]]], "Format"] | None = None
+    read: Callable[[bytes], Record | None] | None = None  # a line's record directly; None: parse and convert the line
 
 
 @cache

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf.data.importers import Format
-from rlhf.data.records import KINDS
+from rlhf.data.records import KINDS, read_record
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
@@ -16,4 +16,6 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield dict(row)
 
 
-FORMAT = Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", recognise, convert)
+FORMAT = Format(
+    "native", f"key kind ({', '.join(KINDS)}) and the keys of that record", recognise, convert, read=read_record
+)

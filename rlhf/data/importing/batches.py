@@ -15,9 +15,12 @@ import numpy as np
 from pydantic import ValidationError
 
 from rlhf.data.agreement.judgements import Judgement, judgement_of
+from rlhf.data.agreement.packing import item_of
 from rlhf.data.importers import BadRow, Format, convert_row, formats, make_records, row_bytes
 from rlhf.data.importing.cleaning import FACT, KIND_NUMBERS, PII_KINDS, fact_of
+from rlhf.data.importing.sizes import batch_sizes
 from rlhf.data.importing.units import Unit, rows_of
+from rlhf.data.reading.json_rows import Block, parse_block
 from rlhf.data.reading.readers import Reject, Row
 from rlhf.data.records import Ranking, Record, first_problem, shown
 from rlhf.data.revisions import Replaced, identity
@@ -54,7 +57,6 @@ class Look(NamedTuple):
     """The counted properties of a record."""
 
     fact: tuple[Any, ...]
-    lengths: list[tuple[int, int]]
     judgement: Judgement | None
 
 
@@ -67,7 +69,7 @@ class Batch:
     replaced: list[int] = field(default_factory=list)  # rows that were replaced
     tables: "dict[str, pa.RecordBatch]" = field(default_factory=dict)  # by kind
     facts: np.ndarray = field(default_factory=lambda: np.zeros(0, FACT))  # of all records, in their order
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))  # of all responses, in their order
+    sizes: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by kind: see `batch_sizes`
     judgements: list[Judgement | None] = field(default_factory=list)  # of rankings, in their order
     held: list[Held] = field(default_factory=list)
     unknown_splits: Counter[str] = field(default_factory=Counter)
@@ -80,13 +82,15 @@ class BatchMaker:
         self.plan = plan
         self.batch = Batch()
         self._facts: list[tuple[Any, ...]] = []
-        self._lengths: list[tuple[int, int]] = []
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def look_at(self, record: Record, own_id: bool) -> "Look":
         """The counted properties of a record; nothing is added yet, since a row is added completely or not at all."""
-        fact, lengths = fact_of(record, own_id, self.plan.prefix_characters, self.plan.seed)
-        return Look(fact, lengths, judgement_of(record) if isinstance(record, Ranking) else None)
+        plan = self.plan
+        if not isinstance(record, Ranking):
+            return Look(fact_of(record, None, own_id, plan.prefix_characters, plan.seed), None)
+        item = item_of(record)
+        return Look(fact_of(record, item, own_id, plan.prefix_characters, plan.seed), judgement_of(record, item))
 
     def add(self, record: Record, line: dict[str, Any], row: int, look: "Look") -> None:
         """Add a record, given as `line` in Arrow, of the row with that index."""
@@ -98,7 +102,6 @@ class BatchMaker:
         rows = self._rows.setdefault(record.kind, [])
         self._facts.append((fact[0], len(rows), row, *fact[3:]))
         rows.append(line)
-        self._lengths += look.lengths
         if isinstance(record, Ranking):
             self.batch.judgements.append(look.judgement)
 
@@ -106,7 +109,7 @@ class BatchMaker:
         batch = self.batch
         batch.tables = {kind: to_batch(kind, self._rows[kind]) for kind in KIND_NUMBERS if self._rows.get(kind)}
         batch.facts = np.array(self._facts, FACT)
-        batch.lengths = np.array(self._lengths, np.int64).reshape(-1, 2)
+        batch.sizes = {kind: batch_sizes(kind, table) for kind, table in batch.tables.items()}
         return batch
 
 
@@ -127,14 +130,20 @@ def process(plan: Plan, unit: Unit) -> Batch:
     """The batch of some rows of a file; the same whichever process makes it."""
     maker = BatchMaker(plan)
     batch = maker.batch
-    for index, item in enumerate(rows_of(unit, plan.name)):
+    read = plan.format.read if plan.format and not plan.replaced else None
+    for index, item in enumerate(rows_of(unit, plan.name, read)):
         batch.rows += 1
+        if isinstance(item, Row) and item.record is not None:
+            try:
+                _add_records(maker, [item.record], [True], item, index)
+                continue
+            except (BadRow, ValueError):  # parse the line, which finds what is wrong with it
+                [item] = parse_block(Block(item.line, item.offset or 0, item.raw or b""), plan.name)
         if isinstance(item, Reject):
             batch.rejects.append((index, item))
             continue
-        assert plan.format is not None
         try:
-            _add_row(maker, plan.format, item, index)
+            _add_row(maker, item, index)
         except BadRow as error:
             batch.rejects.append((index, reject_row(plan.name, item, error.field, error.message)))
         except ValidationError as error:
@@ -144,9 +153,10 @@ def process(plan: Plan, unit: Unit) -> Batch:
     return maker.finish()
 
 
-def _add_row(maker: BatchMaker, chosen: Format, row: Row, index: int) -> None:
+def _add_row(maker: BatchMaker, row: Row, index: int) -> None:
     """Convert a row. Raises: BadRow, ValidationError if it gives no record."""
-    plan, batch = maker.plan, maker.batch
+    plan, batch, chosen = maker.plan, maker.batch, maker.plan.format
+    assert chosen is not None
     values, parts = convert_row(row, chosen)
     if not values and not parts:
         raise BadRow("", f"got a row that gives no record, want {chosen.wants}")
@@ -155,14 +165,20 @@ def _add_row(maker: BatchMaker, chosen: Format, row: Row, index: int) -> None:
         batch.replaced.append(index)
         return
     try:
-        records = [_check_split(record, chosen, batch) for record in made]
-        lines = [to_row(record) for record in records]
-        own_ids = [fields.get("id") is not None for fields in values]
-        looks = [maker.look_at(record, own_id) for record, own_id in zip(records, own_ids, strict=True)]
+        _add_records(maker, made, [fields.get("id") is not None for fields in values], row, index)
     except ValueError as error:
         raise BadRow("metadata", str(error)) from error
     for part in parts:
         batch.rejects.append((index, reject_row(plan.name, row, part.field, part.message)))
+
+
+def _add_records(maker: BatchMaker, made: list[Record], own_ids: list[bool], row: Row, index: int) -> None:
+    """Add all records of a row. Raises: ValueError, with nothing added."""
+    chosen, batch = maker.plan.format, maker.batch
+    assert chosen is not None
+    records = [_check_split(record, chosen, batch) for record in made]
+    lines = [to_row(record) for record in records]
+    looks = [maker.look_at(record, own_id) for record, own_id in zip(records, own_ids, strict=True)]
     for record, line, own_id, look in zip(records, lines, own_ids, looks, strict=True):
         if chosen.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
             place = Row(row.line, {}, row.number, row.offset, row_bytes(row))

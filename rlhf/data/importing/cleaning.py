@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.data.agreement.packing import Item
 from rlhf.data.records import KINDS, Ranking, Record
 from rlhf.data.splits import SPLITS, conversation, given_split, hash64, key_hash, prompt_key, seeded_bits
 
@@ -37,8 +38,6 @@ FACT = np.dtype(
         ("responses", "u4"),  # K
         ("pairs", "u4"),  # strictly ordered
         ("ties", "u4"),
-        ("prompt_characters", "u8"),
-        ("prompt_words", "u8"),
     ]
 )
 
@@ -84,11 +83,12 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
 
 
-def _judgement(record: Ranking) -> list[Any]:
+def _judgement(record: Ranking, item: Item) -> list[Any]:
     """Texts and what was said of them, by position, so that the names of responses do not matter."""
     at = {response.id: i for i, response in enumerate(record.responses)}
     return [
-        [response.text for response in record.responses],
+        item.digest,
+        item.place,
         None if record.ranking is None else [sorted(at[name] for name in tie) for tie in record.ranking],
         None if record.pairs is None else sorted([at[better], at[worse]] for better, worse in record.pairs),
         sorted((at[name], value) for name, value in record.ratings.items()),
@@ -97,7 +97,7 @@ def _judgement(record: Ranking) -> list[Any]:
     ]
 
 
-def identity_of(record: Record, prompt: int, own_id: bool) -> int:
+def identity_of(record: Record, item: Item | None, prompt: int, own_id: bool) -> int:
     """The hash of what makes two records duplicates: prompt, responses, judgement and labeler.
 
     Neither id nor time belongs to it. But two people without a name may judge alike, so the id of a ranking
@@ -107,8 +107,9 @@ def identity_of(record: Record, prompt: int, own_id: bool) -> int:
         return _digest([record.kind, prompt, record.response, record.labeler])
     if record.kind == "prompt":
         return _digest([record.kind, prompt])
+    assert item is not None
     named = record.id if own_id and record.labeler is None else None
-    return _digest([record.kind, prompt, _judgement(record), named])
+    return _digest([record.kind, _judgement(record, item), named])
 
 
 def _count_pairs(record: Ranking) -> tuple[int, int]:
@@ -121,10 +122,8 @@ def _count_pairs(record: Ranking) -> tuple[int, int]:
     return ranked * (ranked - 1) // 2 - ties, ties
 
 
-def fact_of(
-    record: Record, own_id: bool, prefix_characters: int, seed: int
-) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
-    """A record's row of FACT without `at` and `row` (which are 0), and characters and words of each response."""
+def fact_of(record: Record, item: Item | None, own_id: bool, prefix_characters: int, seed: int) -> tuple[Any, ...]:
+    """A record's row of FACT without `at` and `row` (which are 0); `item` is that of a ranking."""
     turns = record.prompt
     prompt = _digest([[m.role, m.content] for m in turns])
     metadata = record.metadata
@@ -132,23 +131,20 @@ def fact_of(
     group = metadata.get("group")
     given = given_split(record)
     pii = set().union(*(find_pii(message.content) for message in turns))
-    prefix = pairs = ties = 0
-    texts: list[str] = []
+    prefix = responses = pairs = ties = 0
     if record.kind == "ranking":
-        texts = [response.text for response in record.responses]
+        responses = len(record.responses)
         pairs, ties = _count_pairs(record)
     elif record.kind == "demonstration":
-        texts = [record.response]
+        responses = 1
     else:
         prefix = hash64(prompt_key(conversation(turns)[: 2 * prefix_characters])[:prefix_characters])
-    fact = (
-        KIND_NUMBERS[record.kind], 0, 0, identity_of(record, prompt, own_id), prompt,
+    return (
+        KIND_NUMBERS[record.kind], 0, 0, identity_of(record, item, prompt, own_id), prompt,
         key_hash(turns, prefix_characters), prefix, 0 if user is None else hash64("user", str(user)),
         0 if group is None else seeded_bits(prompt_key(str(group)), seed), SPLITS.index(given) if given in SPLITS else -1,
-        sum(1 << PII_KINDS.index(name) for name in pii), len(texts), pairs, ties,
-        sum(len(m.content) for m in turns), sum(len(m.content.split()) for m in turns),
+        sum(1 << PII_KINDS.index(name) for name in pii), responses, pairs, ties,
     )  # fmt: skip
-    return fact, [(len(text), len(text.split())) for text in texts]
 
 
 class Cleaner:

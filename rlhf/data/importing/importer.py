@@ -218,7 +218,7 @@ class Importer:
         import pyarrow as pa
 
         facts = batch.facts
-        self.statistics.add(facts[kept], batch.lengths[np.repeat(kept, facts["responses"])])
+        self.statistics.add(facts[kept])
         for kind, table in batch.tables.items():
             of_kind = facts["kind"] == KIND_NUMBERS[kind]
             mask = kept[of_kind]
@@ -228,6 +228,8 @@ class Importer:
                 for judgement, keep in zip(batch.judgements, mask.tolist(), strict=True):
                     if keep:
                         self.agreement.add_judgement(judgement)
+            prompts, responses = batch.sizes[kind]
+            self.statistics.add_sizes(prompts[mask], responses[np.repeat(mask, facts["responses"][of_kind])])
             chosen = table if mask.all() else table.filter(pa.array(mask))
             if "labeler" in chosen.schema.names:
                 counted = chosen.column("labeler").value_counts()

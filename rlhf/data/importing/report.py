@@ -71,8 +71,8 @@ class Statistics:
             f"{part}_{unit}": Histogram() for part in ("prompt", "response") for unit in ("characters", "words")
         }
 
-    def add(self, facts: np.ndarray, lengths: np.ndarray) -> None:
-        """Add the properties of kept records, and the characters and words of their responses."""
+    def add(self, facts: np.ndarray) -> None:
+        """Add the properties of kept records."""
         for number, count in zip(*np.unique(facts["kind"], return_counts=True), strict=True):
             self.kinds[_KINDS[number]] += int(count)
         rankings = facts[facts["kind"] == KIND_NUMBERS["ranking"]]
@@ -82,10 +82,12 @@ class Statistics:
         self.ties += int(rankings["ties"].sum())
         for i, name in enumerate(PII_KINDS):
             self.pii[name] += int((facts["pii"] >> i & 1).sum())
-        self.lengths["prompt_characters"].add(facts["prompt_characters"])
-        self.lengths["prompt_words"].add(facts["prompt_words"])
-        self.lengths["response_characters"].add(lengths[:, 0])
-        self.lengths["response_words"].add(lengths[:, 1])
+
+    def add_sizes(self, prompts: np.ndarray, responses: np.ndarray) -> None:
+        """Add characters and words, as `batch_sizes` counts them."""
+        for part, sizes in (("prompt", prompts), ("response", responses)):
+            self.lengths[f"{part}_characters"].add(sizes[:, 0])
+            self.lengths[f"{part}_words"].add(sizes[:, 1])
 
     def add_labelers(self, names: Iterable[str | None], counts: Iterable[int]) -> None:
         for name, count in zip(names, counts, strict=True):

@@ -1,8 +1,9 @@
 """A file in parts that become batches. Their bounds depend only on the file, and so does the output."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import Any
 
 from rlhf.data.importers import LOOK_AHEAD, row_bytes
 from rlhf.data.reading.json_rows import Block, line_blocks, parse_block
@@ -54,8 +55,9 @@ def first_rows(unit: Unit, name: str, count: int = LOOK_AHEAD) -> list[Row]:
     return list(islice((item for item in rows_of(unit, name) if isinstance(item, Row)), count))
 
 
-def rows_of(unit: Unit, name: str) -> Iterable[Row | Reject]:
-    return parse_block(unit, name) if isinstance(unit, Block) else unit
+def rows_of(unit: Unit, name: str, read: Callable[[bytes], Any] | None = None) -> Iterable[Row | Reject]:
+    """The rows of a unit; `read` as in `parse_block`."""
+    return parse_block(unit, name, read) if isinstance(unit, Block) else unit
 
 
 def last_line(unit: Unit) -> int:

@@ -8,7 +8,7 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
 from rlhf.data.reading import readers
@@ -121,8 +121,11 @@ def _skip_line(file: IO[bytes], begin: bytes) -> tuple[str, int, bytes]:
     return digest.hexdigest(), length, b""
 
 
-def parse_block(block: Block, name: str) -> Iterator[Row | Reject]:
-    """The rows of a block; blank lines give none. A row's `number` is that of its line."""
+def parse_block(block: Block, name: str, read: Callable[[bytes], Any] | None = None) -> Iterator[Row | Reject]:
+    """The rows of a block; blank lines give none. A row's `number` is that of its line.
+
+    `read` makes a line's record directly; where it gives None the line is parsed.
+    """
     limit = readers.MAX_RECORD_BYTES
     long = f"got a line above {limit >> 20} MB, want a shorter one"
     if block.too_long is not None:
@@ -137,6 +140,10 @@ def parse_block(block: Block, name: str) -> Iterator[Row | Reject]:
             continue
         if start == 0 and raw.startswith(codecs.BOM_UTF8):
             raw, start = raw[3:], 3
+        record = None if read is None else read(raw)
+        if record is not None:
+            yield Row(number, {}, number, start, raw, record)
+            continue
         problem: str | None
         try:
             text = raw.decode("utf-8").strip(" \t\r")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from rlhf.errors import UserError
 
@@ -22,8 +22,7 @@ _CHUNK = 1 << 16
 _PACKED_CHUNK = 1 << 9  # bytes read of a .zst file, which can unpack to 30,000 times as many
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One JSON object: the line where it begins (for tables and hub data sets: its row), and its place."""
 
     line: int
@@ -31,6 +30,7 @@ class Row:
     number: int = 0  # ordinal in the file, from 1
     offset: int | None = None  # bytes from the beginning of the unpacked file
     raw: bytes | None = None  # as in the file; None: `value` as JSON
+    record: Any = None  # what it is in our own format, if that was clear at once; `value` is empty then
 
 
 @dataclass(frozen=True, slots=True)

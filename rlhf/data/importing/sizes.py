@@ -1,0 +1,43 @@
+"""Characters and words of the texts of a batch, counted in the columns of Arrow; `str.split` is for what is not ASCII."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def count_text(texts: "pa.StringArray") -> np.ndarray:
+    """Characters and words of each text, (N, 2) int64: `len(text)` and `len(text.split())`."""
+    if len(texts) == 0:
+        return np.zeros((0, 2), np.int64)
+    _, offset_buffer, buffer = texts.buffers()
+    ends = np.frombuffer(offset_buffer, np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    data = np.frombuffer(buffer or b"", np.uint8)[ends[0] : ends[-1]]
+    ends = ends - ends[0]
+    space = (data == 32) | (data - np.uint8(9) < 5) | (data - np.uint8(28) < 4)  # as `str.isspace` has it
+    begins = ~space  # a word begins where a character follows a space, or the text does
+    begins[1:] &= space[:-1]
+    first = ends[:-1][ends[:-1] < ends[1:]]
+    begins[first] = ~space[first]
+    sizes = np.stack([np.diff(ends), np.diff(np.searchsorted(np.flatnonzero(begins), ends))], 1).astype(np.int64)
+    beyond = np.searchsorted(ends, np.flatnonzero(data >= 128), "right") - 1
+    for i in np.unique(beyond).tolist():
+        text = texts[i].as_py()
+        sizes[i] = len(text), len(text.split())
+    return sizes
+
+
+def batch_sizes(kind: str, table: "pa.RecordBatch") -> tuple[np.ndarray, np.ndarray]:
+    """Characters and words of each prompt, (R, 2), and of each response of all records, in their order, (L, 2)."""
+    prompts = table.column("prompt")
+    turns = count_text(prompts.values.field("content"))
+    totals = np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(turns, 0)])[prompts.offsets.to_numpy()]
+    if kind == "ranking":
+        texts = table.column("responses").values.field("text")
+    elif kind == "demonstration":
+        texts = table.column("response")
+    else:
+        return np.diff(totals, axis=0), np.zeros((0, 2), np.int64)
+    return np.diff(totals, axis=0), count_text(texts)
