@@ -63,11 +63,11 @@ def _digest(ranking: Ranking, texts: list[str]) -> bytes:
 
 def _ranks(ranking: Ranking, place: list[int], size: int) -> bytes:
     """The rank of each text in one byte; a text that appears twice with two ranks has none."""
-    ranks: list[int | None] = [None] * size
+    ranks: dict[int, int] = {}
     for i, rank in zip(place, ranking.ranks(), strict=True):
         rank = _UNRANKED if rank < 0 else rank
-        ranks[i] = rank if ranks[i] in (None, rank) else _UNRANKED
-    return bytes(_UNRANKED if rank is None else rank for rank in ranks)
+        ranks[i] = rank if ranks.get(i, rank) == rank else _UNRANKED
+    return bytes([ranks[i] for i in range(size)])
 
 
 def _verdicts(ranking: Ranking, place: list[int], size: int) -> bytes:

@@ -83,18 +83,16 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
 
 
-def _judgement(record: Ranking, item: Item) -> list[Any]:
-    """Texts and what was said of them, by position, so that the names of responses do not matter."""
+def _judgement(record: Ranking) -> list[Any]:
+    """What a labeler said of the responses, by position, so that their names do not matter."""
+    said: list[Any] = [record.labeler, None if record.ranking is None else record.ranks()]
+    if record.pairs is None and not record.ratings and not record.flags:
+        return said
     at = {response.id: i for i, response in enumerate(record.responses)}
-    return [
-        item.digest,
-        item.place,
-        None if record.ranking is None else [sorted(at[name] for name in tie) for tie in record.ranking],
-        None if record.pairs is None else sorted([at[better], at[worse]] for better, worse in record.pairs),
-        sorted((at[name], value) for name, value in record.ratings.items()),
-        sorted((at[name], sorted(values)) for name, values in record.flags.items()),
-        record.labeler,
-    ]
+    said.append(None if record.pairs is None else sorted([at[better], at[worse]] for better, worse in record.pairs))
+    said.append(sorted((at[name], value) for name, value in record.ratings.items()))
+    said.append(sorted((at[name], sorted(values)) for name, values in record.flags.items()))
+    return said
 
 
 def identity_of(record: Record, item: Item | None, prompt: int, own_id: bool) -> int:
@@ -109,7 +107,7 @@ def identity_of(record: Record, item: Item | None, prompt: int, own_id: bool) ->
         return _digest([record.kind, prompt])
     assert item is not None
     named = record.id if own_id and record.labeler is None else None
-    return _digest([record.kind, _judgement(record, item), named])
+    return _digest([record.kind, item.digest, item.place, _judgement(record), named])
 
 
 def _count_pairs(record: Ranking) -> tuple[int, int]:
@@ -130,7 +128,10 @@ def fact_of(record: Record, item: Item | None, own_id: bool, prefix_characters: 
     user = (record.user if record.kind == "prompt" else None) or metadata.get("user")
     group = metadata.get("group")
     given = given_split(record)
-    pii = set().union(*(find_pii(message.content) for message in turns))
+    pii = 0
+    for message in turns:
+        for name in find_pii(message.content):
+            pii |= 1 << PII_KINDS.index(name)
     prefix = responses = pairs = ties = 0
     if record.kind == "ranking":
         responses = len(record.responses)
@@ -143,7 +144,7 @@ def fact_of(record: Record, item: Item | None, own_id: bool, prefix_characters: 
         KIND_NUMBERS[record.kind], 0, 0, identity_of(record, item, prompt, own_id), prompt,
         key_hash(turns, prefix_characters), prefix, 0 if user is None else hash64("user", str(user)),
         0 if group is None else seeded_bits(prompt_key(str(group)), seed), SPLITS.index(given) if given in SPLITS else -1,
-        sum(1 << PII_KINDS.index(name) for name in pii), responses, pairs, ties,
+        pii, responses, pairs, ties,
     )  # fmt: skip
 
 
