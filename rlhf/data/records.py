@@ -90,9 +90,10 @@ class _Record(_Part):
             raise _problem(
                 "prompt", f"prompt: has {len(prompt):,} turns, want at most {_MOST_TURNS:,}: split the dialogue"
             )
-        if not any(message.content.strip() for message in prompt):
-            raise _problem("prompt", "prompt: got no text, want at least one turn that says something")
-        return prompt
+        for message in prompt:
+            if message.content.strip():
+                return prompt
+        raise _problem("prompt", "prompt: got no text, want at least one turn that says something")
 
     @field_validator("created", check_fields=False)
     @classmethod
@@ -105,7 +106,7 @@ class _Record(_Part):
         return created
 
     @model_validator(mode="after")
-    def _check_keys(self, info: ValidationInfo) -> Self:
+    def _check_record(self, info: ValidationInfo) -> Self:
         if self.model_extra:
             self._keep_unknown_keys(info.context)
         return self
@@ -179,10 +180,11 @@ class Ranking(_Record):
         return ratings
 
     @model_validator(mode="after")
-    def _check_names(self, info: ValidationInfo) -> Self:
-        for response in self.responses:
-            if response.model_extra:
-                response._keep_unknown_keys(info.context)
+    def _check_record(self, info: ValidationInfo) -> Self:
+        parts: tuple[_Part, ...] = (self, *self.responses)
+        for part in parts:
+            if part.model_extra:
+                part._keep_unknown_keys(info.context)
         ids = [response.id for response in self.responses]
         if not ids:
             raise _problem("responses", "responses: got none, want at least one")

@@ -6,7 +6,10 @@ This module handles one record alone. `assignments.py` keeps users and earlier a
 import hashlib
 import re
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rlhf.errors import UserError
@@ -116,17 +119,18 @@ def choose(u: float, fractions: Mapping[str, float]) -> str:
 
     Raises: ValueError if the shares are negative or do not add up to 1.
     """
-    if any(share < 0 for share in fractions.values()) or abs(sum(fractions.values()) - 1) > 1e-6:
+    names, bounds = _ranges(tuple(fractions.items()))
+    return names[bisect_right(bounds, u)]
+
+
+@cache
+def _ranges(fractions: tuple[tuple[str, float], ...]) -> tuple[list[str], list[float]]:
+    """The splits that have a share, and the number at which each but the last ends. Raises: ValueError."""
+    shares = [share for _, share in fractions]
+    if any(share < 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"split shares are {dict(fractions)}: want shares of at least 0 that add up to 1")
-    upper = 0.0
-    last = ""
-    for name, share in fractions.items():
-        if share == 0:
-            continue
-        upper, last = upper + share, name
-        if u < upper:
-            return name
-    return last  # u is within rounding of 1
+    chosen = [(name, share) for name, share in fractions if share > 0]
+    return [name for name, _ in chosen], list(accumulate(share for _, share in chosen))[:-1]
 
 
 def split_of(text: "str | Sequence[Message]", seed: int, fractions: Mapping[str, float]) -> str:

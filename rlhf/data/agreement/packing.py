@@ -54,9 +54,7 @@ def pack(ranking: Ranking, item: Item) -> tuple[bytes, int, int, bytes]:
 def _digest(ranking: Ranking, texts: list[str]) -> bytes:
     """16 bytes that identify the item: a hash of its prompt and its different response texts."""
     parts = [part for message in ranking.prompt for part in (message.role, message.content)] + texts
-    lengths = ",".join(
-        str(len(part)) for part in parts
-    )  # lengths, so that different lists of parts give different bytes
+    lengths = ",".join(map(str, map(len, parts)))  # so that different lists of parts give different bytes
     text = f"{len(ranking.prompt)}:{lengths}:{''.join(parts)}"
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

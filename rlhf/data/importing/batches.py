@@ -44,6 +44,9 @@ class Plan:
     replaced: Replaced = frozenset()  # records that later ones of the file replace
 
 
+_PII = list(FACT.names or ()).index("pii")
+
+
 class Held(NamedTuple):
     """A record that waits for the other judgements of its item."""
 
@@ -95,7 +98,7 @@ class BatchMaker:
     def add(self, record: Record, line: dict[str, Any], row: int, look: "Look") -> None:
         """Add a record, given as `line` in Arrow, of the row with that index."""
         fact = look.fact
-        pii = fact[FACT.names.index("pii")]  # type: ignore[union-attr]
+        pii = fact[_PII]
         if pii and self.plan.pii == "flag" and "pii" not in record.metadata:
             kinds = [name for i, name in enumerate(PII_KINDS) if pii >> i & 1]
             line["metadata"] = json_text(record.metadata | {"pii": kinds})
