@@ -7,10 +7,12 @@ replaces one of the same labeler in the same file.
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf.data.reading.readers import MAX_RECORD_BYTES, open_bytes
+from rlhf.data.reading.json_rows import line_blocks
+from rlhf.data.reading.readers import open_bytes
 from rlhf.data.records import Record
 from rlhf.errors import UserError
 
@@ -38,7 +40,8 @@ def find_replaced(path: Path) -> Replaced:
     """The records that lines of a file replace; only lines with that key are parsed."""
     replaced = set()
     with suppress(UserError), open_bytes(path) as file:  # reading the rows reports how the file is damaged
-        while line := file.readline(MAX_RECORD_BYTES):  # a longer one is no record
+        marked = (block.data.split(b"\n") for block in line_blocks(file) if MARK in block.data)
+        for line in chain.from_iterable(marked):
             if MARK not in line:
                 continue
             try:
