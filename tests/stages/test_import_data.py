@@ -332,6 +332,16 @@ def test_cleaning_is_counted(tmp_path, capsys):
     assert not any("pii" in record.metadata for record in load_all(str(tmp_path / "keep"))[0])
 
 
+def test_a_record_that_its_labeler_corrected_is_filtered(tmp_path, capsys):
+    first, other = RANKING | {"id": "1"}, RANKING | {"id": "1", "labeler": "bob"}  # the id alone is not enough
+    again = RANKING | {"id": "2", "ranking": [["c"], ["a"], ["b"]], "metadata": {"replaces": "1"}}
+    path = write(tmp_path / "labels.jsonl", [first, other, again])
+    said = run(capsys, f"path={path}", f"out={tmp_path / 'out'}")
+    assert "rows: 3 input, 2 accepted, 0 duplicates, 1 filtered, 0 rejected" in said
+    found, _ = load_all(str(tmp_path / "out"))
+    assert [(record.id, record.labeler) for record in found] == [("1", "bob"), ("2", "ann")]
+
+
 def test_the_real_comparisons(tmp_path, capsys, shared_data):
     run(capsys, f"path={shared_data / 'comparisons' / 'qa-feedback-500x4.json.gz'}", f"out={tmp_path / 'out'}")
     report = report_of(tmp_path / "out")
