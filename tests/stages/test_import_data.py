@@ -333,8 +333,9 @@ def test_cleaning_is_counted(tmp_path, capsys):
 
 
 def test_a_record_that_its_labeler_corrected_is_filtered(tmp_path, capsys):
-    first, other = RANKING | {"id": "1"}, RANKING | {"id": "1", "labeler": "bob"}  # the id alone is not enough
-    again = RANKING | {"id": "2", "ranking": [["c"], ["a"], ["b"]], "metadata": {"replaces": "1"}}
+    first = RANKING | {"id": "1", "prompt": [{"role": "user", "content": "Who?"}]}
+    other = first | {"labeler": "bob"}  # the id alone is not enough
+    again = first | {"id": "2", "ranking": [["c"], ["a"], ["b"]], "metadata": {"replaces": "1"}}
     path = write(tmp_path / "labels.jsonl", [first, other, again])
     said = run(capsys, f"path={path}", f"out={tmp_path / 'out'}")
     assert "rows: 3 input, 2 accepted, 0 duplicates, 1 filtered, 0 rejected" in said
