@@ -256,9 +256,9 @@ _AS_JSON: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminato
 def read_record(line: bytes) -> Record | None:
     """The record that a line of JSON is as it stands; None if the line must be parsed to see what it is.
 
-    pydantic's parser takes the last of repeated keys. Each key ends with a quote and a colon, so if there are as many
-    of these as keys in the record, and no colon has space before it, no key is repeated: what a text holds can only
-    add to them.
+    pydantic's parser takes the last of repeated keys. A colon follows each key, so if there are as many colons as keys in
+    the record, no key is repeated. With colons in texts too, those that follow a quote are counted, if none has space
+    before it: what a text holds can only add to them.
     """
     adapted: list[str] = []  # by the validators above: then the record has other keys than the line
     try:
@@ -278,6 +278,8 @@ def read_record(line: bytes) -> Record | None:
             keys += len(response.model_fields_set)
             if response.metadata:
                 keys += _count_keys(response.metadata)
+    if line.count(b":") == keys:
+        return record
     return record if line.count(b'":') == keys and not _SPACED_COLON.search(line) else None
 
 

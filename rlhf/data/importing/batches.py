@@ -179,10 +179,11 @@ def _add_records(maker: BatchMaker, made: list[Record], own_ids: list[bool], row
     """Add all records of a row. Raises: ValueError, with nothing added."""
     chosen, batch = maker.plan.format, maker.batch
     assert chosen is not None
-    records = [_check_split(record, chosen, batch) for record in made]
-    lines = [to_row(record) for record in records]
-    looks = [maker.look_at(record, own_id) for record, own_id in zip(records, own_ids, strict=True)]
-    for record, line, own_id, look in zip(records, lines, own_ids, looks, strict=True):
+    looked = []
+    for record, own_id in zip(made, own_ids, strict=True):
+        record = _check_split(record, chosen, batch)
+        looked.append((record, own_id, to_row(record), maker.look_at(record, own_id)))
+    for record, own_id, line, look in looked:
         if chosen.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
             place = Row(row.line, {}, row.number, row.offset, row_bytes(row))
             batch.held.append(Held(index, place, record, own_id))

@@ -43,7 +43,7 @@ FACT = np.dtype(
 
 # Begins where a run of such characters does: a search from each of a million letters would take hours.
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[^\W\d_]{2,}")
-_DIGIT = re.compile(r"\d")
+_DIGIT = re.compile("[0-9]")
 _DIGITS = re.compile(r"(?<![\w.])[+(]?\d(?:[\d ().\-/]{5,}\d)(?![\w]|[.,]\d)")
 _PHONES = (
     re.compile(r"\+\d{1,3}[ .\-/]?(?:\(\d{1,4}\)[ .\-/]?)?\d{1,4}(?:[ .\-/]?\d{2,4}){1,4}"),  # international

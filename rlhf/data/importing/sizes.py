@@ -19,9 +19,12 @@ def count_text(texts: "pa.StringArray") -> np.ndarray:
     space = (data == 32) | (data - np.uint8(9) < 5) | (data - np.uint8(28) < 4)  # as `str.isspace` has it
     begins = ~space  # a word begins where a character follows a space, or the text does
     begins[1:] &= space[:-1]
-    first = ends[:-1][ends[:-1] < ends[1:]]
+    sizes = np.stack([np.diff(ends), np.zeros(len(texts), np.int64)], 1)
+    full = sizes[:, 0] > 0
+    first = ends[:-1][full]
     begins[first] = ~space[first]
-    sizes = np.stack([np.diff(ends), np.diff(np.searchsorted(np.flatnonzero(begins), ends))], 1).astype(np.int64)
+    if len(first):
+        sizes[full, 1] = np.add.reduceat(begins, first, dtype=np.int64)
     beyond = np.searchsorted(ends, np.flatnonzero(data >= 128), "right") - 1
     for i in np.unique(beyond).tolist():
         text = texts[i].as_py()
