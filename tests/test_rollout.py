@@ -1,6 +1,5 @@
 """Rollouts: where log-probs, values and scores are read, and what a batch's composition may not change."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,18 +11,14 @@ from rlhf.model import GPTForCausalLM, RewardModel, kernels
 from rlhf.model.decoder import Decoder
 from rlhf.model.generate import sample
 from rlhf.model.heads import ScalarHead
-from rlhf.ppo import rollout as rollout_module
-from rlhf.ppo.actor_critic import ActorCritic
+from rlhf.ppo.actor_critic import ActorCritic, Reference
 from rlhf.ppo.invariants import check_first_rollout, check_sampler
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import (
     Rollout,
-    RolloutSetup,
     before_responses,
     logprobs_of_hidden,
     response_logprobs,
-    response_values,
-    sample_responses,
     score_responses,
 )
 from tests.oracles import token_values
@@ -68,26 +63,29 @@ def collect(
     recompute: bool = False,
 ) -> Rollout:
     rows = list(range(len(PROMPTS))) if rows is None else rows
-
-    def logprobs(name: str):
-        return lambda *where: response_logprobs(models[name], *where)[0]
-
-    setup = RolloutSetup(
-        policy=lambda: nullcontext(models["policy"]),
-        recompute=logprobs("policy") if recompute else None,
-        reference=logprobs("reference"),
-        values=models["critic"].values_at,
-        reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
-        texts=lambda responses: [""] * len(responses),
+    model = ActorCritic(models["policy"], models["critic"])
+    prompts = [(PromptRecord(id=str(i), prompt="any"), PROMPTS[i]) for i in rows]
+    drawn = {"keys": [(key, i) for i in rows], "batch_size": decode_batch}
+    samples = sample(
+        models["policy"],
+        [PROMPTS[i] for i in rows],
         seed=4,
         max_new_tokens=12,
-        eos=EOS,
-        pad=PAD,
-        decode_batch=decode_batch,
-        forward_batch=forward_batch,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        **drawn,
     )
-    prompts = [(PromptRecord(id=str(i), prompt="any"), PROMPTS[i]) for i in rows]
-    return score_responses(setup, prompts, sample_responses(setup, prompts, [(key, i) for i in rows]))
+    with torch.no_grad():
+        return score_responses(
+            prompts,
+            samples,
+            texts=[""] * len(rows),
+            pad=PAD,
+            batch=forward_batch,
+            evaluate=partial(model, with_policy=recompute, with_entropy=False),
+            reference=Reference(models["reference"]),
+            reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +181,9 @@ def test_a_shared_trunk_gives_logprobs_and_values_in_one_forward(rollout, models
     head = ScalarHead(models["policy"].config.width).initialise()
     model = ActorCritic(models["policy"], head)
     where = rollout.tokens, rollout.prompt_lengths, rollout.response_mask
-    logp, values = model.logprobs_and_values(*where)
-    assert torch.allclose(logp, model.policy_logprobs(*where), atol=1e-5)
-    assert torch.allclose(values, response_values(model.values_at, *where), atol=1e-5)
+    logp, _, values = model(*where)
+    assert torch.allclose(logp, response_logprobs(models["policy"], *where)[0], atol=1e-5)
+    assert torch.allclose(values, model(*where, with_policy=False)[2], atol=1e-5)
 
 
 # --- placement, by hand --------------------------------------------------------------------------------------------
@@ -203,10 +201,12 @@ def test_positions_by_hand():
 
 
 def test_value_of_a_token_is_read_one_token_earlier():
-    def ruler(tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        return kept % 6 + 0.5  # after token t its position t + 0.5
+    class Ruler(torch.nn.Module):
+        def values_at(self, tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+            return kept % 6 + 0.5  # after token t its position t + 0.5
 
-    assert response_values(ruler, TOKENS, STARTS, MASK).tolist() == [[2.5, 3.5, 0.0], [0.5, 1.5, 2.5]]
+    *_, values = ActorCritic(None, Ruler())(TOKENS, STARTS, MASK, with_policy=False)
+    assert values.tolist() == [[2.5, 3.5, 0.0], [0.5, 1.5, 2.5]]
 
 
 class Successor(torch.nn.Module):
@@ -242,7 +242,7 @@ def test_pads_change_no_logprob_and_no_value(models):
         one, _ = response_logprobs(models["policy"], TOKENS, STARTS, MASK)
         two, _ = response_logprobs(models["policy"], wide, STARTS, columns)
         v1, v2 = (
-            response_values(models["critic"].values_at, t, STARTS, m).sum(1)
+            ActorCritic(None, models["critic"])(t, STARTS, m, with_policy=False)[2].sum(1)
             for t, m in ((TOKENS, MASK), (wide, columns))
         )
     assert torch.allclose(one, two[:, :3], atol=1e-6) and not two[:, 3:].any()
@@ -276,32 +276,28 @@ def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> R
     lengths = torch.randint(4, 64, (40,), generator=generator).tolist()
     asked = [torch.randint(1, 1024, (n,), generator=generator).tolist() for n in lengths]
     prompts = [(PromptRecord(id=str(i), prompt="any"), tokens) for i, tokens in enumerate(asked)]
-    forward = lambda *where: response_logprobs(policy, *where)[0]  # noqa: E731
-    setup = RolloutSetup(
-        policy=lambda: nullcontext(policy),
-        recompute=forward,
-        reference=forward,
-        values=None,
-        reward=lambda episodes: torch.zeros(len(episodes.prompts)),
-        texts=lambda responses: [""] * len(responses),
-        seed=4,
-        max_new_tokens=32,
-        eos=1023,
-        pad=0,
-        decode_batch=40,
-        forward_batch=8,
-    )
+    drawn = {"seed": 4, "max_new_tokens": 32, "eos_token_id": 1023, "pad_token_id": 0, "keys": list(range(40))}
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
         if fault == "temperature":
-            patch.setattr(rollout_module, "sample", partial(sample, temperature=1.3))
+            drawn["temperature"] = 1.3
         if fault == "padding":
             patch.setattr(kernels, "can_attend", lambda cache: False)  # torch's attention has the mask
             begin = Decoder.__init__
             patch.setattr(Decoder, "__init__", lambda self, *a: (begin(self, *a), setattr(self, "gap", None))[0])
-        samples = sample_responses(setup, prompts, list(range(40)))
+        samples = sample(policy, asked, **drawn)
         if fault == "position":
             samples = samples._replace(logprobs=samples.logprobs.roll(1, dims=1) * samples.mask)
-        return score_responses(setup, prompts, samples)
+        with torch.no_grad():
+            return score_responses(
+                prompts,
+                samples,
+                texts=[""] * 40,
+                pad=0,
+                batch=8,
+                evaluate=partial(ActorCritic(policy, None), with_entropy=False),
+                reference=Reference(policy),
+                reward=lambda episodes: torch.zeros(len(episodes.prompts)),
+            )
 
 
 def check(rollout: Rollout) -> None:

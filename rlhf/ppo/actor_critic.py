@@ -6,15 +6,9 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
-from rlhf.model.trunk import hidden_at, multiplies_plainly
+from rlhf.model.trunk import hidden_at
 from rlhf.ppo.ptx import pretraining_loss
-from rlhf.ppo.rollout import (
-    Rollout,
-    before_responses,
-    logprobs_of_hidden,
-    response_logprobs,
-    unpacked,
-)
+from rlhf.ppo.rollout import before_responses, response_logprobs, unpacked
 from rlhf.runs.stage import Stage
 from rlhf.training.adapters import share_weights
 
@@ -27,7 +21,8 @@ class ActorCritic(nn.Module):
 
     def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None):
         super().__init__()
-        self.policy, self.critic = policy, critic
+        self.policy: Any = policy
+        self.critic: Any = critic
 
     @property
     def shared(self) -> bool:
@@ -38,48 +33,34 @@ class ActorCritic(nn.Module):
         return getattr(self, method)(*arguments, **keywords)
 
     def evaluate(
-        self, batch: Rollout, with_policy: bool = True, with_values: bool = True, entropy_gradient: bool = False
+        self,
+        tokens: Tensor,
+        starts: Tensor,
+        mask: Tensor,
+        with_policy: bool = True,
+        with_values: bool = True,
+        with_entropy: bool = True,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log-probs, entropies and values, each (B, A), of the batch's responses; None for what is not requested."""
-        tokens, starts, mask = batch.tokens, batch.prompt_lengths, batch.response_mask
+        """Log-probs, entropies and values before each token, each (B, A), of the responses in tokens (B, T).
+
+        starts (B,): the prompts' lengths; mask (B, A). None for what is not requested, and for values without a critic.
+        """
         before = before_responses(starts, tokens.shape[1], mask)  # (N,)
         hidden = hidden_at(self.policy.base_model, tokens, before) if self.shared else None  # (N, D)
         logp = entropies = values = None
-        if with_policy and hidden is not None and multiplies_plainly(self.policy):
-            chosen = tokens.flatten()[before + 1]
-            logp, entropies = logprobs_of_hidden(self.policy, hidden, chosen, mask, True, entropy_gradient)
-        elif with_policy:
-            logp, entropies = response_logprobs(self.policy, tokens, starts, mask, True, entropy_gradient)
+        if with_policy:
+            where = tokens, starts, mask
+            logp, entropies = response_logprobs(self.policy, *where, with_entropy, entropy_gradient, hidden)
         if with_values and hidden is not None:
             # without the policy only the head trains: the shared trunk belongs to the policy
-            values = unpacked(self._values(hidden if with_policy else hidden.detach()), mask)
+            values = self.critic(hidden if with_policy else hidden.detach()).squeeze(-1).float()
         elif with_values and self.critic is not None:
-            values = unpacked(self.values_at(tokens, before), mask)
-        return logp, entropies, values
-
-    def values_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Values (N,) after the tokens of (B, T) in `kept`, row * T + position."""
-        if isinstance(self.critic, RewardModel):
-            return self.critic.values_at(tokens, kept)
-        return self._values(hidden_at(self.policy.base_model, tokens, kept))
-
-    def policy_logprobs(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
-        """Log-probs (B, A) of the response tokens."""
-        return response_logprobs(self.policy, tokens, starts, mask)[0]
-
-    def logprobs_and_values(self, tokens: Tensor, starts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """`policy_logprobs` and `response_values` of a shared trunk, from one forward."""
-        before = before_responses(starts, tokens.shape[1], mask)
-        hidden = hidden_at(self.policy.base_model, tokens, before)
-        logp, _ = logprobs_of_hidden(self.policy, hidden, tokens.flatten()[before + 1], mask, with_entropy=False)
-        return logp, unpacked(self._values(hidden), mask)
+            values = self.critic.values_at(tokens, before)
+        return logp, entropies, None if values is None else unpacked(values, mask)
 
     def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
         return pretraining_loss(self.policy, batch, denominator)
-
-    def _values(self, hidden: Tensor) -> Tensor:
-        assert isinstance(self.critic, ScalarHead)
-        return self.critic(hidden).squeeze(-1).float()
 
     def parts(self) -> dict[str, nn.Module]:
         """{"policy": …, "critic": …}, without the critic if there is none."""

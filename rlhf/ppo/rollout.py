@@ -5,9 +5,7 @@ response token t, whatever the prompt's length. The logits of response token t, 
 one token earlier, at position prompt_length + t - 1.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from rlhf.data.records import PromptRecord
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.fused_loss import is_plain
-from rlhf.model.generate import Samples, sample
+from rlhf.model.generate import Samples
 from rlhf.model.trunk import hidden_at, logits_at, multiplies_plainly
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
@@ -79,15 +77,17 @@ def response_logprobs(
     mask: Tensor,
     with_entropy: bool = False,
     entropy_gradient: bool = False,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
-    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made.
+    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden:
+    their hidden states (N, D), if already computed.
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
     chosen = tokens.flatten()[before + 1]
     if multiplies_plainly(policy):
-        hidden = hidden_at(policy.base_model, tokens, before)  # (N, D)
+        hidden = hidden_at(policy.base_model, tokens, before) if hidden is None else hidden
         return logprobs_of_hidden(policy, hidden, chosen, mask, with_entropy, entropy_gradient)
     return logprobs_of_logits(logits_at(policy, tokens, before), chosen, mask, with_entropy, entropy_gradient)
 
@@ -121,81 +121,46 @@ def unpacked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
 
 
-def response_values(values: Callable[..., Tensor], tokens: Tensor, prompt_lengths: Tensor, mask: Tensor) -> Tensor:
-    """V_t before response token t was chosen (B, A), 0 outside the mask.
-
-    values(tokens, kept): values (N,) after the tokens in `kept`.
-    """
-    return unpacked(values(tokens, before_responses(prompt_lengths, tokens.shape[1], mask)), mask)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSetup:
-    """The models of a rollout, as functions, and how responses are drawn."""
-
-    policy: Callable[[], AbstractContextManager[Any]]  # a context whose value is the model that samples
-    # Log-probs (B, A) of (tokens, prompt_lengths, mask). recompute: of the policy, if the sampler's differ from a training
-    # forward's (None in float32: they do not). reference: of the SFT model.
-    recompute: Callable[..., Tensor] | None
-    reference: Callable[..., Tensor]
-    # (tokens, kept) -> values (N,) after the tokens in `kept`; None: no critic
-    values: Callable[..., Tensor] | None
-    reward: Reward  # see `rlhf.ppo.rewards`
-    texts: Callable[[list[list[int]]], list[str]]  # responses as text
-    seed: int
-    max_new_tokens: int
-    eos: int | list[int]  # any of them ends a response
-    pad: int
-    decode_batch: int  # responses decoded at once
-    forward_batch: int  # episodes per forward
-    # (tokens, prompt_lengths, mask) -> the results of `recompute` and `response_values`, if one forward computes both
-    recompute_with_values: Callable[..., tuple[Tensor, Tensor]] | None = None
-
-
 Prompts = list[tuple[PromptRecord, list[int]]]  # each prompt as a record and as tokens
 
 
 @torch.no_grad()
-def sample_responses(setup: RolloutSetup, prompts: Prompts, keys: Sequence[tuple]) -> Samples:
-    """One response to each prompt at temperature 1. keys: one per prompt; (seed, key) fixes a sample, however the batch is
-    split."""
-    with setup.policy() as sampler:
-        return sample(
-            sampler,
-            [tokens for _, tokens in prompts],
-            max_new_tokens=setup.max_new_tokens,
-            eos_token_id=setup.eos,
-            pad_token_id=setup.pad,
-            seed=setup.seed,
-            keys=keys,
-            batch_size=setup.decode_batch,
-        )
+def score_responses(
+    prompts: Prompts,
+    samples: Samples,
+    texts: list[str],
+    pad: int,
+    batch: int,
+    *,
+    evaluate: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]],
+    reference: Callable[..., Tensor],
+    reward: Reward,
+) -> Rollout:
+    """Log-probs, values and scores of sampled responses. Without a critic all values are 0.
 
-
-@torch.no_grad()
-def score_responses(setup: RolloutSetup, prompts: Prompts, samples: Samples) -> Rollout:
-    """Reference log-probs, values and scores of sampled responses. Without a critic all values are 0."""
+    texts: the responses without their end tokens. batch: episodes per forward. evaluate: `ActorCritic.evaluate` of (tokens,
+    prompt_lengths, mask); it gives log-probs if the sampler's differ from a training forward's. reference: of the same
+    arguments, the SFT model's log-probs (B, A).
+    """
     device = samples.mask.device
     prompt_ids = [ids for _, ids in prompts]
-    tokens, lengths = right_pad([p + r for p, r in zip(prompt_ids, samples.responses, strict=True)], setup.pad)
+    tokens, lengths = right_pad([p + r for p, r in zip(prompt_ids, samples.responses, strict=True)], pad)
     tokens, lengths = tokens.to(device), lengths.to(device)
     prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids], device=device)
     logp_old = samples.logprobs.clone()
     logp_ref, values = torch.zeros_like(logp_old), torch.zeros_like(logp_old)
-    for group in by_length(lengths.tolist(), setup.forward_batch):
+    for group in by_length(lengths.tolist(), batch):
         width = int(lengths[group].max())
         answer = int(samples.mask[group].sum(1).max())
         part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
-        logp_ref[group, :answer] = setup.reference(part, starts, mask)
-        if setup.recompute_with_values is not None:
-            logp_old[group, :answer], values[group, :answer] = setup.recompute_with_values(part, starts, mask)
-            continue
-        if setup.recompute is not None:
-            logp_old[group, :answer] = setup.recompute(part, starts, mask)
-        if setup.values is not None:
-            values[group, :answer] = response_values(setup.values, part, starts, mask)
-    records, texts = [record for record, _ in prompts], setup.texts(samples.responses)
-    scores = setup.reward(Episodes(records, prompt_ids, samples.responses, texts, samples.ended))
+        logp_ref[group, :answer] = reference(part, starts, mask)
+        logp, _, of_tokens = evaluate(part, starts, mask)
+        if logp is not None:
+            logp_old[group, :answer] = logp
+        if of_tokens is not None:
+            values[group, :answer] = of_tokens
+    records = [record for record, _ in prompts]
+    scores = reward(Episodes(records, prompt_ids, samples.responses, texts, samples.ended))
     return Rollout(
         tokens=tokens,
         prompt_lengths=prompt_lengths,

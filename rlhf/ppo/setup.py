@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.chat_template import end_ids, response_text
+from rlhf.chat_template import response_text
 from rlhf.config import Config
 from rlhf.data.prompts import fitting_prompts
 from rlhf.data.records import PromptRecord
@@ -20,16 +20,15 @@ from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.model.generate import Samples
+from rlhf.model.generate import Samples, sample_as_configured
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import hold_frozen
 from rlhf.model.heads import RewardConfig, RewardModel
-from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, turn_off_dropout
 from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
-from rlhf.ppo.rollout import Prompts, Rollout, RolloutSetup, sample_responses, score_responses
+from rlhf.ppo.rollout import Prompts, Rollout, score_responses
 from rlhf.processes import Ranks
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.inputs import read_comparisons, read_prompts
@@ -77,43 +76,33 @@ class PpoRun:
         self.spent[phase] = self.spent.get(phase, 0.0) + now - self.mark
         self.mark = now
 
+    @torch.no_grad()
     def sample(self, prompts: Prompts, keys: list[tuple]) -> Samples:
-        """One response to each prompt at temperature 1, determined by (seed, key)."""
+        """One response to each prompt at temperature 1, determined by (seed, key), however the batch is split."""
         self.actor_critic.eval()
-        with self.engine.autocast():
-            samples = sample_responses(self.rollout_setup, prompts, keys)
+        with self.engine.autocast(), self.engine.whole(self.actor_critic.policy) as policy:
+            samples = sample_as_configured(self.config, policy, self.tokenizer, [ids for _, ids in prompts], keys=keys)
         self.end_phase("rollout")
         return samples
 
     def score(self, prompts: Prompts, samples: Samples) -> Rollout:
         """The responses with log-probs, values and scores. Raises: UserError if one is not finite."""
+        recomputes = self.engine.bfloat16 or not isinstance(self.actor_critic.policy, GPTForCausalLM)
         with self.engine.autocast():
-            rollout = score_responses(self.rollout_setup, prompts, samples)
+            rollout = score_responses(
+                prompts,
+                samples,
+                texts=[response_text(self.tokenizer, ids) for ids in samples.responses],
+                pad=self.tokenizer.pad_token_id,
+                batch=2 * self.config.ppo.micro_batch_episodes,
+                evaluate=functools.partial(self.engine, with_policy=recomputes, with_entropy=False),
+                reference=self.reference,
+                reward=self.reward,
+            )
         self.end_phase("score")
         names = ("scores", "logp_old", "logp_ref", "values")
         refuse_nonfinite(self.stage, {name: getattr(rollout, name) for name in names}, rollout._asdict())
         return rollout
-
-    @property
-    def rollout_setup(self) -> RolloutSetup:
-        config, engine, tokenizer, model = self.config, self.engine, self.tokenizer, self.actor_critic
-        recomputes = engine.bfloat16 or not isinstance(model.policy, GPTForCausalLM)
-        together = recomputes and model.shared and multiplies_plainly(model.policy)
-        return RolloutSetup(
-            policy=lambda: engine.whole(model.policy),
-            recompute=functools.partial(engine, method="policy_logprobs") if recomputes else None,
-            recompute_with_values=functools.partial(engine, method="logprobs_and_values") if together else None,
-            reference=self.reference,
-            reward=self.reward,
-            values=None if model.critic is None else functools.partial(engine, method="values_at"),
-            texts=lambda responses: [response_text(tokenizer, ids) for ids in responses],
-            seed=config.seed,
-            max_new_tokens=config.rollout.max_new_tokens,
-            eos=end_ids(tokenizer),
-            pad=tokenizer.pad_token_id,
-            decode_batch=config.rollout.batch_size,
-            forward_batch=2 * config.ppo.micro_batch_episodes,
-        )
 
     @property
     def ranks(self) -> Ranks:

@@ -150,7 +150,12 @@ def micro_batch_loss(
     config, rollout, mask = run.config.ppo, part.rollout, part.rollout.response_mask
     count = int(mask.sum())
     logp, entropies, values = run.engine(
-        rollout, with_policy=models.policy, with_values=models.critic, entropy_gradient=config.entropy_coef > 0
+        rollout.tokens,
+        rollout.prompt_lengths,
+        mask,
+        with_policy=models.policy,
+        with_values=models.critic,
+        entropy_gradient=config.entropy_coef > 0,
     )
     loss = torch.zeros((), device=mask.device)
     if values is not None:

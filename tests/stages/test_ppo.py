@@ -13,6 +13,7 @@ from torch import nn
 from rlhf.config.stages import PpoConfig
 from rlhf.errors import UserError
 from rlhf.ops.masked import whiten
+from rlhf.ppo import setup as ppo_setup
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.invariants import TOLERANCE, FirstMinibatch, check_first_minibatch
 from rlhf.ppo.rewards import ModelReward
@@ -283,10 +284,8 @@ def test_a_reference_that_is_not_the_sft_model_is_refused(trainer, gold_run):
 
 
 def test_sampling_at_another_temperature_is_refused(trainer, monkeypatch):
-    from rlhf.ppo import rollout
-
-    sample = rollout.sample
-    monkeypatch.setattr(rollout, "sample", lambda *a, **k: sample(*a, **k, temperature=0.7))
+    sample = ppo_setup.sample_as_configured
+    monkeypatch.setattr(ppo_setup, "sample_as_configured", lambda *a, **k: sample(*a, **k, temperature=0.7))
     assert_refused(trainer, 2)
 
 
@@ -304,15 +303,13 @@ def test_a_score_beside_the_last_token_is_refused(trainer, monkeypatch, slots):
 
 
 def test_logprobs_of_the_wrong_token_are_refused(trainer, monkeypatch):
-    from rlhf.ppo import rollout
-
-    sample = rollout.sample
+    sample = ppo_setup.sample_as_configured
 
     def shifted(*a: Any, **k: Any) -> Any:
         found = sample(*a, **k)
         return found._replace(logprobs=found.logprobs.roll(1, dims=1) * found.mask)
 
-    monkeypatch.setattr(rollout, "sample", shifted)
+    monkeypatch.setattr(ppo_setup, "sample_as_configured", shifted)
     assert_refused(trainer, 2)
 
 
