@@ -21,7 +21,8 @@ from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
 from rlhf.files import read_json
-from rlhf.planning.fitting import LossLaw, fit_loss_law, fit_parabola, fit_power
+from rlhf.planning.fitting import fit_loss_law, fit_parabola, fit_power
+from rlhf.planning.scaling import LossLaw
 from rlhf.planning.shapes import make_shape
 from rlhf.runs.folders import is_complete, read_stage
 from rlhf.stages import pretrain

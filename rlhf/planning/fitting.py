@@ -5,10 +5,11 @@ N parameters, D tokens, C = 6 N D FLOPs, losses in nats per token.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+from rlhf.planning.scaling import LossLaw
 
 DELTA = 1e-3  # of the Huber loss
 # Hoffmann et al. 2022, section D.3: alpha, beta, e, a, b of L = exp(e) + exp(a) / N^alpha + exp(b) / D^beta.
@@ -23,10 +24,6 @@ class Parabola(NamedTuple):
     c2: float
     c1: float
     c0: float
-
-    def loss(self, x: float) -> float:
-        z = float(np.log(x))
-        return (self.c2 * z + self.c1) * z + self.c0
 
     @property
     def minimum(self) -> float | None:
@@ -46,31 +43,6 @@ def fit_power(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """(k, a) of y = k x^a, by least squares of ln y on ln x."""
     a, log_k = np.polyfit(np.log(x), np.log(y), 1)
     return float(np.exp(log_k)), float(a)
-
-
-@dataclass(frozen=True, slots=True)
-class LossLaw:
-    """L(N, D) = E + A / N^alpha + B / D^beta."""
-
-    log_e: float
-    log_a: float
-    log_b: float
-    alpha: float
-    beta: float
-
-    def loss(self, parameters: float, tokens: float) -> float:
-        terms = (self.log_e, self.log_a - self.alpha * np.log(parameters), self.log_b - self.beta * np.log(tokens))
-        return float(np.exp(terms).sum())
-
-    @property
-    def a(self) -> float:
-        """N_opt grows as C^a. Source: Hoffmann et al. 2022, equation 4."""
-        return self.beta / (self.alpha + self.beta)
-
-    @property
-    def b(self) -> float:
-        """D_opt grows as C^b."""
-        return self.alpha / (self.alpha + self.beta)
 
 
 def fit_loss_law(

@@ -303,7 +303,7 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
     if tokens == 0:
         return {}  # an adopted model is not pretrained
     budget = 6.0 * parameters * tokens
-    optimal: dict[str, Any] = {"budget_flops": budget, "loss": scaling.parametric_loss(parameters, tokens)}
+    optimal: dict[str, Any] = {"budget_flops": budget, "loss": scaling.PUBLISHED.loss(parameters, tokens)}
     for number, frontier in scaling.make_frontiers().items():
         flops = frontier.flops(parameters)
         of_model = {"model_flops": flops, "model_tokens": frontier.tokens(flops)}

@@ -28,11 +28,6 @@ TABLE: dict[int, tuple[tuple[float, float, float], ...]] = {
 
 OFF_LINE = 67e9
 
-# Approach 3 before rounding: log A, log B, log E, alpha, beta, from the comment in the TeX source of arXiv:2203.15556, as
-# Besiroglu et al. 2024 (arXiv:2404.10102) carry them in their published analysis. The paper prints A 406.4, B 410.7,
-# E 1.69, alpha 0.34, beta 0.28, which move its own projections by tens of per cent.
-LOG_A, LOG_B, LOG_E, ALPHA, BETA = 6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083
-
 
 @dataclass(slots=True, frozen=True)
 class Frontier:
@@ -66,25 +61,46 @@ def fit_frontier(rows: tuple[tuple[float, float, float], ...]) -> Frontier:
     return Frontier(k=math.exp(log_k), a=a)
 
 
-def parametric_frontier(
-    log_a: float = LOG_A, log_b: float = LOG_B, alpha: float = ALPHA, beta: float = BETA
-) -> Frontier:
-    """Where L(N, D) = E + A / N^alpha + B / D^beta is least under 6 N D = C.
+@dataclass(slots=True, frozen=True)
+class LossLaw:
+    """L(N, D) = E + A / N^alpha + B / D^beta, in nats per token (Hoffmann et al. 2022, equation 2)."""
 
-    N_opt = G (C/6)^a,  G = (alpha A / (beta B))^(1/(alpha + beta)),  a = beta / (alpha + beta)
+    log_e: float
+    log_a: float
+    log_b: float
+    alpha: float
+    beta: float
 
-    Source: Hoffmann et al. 2022, equation 4.
-    """
-    a = beta / (alpha + beta)
-    g = math.exp((math.log(alpha) + log_a - math.log(beta) - log_b) / (alpha + beta))
-    return Frontier(k=float(g / 6.0**a), a=a)
+    def loss(self, parameters: float, tokens: float) -> float:
+        of_size, of_text = math.exp(self.log_a) / parameters**self.alpha, math.exp(self.log_b) / tokens**self.beta
+        return float(math.exp(self.log_e) + of_size + of_text)
+
+    @property
+    def a(self) -> float:
+        """N_opt grows as C^a."""
+        return self.beta / (self.alpha + self.beta)
+
+    @property
+    def b(self) -> float:
+        """D_opt grows as C^b."""
+        return self.alpha / (self.alpha + self.beta)
+
+    @property
+    def frontier(self) -> Frontier:
+        """Where the loss is least under 6 N D = C: N_opt = G (C/6)^a,  G = (alpha A / (beta B))^(1/(alpha + beta)).
+
+        Source: Hoffmann et al. 2022, equation 4.
+        """
+        log_g = (math.log(self.alpha) + self.log_a - math.log(self.beta) - self.log_b) / (self.alpha + self.beta)
+        return Frontier(k=float(math.exp(log_g) / 6.0**self.a), a=self.a)
 
 
-def parametric_loss(parameters: float, tokens: float) -> float:
-    """L(N, D) in nats per token of the paper's own data and tokenizer (Hoffmann et al. 2022, equation 2)."""
-    return float(math.exp(LOG_E) + math.exp(LOG_A) / parameters**ALPHA + math.exp(LOG_B) / tokens**BETA)
+# Approach 3 before rounding, from the comment in the TeX source of arXiv:2203.15556, as
+# Besiroglu et al. 2024 (arXiv:2404.10102) carry them in their published analysis. The paper prints A 406.4, B 410.7,
+# E 1.69, alpha 0.34, beta 0.28, which move its own projections by tens of per cent.
+PUBLISHED = LossLaw(log_e=0.5267228, log_a=6.0073404, log_b=6.0179186, alpha=0.33917084, beta=0.2849083)
 
 
 def make_frontiers() -> dict[int, Frontier]:
     """The three approaches' frontiers."""
-    return {1: fit_frontier(TABLE[1]), 2: fit_frontier(TABLE[2]), 3: parametric_frontier()}
+    return {1: fit_frontier(TABLE[1]), 2: fit_frontier(TABLE[2]), 3: PUBLISHED.frontier}

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.planning import scaling
-from rlhf.planning.scaling import OFF_LINE, TABLE, make_frontiers, parametric_frontier, parametric_loss
+from rlhf.planning.scaling import OFF_LINE, PUBLISHED, TABLE, LossLaw, make_frontiers
 
 FRONTIERS = make_frontiers()
 
@@ -43,7 +42,7 @@ def test_rows_of_approach_3(row):
 
 
 def test_rounded_constants_would_miss_the_table_by_half_and_more():
-    rounded = parametric_frontier(math.log(406.4), math.log(410.7), 0.34, 0.28)
+    rounded = LossLaw(math.log(1.69), math.log(406.4), math.log(410.7), 0.34, 0.28).frontier
     misses = [rounded.flops(parameters) / flops for parameters, flops, _ in TABLE[3]]
     assert min(misses) > 1.5
 
@@ -57,15 +56,19 @@ def test_projections_that_the_text_prints():
 
 
 def test_unrounded_constants_round_to_the_printed_ones():
-    assert (round(math.exp(scaling.LOG_A), 1), round(math.exp(scaling.LOG_B), 1)) == (406.4, 410.7)
-    assert (round(math.exp(scaling.LOG_E), 2), round(scaling.ALPHA, 2), round(scaling.BETA, 2)) == (1.69, 0.34, 0.28)
+    assert (round(math.exp(PUBLISHED.log_a), 1), round(math.exp(PUBLISHED.log_b), 1)) == (406.4, 410.7)
+    assert (round(math.exp(PUBLISHED.log_e), 2), round(PUBLISHED.alpha, 2), round(PUBLISHED.beta, 2)) == (
+        1.69,
+        0.34,
+        0.28,
+    )
 
 
 @given(st.floats(1e17, 1e28), st.floats(0.5, 2.0))
 def test_approach_3_is_where_the_loss_is_least(flops, other):
     best, tokens = FRONTIERS[3].parameters(flops), FRONTIERS[3].tokens(flops)
     assert 6 * best * tokens == pytest.approx(flops)
-    assert parametric_loss(best, tokens) <= parametric_loss(best * other, flops / (6 * best * other)) * (1 + 1e-12)
+    assert PUBLISHED.loss(best, tokens) <= PUBLISHED.loss(best * other, flops / (6 * best * other)) * (1 + 1e-12)
 
 
 @given(st.sampled_from([1, 2, 3]), st.floats(1e17, 1e28))

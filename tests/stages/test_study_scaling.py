@@ -12,7 +12,7 @@ from rlhf.commands.study_scaling import Run, estimate, parameters_of, resamples,
 from rlhf.data.corpus import PackedCorpus
 from rlhf.errors import UserError
 from rlhf.files import read_json
-from rlhf.planning.scaling import parametric_frontier
+from rlhf.planning.scaling import LossLaw
 from rlhf.report.evaluation import make_evaluation, make_pictures
 from rlhf.stages.pretrain import make_model
 from rlhf.tokenizer import load_tokenizer
@@ -83,7 +83,7 @@ def test_text_mixed_by_weight_is_mixed_for_each_cells_own_tokens(gold_run, tmp_p
 def made_up(alpha: float, beta: float, noise: float = 0.0) -> list[Run]:
     """Three seeds of 4 budgets x 4 sizes around the best, of L = 1 + e^6 / N^alpha + e^7 / D^beta."""
     rng, runs = np.random.default_rng(0), []
-    best = parametric_frontier(6.0, 7.0, alpha, beta)
+    best = LossLaw(0.0, 6.0, 7.0, alpha, beta).frontier
     for budget in (1e15, 1e16, 1e17, 1e18):
         for width, factor in enumerate((0.4, 0.75, 1.4, 2.5)):
             n = best.parameters(budget) * factor
@@ -107,8 +107,7 @@ def test_the_bootstrap_covers_the_truth_and_not_another_exponent(monkeypatch):
     monkeypatch.setattr(study_scaling, "RESAMPLES", 60)
     runs = made_up(0.3, 0.6, noise=2e-3)
     again = [
-        estimate(drawn, False, None if i < 0 else study_scaling.LossLaw(0, 6, 7, 0.3, 0.6))
-        for i, drawn in enumerate(resamples(runs))
+        estimate(drawn, False, None if i < 0 else LossLaw(0, 6, 7, 0.3, 0.6)) for i, drawn in enumerate(resamples(runs))
     ]
     for name in ("IsoFLOP minima a", "fitted law a"):
         low, high = with_interval(0.0, name, again)["ci95"]
