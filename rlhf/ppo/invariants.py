@@ -5,7 +5,6 @@ minibatch, which comes after the critic's warm-up (ppo.critic_warmup_updates).
 """
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from rlhf.errors import UserError
 from rlhf.ppo.rollout import Rollout
-from rlhf.processes import gather
 
 TOLERANCE = 1e-4  # bound on |log rho| per token, and on a token's gap to the reference; nats, float32
 
@@ -123,43 +121,27 @@ def check_reference(rollout: Rollout, half: bool) -> None:
         )
 
 
-@dataclass(slots=True)
-class FirstMinibatch:
-    """The figures of the policy's first minibatch that are checked, one tensor per micro-batch of this rank."""
+class Checked(NamedTuple):
+    """The figures that are checked of N tokens of the policy's first minibatch, on the CPU."""
 
-    log_ratios: list[Tensor] = field(default_factory=list)  # each (N,), as the next two
-    logp_old: list[Tensor] = field(default_factory=list)
-    entropies: list[Tensor] = field(default_factory=list)
-    clipped: float = 0.0  # tokens
-
-    def add(self, log_ratios: Tensor, logp_old: Tensor, entropies: Tensor, clipped: float) -> None:
-        """One micro-batch's tokens."""
-        for values, new in ((self.log_ratios, log_ratios), (self.logp_old, logp_old), (self.entropies, entropies)):
-            values.append(new.cpu())
-        self.clipped += clipped
-
-    def over_ranks(self) -> "FirstMinibatch":
-        """The minibatch of all ranks together, on every rank."""
-        whole = FirstMinibatch()
-        for part in gather(self):
-            whole.log_ratios += part.log_ratios
-            whole.logp_old += part.logp_old
-            whole.entropies += part.entropies
-            whole.clipped += part.clipped
-        return whole
+    log_ratios: Tensor  # (N,), as the next two
+    logp_old: Tensor
+    entropies: Tensor
+    clipped: float  # tokens
 
 
-def check_first_minibatch(minibatch: FirstMinibatch, vocab_size: int, half: bool) -> None:
+def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> None:
     """rho = 1 and nothing is clipped before the policy's first step, and entropies are between 0 and log V.
 
-    half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
+    parts: the micro-batches of all ranks. half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """
     untouched = "the policy was not trained"  # the critic may have been
-    log_ratios, entropies = torch.cat(minibatch.log_ratios), torch.cat(minibatch.entropies)
+    log_ratios, logp_old, entropies = (torch.cat([part[i] for part in parts]) for i in range(3))
+    clipped = sum(part.clipped for part in parts)
     largest = log_ratios.abs().max().item()
     problem = None
     if half:
-        problem = rounding_problem(log_ratios, torch.cat(minibatch.logp_old), FORWARDS)
+        problem = rounding_problem(log_ratios, logp_old, FORWARDS)
     elif largest > TOLERANCE:
         problem = f"by {largest:.2e} nats on one token, want {TOLERANCE:.0e} or less"
     if problem is not None:
@@ -168,10 +150,10 @@ def check_first_minibatch(minibatch: FirstMinibatch, vocab_size: int, half: bool
             f"before any step log-probs differ from the rollout's {problem} (dropout, dtype, or temperature?)",
             untouched,
         )
-    if minibatch.clipped > (CLIPPED_SHARE * len(log_ratios) if half else 0):
+    if clipped > (CLIPPED_SHARE * len(log_ratios) if half else 0):
         refuse(
             1,
-            f"{minibatch.clipped:.0f} of {len(log_ratios)} tokens are clipped before any step, with |log rho| up to "
+            f"{clipped:.0f} of {len(log_ratios)} tokens are clipped before any step, with |log rho| up to "
             f"{largest:.2e}: ppo.clip_range is narrower than the rounding of log-probs, raise it or set precision=float32",
             untouched,
         )

@@ -16,9 +16,10 @@ from rlhf.config import PpoConfig
 from rlhf.model.batching import by_length
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.ppo import policy_loss, value_loss
-from rlhf.ppo.invariants import FirstMinibatch, check_first_minibatch
+from rlhf.ppo.invariants import Checked, check_first_minibatch
 from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.ppo.setup import PpoRun
+from rlhf.processes import gather
 from rlhf.tracking.metrics import Sums
 from rlhf.training.engine import ZeroEngine
 from rlhf.training.loop import gradient_norm, refuse_nonfinite
@@ -95,7 +96,7 @@ def train_minibatch(
     """
     config, model, ranks = run.config.ppo, run.actor_critic, run.ranks
     tokens = int(ranks.sum(experience.rollout.response_mask[chosen].sum()))  # N
-    checked = FirstMinibatch() if check else None
+    checked: list[Checked] | None = [] if check else None
     for group in by_length_on_all_ranks(run, experience.rollout, chosen):
         # a rank with fewer micro-batches adds one whose tokens do not count
         part = experience.rows(group) if group else experience.rows([0]).without_tokens()
@@ -106,7 +107,8 @@ def train_minibatch(
     # During the critic's warm-up the policy has no gradient; it must have none on several ranks too.
     run.engine.reduce(list((model if with_policy or model.critic is None else model.critic).parameters()))
     if checked is not None:
-        check_first_minibatch(checked.over_ranks(), model.policy.config.vocab_size, run.engine.bfloat16)
+        parts = [part for of_rank in gather(checked) for part in of_rank]
+        check_first_minibatch(parts, model.policy.config.vocab_size, run.engine.bfloat16)
     if run.blocks is not None and with_policy:
         add_pretraining_gradient(run, key, sums)
     if not run.engine.sharded:  # ZeRO computes and clips the joint norm of both models in its step
@@ -144,7 +146,7 @@ def by_length_on_all_ranks(run: PpoRun, rollout: Rollout, chosen: list[int]) -> 
 
 
 def micro_batch_loss(
-    run: PpoRun, part: Experience, tokens: int, models: Models, sums: Sums, checked: FirstMinibatch | None
+    run: PpoRun, part: Experience, tokens: int, models: Models, sums: Sums, checked: list[Checked] | None
 ) -> Tensor:
     """The loss of one micro-batch, divided by the minibatch's N = `tokens`; its metrics are added to `sums`."""
     config, rollout, mask = run.config.ppo, part.rollout, part.rollout.response_mask
@@ -192,7 +194,8 @@ def micro_batch_loss(
         sums.add("policy/entropy_avg", float(entropies.detach().sum()), count)
         if checked is not None and count:
             logp_old, clipped = rollout.logp_old[mask], float(statistics["clipfrac"]) * tokens
-            checked.add(logp.detach()[mask] - logp_old, logp_old, entropies.detach()[mask], clipped)
+            tensors = (logp.detach()[mask] - logp_old, logp_old, entropies.detach()[mask])
+            checked.append(Checked(*(x.cpu() for x in tensors), clipped))
     return loss
 
 
