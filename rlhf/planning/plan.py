@@ -4,7 +4,7 @@ Adds up the closed forms of `shapes`, `memory`, `compute` and `scaling` as the s
 """
 
 import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rlhf.config import PlanConfig
@@ -26,28 +26,6 @@ GB = 1e9  # bytes; data sheets' 80 GB are a little more
 RESPONSES = 9  # the most that InstructGPT's labelers ranked (K)
 # Dense operations per second of an A100 (data sheet: 312 TFLOPS in bfloat16, 19.5 in float32), if no peak is given.
 PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
-
-
-@dataclass(slots=True, frozen=True)
-class Setup:
-    """The settings that are varied to find a configuration that fits."""
-
-    gpus: int
-    deepspeed: str
-    checkpointing: bool
-
-    @property
-    def zero(self) -> int:
-        return memory.DEEPSPEED[self.deepspeed][0]
-
-    @property
-    def offload(self) -> bool:
-        return memory.DEEPSPEED[self.deepspeed][1]
-
-
-def setup_of(config: PlanConfig) -> Setup:
-    """The setup that the configuration asks for."""
-    return Setup(config.gpus, config.deepspeed, config.gradient_checkpointing)
 
 
 def shape_of(config: PlanConfig) -> Shape:
@@ -89,11 +67,11 @@ def reward_models(config: PlanConfig) -> int:
     return max(1, len(rewards)) if isinstance(rewards, list) else 1
 
 
-def micro_batches(config: PlanConfig, gpus: int) -> dict[str, int]:
+def micro_batches(config: PlanConfig) -> dict[str, int]:
     """Rows of one forward on one GPU: the stage's setting, or this GPU's share of the batch if that is smaller."""
 
     def share(rows: int) -> int:
-        return max(1, -(-rows // gpus))
+        return max(1, -(-rows // config.gpus))
 
     ppo, pretrain = config.ppo, config.pretrain
     minibatch = share(ppo.episodes_per_update // ppo.minibatches)
@@ -108,36 +86,37 @@ def micro_batches(config: PlanConfig, gpus: int) -> dict[str, int]:
     }
 
 
-def stage_bytes(config: PlanConfig, setup: Setup, stage: str) -> dict[str, int]:
+def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     """Bytes per GPU by part at the peak of a stage (PPO: of a phase), and `host`, bytes per GPU in the host's memory."""
-    shape, dtype = shape_of(config), config.dtype
-    rows, longest = micro_batches(config, setup.gpus)[stage], sequence_of(config)
+    shape, dtype, gpus = shape_of(config), config.dtype, config.gpus
+    zero, offload = memory.DEEPSPEED[config.deepspeed]
+    rows, longest = micro_batches(config)[stage], sequence_of(config)
     ppo = stage.startswith("ppo")
     language, scalar = shape.language_model, shape.scalar_model
     critic = critic_parameters(config, shape)
     trained = {"pretrain": language, "sft": language, "reward": scalar}.get(stage, language + critic)
-    held = memory.model_state_bytes(trained, setup.gpus, setup.zero, dtype, offload=setup.offload)
+    held = memory.model_state_bytes(trained, gpus, zero, dtype, offload=offload)
     parts = {**dict.fromkeys(PARTS, 0), **held}
-    if setup.zero == 3:
+    if zero == 3:
         parts["gathered"] = memory.gathered_bytes(shape, dtype)
     if ppo:
         unembedding = 0 if shape.tied else shape.embedding
         frozen = [(language, shape.linear_layers + unembedding)] + [(scalar, shape.linear_layers)] * reward_models(
             config
         )
-        parts["frozen"] = sum(memory.frozen_bytes(*counts, setup.gpus, setup.zero, dtype) for counts in frozen)
+        parts["frozen"] = sum(memory.frozen_bytes(*counts, gpus, zero, dtype) for counts in frozen)
     if stage in ("pretrain", "sft", "reward", "ppo update"):
-        parts["buffers"] = memory.buffer_bytes(trained, setup.gpus, setup.zero, dtype, config.sharding.bucket_elements)
-        parts |= _training(config, setup, stage, rows, longest)
+        parts["buffers"] = memory.buffer_bytes(trained, gpus, zero, dtype, config.sharding.bucket_elements)
+        parts |= _training(config, stage, rows, longest)
     else:
         parts["gradients"] = 0  # freed by the step before
         parts |= _inference(config, stage, rows, longest)
-        if stage == "ppo rollout" and setup.zero == 3:  # the policy is gathered whole once per rollout
+        if stage == "ppo rollout" and zero == 3:  # the policy is gathered whole once per rollout
             parts["gathered"] = memory.ELEMENT[dtype] * language
     return parts
 
 
-def _training(config: PlanConfig, setup: Setup, stage: str, rows: int, longest: int) -> dict[str, int]:
+def _training(config: PlanConfig, stage: str, rows: int, longest: int) -> dict[str, int]:
     """Memory of forward and backward: of one trunk, also in PPO, which computes critic and policy together only under ZeRO."""
     shape = shape_of(config)
     tokens = block_length(config) if stage == "pretrain" else longest
@@ -149,9 +128,10 @@ def _training(config: PlanConfig, setup: Setup, stage: str, rows: int, longest: 
         config.dtype,
         fused=config.fused_attention,
         dropout=dropout,
-        checkpointing=setup.checkpointing,
+        checkpointing=config.gradient_checkpointing,
     )
-    both = stage == "ppo update" and setup.zero and critic_parameters(config, shape) > shape.width + 1
+    sharded = config.deepspeed != "none"
+    both = stage == "ppo update" and sharded and critic_parameters(config, shape) > shape.width + 1
     scored = {"reward": 0, "ppo update": rows * min(longest, config.rollout.max_new_tokens)}.get(stage, rows * tokens)
     return {"activations": kept * (2 if both else 1), "logits": memory.logit_bytes(scored, shape.vocab_size)}
 
@@ -181,9 +161,9 @@ def peak_bytes(parts: dict[str, int]) -> int:
     return sum(parts[name] for name in PARTS)
 
 
-def largest(config: PlanConfig, setup: Setup) -> tuple[str, int]:
+def largest(config: PlanConfig) -> tuple[str, int]:
     """The stage that needs most, and its bytes per GPU."""
-    needs = ((stage, peak_bytes(stage_bytes(config, setup, stage))) for stage in stages_of(config))
+    needs = ((stage, peak_bytes(stage_bytes(config, stage))) for stage in stages_of(config))
     return max(needs, key=lambda pair: pair[1])
 
 
@@ -192,14 +172,14 @@ def room(config: PlanConfig) -> float:
     return config.gpu_memory_gb * GB * (1.0 - config.memory_margin)
 
 
-def fewest_gpus(config: PlanConfig, setup: Setup) -> int | None:
+def fewest_gpus(config: PlanConfig) -> int | None:
     """The least number of GPUs on which every stage fits; None if 16384 are too few.
 
     Two GPUs can need more memory per GPU than one (communication buffers); from two on, more GPUs never need more per GPU.
     """
 
     def fits(gpus: int) -> bool:
-        return largest(config, replace(setup, gpus=gpus))[1] <= room(config)
+        return largest(replace(config, gpus=gpus))[1] <= room(config)
 
     if fits(1):
         return 1
@@ -214,36 +194,34 @@ def fewest_gpus(config: PlanConfig, setup: Setup) -> int | None:
 
 def smaller_batches(config: PlanConfig) -> str | None:
     """Overrides that halve micro-batches, which changes no result, until every stage fits; None if that is not enough."""
-    setup, changed = setup_of(config), []
-    tried = copy.deepcopy(config)
+    tried, changed = copy.deepcopy(config), []
     for group, name, stages in FORWARDS:
         settings = getattr(tried, group)
         before = getattr(settings, name)
-        while max(peak_bytes(stage_bytes(tried, setup, stage)) for stage in stages) > room(config):
+        while max(peak_bytes(stage_bytes(tried, stage)) for stage in stages) > room(config):
             size = getattr(settings, name)
             if size == 1:
                 return None
             setattr(settings, name, size // 2)
         if getattr(settings, name) != before:
             changed.append(f"{group}.{name}={getattr(settings, name)}")
-    return " ".join(changed) if changed and largest(tried, setup)[1] <= room(config) else None
+    return " ".join(changed) if changed and largest(tried)[1] <= room(config) else None
 
 
 def suggest(config: PlanConfig) -> list[str]:
     """Overrides that would fit: smaller micro-batches; on the same GPUs those that cost least speed; else the fewest GPUs."""
-    setup = setup_of(config)
     ladder = [
-        replace(setup, deepspeed=name, checkpointing=checkpointing)
-        for checkpointing in ((True,) if setup.checkpointing else (False, True))
+        replace(config, deepspeed=name, gradient_checkpointing=checkpointing)
+        for checkpointing in ((True,) if config.gradient_checkpointing else (False, True))
         for name in memory.DEEPSPEED
     ]
-    ladder.sort(key=lambda overrides: overrides.offload)  # offloading costs more time than recomputing
+    ladder.sort(key=lambda one: memory.DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
     smaller = smaller_batches(config)
     overrides = [] if smaller is None else [smaller]
-    here = next((one for one in ladder if largest(config, one)[1] <= room(config)), None)
+    here = next((one for one in ladder if largest(one)[1] <= room(config)), None)
     if here is not None:
         overrides.append(_as_overrides(here))
-    counts = [(count, one) for one in ladder if (count := fewest_gpus(config, one)) is not None]
+    counts = [(count, one) for one in ladder if (count := fewest_gpus(one)) is not None]
     if counts:
         count, one = min(counts, key=lambda pair: pair[0])
         if here is None and smaller is None:
@@ -251,9 +229,9 @@ def suggest(config: PlanConfig) -> list[str]:
     return overrides
 
 
-def _as_overrides(setup: Setup) -> str:
-    text = f"gpus={setup.gpus} deepspeed={setup.deepspeed}"
-    return text + (" gradient_checkpointing=true" if setup.checkpointing else "")
+def _as_overrides(config: PlanConfig) -> str:
+    text = f"gpus={config.gpus} deepspeed={config.deepspeed}"
+    return text + (" gradient_checkpointing=true" if config.gradient_checkpointing else "")
 
 
 def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
@@ -314,8 +292,8 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
     """The whole plan as JSON values: bytes, FLOPs, hours, and the verdict."""
-    shape, setup = shape_of(config), setup_of(config)
-    stage, most = largest(config, setup)
+    shape = shape_of(config)
+    stage, most = largest(config)
     fits = most <= room(config)
     return {
         "shape": asdict(shape),
@@ -326,7 +304,9 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "reward": shape.scalar_model,
         },
         "setup": {
-            **asdict(setup),
+            "gpus": config.gpus,
+            "deepspeed": config.deepspeed,
+            "checkpointing": config.gradient_checkpointing,
             "lora_rank": config.lora.rank,
             "dtype": config.dtype,
             "gpu_memory_gb": config.gpu_memory_gb,
@@ -335,12 +315,12 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "peak_tflops": config.peak_tflops or PEAK_TFLOPS[config.dtype],
             "bandwidth_gb": config.bandwidth_gb,
         },
-        "micro_batches": micro_batches(config, setup.gpus),
-        "bytes": {name: stage_bytes(config, setup, name) for name in stages_of(config)},
+        "micro_batches": micro_batches(config),
+        "bytes": {name: stage_bytes(config, name) for name in stages_of(config)},
         "largest": {"stage": stage, "bytes": most},
         "room_bytes": room(config),
         "fits": fits,
-        "fewest_gpus": fewest_gpus(config, setup),
+        "fewest_gpus": fewest_gpus(config),
         "suggestions": [] if fits else suggest(config),
         "time": make_times(config),
         "compute_optimal": make_optimal(config),

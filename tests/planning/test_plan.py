@@ -23,7 +23,6 @@ from rlhf.planning.plan import (
     micro_batches,
     peak_bytes,
     room,
-    setup_of,
     stage_bytes,
 )
 from rlhf.planning.shapes import make_shape
@@ -36,33 +35,29 @@ def planned(*overrides: str) -> PlanConfig:
     return config
 
 
-def bytes_of(config: PlanConfig, stage: str) -> dict[str, int]:
-    return stage_bytes(config, setup_of(config), stage)
-
-
 def test_ppo_holds_four_models():
     config = planned("model=gpt2", "gpus=4", "deepspeed=none")
     n, critic = 124_439_808, 124_439_808 + 769  # the trunk is the whole of a tied model; the head has 768 + 1
-    parts = bytes_of(config, "ppo update")
+    parts = stage_bytes(config, "ppo update")
     assert (parts["weights"], parts["optimizer"]) == (2 * (n + critic), 12 * (n + critic))
     # token and position embeddings (50257 + 1024) * 768, 25 norms of 2 * 768 and the head are in float32, the rest in bf16
     whole = (50257 + 1024) * 768 + 25 * 2 * 768
     assert parts["frozen"] == 2 * (2 * (n - whole) + 4 * whole) + 4 * 769
-    sharded = bytes_of(planned("model=gpt2", "gpus=4", "deepspeed=zero3"), "ppo update")
+    sharded = stage_bytes(planned("model=gpt2", "gpus=4", "deepspeed=zero3"), "ppo update")
     assert sharded["frozen"] == 2 * -(-n // 4) + 2 * -(-critic // 4)
-    rollout = bytes_of(planned("model=gpt2", "gpus=4", "deepspeed=zero3"), "ppo rollout")
+    rollout = stage_bytes(planned("model=gpt2", "gpus=4", "deepspeed=zero3"), "ppo rollout")
     assert rollout["gathered"] == 2 * n and rollout["gradients"] == 0
 
 
 def test_without_a_critic_of_its_own_less_is_held():
-    own = bytes_of(planned(), "ppo update")
-    shared = bytes_of(planned("ppo.shared_critic=true"), "ppo update")
-    none = bytes_of(planned("ppo.advantages=rloo", "ppo.responses_per_prompt=2"), "ppo update")
+    own = stage_bytes(planned(), "ppo update")
+    shared = stage_bytes(planned("ppo.shared_critic=true"), "ppo update")
+    none = stage_bytes(planned("ppo.advantages=rloo", "ppo.responses_per_prompt=2"), "ppo update")
     assert shared["weights"] - none["weights"] == 2 * 769
     assert own["activations"] == shared["activations"] == none["activations"]  # one trunk at a time
-    sharded = bytes_of(planned("gpus=4", "deepspeed=zero2"), "ppo update")
-    assert sharded["activations"] == 2 * bytes_of(planned("gpus=4"), "ppo update")["activations"]
-    two = bytes_of(planned("ppo.rewards=[a,b]"), "ppo update")
+    sharded = stage_bytes(planned("gpus=4", "deepspeed=zero2"), "ppo update")
+    assert sharded["activations"] == 2 * stage_bytes(planned("gpus=4"), "ppo update")["activations"]
+    two = stage_bytes(planned("ppo.rewards=[a,b]"), "ppo update")
     whole = (50257 + 1024) * 768 + 25 * 2 * 768 + 769
     assert two["frozen"] - own["frozen"] == 2 * (124_439_808 + 769 - whole) + 4 * whole
 
@@ -72,14 +67,14 @@ def test_activations_and_cache_of_a_stage_by_hand():
         "model=gpt2", "rollout.batch_size=8", "rollout.max_new_tokens=24", "pretrain.micro_batch_sequences=2"
     )
     # 12 blocks, bf16: 32 * 768 + 16 (statistics) + 4 * 12 (log-sums) bytes per token, and 2 * 2 * 768 of the last norm
-    assert bytes_of(config, "pretrain")["activations"] == 2 * 1024 * (12 * (32 * 768 + 16 + 48) + 3072)
-    assert bytes_of(config, "pretrain")["logits"] == 12 * 2048 * 50257
-    assert bytes_of(config, "ppo rollout")["kv_cache"] == 2 * 12 * 768 * 8 * 1023 * 2
-    assert bytes_of(config, "ppo update")["logits"] == 12 * 64 * 24 * 50257  # response tokens only
+    assert stage_bytes(config, "pretrain")["activations"] == 2 * 1024 * (12 * (32 * 768 + 16 + 48) + 3072)
+    assert stage_bytes(config, "pretrain")["logits"] == 12 * 2048 * 50257
+    assert stage_bytes(config, "ppo rollout")["kv_cache"] == 2 * 12 * 768 * 8 * 1023 * 2
+    assert stage_bytes(config, "ppo update")["logits"] == 12 * 64 * 24 * 50257  # response tokens only
 
 
 def test_micro_batches_are_at_most_a_gpus_share():
-    assert micro_batches(planned(), 1) == {
+    assert micro_batches(planned()) == {
         "pretrain": 16,
         "sft": 32,
         "reward": 64,
@@ -87,7 +82,7 @@ def test_micro_batches_are_at_most_a_gpus_share():
         "ppo score": 128,
         "ppo update": 64,
     }
-    assert micro_batches(planned(), 100) == {
+    assert micro_batches(planned("gpus=100")) == {
         "pretrain": 6,
         "sft": 1,
         "reward": 6,
@@ -107,12 +102,11 @@ def test_micro_batches_are_at_most_a_gpus_share():
 def test_more_gpus_never_need_more_a_gpu_and_the_fewest_is_the_fewest(model, deepspeed, gpus, checkpointing):
     config = planned(f"model={model}")
     config.gradient_checkpointing, config.deepspeed, config.gpus = checkpointing, deepspeed, gpus
-    here = setup_of(config)
-    assert largest(config, dataclasses.replace(here, gpus=gpus + 1))[1] <= largest(config, here)[1]
-    found = fewest_gpus(config, here)
+    assert largest(dataclasses.replace(config, gpus=gpus + 1))[1] <= largest(config)[1]
+    found = fewest_gpus(config)
     if found is not None:
-        assert largest(config, dataclasses.replace(here, gpus=found))[1] <= room(config)
-    fits_here = largest(config, here)[1] <= room(config)
+        assert largest(dataclasses.replace(config, gpus=found))[1] <= room(config)
+    fits_here = largest(config)[1] <= room(config)
     assert fits_here == (found is not None and (found <= gpus))
 
 
