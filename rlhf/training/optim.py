@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 BETAS = (0.9, 0.95)  # of AdamW (RECIPE, sections 2 to 4)
 
@@ -54,7 +54,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 class MuonAdamW(torch.optim.Optimizer):
     """torch's Muon for the matrices of the layers; torch's AdamW for embeddings, the unembedding and vectors.
 
-    Both keep their own state and groups; this class steps, clears, saves and loads them together. Weight decay acts
+    Both work on this optimizer's own state and groups, so that it clears, saves and loads as any other. Weight decay acts
     on matrices only. Muon orthogonalises whole matrices, so it does not work on ZeRO's slices.
     Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019 (AdamW).
     """
@@ -65,36 +65,21 @@ class MuonAdamW(torch.optim.Optimizer):
         rest = [p for p in model.parameters() if id(p) not in inner and p.requires_grad]
         self.muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay)
         self.adamw = make_adamw([{"params": rest}], lr=lr, betas=betas)
-        super().__init__([*matrices, *rest], {})
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
         self._share()
 
     def _share(self) -> None:
-        """Expose the inner optimizers' groups and state as this optimizer's, so that a schedule that sets lr reaches them."""
-        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self.muon.state = self.adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.muon.step(closure)
         self.adamw.step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.muon.zero_grad(set_to_none)
-        self.adamw.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.muon.load_state_dict(state_dict["muon"])
-        self.adamw.load_state_dict(state_dict["adamw"])
+        super().load_state_dict(state_dict)
         self._share()
-
-
-def state_holder(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.optim.Optimizer:
-    """The optimizer whose `state` holds a parameter's moments."""
-    if not isinstance(optimizer, MuonAdamW):
-        return optimizer
-    return optimizer.muon if any(p is parameter for p in optimizer.muon.param_groups[0]["params"]) else optimizer.adamw
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:

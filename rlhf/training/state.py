@@ -18,7 +18,7 @@ from rlhf.processes import gather, rank
 from rlhf.runs.checkpoints import save_checkpoint
 from rlhf.runs.stage import Stage
 from rlhf.training.gather import gathered, gathered_state
-from rlhf.training.optim import state_holder, steps_on_device
+from rlhf.training.optim import steps_on_device
 
 # {"weights", "steps", and a tensor kind of the optimizer such as "exp_avg": {parameter's name: tensor}}
 State = Mapping[str, Mapping[str, Tensor]]
@@ -34,7 +34,7 @@ def plain_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         return None
     state: dict[str, dict[str, Tensor]] = {"weights": weights, "steps": {}}
     for name, p in module.named_parameters():
-        for kind, value in state_holder(optimizer, p).state.get(p, {}).items():
+        for kind, value in optimizer.state.get(p, {}).items():
             if kind == "step":
                 state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
             elif isinstance(value, Tensor):
@@ -53,7 +53,7 @@ def put_plain_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: 
         if name in state["steps"]:
             restored["step"] = state["steps"][name].to(p.device if on_device else "cpu", copy=True)
         if restored:
-            state_holder(optimizer, p).state[p] = restored
+            optimizer.state[p] = restored
 
 
 def write_checkpoint(
