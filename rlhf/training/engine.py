@@ -23,7 +23,7 @@ from rlhf.precision import wants_bfloat16
 from rlhf.processes import Ranks, connect_alone
 from rlhf.training import gather
 from rlhf.training.optim import make_adamw
-from rlhf.training.state import State, plain_state, put_plain_state
+from rlhf.training.state import PlainState, State
 from rlhf.training.zero import deepspeed_settings, need_deepspeed, offloads, zero_stage
 from rlhf.training.zero_state import ZeroState, group_numbers
 
@@ -41,6 +41,7 @@ class Engine:
         self.bfloat16 = accelerator.mixed_precision == "bf16"
         module.to(self.device)
         self.optimizer: Any = make_adamw(groups)
+        self.whole_state: Any = PlainState(module, self.optimizer)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""
@@ -85,11 +86,11 @@ class Engine:
 
         Moments of parameters that have taken no step yet are absent. Every rank has to call it.
         """
-        return plain_state(self.module, self.optimizer)
+        return self.whole_state.read()
 
     def restore(self, state: State) -> None:
         """Restore the result of `state`."""
-        put_plain_state(self.module, self.optimizer, state)
+        self.whole_state.write(state)
 
 
 class ZeroEngine(Engine):
@@ -174,12 +175,6 @@ class ZeroEngine(Engine):
     def forget_steps(self, group: int) -> None:
         """Reset AdamW's step count of a group to 0, since its steps so far had no gradient."""
         self.whole_state.set_steps({group: 0.0})
-
-    def state(self) -> dict[str, dict[str, Tensor]] | None:
-        return self.whole_state.read()
-
-    def restore(self, state: State) -> None:
-        self.whole_state.write(state)
 
 
 def make_engine(

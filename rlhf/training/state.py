@@ -24,36 +24,42 @@ from rlhf.training.optim import steps_on_device
 State = Mapping[str, Mapping[str, Tensor]]
 
 
-def plain_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]] | None:
-    """The state of a module whose optimizer holds whole tensors, on the CPU; None on every rank but the first.
+class PlainState:
+    """Reads and writes the state of a module whose optimizer holds whole tensors."""
 
-    Parameters that have taken no step yet have weights only. Every rank has to call it.
-    """
-    weights = gathered_state(module)
-    if weights is None:
-        return None
-    state: dict[str, dict[str, Tensor]] = {"weights": weights, "steps": {}}
-    for name, p in module.named_parameters():
-        for kind, value in optimizer.state.get(p, {}).items():
-            if kind == "step":
-                state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
-            elif isinstance(value, Tensor):
-                state.setdefault(kind, {})[name] = on_cpu(value)
-    return state
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
+        self.module, self.optimizer = module, optimizer
 
+    def read(self) -> dict[str, dict[str, Tensor]] | None:
+        """The state, on the CPU; None on every rank but the first.
 
-@torch.no_grad()
-def put_plain_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Restore the result of `plain_state`."""
-    put_weights(module, state["weights"])
-    kinds = [kind for kind in state if kind not in ("weights", "steps")]
-    on_device = steps_on_device(optimizer)
-    for name, p in module.named_parameters():
-        restored: dict[str, Any] = {kind: state[kind][name].to(p, copy=True) for kind in kinds if name in state[kind]}
-        if name in state["steps"]:
-            restored["step"] = state["steps"][name].to(p.device if on_device else "cpu", copy=True)
-        if restored:
-            optimizer.state[p] = restored
+        Parameters that have taken no step yet have weights only. Every rank has to call it.
+        """
+        weights = gathered_state(self.module)
+        if weights is None:
+            return None
+        state: dict[str, dict[str, Tensor]] = {"weights": weights, "steps": {}}
+        for name, p in self.module.named_parameters():
+            for kind, value in self.optimizer.state.get(p, {}).items():
+                if kind == "step":
+                    state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
+                elif isinstance(value, Tensor):
+                    state.setdefault(kind, {})[name] = on_cpu(value)
+        return state
+
+    @torch.no_grad()
+    def write(self, state: State) -> None:
+        put_weights(self.module, state["weights"])
+        kinds = [kind for kind in state if kind not in ("weights", "steps")]
+        on_device = steps_on_device(self.optimizer)
+        for name, p in self.module.named_parameters():
+            restored: dict[str, Any] = {
+                kind: state[kind][name].to(p, copy=True) for kind in kinds if name in state[kind]
+            }
+            if name in state["steps"]:
+                restored["step"] = state["steps"][name].to(p.device if on_device else "cpu", copy=True)
+            if restored:
+                self.optimizer.state[p] = restored
 
 
 def write_checkpoint(

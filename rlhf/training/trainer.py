@@ -8,13 +8,13 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, SequentialSampler
 from transformers import TrainerCallback
 
 from rlhf.errors import UserError
@@ -26,14 +26,7 @@ from rlhf.runs.stage import Stage
 from rlhf.tracking.metrics import find
 from rlhf.training.adapters import save_model
 from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
-from rlhf.training.state import (
-    plain_state,
-    put_plain_state,
-    put_random_state,
-    put_weights,
-    read_state,
-    write_checkpoint,
-)
+from rlhf.training.state import PlainState, put_random_state, put_weights, read_state, write_checkpoint
 from rlhf.training.usage import training_flops, usage_metrics
 from rlhf.training.zero import deepspeed_settings, need_deepspeed, zero_stage
 from rlhf.training.zero_state import ZeroState, group_numbers
@@ -110,22 +103,11 @@ def one_device(arguments: Any) -> Any:
     return arguments
 
 
-class WithSpares(Dataset):
+def with_spares(rows: Any, spares: int) -> Dataset:
     """A data set followed by rows that do not count in the loss, so that every process has the same number of micro-batches."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]] | Dataset, spares: int):
-        self.rows, self.spares = rows, spares
-
-    def __len__(self) -> int:
-        return len(self.rows) + self.spares  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index < len(self.rows):  # type: ignore[arg-type]
-            return self.rows[index]
-        row = self.rows[0]
-        labels = row["labels"]
-        ignored = torch.full_like(labels, IGNORED) if isinstance(labels, Tensor) else [IGNORED] * len(labels)
-        return {**row, "labels": ignored}
+    labels = rows[0]["labels"]
+    ignored = torch.full_like(labels, IGNORED) if isinstance(labels, Tensor) else [IGNORED] * len(labels)
+    return ConcatDataset([rows, [{**rows[0], "labels": ignored}] * spares])  # type: ignore[list-item]
 
 
 class ThenSpares(Sampler[int]):
@@ -233,7 +215,10 @@ class StageTrainer(_Trainer):
 
     # --- checkpoints: ours instead of Trainer's, which are pickles under ZeRO ---------------------------------
 
-    def _zero_state(self) -> ZeroState:
+    @property
+    def _whole_state(self) -> PlainState | ZeroState:
+        if not self.is_deepspeed_enabled:
+            return PlainState(self.model, self._own_optimizer)  # type: ignore[arg-type]
         engine: Any = self.model_wrapped
         return ZeroState(
             self.model,  # type: ignore[arg-type]
@@ -243,14 +228,9 @@ class StageTrainer(_Trainer):
             Ranks(self.args.device),
         )
 
-    def _whole_state(self) -> dict[str, dict[str, Tensor]] | None:
-        if self.is_deepspeed_enabled:
-            return self._zero_state().read()
-        return plain_state(self.model, self._own_optimizer)  # type: ignore[arg-type]
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Every rank calls it."""
-        state = self._whole_state()
+        state = self._whole_state.read()
         progress = json.dumps(dataclasses.asdict(self.state))
         write_checkpoint(
             self.stage,
@@ -267,10 +247,7 @@ class StageTrainer(_Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
             state, _ = read_state(Path(resume_from_checkpoint))
-            if self.is_deepspeed_enabled:
-                self._zero_state().write(state)
-            else:
-                put_plain_state(self.model, self._own_optimizer, state)  # type: ignore[arg-type]
+            self._whole_state.write(state)
             continue_schedule(self.lr_scheduler, self.state.global_step)  # type: ignore[arg-type]
         return prepared
 
@@ -292,7 +269,7 @@ class StageTrainer(_Trainer):
         if self.args.train_sampling_strategy == "random":
             order = SeedableRandomSampler(range(rows), data_seed=self.args.data_seed)
         loader = DataLoader(
-            WithSpares(data, spares),
+            with_spares(data, spares),
             sampler=ThenSpares(order, rows, spares),
             batch_size=self.args.per_device_train_batch_size,
             collate_fn=self.data_collator,

@@ -30,7 +30,7 @@ class ZeroState:
         self.module, self.optimizer, self.stage, self.group_of, self.ranks = module, optimizer, stage, group_of, ranks
 
     def read(self) -> dict[str, dict[str, Tensor]] | None:
-        """As `rlhf.training.state.plain_state`. Every rank has to call it."""
+        """As `PlainState.read`. Every rank has to call it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         first = self.ranks.rank == 0

@@ -13,7 +13,7 @@ from rlhf.planning.memory import model_state_bytes
 from rlhf.runs.folders import read_stage
 from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
-from rlhf.training.trainer import ThenSpares, WithSpares, split_batch
+from rlhf.training.trainer import ThenSpares, split_batch, with_spares
 
 from .conftest import Run, run_ranks
 
@@ -245,9 +245,9 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 def test_spare_rows_come_last_and_count_nothing():
     rows = [{"input_ids": torch.tensor([i, i]), "labels": torch.tensor([i, i])} for i in range(3)]
-    padded = WithSpares(rows, 2)
+    padded = with_spares(rows, 2)
     assert len(padded) == 5 and padded[2] is rows[2]
     assert padded[4]["labels"].tolist() == [-100, -100] and padded[4]["input_ids"].tolist() == [0, 0]
     assert list(ThenSpares([2, 0, 1], 3, 2)) == [2, 0, 1, 3, 4]
-    listed = WithSpares([{"input_ids": [7], "labels": [7]}], 1)
+    listed = with_spares([{"input_ids": [7], "labels": [7]}], 1)
     assert listed[1] == {"input_ids": [7], "labels": [-100]}
