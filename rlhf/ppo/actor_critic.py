@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.trunk import hidden_at
-from rlhf.ppo.ptx import pretraining_loss
+from rlhf.ops.logprobs import token_logprobs
 from rlhf.ppo.rollout import before_responses, response_logprobs, unpacked
 from rlhf.runs.stage import Stage
 from rlhf.training.adapters import share_weights
@@ -60,7 +60,10 @@ class ActorCritic(nn.Module):
         return logp, entropies, None if values is None else unpacked(values, mask)
 
     def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
-        return pretraining_loss(self.policy, batch, denominator)
+        """- sum log P(u_i | u_<i) / denominator over the batch's next tokens, nats."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = self.policy(**inputs, use_cache=False).logits[:, :-1]  # (B, T - 1, V)
+        return -token_logprobs(logits, batch["labels"][:, 1:]).sum() / denominator
 
     def parts(self) -> dict[str, nn.Module]:
         """{"policy": …, "critic": …}, without the critic if there is none."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus, make_collator
-from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import read_stage, stage_folder
 
 
@@ -40,10 +39,3 @@ class PretrainingBlocks:
     def batch(self, index: list[int], device: torch.device) -> dict[str, Tensor]:
         """input_ids and labels (B, T) of blocks, with positions if documents are isolated."""
         return {name: value.to(device) for name, value in self.collate([self.blocks[i] for i in index]).items()}
-
-
-def pretraining_loss(policy: Any, batch: dict[str, Tensor], denominator: int) -> Tensor:
-    """- sum log P(u_i | u_<i) / denominator over the batch's next tokens, nats."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = policy(**inputs, use_cache=False).logits[:, :-1]  # (B, T - 1, V)
-    return -token_logprobs(logits, batch["labels"][:, 1:]).sum() / denominator
