@@ -1,17 +1,15 @@
 """Token lists as right-padded tensors, and indices grouped so that there is little padding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 
-def right_pad(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def right_pad(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded tokens (B, T) int64 and lengths (B,) int64."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), pad, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return tokens, lengths
+    tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(tokens, batch_first=True, padding_value=pad), torch.tensor([len(row) for row in rows])
 
 
 def by_length(lengths: list[int], size: int) -> Iterator[list[int]]:

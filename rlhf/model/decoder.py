@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.model import kernels
+from rlhf.model.batching import right_pad
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.masks import narrow
@@ -52,10 +53,8 @@ class Decoder:
         config, weight = model.config, model.model.embed_tokens.weight
         self.model, self.trunk = model, model.model
         self.packed = any(is_packed(module) for module in model.modules())
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=weight.device)
-        self.column = max(map(len, prompts))
-        padded = [list(prompt) + [pad] * (self.column - len(prompt)) for prompt in prompts]
-        self.tokens = torch.tensor(padded, device=weight.device)  # (B, P)
+        self.tokens, self.lengths = (x.to(weight.device) for x in right_pad(prompts, pad))  # (B, P) and (B,)
+        self.column = self.tokens.shape[1]
         dtype = computed_in(weight)
         head = model.lm_head
         # logits are float32 in half precision too, as in training's log-probs of responses
