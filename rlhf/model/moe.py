@@ -15,10 +15,6 @@ from rlhf.model.linear import Float32Linear
 from rlhf.model.mlp import MLP
 
 
-class Router(Float32Linear):
-    """One logit per expert, always in float32 (section 2.4, selective precision)."""
-
-
 class SwitchMLP(nn.Module):
     """y = p_i(x) E_i(x), with i = argmax_j p_j(x) and p(x) = softmax(W_r x) (equations 1 and 2 with k = 1).
 
@@ -34,7 +30,7 @@ class SwitchMLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.router = Router(config.width, config.experts, bias=False)
+        self.router = Float32Linear(config.width, config.experts, bias=False)  # section 2.4, selective precision
         self.experts = nn.ModuleList(MLP(config) for _ in range(config.experts))
         self.capacity = config.expert_capacity
         self.limited = False
