@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -68,7 +67,9 @@ class Graph:
         self.tokens = tokens.clone()
         self.recorded = torch.cuda.CUDAGraph()
         column = decoder.column
-        with _without_cast_cache(tokens.device.type), torch.cuda.graph(self.recorded):
+        # without autocast's cache, whose tensors would be in the graph's memory
+        half = {"dtype": torch.get_autocast_dtype("cuda"), "enabled": torch.is_autocast_enabled("cuda")}
+        with torch.autocast("cuda", **half, cache_enabled=False), torch.cuda.graph(self.recorded):
             self.logits = Decoder.step(decoder, self.tokens)
         decoder.column = column  # recording does not compute
 
@@ -77,13 +78,6 @@ class Graph:
         self.tokens.copy_(tokens)
         self.recorded.replay()
         return self.logits
-
-
-def _without_cast_cache(device: str) -> Any:
-    """Autocast without its cache, whose tensors would be in the graph's memory."""
-    if not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def make_decoder(model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int) -> Decoder:
