@@ -39,6 +39,12 @@ from rlhf.config.stages import (
 )
 from rlhf.recipe import GOLD_STAGES, PARENTS
 
+# Name: ZeRO stage, and whether states are in the host's memory.
+DEEPSPEED = {
+    "none": (0, False), "zero1": (1, False), "zero2": (2, False), "zero3": (3, False), "zero2_offload": (2, True),
+    "zero3_offload": (3, True),
+}  # fmt: skip
+
 
 @dataclass(slots=True)
 class TrackingConfig:
@@ -133,7 +139,7 @@ class Config:
     deepspeed: str = setting(
         "none",
         "ZeRO stage",
-        choices=("none", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
+        choices=tuple(DEEPSPEED),
         changes=ROUNDING,
     )
     launcher: LauncherConfig = group(LauncherConfig, changes=ROUNDING)

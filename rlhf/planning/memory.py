@@ -10,11 +10,6 @@ from rlhf.planning.shapes import Shape
 # precision also its float32 weights). Source: Rajbhandari et al. 2020, section 3.1.
 STATE_BYTES = {"bf16": (2, 2, 4 + 4 + 4), "fp32": (4, 4, 4 + 4)}
 ELEMENT = {"bf16": 2, "fp32": 4}
-# Name: ZeRO stage, and whether states are in the host's memory.
-DEEPSPEED = {
-    "none": (0, False), "zero1": (1, False), "zero2": (2, False), "zero3": (3, False), "zero2_offload": (2, True),
-    "zero3_offload": (3, True),
-}  # fmt: skip
 
 
 def model_state_bytes(

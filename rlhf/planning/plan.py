@@ -7,7 +7,7 @@ import copy
 from dataclasses import asdict, replace
 from typing import Any
 
-from rlhf.config import PlanConfig
+from rlhf.config import DEEPSPEED, PlanConfig
 from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
 from rlhf.planning import compute, memory, scaling
@@ -89,7 +89,7 @@ def micro_batches(config: PlanConfig) -> dict[str, int]:
 def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     """Bytes per GPU by part at the peak of a stage (PPO: of a phase), and `host`, bytes per GPU in the host's memory."""
     shape, dtype, gpus = shape_of(config), config.dtype, config.gpus
-    zero, offload = memory.DEEPSPEED[config.deepspeed]
+    zero, offload = DEEPSPEED[config.deepspeed]
     rows, longest = micro_batches(config)[stage], sequence_of(config)
     ppo = stage.startswith("ppo")
     language, scalar = shape.language_model, shape.scalar_model
@@ -213,9 +213,9 @@ def suggest(config: PlanConfig) -> list[str]:
     ladder = [
         replace(config, deepspeed=name, gradient_checkpointing=checkpointing)
         for checkpointing in ((True,) if config.gradient_checkpointing else (False, True))
-        for name in memory.DEEPSPEED
+        for name in DEEPSPEED
     ]
-    ladder.sort(key=lambda one: memory.DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
+    ladder.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
     smaller = smaller_batches(config)
     overrides = [] if smaller is None else [smaller]
     here = next((one for one in ladder if largest(one)[1] <= room(config)), None)

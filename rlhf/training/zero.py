@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 
-from rlhf.config import Config
+from rlhf.config import DEEPSPEED, Config
 from rlhf.errors import UserError
-
-STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero2_offload": 2, "zero3_offload": 3}
 
 
 def zero_stage(config: Config) -> int:
     """The ZeRO stage of deepspeed=…; 0 without DeepSpeed."""
-    return STAGES[config.deepspeed]
+    return DEEPSPEED[config.deepspeed][0]
 
 
 def offloads(config: Config) -> bool:
-    return config.deepspeed.endswith("_offload")
+    return DEEPSPEED[config.deepspeed][1]
 
 
 def need_deepspeed(config: Config) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.config import Config
+from rlhf.config import DEEPSPEED, Config
 from rlhf.config.model import ModelConfig
 from rlhf.planning import memory
 from rlhf.planning.memory import model_state_bytes
@@ -176,7 +176,7 @@ def test_frozen_models_hold_what_is_planned(precision, deepspeed, tied):
     for model, (parameters, linear) in zip((policy, reward), counts, strict=True):
         shard_frozen(config, model, torch.device("cpu"))
         allocated = sum(p.untyped_storage().nbytes() for p in model.parameters())
-        zero, dtype = memory.DEEPSPEED[deepspeed][0], "bf16" if precision == "bfloat16" else "fp32"
+        zero, dtype = DEEPSPEED[deepspeed][0], "bf16" if precision == "bfloat16" else "fp32"
         assert allocated == memory.frozen_bytes(parameters, linear, 1, zero, dtype)
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from rlhf import cli
 from rlhf.checks import check_config
-from rlhf.config import PlanConfig
+from rlhf.config import DEEPSPEED, PlanConfig
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
-from rlhf.planning import compute, memory
+from rlhf.planning import compute
 from rlhf.planning.plan import (
     PARTS,
     STAGES,
@@ -95,7 +95,7 @@ def test_micro_batches_are_at_most_a_gpus_share():
 @settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["gpt3-xl", "gpt3-13b", "llama-2-70b"]),
-    st.sampled_from(list(memory.DEEPSPEED)),
+    st.sampled_from(list(DEEPSPEED)),
     st.integers(2, 3000),
     st.booleans(),
 )
