@@ -14,20 +14,15 @@ from rlhf.precision import wants_bfloat16
 
 
 def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
-    """A model that is not trained, on its device, with its weights in the precision in which `inference` multiplies."""
-    model.requires_grad_(False).to(device)
-    return cast_frozen_products(model) if wants_bfloat16(config, device) else model
+    """A model that is not trained, on its device; for `inference` in bfloat16 with the weights of its linear layers in it.
 
-
-def cast_frozen_products(model: nn.Module) -> nn.Module:
-    """Cast the weights of linear layers to bfloat16, in place, and freeze the model; everything else stays as it is.
-
-    Under autocast to bfloat16 no result changes: embeddings, norms and scalar heads keep their precision, and so does an
-    unembedding that is tied to an embedding.
+    No result changes: embeddings, norms and scalar heads keep their precision, and so does an unembedding that is tied to
+    an embedding.
     """
-    model.requires_grad_(False)
-    for p in product_weights(model):
-        p.data = p.data.to(torch.bfloat16)
+    model.requires_grad_(False).to(device)
+    if wants_bfloat16(config, device):
+        for p in product_weights(model):
+            p.data = p.data.to(torch.bfloat16)
     return model
 
 

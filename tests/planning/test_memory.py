@@ -182,7 +182,7 @@ def test_frozen_models_hold_what_is_planned(precision, deepspeed, tied):
 
 def test_frozen_models_in_bfloat16_compute_what_autocast_does():
     from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-    from rlhf.model.half import cast_frozen_products
+    from rlhf.model.half import hold_frozen
     from rlhf.model.heads import RewardModel
 
     torch.manual_seed(0)
@@ -195,7 +195,7 @@ def test_frozen_models_in_bfloat16_compute_what_autocast_does():
 
     before = outputs()
     for model in (policy, reward):
-        cast_frozen_products(model)
+        hold_frozen(Config(precision="bfloat16"), model, torch.device("cpu"))
     for one, two in zip(before, outputs(), strict=True):
         assert torch.equal(one, two)
 
