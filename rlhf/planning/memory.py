@@ -22,19 +22,11 @@ def model_state_bytes(
     gathered ones; the rest of this rank's share is `host`. persistent: parameters in tensors below DeepSpeed's
     persistence threshold, which ZeRO-3 keeps whole on every rank in addition to its share.
 
-    Raises: ValueError for sizes, stages or types that do not exist.
-
     Source: Rajbhandari et al. 2020, section 5 and figure 1; Ren et al. 2021 (ZeRO-Offload), section 3.
     Differs: in float32 too, DeepSpeed's optimizer keeps a copy of the weights that it updates. Without ZeRO, bf16 is
     autocast's: the 2 bytes of `weights` are its casts (the sampler's are as many), and gradients are those of the float32
     weights, 4 bytes.
     """
-    if dtype not in STATE_BYTES or zero not in range(4) or world < 1:
-        raise ValueError(
-            f"model_state_bytes: world={world}, zero={zero}, dtype={dtype!r}: want world 1 or more, zero 0 to 3, bf16 or fp32"
-        )
-    if offload and zero < 2:
-        raise ValueError(f"model_state_bytes: zero={zero} has no offload: want 2 or 3")
     weights, gradients, optimizer = STATE_BYTES[dtype]
     share = -(-parameters // world)
     if zero >= 1 and dtype == "fp32":
