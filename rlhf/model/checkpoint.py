@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rlhf.errors import UserError, reading
-from rlhf.files import sha256_file
 from rlhf.model.convert import why_not_native
 from rlhf.model.loading import check_sizes
 
@@ -34,11 +33,6 @@ class Checkpoint:
     licence: str | None
 
     @property
-    def memory(self) -> int:
-        """Bytes of the weights in float32."""
-        return 4 * self.parameters
-
-    @property
     def context(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
 
@@ -58,17 +52,13 @@ class Checkpoint:
             f"model.pretrained={self.source}: no weights: want *.safetensors, pytorch_model*.bin or a .gguf file in it"
         )
 
-    def weight_hashes(self) -> dict[str, str]:
-        """SHA-256 (hex) of every weight file."""
-        return {path.name: sha256_file(path) for path in self.weight_files()}
-
     def describe(self) -> str:
         """One line: architecture, size, precision, memory, licence, and whether it runs natively."""
         reasons = why_not_native(self.config)
         way = "runs natively" if not reasons else f"runs as transformers' class ({'; '.join(reasons)})"
         return (
             f"{self.source}: {self.config.model_type}, {self.parameters:,} parameters in {self.dtype}, "
-            f"{self.memory / 2**30:.2f} GiB in float32, licence {self.licence or 'not stated'}; {way}"
+            f"{4 * self.parameters / 2**30:.2f} GiB in float32, licence {self.licence or 'not stated'}; {way}"
         )
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.errors import UserError, reading
-from rlhf.files import read_json
+from rlhf.files import read_json, sha256_file
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
 from rlhf.model.convert import from_transformers, why_not_native
 from rlhf.model.loading import check_finite
@@ -72,7 +72,7 @@ def adopt(
         "parameters": checkpoint.parameters,
         "dtype": checkpoint.dtype,
         "licence": checkpoint.licence,
-        "sha256": checkpoint.weight_hashes(),
+        "sha256": {path.name: sha256_file(path) for path in checkpoint.weight_files()},
         "native": not reason,
         "plain_logits": multiplies_plainly(model),
         "end_token_ids": ends,
