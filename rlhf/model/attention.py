@@ -11,6 +11,7 @@ from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
 from rlhf.model.masks import Documents, Mask
 from rlhf.model.positions import Rope, rotate
+from rlhf.ops.products import computed_in
 
 # On a CPU the backward pass of torch's attention in bfloat16 takes up to 4 times as long as in float32 below this number of
 # tokens (docs/PERFORMANCE.md). Its results are rounded to bfloat16 either way.
@@ -24,12 +25,10 @@ def select(x: Tensor, kept: Tensor | None) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """softmax(q k^T / sqrt(D/H)) v (B, H, T, D/H) of q (B, H, T, D/H) and k, v (B, KV, keys, D/H); without a mask, causal."""
-    if q.device.type == "cpu" and q.shape[2] < SHORT and q.requires_grad:
-        kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
-        if kind.itemsize < 4:
-            with torch.autocast("cpu", enabled=False):
-                bias = mask.float() if mask is not None and mask.is_floating_point() else mask
-                return _attend(q.float(), k.float(), v.float(), bias, dropout).to(kind)
+    if q.device.type == "cpu" and q.shape[2] < SHORT and q.requires_grad and (kind := computed_in(q)).itemsize < 4:
+        with torch.autocast("cpu", enabled=False):
+            bias = mask.float() if mask is not None and mask.is_floating_point() else mask
+            return _attend(q.float(), k.float(), v.float(), bias, dropout).to(kind)
     return _attend(q, k, v, mask, dropout)
 
 

@@ -18,6 +18,7 @@ from rlhf.model.masks import narrow
 from rlhf.model.packed import is_packed
 from rlhf.model.positions import Rope, rotary_factors
 from rlhf.model.settled import unpacked
+from rlhf.ops.products import computed_in
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]
@@ -25,13 +26,6 @@ QKV = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 
 PREFILL_ROWS = 32  # prompts per forward on a CPU
-
-
-def computed_in(weight: Tensor) -> torch.dtype:
-    """The precision of products with a weight: autocast's if it is on."""
-    device = weight.device.type
-    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if half else weight.dtype
 
 
 def cached_in(model: GPTForCausalLM) -> torch.dtype:

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
 from rlhf.model.linear import Float32Linear
+from rlhf.ops.products import computed_in
 from rlhf.precision import wants_bfloat16
 
 
@@ -33,13 +34,10 @@ def products_cast(model: nn.Module) -> Iterator[None]:
     Autocast caches casts only of weights that need gradients; those under adapters it would cast at every token. The weights
     must not change meanwhile.
     """
-    weight = next(model.parameters())
-    device = weight.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    kept = [(p, p.data) for p in product_weights(model) if p.dtype == torch.float32] if on else []
+    kept = [(p, p.data) for p in product_weights(model) if p.dtype == torch.float32]
     try:
-        for p, _ in kept:
-            p.data = p.data.to(torch.get_autocast_dtype(device))
+        for p, data in kept:
+            p.data = data.to(computed_in(data))
         yield
     finally:
         for p, data in kept:

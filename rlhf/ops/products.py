@@ -23,6 +23,13 @@ PIECES = (2048, 1024, 256, 64)
 off: list[bool] = []  # not empty within `by_torch_alone`
 
 
+def computed_in(x: Tensor) -> torch.dtype:
+    """The precision of products with x: autocast's if it is on."""
+    device = x.device.type
+    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if half else x.dtype
+
+
 def onednn_product() -> Callable[..., Tensor] | None:
     """f(x, W, b, activation, [], form) = activation(x W^T + b), for plain or packed W; None if this torch has none."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):

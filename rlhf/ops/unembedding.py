@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.ops.products import outer, plain_product, serves
+from rlhf.ops.products import computed_in, outer, plain_product, serves
 
 # Elements of the logits per chunk: about a CPU's cache; on a GPU enough to use it fully.
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**27
@@ -199,8 +199,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _as_multiplied(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the precision of the products: autocast's if it is on, else the hidden states'."""
-    device = hidden.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    kind = computed_in(hidden)
     return hidden.to(kind), weight.to(kind)
 
 
