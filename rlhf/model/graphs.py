@@ -68,8 +68,8 @@ class Graph:
         self.recorded = torch.cuda.CUDAGraph()
         column = decoder.column
         # without autocast's cache, whose tensors would be in the graph's memory
-        half = {"dtype": torch.get_autocast_dtype("cuda"), "enabled": torch.is_autocast_enabled("cuda")}
-        with torch.autocast("cuda", **half, cache_enabled=False), torch.cuda.graph(self.recorded):
+        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(self.recorded):
             self.logits = Decoder.step(decoder, self.tokens)
         decoder.column = column  # recording does not compute
 

@@ -61,6 +61,14 @@ def rounding_problem(gaps: Tensor, logprobs: Tensor, bounds: Bounds) -> str | No
     )
 
 
+def forwards_problem(gaps: Tensor, logprobs: Tensor, half: bool) -> str | None:
+    """How far gaps (N,) between two forwards' logprobs (N,) exceed their bound in bf16 (`half`) or float32; None if they do not."""
+    if half:
+        return rounding_problem(gaps, logprobs, FORWARDS)
+    most = gaps.abs().max().item()
+    return None if most <= TOLERANCE else f"by {most:.2e} nats on one token, want {TOLERANCE:.0e} or less"  # NaN too
+
+
 def check_first_rollout(rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool) -> None:
     """Before the first step the policy equals the reference, and the score is on the last response token.
 
@@ -105,11 +113,8 @@ def check_reference(rollout: Rollout, half: bool) -> None:
     if not mask.any():
         return
     gaps = (rollout.logp_old - rollout.logp_ref)[mask]
-    problem: str | None = None
-    if not half and not (most := gaps.abs().max().item()) <= TOLERANCE:  # NaN too
-        problem = f"by {most:.2e} nats on one token, want {TOLERANCE:.0e} or less"
-    elif half:
-        problem = rounding_problem(gaps, rollout.logp_old[mask], FORWARDS)
+    problem = forwards_problem(gaps, rollout.logp_old[mask], half)
+    if half:
         kl, noise = gaps.sum().item() / len(mask), gaps.std(correction=0).item() * len(gaps) ** 0.5 / len(mask)
         if problem is None and abs(kl) > max(SEQUENCE_KL, STANDARD_ERRORS * noise):
             problem = f"by a KL of {kl:.2e} nats per sequence, want {SEQUENCE_KL} or {STANDARD_ERRORS:.0f} standard errors or less"
@@ -136,15 +141,9 @@ def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> 
     parts: the micro-batches of all ranks. half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """
     untouched = "the policy was not trained"  # the critic may have been
-    log_ratios, logp_old, entropies = (torch.cat([part[i] for part in parts]) for i in range(3))
+    log_ratios, logp_old, entropies = (torch.cat(x) for x in zip(*(part[:3] for part in parts), strict=True))
     clipped = sum(part.clipped for part in parts)
-    largest = log_ratios.abs().max().item()
-    problem = None
-    if half:
-        problem = rounding_problem(log_ratios, logp_old, FORWARDS)
-    elif largest > TOLERANCE:
-        problem = f"by {largest:.2e} nats on one token, want {TOLERANCE:.0e} or less"
-    if problem is not None:
+    if problem := forwards_problem(log_ratios, logp_old, half):
         refuse(
             1,
             f"before any step log-probs differ from the rollout's {problem} (dropout, dtype, or temperature?)",
@@ -154,7 +153,7 @@ def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> 
         refuse(
             1,
             f"{clipped:.0f} of {len(log_ratios)} tokens are clipped before any step, with |log rho| up to "
-            f"{largest:.2e}: ppo.clip_range is narrower than the rounding of log-probs, raise it or set precision=float32",
+            f"{log_ratios.abs().max():.2e}: ppo.clip_range is narrower than the rounding of log-probs, raise it or set precision=float32",
             untouched,
         )
     least, above = entropies.min().item(), entropies.max().item() - math.log(vocab_size)

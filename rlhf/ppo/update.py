@@ -75,8 +75,8 @@ def step(run: PpoRun, factors: dict[str, float], with_policy: bool, sums: Sums) 
         norm = engine.gradient_norm()
         refuse_nonfinite(run.stage, {"optim/grad_norm": norm}, {})
         sums.add("optim/grad_norm", norm)
-        if not with_policy:  # without ZeRO, AdamW skips parameters that have no gradient
-            engine.forget_steps(0)
+        if not with_policy:  # its steps had no gradient; without ZeRO, AdamW skips such parameters
+            engine.whole_state.set_steps({0: 0.0})
     if run.ema is not None and with_policy:
         run.ema.update()
 

@@ -172,10 +172,6 @@ class ZeroEngine(Engine):
         finally:
             empty(self.empty_copy)
 
-    def forget_steps(self, group: int) -> None:
-        """Reset AdamW's step count of a group to 0, since its steps so far had no gradient."""
-        self.whole_state.set_steps({group: 0.0})
-
 
 def make_engine(
     config: Config,
