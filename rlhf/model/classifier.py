@@ -97,13 +97,8 @@ class TextRewardModel(nn.Module):
             ids[i, where], types[i, where], mask[i, where] = torch.tensor(row.ids), torch.tensor(row.types), 1
         return {"input_ids": ids, "attention_mask": mask} | ({"token_type_ids": types} if self._takes_types else {})
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None, calibrated: bool = True
-    ) -> Tensor:
+    def forward(self, calibrated: bool = True, **inputs: Tensor) -> Tensor:
         """Scores (B,) float32 of a batch from `collate`."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if token_type_ids is not None:
-            inputs["token_type_ids"] = token_type_ids
         output = self.network(**inputs)
         raw = (output if isinstance(output, Tensor) else output.logits).squeeze(-1).float()
         return self.gain * (raw - self.shift) if calibrated else raw
