@@ -184,11 +184,8 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
             bare.loss = self._balanced(bare.loss, labels, kwargs)  # type: ignore[arg-type]
             return bare.to_tuple() if return_dict is False else bare
         output = self.model(**inputs)
-        hidden = output.last_hidden_state
-        if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            hidden = hidden[:, keep]
-        logits = self.lm_head(hidden)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # 0: all
+        logits = self.lm_head(output.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
