@@ -25,9 +25,8 @@ WAIT_SECONDS, SILENT_SECONDS, LOOK_SECONDS = 300.0, 10.0, 0.1
 class Wait:
     """The time that is left for the others to appear; after a while it prints who is missing."""
 
-    def __init__(self, place: str, speaks: bool) -> None:
-        self.place, self.speaks = place, speaks
-        self.started = time.monotonic()
+    def __init__(self, place: str) -> None:
+        self.place, self.speaks, self.started = place, True, time.monotonic()
 
     def pause(self, missing: str) -> None:
         """Sleep until the next poll. Raises: UserError if the time is up."""
@@ -51,7 +50,7 @@ def open_store(address: str, port: int, rank: int, count: int, attempt: str = "0
     """
     from torch.distributed import PrefixStore, TCPStore
 
-    wait = Wait(f"{address}:{port}", speaks=True)
+    wait = Wait(f"{address}:{port}")
     serves = rank == 0 and not hosted
     listener = None
     if not serves:
