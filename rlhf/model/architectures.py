@@ -41,31 +41,36 @@ def rows(*sizes: int) -> Layout:
 class Architecture:
     """shape: the values (one, or a tuple of them) that our configuration must have to be written as this architecture.
 
-    read: their configuration to our fields. write: ours to their fields. problems: why their configuration cannot be
-    expressed, as text. entries: the names of each tensor. square: heads of width / n_head, as many keys as queries.
+    names: of the fields that mean the same, ours to theirs. read: their configuration to our other fields. write: ours to
+    their other fields. problems: why their configuration cannot be expressed, as text. entries: the names of each tensor.
+    square: heads of width / n_head, as many keys as queries.
     """
 
     config_class: Any
     model_class: Any
     shape: Fields
+    names: dict[str, str]
     read: Callable[[Any], Fields]
     write: Callable[[GPTConfig], Fields]
     problems: Callable[[Any], list[str]]
     entries: Callable[[GPTConfig], Iterator[Entry]]
     square: bool = False
 
+    def our_fields(self, config: Any) -> Fields:
+        fixed = {name: value for name, value in self.shape.items() if not isinstance(value, tuple)}
+        same = {ours: getattr(config, theirs) for ours, theirs in (COMMON | self.names).items()}
+        return {**fixed, **same, **special_ids(config), **self.read(config)}
+
+    def their_fields(self, c: GPTConfig) -> Fields:
+        same = {theirs: getattr(c, ours) for ours, theirs in (COMMON | self.names).items()}
+        return {**same, **special_ids(c), **self.write(c)}
+
+
+COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
+
 
 def special_ids(config: Any) -> Fields:
     return {name: getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-
-
-def _read_names(c: Any, names: dict[str, str]) -> Fields:
-    """Our fields of their configuration. names: ours to theirs, of fields that mean the same."""
-    return {ours: getattr(c, theirs) for ours, theirs in names.items()}
-
-
-def _write_names(c: GPTConfig, names: dict[str, str]) -> Fields:
-    return {theirs: getattr(c, ours) for ours, theirs in names.items()}
 
 
 # ---------------------------------------------------------------------------------------------- GPT and GPT-2
@@ -82,11 +87,11 @@ _GPT_NAMES = {
 
 
 def _read_gpt(c: Any) -> Fields:
-    return {**_read_names(c, _GPT_NAMES), "mlp_width": getattr(c, "n_inner", None) or 4 * c.n_embd}
+    return {"mlp_width": getattr(c, "n_inner", None) or 4 * c.n_embd}
 
 
 def _write_gpt(c: GPTConfig) -> Fields:
-    return {**_write_names(c, _GPT_NAMES), "embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
+    return {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
 
 
 def _gpt2_problems(c: Any) -> list[str]:
@@ -168,23 +173,22 @@ _LLAMA_NAMES = {
 }
 
 
-def _read_llama(c: Any, names: dict[str, str] = _LLAMA_NAMES) -> Fields:
+def _read_llama(c: Any) -> Fields:
     return {
-        **_read_names(c, names),
         "context_length": _context(c),
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         "rope_theta": c.rope_parameters["rope_theta"],
     }
 
 
-def _write_llama(c: GPTConfig, names: dict[str, str] = _LLAMA_NAMES) -> Fields:
+def _write_llama(c: GPTConfig) -> Fields:
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
-    return {**_write_names(c, names), "head_dim": c.head_dim, "hidden_act": "silu", "rope_parameters": rope}
+    return {"head_dim": c.head_dim, "hidden_act": "silu", "rope_parameters": rope}
 
 
-def _write_qwen2(c: GPTConfig, names: dict[str, str] = _LLAMA_NAMES) -> Fields:
+def _write_qwen2(c: GPTConfig) -> Fields:
     """Its configuration has no head_dim, though its class reads one."""
-    fields = _write_llama(c, names)
+    fields = _write_llama(c)
     if c.head_dim * c.n_head == c.width:
         del fields["head_dim"]
     return fields
@@ -224,20 +228,14 @@ def _llama_entries(c: GPTConfig) -> Iterator[Entry]:
 
 _LLAMA_SHAPE = {
     "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "block": "pre", "bias": False, "rotary_share": 1.0,
+    "qkv_bias": False, "qk_norm": False,
 }  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- Cohere, which is PaLM's block
 
 
-_COHERE_NAMES = {**_LLAMA_NAMES, "norm_eps": "layer_norm_eps"}
-
-
-def _read_cohere(c: Any) -> Fields:
-    return _read_llama(c, _COHERE_NAMES)
-
-
 def _write_cohere(c: GPTConfig) -> Fields:
-    return {**_write_qwen2(c, _COHERE_NAMES), "logit_scale": 1.0, "use_qk_norm": False}
+    return {**_write_qwen2(c), "logit_scale": 1.0, "use_qk_norm": False}
 
 
 def _cohere_problems(c: Any) -> list[str]:
@@ -286,7 +284,6 @@ _NEOX_NAMES = {
 
 def _read_neox(c: Any) -> Fields:
     return {
-        **_read_names(c, _NEOX_NAMES),
         "mlp": "gelu_erf" if c.hidden_act == "gelu" else "gelu",
         "block": "parallel" if c.use_parallel_residual else "pre",
         "rope_theta": c.rope_parameters["rope_theta"],
@@ -296,7 +293,6 @@ def _read_neox(c: Any) -> Fields:
 
 def _write_neox(c: GPTConfig) -> Fields:
     return {
-        **_write_names(c, _NEOX_NAMES),
         "hidden_act": "gelu" if c.mlp == "gelu_erf" else "gelu_new",
         "use_parallel_residual": c.block == "parallel",
         "attention_dropout": c.dropout,
@@ -363,36 +359,35 @@ def _neox_entries(c: GPTConfig) -> Iterator[Entry]:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture(
-        transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"}, _read_gpt,
+        transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"}, _GPT_NAMES, _read_gpt,
         lambda c: {**_write_gpt(c), "n_inner": c.mlp_width, "activation_function": "gelu_new"}, _gpt2_problems,
         _gpt_entries("wte", "wpe", last_norm=True), square=True,
     ),
     "openai-gpt": Architecture(
-        transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"}, _read_gpt,
-        _write_gpt, lambda c: [] if c.afn == "gelu" else [f"afn is {c.afn!r}, wanted 'gelu'"],
+        transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"}, _GPT_NAMES,
+        _read_gpt, _write_gpt, lambda c: [] if c.afn == "gelu" else [f"afn is {c.afn!r}, wanted 'gelu'"],
         _gpt_entries("tokens_embed", "positions_embed", last_norm=False), square=True,
     ),
     "llama": Architecture(
-        transformers.LlamaConfig, transformers.LlamaForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": False, "qk_norm": False},
+        transformers.LlamaConfig, transformers.LlamaForCausalLM, _LLAMA_SHAPE, _LLAMA_NAMES,
         _read_llama, _write_llama, _llama_problems, _llama_entries,
     ),
     "mistral": Architecture(
-        transformers.MistralConfig, transformers.MistralForCausalLM,
-        {**_LLAMA_SHAPE, "qkv_bias": False, "qk_norm": False}, _read_llama,
-        lambda c: {**_write_llama(c), "sliding_window": None}, _llama_problems, _llama_entries,
+        transformers.MistralConfig, transformers.MistralForCausalLM, _LLAMA_SHAPE, _LLAMA_NAMES,
+        _read_llama, lambda c: {**_write_llama(c), "sliding_window": None}, _llama_problems, _llama_entries,
     ),
     "qwen2": Architecture(
-        transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": True, "qk_norm": False},
+        transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": True}, _LLAMA_NAMES,
         _read_llama, _write_qwen2, _llama_problems, _llama_entries,
     ),
     "qwen3": Architecture(
-        transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": False, "qk_norm": True},
+        transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**_LLAMA_SHAPE, "qk_norm": True}, _LLAMA_NAMES,
         _read_llama, _write_llama, _llama_problems, _llama_entries,
     ),
     "cohere": Architecture(
         transformers.CohereConfig, transformers.CohereForCausalLM,
-        {**_LLAMA_SHAPE, "norm": "layernorm", "block": "one_norm", "qkv_bias": False, "qk_norm": False},
-        _read_cohere, _write_cohere, _cohere_problems, _cohere_entries,
+        {**_LLAMA_SHAPE, "norm": "layernorm", "block": "one_norm"}, {**_LLAMA_NAMES, "norm_eps": "layer_norm_eps"},
+        _read_llama, _write_cohere, _cohere_problems, _cohere_entries,
     ),
     "gpt_neox": Architecture(
         transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM,
@@ -400,6 +395,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "positions": "rotary", "norm": "layernorm", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel"),
             "bias": True, "qkv_bias": True, "qk_norm": False,
         },
-        _read_neox, _write_neox, _neox_problems, _neox_entries, square=True,
+        _NEOX_NAMES, _read_neox, _write_neox, _neox_problems, _neox_entries, square=True,
     ),
 }  # fmt: skip

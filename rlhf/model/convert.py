@@ -73,17 +73,8 @@ def make_native_config(config: Any) -> GPTConfig:
     kind = config.model_type
     if problems := why_not_native(config):
         raise UserError(f"convert from {kind}: " + "; ".join(problems))
-    architecture = ARCHITECTURES[kind]
-    fixed = {name: wanted for name, wanted in architecture.shape.items() if not isinstance(wanted, tuple)}
     kept = {name: value for name, value in config.to_dict().items() if name not in PASSING}
-    return GPTConfig(
-        **{**fixed, **architecture.read(config)},
-        vocab_size=config.vocab_size,
-        initializer_range=config.initializer_range,
-        tie_word_embeddings=config.tie_word_embeddings,
-        origin={"model_type": kind, **kept},
-        **special_ids(config),
-    )
+    return GPTConfig(**ARCHITECTURES[kind].our_fields(config), origin={"model_type": kind, **kept})
 
 
 def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
@@ -114,14 +105,8 @@ def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
     architecture = ARCHITECTURES[form]
     origin = dict(config.origin or {})
     kept = origin if origin.pop("model_type", None) == form else {}
-    written = {
-        **architecture.write(config),
-        "vocab_size": config.vocab_size,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        **special_ids(config),
-    }
-    if kept and architecture.read(architecture.config_class(**kept))["context_length"] == config.context_length:
+    written = architecture.their_fields(config)
+    if kept and architecture.our_fields(architecture.config_class(**kept))["context_length"] == config.context_length:
         written |= {name: kept[name] for name in ("max_position_embeddings", "sliding_window") if name in written}
     result = architecture.model_class(architecture.config_class(**{**kept, **written}))
     ours, state = model.state_dict(), dict[str, torch.Tensor]()
