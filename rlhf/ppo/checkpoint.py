@@ -7,7 +7,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.model.heads import RewardModel
 from rlhf.ppo.setup import PpoRun
-from rlhf.training.adapters import save_model
+from rlhf.training.adapters import save_model, save_output
 from rlhf.training.ema import Ema
 from rlhf.training.state import on_cpu, put_random_state, read_state, write_checkpoint
 
@@ -51,25 +51,14 @@ def restore(run: PpoRun, folder: Path) -> None:
 
 
 def write_models(run: PpoRun) -> None:
-    """The stage's output: `model` (the average if there is one, with adapters merged), and the critic."""
-    stage, model = run.stage, run.actor_critic
+    """The stage's output: `model` (the average if there is one, with adapters merged), and the critic. Every rank has to call it."""
+    stage, tokenizer, model = run.stage, run.tokenizer, run.actor_critic
     if run.ema is None:
-        write_policy(run, stage.model, {})
+        save_output(model.policy, tokenizer, stage)
     else:
-        write_policy(run, stage.folder / "last", {})
+        save_output(model.policy, tokenizer, stage, "last")
         average = average_state(run.ema)
         with run.ema.applied():
-            write_policy(run, stage.model, average)
+            save_output(model.policy, tokenizer, stage, average=average)
     if isinstance(model.critic, RewardModel):
         save_model(model.critic, stage.folder / "critic", stage.folder / "critic_adapters")
-
-
-def write_policy(run: PpoRun, folder: Path, average: dict[str, Tensor]) -> None:
-    """A model that loads without PEFT; the adapters go to a separate folder. Every rank has to call it.
-
-    average: weights that are written instead of the policy's own.
-    """
-    adapters = "adapters" if folder == run.stage.model else f"{folder.name}_adapters"
-    save_model(run.actor_critic.policy, folder, folder.with_name(adapters), average)
-    if run.stage.writes:
-        run.tokenizer.save_pretrained(str(folder))

@@ -32,11 +32,11 @@ from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
-from rlhf.training.adapters import add_adapters, share_weights
+from rlhf.training.adapters import add_adapters, save_output, share_weights
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
 from rlhf.training.setup import load_frozen, load_policy, set_up
-from rlhf.training.trainer import StageTrainer, one_device, save_output, shared_arguments, train
+from rlhf.training.trainer import StageTrainer, one_device, shared_arguments, train
 from rlhf.training.zero import offloads, zero_stage
 
 

@@ -32,10 +32,11 @@ from rlhf.runs.sources import hash_sources, kinds_read, need_source
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.tracking.progress import progress
+from rlhf.training.adapters import save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, inverse_sqrt_schedule, make_adamw
 from rlhf.training.setup import set_up
-from rlhf.training.trainer import StageTrainer, one_device, save_output, shared_arguments, train
+from rlhf.training.trainer import StageTrainer, one_device, shared_arguments, train
 from rlhf.training.zero import offloads
 
 if TYPE_CHECKING:

@@ -30,9 +30,10 @@ from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import open_stage
 from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.tokenizer import load_tokenizer
+from rlhf.training.adapters import save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up
-from rlhf.training.trainer import save_output, train
+from rlhf.training.trainer import train
 
 PARTS = {"SENSIBLE": "correct", "SPECIFIC": "complete", "INTERESTING": "polite", "SAFE": "safe"}  # of the truth
 

@@ -25,9 +25,10 @@ from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
+from rlhf.training.adapters import save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import load_frozen, set_up
-from rlhf.training.trainer import save_output, train
+from rlhf.training.trainer import train
 
 
 def run(config: Config) -> None:

@@ -51,7 +51,7 @@ from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.metrics import Sums
-from rlhf.training.adapters import add_adapters, save_model
+from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import take_step, train_batches
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.gather import gathered_state
@@ -98,7 +98,7 @@ def train_reward_model(config: Config, name: str) -> None:
             train(loop, engine, items["train"], tokenizer.pad_token_id, epochs)
             with inference(config, device):
                 gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
-            save_output(model, tokenizer, stage)
+            write_model(model, tokenizer, stage)
 
             # 4. Held-out figures
             with inference(config, device):
@@ -116,16 +116,15 @@ def train_reward_model(config: Config, name: str) -> None:
         stage.finish(summary | {"gain": gain, "shift": shift})
 
 
-def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
-    """Write the stage's model folder and read it back. All processes must call it."""
+def write_model(model: Any, tokenizer: Any, stage: Stage) -> None:
+    """Write the stage's model folder. All processes must call it."""
     if isinstance(model, RewardModel):
-        save_model(model, stage.model, stage.folder / "adapters")
-    else:
-        state = gathered_state(model)  # in bfloat16 under ZeRO: the optimizer's float32 weights
-        if state is not None:
-            put_weights(model.float(), state)
+        return save_output(model, tokenizer, stage)
+    state = gathered_state(model)  # in bfloat16 under ZeRO: the optimizer's float32 weights
+    if state is not None:
+        put_weights(model.float(), state)
     if stage.writes:
-        (tokenizer if isinstance(model, RewardModel) else model).save_pretrained(str(stage.model))
+        model.save_pretrained(str(stage.model))
 
 
 def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], set[str]]:

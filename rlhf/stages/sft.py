@@ -33,11 +33,11 @@ from rlhf.runs.inputs import read_demonstrations
 from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.tokenizer import load_tokenizer
-from rlhf.training.adapters import add_adapters
+from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
 from rlhf.training.setup import check_tokenizer, load_policy, set_up
-from rlhf.training.trainer import StageTrainer, one_device, save_output, shared_arguments, train
+from rlhf.training.trainer import StageTrainer, one_device, shared_arguments, train
 from rlhf.training.zero import offloads
 
 

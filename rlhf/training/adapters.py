@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.precision import wants_bfloat16
+from rlhf.runs.stage import Stage
 from rlhf.training.gather import gathered_state, save_model_checked
 from rlhf.training.zero import zero_stage
 
@@ -134,6 +135,17 @@ def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, T
     if any(adapted_layers(model)):
         save_adapters(model, state, adapters)
     save_model_checked(model, folder, merged(model, state))
+
+
+def save_output(
+    model: Any, tokenizer: Any, stage: Stage, name: str = "model", average: Mapping[str, Tensor] | None = None
+) -> None:
+    """`save_model` to a folder of the stage, and the tokenizer. All processes must call it."""
+    save_model(
+        model, stage.folder / name, stage.folder / ("adapters" if name == "model" else f"{name}_adapters"), average
+    )
+    if stage.writes:
+        tokenizer.save_pretrained(str(stage.folder / name))
 
 
 def save_adapters(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:

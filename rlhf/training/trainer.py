@@ -24,7 +24,6 @@ from rlhf.precision import wants_bfloat16
 from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
 from rlhf.runs.stage import Stage
 from rlhf.tracking.metrics import find
-from rlhf.training.adapters import save_model
 from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
 from rlhf.training.state import PlainState, put_random_state, put_weights, read_state, write_checkpoint
 from rlhf.training.usage import training_flops, usage_metrics
@@ -360,10 +359,3 @@ def forget_deepspeed() -> None:
 
     unset_hf_deepspeed_config()
     forget_alone()
-
-
-def save_output(model: Any, tokenizer: Any, stage: Stage) -> None:
-    """Write the stage's model folder: whole weights, which are read back, and the tokenizer. All processes must call it."""
-    save_model(model, stage.model, stage.folder / "adapters")
-    if stage.writes:
-        tokenizer.save_pretrained(str(stage.model))
