@@ -17,7 +17,6 @@ from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import (
     Rollout,
     before_responses,
-    logprobs_of_hidden,
     response_logprobs,
     score_responses,
 )
@@ -254,10 +253,9 @@ def test_pads_change_no_logprob_and_no_value(models):
 def test_logprobs_in_bfloat16_do_not_depend_on_what_is_asked_of_the_entropy(models, with_entropy, entropy_gradient):
     policy = models["policy"]
     hidden = torch.randn(int(MASK.sum()), 32, generator=torch.Generator().manual_seed(1))
-    chosen = torch.arange(len(hidden))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        plain, _ = logprobs_of_hidden(policy, hidden, chosen, MASK, with_entropy=False)
-        found, spread = logprobs_of_hidden(policy, hidden, chosen, MASK, with_entropy, entropy_gradient)
+        plain, _ = response_logprobs(policy, TOKENS, STARTS, MASK, hidden=hidden)
+        found, spread = response_logprobs(policy, TOKENS, STARTS, MASK, with_entropy, entropy_gradient, hidden)
     assert torch.equal(found, plain)
     assert (spread is None) == (not with_entropy)
     if spread is not None:

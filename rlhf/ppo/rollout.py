@@ -81,39 +81,22 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
-    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden:
-    their hidden states (N, D), if already computed.
+    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. The
+    entropy has a gradient only on request. hidden: the hidden states (N, D) before the tokens in mask (B, A), if already
+    computed.
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
     chosen = tokens.flatten()[before + 1]
-    if multiplies_plainly(policy):
-        hidden = hidden_at(policy.base_model, tokens, before) if hidden is None else hidden
-        return logprobs_of_hidden(policy, hidden, chosen, mask, with_entropy, entropy_gradient)
-    return logprobs_of_logits(logits_at(policy, tokens, before), chosen, mask, with_entropy, entropy_gradient)
-
-
-def logprobs_of_hidden(
-    policy: Any, hidden: Tensor, chosen: Tensor, mask: Tensor, with_entropy: bool, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """As `response_logprobs`, of the tokens `chosen` (N,) after hidden states (N, D), N the tokens in mask (B, A).
-
-    The entropy has a gradient only on request.
-    """
-    head = policy.get_output_embeddings()
-    if not is_plain(head):
-        return logprobs_of_logits(head(hidden), chosen, mask, with_entropy, entropy_gradient)
-    logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
+    plain, head = multiplies_plainly(policy), policy.get_output_embeddings()
+    if plain and hidden is None:
+        hidden = hidden_at(policy.base_model, tokens, before)
+    if plain and is_plain(head):
+        logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
+    else:
+        logits = head(hidden) if plain else logits_at(policy, tokens, before)  # (N, V)
+        logp = token_logprobs(logits, chosen)
+        entropies = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
     return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)
-
-
-def logprobs_of_logits(
-    logits: Tensor, chosen: Tensor, mask: Tensor, with_entropy: bool, entropy_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """As `logprobs_of_hidden`, from logits (N, V)."""
-    logp = unpacked(token_logprobs(logits, chosen), mask)
-    if not with_entropy:
-        return logp, None
-    return logp, unpacked(entropy(logits if entropy_gradient else logits.detach()), mask)
 
 
 def unpacked(values: Tensor, mask: Tensor) -> Tensor:
