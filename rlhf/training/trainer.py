@@ -4,8 +4,6 @@ The global batch and the losses are the same on any number of processes: a loss 
 global number of labels. Checkpoints have the format of the other loops (`state.py`).
 """
 
-import dataclasses
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -229,14 +227,12 @@ class StageTrainer(_Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Every rank calls it."""
-        state = self._whole_state.read()
-        progress = json.dumps(dataclasses.asdict(self.state))
         write_checkpoint(
             self.stage,
             self.state.global_step,
-            state,
+            self._whole_state.read(),
             {},
-            more=lambda folder: (folder / TRAINER_STATE).write_text(progress),
+            more=lambda folder: self.state.save_to_json(str(folder / TRAINER_STATE)),
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
