@@ -46,7 +46,6 @@ def deepspeed_settings(
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "overlap_comm": False,
-        "contiguous_gradients": True,
     }
     if stage == 3:
         zero |= {
@@ -54,7 +53,6 @@ def deepspeed_settings(
             "stage3_max_live_parameters": bucket,
             "stage3_max_reuse_distance": bucket,
             "stage3_param_persistence_threshold": config.sharding.persistence_threshold,
-            "stage3_gather_16bit_weights_on_model_save": False,  # weights are gathered tensor by tensor when saved
         }
     if offloads(config):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -69,5 +67,4 @@ def deepspeed_settings(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
     }
