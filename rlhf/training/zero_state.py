@@ -105,19 +105,16 @@ class ZeroState:
 
     def _put(self, p: Any, value: Tensor, kind: str | None = None) -> None:
         """Write a whole tensor over this rank's slice of a master weight or, with `kind`, of a moment."""
-        from deepspeed.utils import (
-            safe_set_full_fp32_param,
-            safe_set_full_optimizer_state,
-            safe_set_local_fp32_param,
-            safe_set_local_optimizer_state,
-        )
+        from deepspeed import utils
 
+        whole = self.stage < 3
         value = value.to(self.ranks.device)
-        if self.stage < 3:
-            safe_set_full_fp32_param(p, value) if kind is None else safe_set_full_optimizer_state(p, value, kind)
-            return
-        part = slice_of_rank(value, self.ranks.rank, self.ranks.count)
-        safe_set_local_fp32_param(p, part) if kind is None else safe_set_local_optimizer_state(p, part, kind)
+        if not whole:
+            value = slice_of_rank(value, self.ranks.rank, self.ranks.count)
+        if kind is None:
+            (utils.safe_set_full_fp32_param if whole else utils.safe_set_local_fp32_param)(p, value)
+        else:
+            (utils.safe_set_full_optimizer_state if whole else utils.safe_set_local_optimizer_state)(p, value, kind)
 
     def _link(self) -> None:
         """Make DeepSpeed find the moments of every group: it looks only once, when only the first group has any."""
