@@ -64,7 +64,8 @@ def packed_weights(model: nn.Module, rows: int) -> Iterator[int]:
             layer.forward = _packed(layer, rows, multiply, joined.get(layer))
             changed.append(layer)
             if mlp := joined.get(layer):
-                mlp.forward = _without_activation(mlp)  # type: ignore[method-assign, assignment]
+                # `up` applies the activation itself
+                mlp.forward = nn.Sequential(mlp.up, mlp.down).forward  # type: ignore[method-assign, assignment]
                 changed.append(mlp)
         yield len(layers)
     finally:
@@ -88,14 +89,5 @@ def _packed(layer: Any, rows: int, multiply: Any, mlp: MLP | None) -> Callable[[
             y = product(x, layer.weight, bias)
             return y if mlp is None else F.gelu(y, approximate=form)
         return multiply(x.to(kind), weight, bias, activation, [], form)
-
-    return forward
-
-
-def _without_activation(mlp: MLP) -> Callable[[Tensor], Tensor]:
-    """The MLP whose `up` applies the activation itself."""
-
-    def forward(x: Tensor) -> Tensor:
-        return mlp.down(mlp.up(x))
 
     return forward
