@@ -151,11 +151,6 @@ def window(c: Any) -> int | None:
     return c.sliding_window if kinds is None or "sliding_attention" in kinds else None
 
 
-def _context(c: Any) -> int:
-    """The context length up to which the window masks nothing."""
-    return min(c.max_position_embeddings, window(c) or c.max_position_embeddings)
-
-
 def _rope_problems(c: Any) -> list[str]:
     kind = (c.rope_parameters or {}).get("rope_type", "default")
     return [] if kind == "default" else [f"rope_type is {kind!r}: only unscaled rotary positions convert"]
@@ -175,7 +170,8 @@ _LLAMA_NAMES = {
 
 def _read_llama(c: Any) -> Fields:
     return {
-        "context_length": _context(c),
+        # up to which the window masks nothing
+        "context_length": min(c.max_position_embeddings, window(c) or c.max_position_embeddings),
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         "rope_theta": c.rope_parameters["rope_theta"],
     }
