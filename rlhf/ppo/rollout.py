@@ -88,9 +88,9 @@ def response_logprobs(
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
     chosen = tokens.flatten()[before + 1]
     plain, head = multiplies_plainly(policy), policy.get_output_embeddings()
-    if plain and hidden is None:
+    if hidden is None and plain:
         hidden = hidden_at(policy.base_model, tokens, before)
-    if plain and is_plain(head):
+    if hidden is not None and plain and is_plain(head):
         logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
     else:
         logits = head(hidden) if plain else logits_at(policy, tokens, before)  # (N, V)

@@ -7,7 +7,6 @@ loss or a gradient.
 
 import math
 import random
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,20 +119,14 @@ def train_minibatch(
             nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
 
 
-class Models(NamedTuple):
-    """The models whose loss is computed."""
-
-    policy: bool
-    critic: bool
-
-
-def models_at_once(run: PpoRun, with_policy: bool) -> list[Models]:
-    """Critic and policy one after the other, so that memory holds the activations of one; together if they share a trunk that
-    trains, and under ZeRO: DeepSpeed's first backward of a step overwrites gradients, and all others add to them.
+def models_at_once(run: PpoRun, with_policy: bool) -> list[dict[str, bool]]:
+    """What `ActorCritic.evaluate` is asked for, in turn: critic and policy one after the other, so that memory holds the
+    activations of one; together if they share a trunk that trains, and under ZeRO: DeepSpeed's first backward of a step
+    overwrites gradients, and all others add to them.
     """
     if run.actor_critic.critic is None or run.actor_critic.shared or not with_policy or run.engine.sharded:
-        return [Models(with_policy, True)]
-    return [Models(False, True), Models(True, False)]
+        return [{"with_policy": with_policy}]
+    return [{"with_policy": False}, {"with_values": False}]
 
 
 def by_length_on_all_ranks(run: PpoRun, rollout: Rollout, chosen: list[int]) -> list[list[int]]:
@@ -146,7 +139,7 @@ def by_length_on_all_ranks(run: PpoRun, rollout: Rollout, chosen: list[int]) -> 
 
 
 def micro_batch_loss(
-    run: PpoRun, part: Experience, tokens: int, models: Models, sums: Sums, checked: list[Checked] | None
+    run: PpoRun, part: Experience, tokens: int, models: dict[str, bool], sums: Sums, checked: list[Checked] | None
 ) -> Tensor:
     """The loss of one micro-batch, divided by the minibatch's N = `tokens`; its metrics are added to `sums`."""
     config, rollout, mask = run.config.ppo, part.rollout, part.rollout.response_mask
@@ -155,8 +148,7 @@ def micro_batch_loss(
         rollout.tokens,
         rollout.prompt_lengths,
         mask,
-        with_policy=models.policy,
-        with_values=models.critic,
+        **models,
         entropy_gradient=config.entropy_coef > 0,
     )
     loss = torch.zeros((), device=mask.device)
@@ -172,7 +164,7 @@ def micro_batch_loss(
         loss = run.value_coef * critic_loss
         sums.add("loss/value_avg", float(statistics["loss"]) * tokens, count)
         sums.add("val/clipfrac_avg", float(statistics["clipfrac"]) * tokens, count)
-    if models.policy:
+    if logp is not None:
         surrogate, statistics = policy_loss(
             logp,
             rollout.logp_old,
@@ -194,8 +186,8 @@ def micro_batch_loss(
         sums.add("policy/entropy_avg", float(entropies.detach().sum()), count)
         if checked is not None and count:
             logp_old, clipped = rollout.logp_old[mask], float(statistics["clipfrac"]) * tokens
-            tensors = (logp.detach()[mask] - logp_old, logp_old, entropies.detach()[mask])
-            checked.append(Checked(*(x.cpu() for x in tensors), clipped))
+            gaps = logp.detach()[mask] - logp_old
+            checked.append(Checked(gaps.cpu(), logp_old.cpu(), entropies.detach()[mask].cpu(), clipped))
     return loss
 
 
