@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-from torch import Tensor
-
 from rlhf.config import Config
 from rlhf.model.heads import RewardModel
 from rlhf.ppo.setup import PpoRun
 from rlhf.training.adapters import save_model, save_output
-from rlhf.training.ema import Ema
-from rlhf.training.state import on_cpu, put_random_state, read_state, write_checkpoint
+from rlhf.training.state import put_random_state, read_state, write_checkpoint
 
 
 def save(run: PpoRun, update: int) -> None:
@@ -17,7 +14,7 @@ def save(run: PpoRun, update: int) -> None:
     state = run.engine.state()
     notes = {"tokens": run.tokens, "kl": run.kl.state_dict()}
     if run.ema is not None:
-        average = average_state(run.ema)
+        average = run.ema.state_dict()
         notes["averaged_steps"] = run.ema.steps
         if state is not None:
             state["ema"] = average
@@ -32,11 +29,6 @@ def figure_of(config: Config, metrics: dict[str, float]) -> float | None:
     if "eval/dev/scores" not in metrics:
         return None
     return metrics["eval/dev/scores"] - config.kl.coef * metrics["eval/dev/kl"]
-
-
-def average_state(ema: Ema) -> dict[str, Tensor]:
-    """The policy's averaged weights, whole, on the CPU. Every rank has to call it."""
-    return {name: on_cpu(tensor) for name, tensor in ema.state_dict().items()}
 
 
 def restore(run: PpoRun, folder: Path) -> None:
@@ -57,7 +49,7 @@ def write_models(run: PpoRun) -> None:
         save_output(model.policy, tokenizer, stage)
     else:
         save_output(model.policy, tokenizer, stage, "last")
-        average = average_state(run.ema)
+        average = run.ema.state_dict()
         with run.ema.applied():
             save_output(model.policy, tokenizer, stage, average=average)
     if isinstance(model.critic, RewardModel):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf.training.gather import gathered, is_partitioned, slice_of_rank
+from rlhf.training.state import on_cpu
 
 
 class Ema:
@@ -57,8 +58,8 @@ class Ema:
                 p.data.copy_(value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The average as whole tensors. Every rank has to call it."""
-        return {name: gather_master(p, self.average[name]) for name, p in self._trained().items()}
+        """The average as whole tensors on the CPU. Every rank has to call it."""
+        return {name: on_cpu(gather_master(p, self.average[name])) for name, p in self._trained().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], steps: int) -> None:
         """Set the average, given as whole tensors, and the number of its steps."""
