@@ -19,12 +19,10 @@ class Documents(NamedTuple):
         """Causal attention within each document, of q (B, H, T, D/H) and k, v (B, KV, T, D/H), in the precision of v."""
         from torch.nn.attention.varlen import varlen_attn
 
-        flat = [x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in (q, k, v)]  # (B T, heads, D/H)
+        flat: Any = [x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in (q, k, v)]  # (B T, heads, D/H)
         where: Any = (self.starts, self.starts, self.longest, self.longest)
         y: Any = varlen_attn(
-            flat[0],
-            flat[1],
-            flat[2],
+            *flat,
             *where,
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=q.shape[1] != k.shape[1],
