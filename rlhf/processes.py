@@ -45,11 +45,6 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def local_rank() -> int:
-    """This process's number on its own machine, from 0: the number of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def is_first() -> bool:
     """Whether this process prints and writes for its launch."""
     return rank() == 0
@@ -83,7 +78,8 @@ def connect(device: "torch.device") -> None:
     if process_count() == 1 or dist.is_initialized():
         return
     if device.type == "cuda":
-        local, count = local_rank(), torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_RANK", "0"))  # this process's number on its own machine, and that of its GPU
+        count = torch.cuda.device_count()
         if local >= count:
             raise UserError(
                 f"process {local + 1} of this machine: it has {count} GPUs: start one process per GPU at most"
