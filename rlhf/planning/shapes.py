@@ -144,24 +144,21 @@ def read_shape(source: str) -> Shape:
     checkpoint = read_checkpoint(source)
     config = checkpoint.config
     heads = config.num_attention_heads
-    tied = bool(config.tie_word_embeddings)
-    stated = {
-        name: getattr(config, name, None) for name in ("num_key_value_heads", "intermediate_size", "ffn_dim", "n_inner")
-    }
+    hidden_units = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
     gated = getattr(config, "hidden_act", None) in ("silu", "swiglu", "gelu_pytorch_tanh")
     shape = Shape(
         n_layer=config.num_hidden_layers,
         n_head=heads,
-        n_kv_head=stated["num_key_value_heads"] or heads,
+        n_kv_head=getattr(config, "num_key_value_heads", None) or heads,
         width=config.hidden_size,
-        mlp_width=stated["intermediate_size"] or stated["ffn_dim"] or stated["n_inner"] or 4 * config.hidden_size,
+        mlp_width=next(filter(None, hidden_units), 4 * config.hidden_size),
         context_length=checkpoint.context or UNSTATED_CONTEXT,
         vocab_size=config.vocab_size,
         learned_positions=False,
         layernorm=not gated,
         swiglu=gated,
         bias=False,
-        tied=tied,
+        tied=bool(config.tie_word_embeddings),
         dropout=0.0,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         rotary=True,
