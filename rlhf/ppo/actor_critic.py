@@ -91,19 +91,16 @@ def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardM
         for parameter in head.parameters():
             nn.init.zeros_(parameter)  # random values would be noise in the advantages until they are unlearned
         return head
-    start = settings.critic
-    if start == "reward" and reward_model is None:
-        stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
-        start = "sft"
-    if start == "reward":
-        assert reward_model is not None
+    if settings.critic == "random":
+        return RewardModel(RewardConfig(trunk=policy.base_model.config))
+    if settings.critic == "reward" and reward_model is not None:
         shared = reward_model.trunk if config.lora.share_trunk else nn.Module()
         return share_weights(reward_model, shared).requires_grad_(True).fold_calibration()
-    if start == "sft" and config.lora.share_trunk:
+    if settings.critic == "reward":
+        stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
+    if config.lora.share_trunk:
         return RewardModel.on_trunk(RewardConfig(trunk=policy.base_model.config), share_weights(policy.base_model))
-    if start == "sft":
-        return RewardModel.from_causal_lm(policy)
-    return RewardModel(RewardConfig(trunk=policy.base_model.config))
+    return RewardModel.from_causal_lm(policy)
 
 
 def turn_off_dropout(model: nn.Module) -> nn.Module:
