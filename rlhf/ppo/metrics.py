@@ -40,14 +40,8 @@ def add_rollout_metrics(run: PpoRun, sums: Sums, rollout: Rollout, scores: Tenso
     if run.actor_critic.critic is None:
         return
     target, error = returns[mask].double(), (returns - rollout.values)[mask].double()
-    sums.add(
-        "val/explained_var",
-        error.sum().item(),
-        error.square().sum().item(),
-        target.sum().item(),
-        target.square().sum().item(),
-        target.numel(),
-    )
+    moments = (error.sum(), error.square().sum(), target.sum(), target.square().sum())
+    sums.add("val/explained_var", *(x.item() for x in moments), target.numel())
 
 
 def add_gold_parts(run: PpoRun, sums: Sums, prompts: Prompts, rollout: Rollout) -> None:
