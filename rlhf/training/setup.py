@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -22,9 +22,6 @@ from rlhf.runs.stage import Stage
 from rlhf.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.tracking.writers import Tracker, make_tracker
 from rlhf.training.allocator import keep_freed_memory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 def set_up(config: Config) -> torch.device:
@@ -96,7 +93,7 @@ def load_frozen(config: Config, folder: Path, device: torch.device) -> Any:
     return hold_frozen(config, load_policy(folder), device)
 
 
-def check_tokenizer(parent: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
+def check_tokenizer(parent: Path, tokenizer: Any) -> None:
     """Invariant 9. Raises: UserError if the model in a stage's folder was trained with another tokenizer."""
     if tokenizer_hash(load_tokenizer(parent / "model")) != tokenizer_hash(tokenizer):
         raise UserError(
