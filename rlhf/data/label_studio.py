@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.data.conversion.foreign import chat_turns, is_number, is_text
+from rlhf.data.conversion.foreign import chat_turns, is_list, is_number, is_text, require
 from rlhf.data.conversion.verdicts import TIE, read_phrase
 from rlhf.data.importers import BadRow, other_keys
 from rlhf.data.records import shown
@@ -81,8 +81,7 @@ def listed_responses(listed: Sequence[Any], key: str) -> Task:
             response = {"id": str(one.get("id", number)), "text": one.get(under)}
             if rest := other_keys(one, "id", str(under)):
                 response["metadata"] = rest
-        if not isinstance(response["text"], str):
-            raise BadRow(f"data.{key}", f"got {shown(one)}, want a string, or an object with id and body")
+        require(isinstance(response["text"], str), f"data.{key}", one, "a string, or an object with id and body")
         responses.append(response)
     return Task(None, responses, [response["id"] for response in responses])
 
@@ -227,8 +226,8 @@ def usable_number(value: Any) -> float | None:
 def read_ranker(ranker: Any, control: str, task: Task, judgement: Judgement) -> None:
     """A sorted list is a ranking; several buckets, whose order an export does not state, become flags. Raises: BadRow."""
     columns = {control: ranker} if isinstance(ranker, list) else ranker
-    if not isinstance(columns, dict) or not all(isinstance(ids, list) for ids in columns.values()):
-        raise BadRow("value.ranker", f"got {shown(ranker)}, want lists of response ids")
+    fits = isinstance(columns, dict) and all(isinstance(ids, list) for ids in columns.values())
+    require(fits, "value.ranker", ranker, "lists of response ids")
     known = set(task.ids)
     for name in (str(name) for ids in columns.values() for name in ids):
         if name not in known:
@@ -245,8 +244,7 @@ def read_ranker(ranker: Any, control: str, task: Task, judgement: Judgement) -> 
 
 def read_choices(choices: Any, control: str, targets: Sequence[str], task: Task, judgement: Judgement) -> None:
     """Choices: which of two responses is better, else flags of the response that the control is about. Raises: BadRow."""
-    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-        raise BadRow("value.choices", f"got {shown(choices)}, want a list of strings")
+    require(choices == [] or is_list(choices, str), "value.choices", choices, "a list of strings")
     about = named_response(control, task, glued=False)
     if about is None and len(choices) == 1 and (ranking := preferred(choices[0], task)) is not None:
         judgement.rank(ranking, control)
@@ -270,8 +268,7 @@ def read_result(result: Mapping[str, Any], task: Task, judgement: Judgement) -> 
     targets = target_keys(result)
     if kind == "pairwise" or "selected" in value:
         selected = value.get("selected")
-        if selected not in ("left", "right"):
-            raise BadRow("value.selected", f"got {shown(selected)}, want left or right")
+        require(selected in ("left", "right"), "value.selected", selected, "left or right")
         if len(task.responses) != 2:
             raise BadRow("data", f"got {len(task.responses)} responses in a pairwise task, want 2")
         one, other = task.ids

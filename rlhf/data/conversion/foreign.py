@@ -28,9 +28,20 @@ _WEIGHTS = ("loss_weight", "weight")  # of a turn; 0: context, not to be learned
 Turns = list[dict[str, Any]]
 
 
+def require(fits: bool, field: str, value: Any, wanted: str) -> None:
+    """Raises: BadRow if the value of a field does not fit."""
+    if not fits:
+        raise BadRow(field, f"got {shown(value)}, want {wanted}")
+
+
+def is_list(value: Any, of: type = object) -> bool:
+    """Whether a value is a list that is not empty, each item of type `of`."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, of) for one in value)
+
+
 def is_chat(value: Any) -> bool:
     """Whether a value is a list of turns with roles."""
-    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
+    return is_list(value, dict) and all("role" in turn for turn in value)
 
 
 def chat_text(value: Any, field: str) -> str:
@@ -40,20 +51,19 @@ def chat_text(value: Any, field: str) -> str:
     """
     if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise BadRow(field, f"got {shown(value)}, want text or a list of text parts")
+    require(isinstance(value, list), field, value, "text or a list of text parts")
     texts = []
     for i, part in enumerate(value):
-        text = part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else part
-        if not isinstance(text, str):
-            raise BadRow(f"{field}.{i}", f"got {shown(part)}, want a part of type text: remove the row")
+        text: Any = (
+            part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else part
+        )
+        require(isinstance(text, str), f"{field}.{i}", part, "a part of type text: remove the row")
         texts.append(text)
     return "".join(texts)
 
 
 def _turn(turn: Any, field: str) -> dict[str, Any]:
-    if not isinstance(turn, dict):
-        raise BadRow(field, f"got {shown(turn)}, want a turn with {{role, content}} or {{from, value}}")
+    require(isinstance(turn, dict), field, turn, "a turn with {role, content} or {from, value}")
     role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
     came = turn.get(role_key)
     role = ROLES.get(came.strip().lower()) if isinstance(came, str) else None
@@ -72,8 +82,7 @@ def chat_turns(value: Any, field: str) -> Turns:
 
     Raises: BadRow if it is no list of turns, or if a turn has another role (a tool, a function).
     """
-    if not isinstance(value, list) or not value:
-        raise BadRow(field, f"got {shown(value)}, want a list of turns")
+    require(is_list(value), field, value, "a list of turns")
     return [_turn(turn, f"{field}.{i}") for i, turn in enumerate(value)]
 
 
@@ -146,6 +155,16 @@ def response_of(name: str, turn: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": name, "text": turn["content"], "metadata": _more(turn)}
 
 
+def answer_of(name: str, answer: Any, field: str, wanted: str, text: str, policy: str, *used: str) -> dict[str, Any]:
+    """One of several answers as a response, given as an object with its text and its policy under these keys.
+
+    The keys that are not `used` either go into its metadata. Raises: BadRow if it has no text.
+    """
+    require(isinstance(answer, dict) and isinstance(answer.get(text), str), field, answer, wanted)
+    more = other_keys(answer, text, policy, *used)
+    return {"id": name, "text": answer[text], "policy": answer.get(policy), "metadata": more}
+
+
 def id_and_rest(row: Mapping[str, Any], *used: str, ids: Sequence[str] = ("id",)) -> tuple[str | None, dict[str, Any]]:
     """The row's id if it is a text, and all other keys that are not `used`, for `metadata`.
 
@@ -170,8 +189,7 @@ def number(value: Any, field: str, wanted: str = "a number") -> float:
 
     Raises: BadRow if it is something else, null and true included.
     """
-    if not is_number(value) or not math.isfinite(value):
-        raise BadRow(field, f"got {shown(value)}, want {wanted}")
+    require(is_number(value) and math.isfinite(value), field, value, wanted)
     return value
 
 

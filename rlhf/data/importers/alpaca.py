@@ -7,9 +7,8 @@ instruction and the input are stripped where they are joined, a blank line apart
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import Turns, chat_text, id_and_rest, with_system
+from rlhf.data.conversion.foreign import Turns, chat_text, id_and_rest, require, with_system
 from rlhf.data.importers import BadRow, Format, argilla, require_text
-from rlhf.data.records import shown
 
 _INPUTS = ("input", "context")  # Dolly's name for the input is context
 _ANSWERS = ("output", "response")
@@ -30,8 +29,8 @@ def request(row: Mapping[str, Any]) -> str:
 
 
 def _history(value: Any) -> Turns:
-    if not isinstance(value, list) or not all(isinstance(two, list) and len(two) == 2 for two in value):
-        raise BadRow("history", f"got {shown(value)}, want a list of [request, answer]")
+    fits = isinstance(value, list) and all(isinstance(two, list) and len(two) == 2 for two in value)
+    require(fits, "history", value, "a list of [request, answer]")
     return [
         {"role": role, "content": chat_text(said, f"history.{i}")}
         for i, two in enumerate(value)

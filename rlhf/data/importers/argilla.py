@@ -26,13 +26,14 @@ from rlhf.data.conversion.foreign import (
     chat_turns,
     id_and_rest,
     is_chat,
+    is_list,
     is_number,
     is_text,
     last_answer,
     ranking_of,
+    require,
 )
 from rlhf.data.importers import BadRow, Format, other_keys
-from rlhf.data.records import shown
 
 _RESPONSE = re.compile(
     r"(?:^|[-_ .])(?:response|reply|answer|completion|output|generation|candidate|summary)[-_ .]?(\d+|[a-z])?$", re.I
@@ -69,7 +70,7 @@ def _flat_answers(row: Mapping[str, Any], key: str) -> list[dict[str, Any]] | No
         columns["status"] = columns["status"] or [None] * len(value)
     elif isinstance(value, dict) and value.keys() >= _PARTS:
         columns = value
-    elif isinstance(value, list) and value and all(isinstance(one, dict) and one.keys() >= _PARTS for one in value):
+    elif is_list(value, dict) and all(one.keys() >= _PARTS for one in value):
         return value
     else:
         return None
@@ -91,8 +92,7 @@ def _read(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, list[
     """The fields, (question, answers) pairs, and what else the row has; answers that name their questions are under ""."""
     if "fields" in row:
         fields, given = row["fields"], row.get("responses") or []
-        if not isinstance(fields, dict):
-            raise BadRow("fields", f"got {shown(fields)}, want {{name: text}}")
+        require(isinstance(fields, dict), "fields", fields, "{name: text}")
         nested = list(given.items()) if isinstance(given, dict) else [("", given)]
         return fields, nested, other_keys(row, "fields", "responses")
     questions: list[tuple[str, list[Any]]] = []
@@ -116,19 +116,16 @@ def _read(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, list[
 def _annotators(questions: list[tuple[str, list[Any]]]) -> list[_Annotator]:
     annotators: dict[Any, _Annotator] = {}  # by name, else by position
     for question, answers in questions:
-        if not isinstance(answers, list):
-            raise BadRow("responses", f"got {shown(answers)}, want a list of answers")
+        require(isinstance(answers, list), "responses", answers, "a list of answers")
         for i, answer in enumerate(answers):
-            if not isinstance(answer, dict):
-                raise BadRow("responses", f"got {shown(answer)}, want {{user_id, value or values}}")
+            require(isinstance(answer, dict), "responses", answer, "{user_id, value or values}")
             user = answer.get("user_id")
             labeler = user if isinstance(user, str) and user not in ("", "None") else None
             annotator = annotators.setdefault(labeler or i, _Annotator(labeler))
             annotator.status = str(answer.get("status") or annotator.status)
             annotator.created = answer.get("updated_at") or answer.get("inserted_at") or annotator.created
             values = answer.get("values") if "values" in answer else {question: {"value": answer.get("value")}}
-            if not isinstance(values, dict):
-                raise BadRow("responses", f"got {shown(values)}, want values by question")
+            require(isinstance(values, dict), "responses", values, "values by question")
             for name, value in values.items():
                 annotator.answers[name] = value["value"] if isinstance(value, dict) and "value" in value else value
     return list(annotators.values())

@@ -6,19 +6,14 @@ Every chosen answer beats every rejected one; among the chosen, and among the re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import id_and_rest, letters, with_system
-from rlhf.data.importers import BadRow, Format, hh, require_text
-from rlhf.data.records import shown
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+from rlhf.data.conversion.foreign import id_and_rest, is_list, letters, require, with_system
+from rlhf.data.importers import Format, hh, require_text
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
     if "kind" in row or not isinstance(row.get("prompt"), str):
         return None
-    both = all(_are_texts(row.get(key)) for key in ("chosen", "rejected"))
+    both = all(is_list(row.get(key), str) for key in ("chosen", "rejected"))
     return "keys prompt, chosen and rejected, the latter two lists of strings" if both else None
 
 
@@ -28,8 +23,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Raises: BadRow if chosen or rejected is no list of strings.
     """
     for key in ("chosen", "rejected"):
-        if not _are_texts(row.get(key)):
-            raise BadRow(key, f"got {shown(row.get(key))}, want a list of strings")
+        require(is_list(row.get(key), str), key, row.get(key), "a list of strings")
     chosen, rejected, prompt = row["chosen"], row["rejected"], require_text(row, "prompt")
     names = letters(len(chosen) + len(rejected))
     name, rest = id_and_rest(row, "prompt", "chosen", "rejected", "system")

@@ -13,9 +13,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from rlhf.data.conversion.foreign import number, preference, ranking_of
+from rlhf.data.conversion.foreign import is_list, number, preference, ranking_of, require
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
-from rlhf.data.records import shown
 
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -43,8 +42,8 @@ def shared_length(a: str, b: str) -> int:
 def recognise(row: Mapping[str, Any]) -> str | None:
     if "prompt" not in row and all(_is_dialogue(row.get(key)) for key in ("chosen", "rejected")):
         return 'chosen and rejected are dialogues of "Human:" and "Assistant:"'
-    texts = row.get("text")
-    if "score" in row and isinstance(texts, list) and texts and all(map(_is_dialogue, texts)):
+    texts: Any = row.get("text")
+    if "score" in row and is_list(texts) and all(map(_is_dialogue, texts)):
         return 'text holds dialogues of "Human:" and "Assistant:", score a number each'
     return None
 
@@ -86,11 +85,10 @@ def _split(first: tuple[str, str], second: tuple[str, str]) -> tuple[list[dict[s
 
 def _scored(row: Mapping[str, Any]) -> dict[str, Any]:
     """The scores have no known scale, so they give the order and stay under `metadata.score`."""
-    texts, scores = row["text"], row.get("score")
-    if not isinstance(texts, list) or len(texts) != 2 or not all(isinstance(text, str) for text in texts):
-        raise BadRow("text", f"got {shown(texts)}, want two dialogues")
-    if not isinstance(scores, list) or len(scores) != 2:
-        raise BadRow("score", f"got {shown(scores)}, want two numbers")
+    texts = row["text"]
+    scores: Any = row.get("score")
+    require(is_list(texts, str) and len(texts) == 2, "text", texts, "two dialogues")
+    require(is_list(scores) and len(scores) == 2, "score", scores, "two numbers")
     a, b = (number(score, f"score.{i}") for i, score in enumerate(scores))
     prompt, answers = _split(("text.0", texts[0]), ("text.1", texts[1]))
     ranking = ranking_of({"a": a, "b": b}, best="highest")

@@ -7,9 +7,8 @@ itself stays under `metadata`.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import chat_turns, last_answer, one_answer, response_of, with_system
+from rlhf.data.conversion.foreign import chat_turns, last_answer, one_answer, require, response_of, with_system
 from rlhf.data.importers import BadRow, Format, alpaca, hh, other_keys, require_text
-from rlhf.data.records import shown
 
 _LABELS = ("label", "kto_tag")
 _CHATS = ("messages", "conversations")
@@ -55,9 +54,8 @@ def _prompt_and_answer(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any], tup
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One ranking with K = 1."""
     key = next((key for key in _LABELS if key in row), "label")
-    label = row.get(key)
-    if not isinstance(label, bool):
-        raise BadRow(key, f"got {shown(label)}, want true or false: remove rows without a judgement")
+    label: Any = row.get(key)
+    require(isinstance(label, bool), key, label, "true or false: remove rows without a judgement")
     prompt, answer, used = _prompt_and_answer(row)
     yield {
         "kind": "ranking",

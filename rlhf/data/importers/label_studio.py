@@ -8,7 +8,7 @@ of one item into a ranking.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import ranking_of
+from rlhf.data.conversion.foreign import ranking_of, require
 from rlhf.data.conversion.paths import as_json
 from rlhf.data.conversion.verdicts import as_number
 from rlhf.data.importers import BadRow, Format, other_keys
@@ -127,15 +127,13 @@ def checked_annotations(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     annotations = row.get("annotations")
     if annotations is None:
         return []
-    if not isinstance(annotations, list):
-        raise BadRow("annotations", f"got {shown(annotations)}, want a list")
+    require(isinstance(annotations, list), "annotations", annotations, "a list")
     for annotation in annotations:
-        results = annotation.get("result") if isinstance(annotation, dict) else None
-        if not isinstance(results, list):
-            raise BadRow("annotations", f"got {shown(annotation)}, want objects with a list result")
+        results: Any = annotation.get("result") if isinstance(annotation, dict) else None
+        require(isinstance(results, list), "annotations", annotation, "objects with a list result")
         for result in results:
-            if not isinstance(result, dict) or not isinstance(result.get("value"), dict):
-                raise BadRow("result", f"got {shown(result)}, want an object with value")
+            fits = isinstance(result, dict) and isinstance(result.get("value"), dict)
+            require(fits, "result", result, "an object with value")
     return annotations
 
 

@@ -6,16 +6,15 @@ A prompt in the form "Human: … Assistant:" becomes turns; another one is a use
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import letters, number, ranking_of
+from rlhf.data.conversion.foreign import answer_of, is_list, letters, number, ranking_of, require
 from rlhf.data.importers import BadRow, Format, hh, other_keys, require_text
-from rlhf.data.records import shown
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    answers = row.get("answers")
-    if "prompt" not in row or "kind" in row or not isinstance(answers, list) or not answers:
+    answers: Any = row.get("answers")
+    if "prompt" not in row or "kind" in row or not is_list(answers, dict):
         return None
-    fits = all(isinstance(answer, dict) and "answer" in answer and "rank" in answer for answer in answers)
+    fits = all("answer" in answer and "rank" in answer for answer in answers)
     return "keys prompt and answers, each with a rank" if fits else None
 
 
@@ -24,19 +23,15 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Raises: BadRow if no two answers have a rank.
     """
-    answers = row.get("answers")
-    if not isinstance(answers, list) or not answers:
-        raise BadRow("answers", f"got {shown(answers)}, want a list of {{answer, model, rank}}")
+    answers: Any = row.get("answers")
+    require(is_list(answers), "answers", answers, "a list of {answer, model, rank}")
     ranks: dict[str, float] = {}
     responses = []
     for i, (name, answer) in enumerate(zip(letters(len(answers)), answers, strict=True)):
         field = f"answers.{i}"
-        if not isinstance(answer, dict) or not isinstance(answer.get("answer"), str):
-            raise BadRow(field, f"got {shown(answer)}, want {{answer, model, rank}}")
+        responses.append(answer_of(name, answer, field, "{answer, model, rank}", "answer", "model", "rank"))
         if answer.get("rank") is not None:
             ranks[name] = number(answer["rank"], f"{field}.rank", "a number, 1 for the best")
-        more = other_keys(answer, "answer", "model", "rank")
-        responses.append({"id": name, "text": answer["answer"], "policy": answer.get("model"), "metadata": more})
     if len(ranks) < 2:
         raise BadRow("answers", f"got {len(ranks)} answers with a rank, want two or more: remove the row")
     prompt = require_text(row, "prompt")

@@ -9,7 +9,7 @@ Message ids become the ids of responses; what else is known of a message is kept
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import ROLES, chat_turns, number, ranking_of
+from rlhf.data.conversion.foreign import ROLES, answer_of, chat_turns, is_list, number, ranking_of, require
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
 
@@ -34,8 +34,7 @@ def _turn(node: Node) -> dict[str, Any]:
 
 def _replies(node: Node) -> list[Node]:
     replies = node.get("replies") or []
-    if not isinstance(replies, list) or not all(isinstance(reply, dict) for reply in replies):
-        raise BadRow("replies", f"got {shown(replies)}, want a list of messages")
+    require(replies == [] or is_list(replies, dict), "replies", replies, "a list of messages")
     return replies
 
 
@@ -52,9 +51,9 @@ def _ranking(path: list[dict[str, Any]], node: Node) -> dict[str, Any] | None:
             raise BadRow("text", f"got {shown(reply.get('text'))} in message {name}, want a string")
         if reply.get("rank") is not None:
             ranks[name] = number(reply["rank"], "rank", f"a number, 0 for the best, in message {name}")
-        about = other_keys(reply, "text", "role", "replies", "message_id", "model_name")
-        policy = reply.get("model_name")
-        responses.append({"id": name, "text": reply["text"], "policy": policy, "metadata": about})
+        responses.append(
+            answer_of(name, reply, "text", "a string", "text", "model_name", "role", "replies", "message_id")
+        )
     left_out = [_id(reply) for reply in answers if reply.get("deleted")]
     return {
         "kind": "ranking",
@@ -71,9 +70,8 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any] | BadRow]:
 
     A message that has no text or another role is a BadRow of its own, with all that follows it.
     """
-    root = row.get("prompt")
-    if not isinstance(root, dict):
-        raise BadRow("prompt", f"got {shown(root)}, want the first message of a tree")
+    root: Any = row.get("prompt")
+    require(isinstance(root, dict), "prompt", root, "the first message of a tree")
     about = other_keys(row, "prompt")
     yielded = False
     left: list[tuple[list[dict[str, Any]], Node]] = [([], root)]  # (turns above, message); a stack: trees may be deep

@@ -8,11 +8,11 @@ Source: Stiennon et al. 2020, "Learning to summarize from human feedback", appen
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import is_text, letters
+from rlhf.data.conversion.foreign import answer_of, is_list, is_number, is_text, letters, require
 from rlhf.data.importers import BadRow, Format, other_keys
-from rlhf.data.records import shown
 
 _SHOWN = (("subreddit", "SUBREDDIT: r/"), ("title", "TITLE: "), ("post", "POST: "), ("article", "Article:\n\n"))
+_REMOVE = "remove rows without a judgement"
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
@@ -26,45 +26,37 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 
 def _prompt(info: Any) -> str:
-    if not isinstance(info, dict) or not any(is_text(info.get(key)) for key in ("post", "article")):
-        raise BadRow("info", f"got {shown(info)}, want a post or an article to sum up")
+    fits = isinstance(info, dict) and any(is_text(info.get(key)) for key in ("post", "article"))
+    require(fits, "info", info, "a post or an article to sum up")
     parts = []
     for key, label in _SHOWN:
-        if info.get(key) is not None and not isinstance(info[key], str):
-            raise BadRow(f"info.{key}", f"got {shown(info[key])}, want text or null")
+        require(isinstance(info.get(key), str | None), f"info.{key}", info.get(key), "text or null")
         if is_text(info.get(key)):
             parts.append(label + info[key])
     return "\n\n".join([*parts, "TL;DR:"])
 
 
 def _response(summary: Any, name: str, field: str) -> dict[str, Any]:
-    if not isinstance(summary, dict) or not isinstance(summary.get("text"), str):
-        raise BadRow(field, f"got {shown(summary)}, want {{text, policy}}")
-    more = other_keys(summary, "text", "policy", "axes")
-    return {"id": name, "text": summary["text"], "policy": summary.get("policy"), "metadata": more}
+    return answer_of(name, summary, field, "{text, policy}", "text", "policy", "axes")
 
 
 def _comparison(row: Mapping[str, Any]) -> dict[str, Any]:
-    summaries, choice = row.get("summaries"), row.get("choice")
-    if not isinstance(summaries, list) or len(summaries) != 2:
-        raise BadRow("summaries", f"got {shown(summaries)}, want two of {{text, policy}}")
-    if isinstance(choice, bool) or choice not in (0, 1):
-        raise BadRow("choice", f"got {shown(choice)}, want 0 or 1, the better summary: remove rows without a judgement")
+    summaries: Any = row.get("summaries")
+    choice: Any = row.get("choice")
+    require(is_list(summaries) and len(summaries) == 2, "summaries", summaries, "two of {text, policy}")
+    require(is_number(choice) and choice in (0, 1), "choice", choice, f"0 or 1, the better summary: {_REMOVE}")
     names = letters(2)
     responses = [_response(s, name, f"summaries.{i}") for i, (s, name) in enumerate(zip(summaries, names, strict=True))]
     return {"responses": responses, "ranking": [[names[int(choice)]], [names[1 - int(choice)]]]}
 
 
 def _rating(row: Mapping[str, Any]) -> dict[str, Any]:
-    summary = row.get("summary")
+    summary: Any = row.get("summary")
     response = _response(summary, "a", "summary")
-    axes = summary.get("axes") if isinstance(summary, dict) else None
-    overall = axes.get("overall") if isinstance(axes, dict) else None
-    if overall is None:
-        raise BadRow(
-            "summary.axes.overall", "got no rating, want a number from 1 to 7: remove rows without a judgement"
-        )
-    return {"responses": [response], "ratings": {"a": overall}}
+    axes: Any = summary["axes"] if isinstance(summary.get("axes"), dict) else {}
+    if axes.get("overall") is None:
+        raise BadRow("summary.axes.overall", f"got no rating, want a number from 1 to 7: {_REMOVE}")
+    return {"responses": [response], "ratings": {"a": axes["overall"]}}
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -73,15 +65,16 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     The file's own split is kept as `metadata.original_split`: here a prompt's split is decided by its text.
     """
     judged = _comparison(row) if "summaries" in row else _rating(row)
+    prompt = _prompt(row.get("info"))
     metadata = other_keys(row, "info", "summaries", "summary", "choice", "worker", "split")
-    about = other_keys(row["info"], *(key for key, _ in _SHOWN)) if isinstance(row.get("info"), dict) else {}
+    about = other_keys(row["info"], *(key for key, _ in _SHOWN))
     if "ratings" in judged:
         about["axes"] = row["summary"]["axes"]
     if row.get("split") is not None:
         about["original_split"] = row["split"]
     yield {
         "kind": "ranking",
-        "prompt": _prompt(row.get("info")),
+        "prompt": prompt,
         **judged,
         "labeler": row.get("worker"),
         "metadata": metadata | {key: value for key, value in about.items() if value is not None},

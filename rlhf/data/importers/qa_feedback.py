@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
+from rlhf.data.conversion.foreign import is_list, require
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
-from rlhf.data.records import CycleError, join_judgements, shown
+from rlhf.data.records import CycleError, join_judgements
 
 _ANSWERS = tuple(f"prediction {i}" for i in range(1, 5))
 _NAMES = ("1", "2", "3", "4")
@@ -19,8 +20,7 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 def _passage(passage: Any) -> str:
     """A passage is its title, then sentences, of which the first may repeat the title."""
-    if not isinstance(passage, list) or not all(isinstance(part, str) for part in passage) or not passage:
-        raise BadRow("passages", f"got {shown(passage)}, want lists of a title and sentences")
+    require(is_list(passage, str), "passages", passage, "lists of a title and sentences")
     title, *sentences = passage
     text = " ".join(sentence.removeprefix(f"{title}\n\n").strip() for sentence in sentences)
     return f"{title}: {text.strip()}"
@@ -32,12 +32,11 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     The prompt is what the answers were written from: the passages, then the question. Pairs judged equal are
     in the ranking as ties; with `pairs` they are under `metadata.ties`.
     """
-    verdicts = row.get("preference")
-    if not isinstance(verdicts, list) or len(verdicts) != 6 or any(v not in (0, 1, 2) for v in verdicts):
-        raise BadRow("preference", f"got {shown(verdicts)}, want six of 0 (tie), 1 (first), 2 (second)")
+    verdicts: Any = row.get("preference")
+    fits = is_list(verdicts) and len(verdicts) == 6 and all(v in (0, 1, 2) for v in verdicts)
+    require(fits, "preference", verdicts, "six of 0 (tie), 1 (first), 2 (second)")
     passages = row.get("passages") or []
-    if not isinstance(passages, list):
-        raise BadRow("passages", f"got {shown(passages)}, want a list")
+    require(isinstance(passages, list), "passages", passages, "a list")
     try:
         joined = join_judgements(4, [(i, j, int(v)) for (i, j), v in zip(_PAIRS, verdicts, strict=True)])
     except CycleError as error:

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import id_and_rest, is_text
+from rlhf.data.conversion.foreign import id_and_rest, is_list, is_text, require
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
-from rlhf.data.records import shown
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
@@ -14,11 +13,9 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 
 def _instance(instruction: str, instance: Any, field: str) -> dict[str, Any]:
-    if not isinstance(instance, dict):
-        raise BadRow(field, f"got {shown(instance)}, want {{input, output}}")
+    require(isinstance(instance, dict), field, instance, "{input, output}")
     for key in ("input", "output"):
-        if not isinstance(instance.get(key), str):
-            raise BadRow(f"{field}.{key}", f"got {shown(instance.get(key))}, want a string")
+        require(isinstance(instance.get(key), str), f"{field}.{key}", instance.get(key), "a string")
     if not is_text(instance["output"]):
         raise BadRow(f"{field}.output", "got no text, want the demonstrated answer: remove the instance")
     parts = [instruction, *([instance["input"]] if is_text(instance["input"]) else [])]
@@ -35,9 +32,8 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any] | BadRow]:
 
     The prompt is the instruction and, after a blank line, the input if any; both are stripped.
     """
-    instances = row.get("instances")
-    if not isinstance(instances, list) or not instances:
-        raise BadRow("instances", f"got {shown(instances)}, want a list of {{input, output}}")
+    instances: Any = row.get("instances")
+    require(is_list(instances), "instances", instances, "a list of {input, output}")
     instruction = require_text(row, "instruction")
     name, rest = id_and_rest(row, "instruction", "instances")
     for i, instance in enumerate(instances):

@@ -7,7 +7,7 @@ the turns of the prompt. Any other table goes through `format=table`.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import ranking_of
+from rlhf.data.conversion.foreign import is_list, ranking_of, require
 from rlhf.data.conversion.paths import as_json
 from rlhf.data.conversion.verdicts import TIE, as_number, is_empty, read_phrase
 from rlhf.data.importers import BadRow, Format, other_keys
@@ -43,8 +43,7 @@ def _about(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]
     """What is known of the responses by id, the task's metadata, and the prompt. Raises: BadRow."""
     about = as_json(row["about"])
     parts = [about.get(name, {}) for name in ("responses", "metadata")] if isinstance(about, dict) else []
-    if not parts or not all(isinstance(part, dict) for part in parts):
-        raise BadRow("about", f"got {shown(row['about'])}, want the JSON of rlhf sample: {_LEAVE}")
+    require(is_list(parts, dict), "about", row["about"], f"the JSON of rlhf sample: {_LEAVE}")
     responses, metadata = parts
     prompt = about.get("dialogue")
     return responses, metadata, _text(row["prompt"]) if prompt is None else prompt
@@ -95,8 +94,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     ids = _text(row["ids"]).split()
     columns = list(SIDES) if pair else [f"response_{n}" for n in range(1, len(ids) + 1)]
     missing = [column for column in columns if column not in row]
-    if missing or len(ids) != len(columns):
-        raise BadRow("ids", f"got {shown(row['ids'])}, want an id for each response: {_LEAVE}")
+    require(not missing and len(ids) == len(columns), "ids", row["ids"], f"an id for each response: {_LEAVE}")
     responses = _responses(row, columns, known)
     item = _text(row["item"])
     labeler = None if is_empty(row["labeler"]) else _text(row["labeler"]).strip()

@@ -11,16 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import letters, ranking_of
+from rlhf.data.conversion.foreign import answer_of, is_list, letters, ranking_of, require
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
-from rlhf.data.records import shown
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    completions = row.get("completions")
-    if "instruction" not in row or not isinstance(completions, list) or not completions:
-        return None
-    fits = all(isinstance(one, dict) and "response" in one for one in completions)
+    completions: Any = row.get("completions")
+    fits = "instruction" in row and is_list(completions, dict) and all("response" in one for one in completions)
     return "keys instruction and completions with responses" if fits else None
 
 
@@ -63,26 +60,18 @@ def _scores(completions: list[dict[str, Any]]) -> tuple[str, list[float]]:
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One ranking; `metadata.ranked_by` says by which score."""
-    completions = row.get("completions")
-    if not isinstance(completions, list) or not completions:
-        raise BadRow("completions", f"got {shown(completions)}, want a list of completions with scores")
-    for i, one in enumerate(completions):
-        if not isinstance(one, dict) or not isinstance(one.get("response"), str):
-            raise BadRow(f"completions.{i}", f"got {shown(one)}, want a completion with a response")
+    completions: Any = row.get("completions")
+    require(is_list(completions), "completions", completions, "a list of completions with scores")
     names = letters(len(completions))
+    responses = [
+        answer_of(name, one, f"completions.{i}", "a completion with a response", "response", "model")
+        for i, (name, one) in enumerate(zip(names, completions, strict=True))
+    ]
     ranked_by, scores = _scores(completions)
     yield {
         "kind": "ranking",
         "prompt": require_text(row, "instruction"),
-        "responses": [
-            {
-                "id": name,
-                "text": one["response"],
-                "policy": one.get("model"),
-                "metadata": other_keys(one, "response", "model"),
-            }
-            for name, one in zip(names, completions, strict=True)
-        ],
+        "responses": responses,
         "ranking": ranking_of(dict(zip(names, scores, strict=True)), best="highest"),
         "metadata": other_keys(row, "instruction", "completions") | {"ranked_by": ranked_by},
     }

@@ -7,9 +7,8 @@ score are kept under the response's metadata.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import number, ranking_of
-from rlhf.data.importers import BadRow, Format, other_keys, require_text
-from rlhf.data.records import shown
+from rlhf.data.conversion.foreign import number, ranking_of, require
+from rlhf.data.importers import Format, other_keys, require_text
 
 _WANTED = ("answer_0", "answer_1", "score_0", "score_1")
 
@@ -24,8 +23,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One ranking with K = 2, in the order of the scores."""
     question = row.get("question")
     text = question.get("full_text") if isinstance(question, dict) else question
-    if not isinstance(text, str):
-        raise BadRow("question", f"got {shown(question)}, want {{full_text}}")
+    require(isinstance(text, str), "question", question, "{full_text}")
     scores = {str(i): number(row.get(f"score_{i}"), f"score_{i}", "a number from -1 to 1") for i in (0, 1)}
     used = ["question"]
     responses = []
