@@ -165,32 +165,35 @@ def _check_cells(extent: Extent, name: str) -> None:
         )
 
 
-def _parse(path: Path, part: str, start: Any, end: Any, text: Any = None) -> None:
-    """Run handlers over one XML part, streamed; names come without their namespace prefix."""
+def _events(path: Path, part: str) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """What one XML part consists of, streamed: (start, name, attributes), (end, name, {}) and (text, characters, {}).
+
+    Names come without their namespace prefix.
+    """
+    events: list[tuple[str, str, dict[str, str]]] = []
     parser = expat.ParserCreate()
-    parser.StartElementHandler = lambda tag, attributes: start(tag.rpartition(":")[2], attributes)
-    parser.EndElementHandler = lambda tag: end(tag.rpartition(":")[2])
-    if text is not None:
-        parser.CharacterDataHandler = text
+    parser.StartElementHandler = lambda tag, attributes: events.append(("start", tag.rpartition(":")[2], attributes))
+    parser.EndElementHandler = lambda tag: events.append(("end", tag.rpartition(":")[2], {}))
+    parser.CharacterDataHandler = lambda characters: events.append(("text", characters, {}))
     with zipfile.ZipFile(path) as packed, packed.open(part) as file:
         while chunk := file.read(_CHUNK):
             parser.Parse(chunk, False)
+            yield from events
+            events.clear()
         parser.Parse(b"", True)
+        yield from events
 
 
 def _xlsx_part(path: Path, index: int) -> str:
     """The path of the index-th sheet of the workbook in the archive."""
     ids: list[str] = []
     targets: dict[str, str] = {}
-
-    def start(tag: str, attributes: dict[str, str]) -> None:
-        if tag == "sheet":
-            ids.append(next((v for k, v in attributes.items() if k == "id" or k.endswith(":id")), ""))
-        elif tag == "Relationship":
-            targets[attributes.get("Id", "")] = attributes.get("Target", "")
-
     for part in ("xl/workbook.xml", "xl/_rels/workbook.xml.rels"):
-        _parse(path, part, start, lambda tag: None)
+        for event, tag, attributes in _events(path, part):
+            if event == "start" and tag == "sheet":
+                ids.append(next((v for k, v in attributes.items() if k == "id" or k.endswith(":id")), ""))
+            elif event == "start" and tag == "Relationship":
+                targets[attributes.get("Id", "")] = attributes.get("Target", "")
     target = targets[ids[index]]
     return target.lstrip("/") if target.startswith(("/", "xl/")) else f"xl/{target}"
 
@@ -207,39 +210,30 @@ def _xlsx_extent(path: Path, index: int) -> Extent:
     extent = Extent()
     shared = _shared_lengths(path)
     row = column = 0
-    place: list[str] = []  # the digits of a cell that names a shared text
+    place = ""  # the digits of a cell that names a shared text
     is_shared = in_value = False
-
-    def start(tag: str, attributes: dict[str, str]) -> None:
-        nonlocal row, column, is_shared, in_value
-        if tag == "row":
+    for event, name, attributes in _events(path, _xlsx_part(path, index)):
+        if event == "text":
+            place += name if in_value else ""
+        elif event == "end":
+            if in_value and name == "v":
+                number = place.strip()
+                at = int(number) if number.isdecimal() and len(number) < 10 else len(shared)
+                extent.characters += shared[at] if at < len(shared) else 0
+                place, in_value = "", False
+        elif name == "row":
             given = attributes.get("r", "")
             row, column = int(given) if given.isdecimal() else row + 1, 0
-        elif tag == "c":
+        elif name == "c":
             match = _REFERENCE.fullmatch(attributes.get("r", ""))
             column = _column(match[1]) if match else column + 1
             row = int(match[2]) if match else row
             if not extent.stored or extent.stored[-1] != row:
                 extent.stored.append(row)
             is_shared = attributes.get("t") == "s"
-        elif tag in ("v", "is"):
+        elif name in ("v", "is"):
             extent.rows, extent.columns = max(extent.rows, row), max(extent.columns, column)
             in_value = is_shared
-
-    def end(tag: str) -> None:
-        nonlocal in_value
-        if in_value and tag == "v":
-            number = "".join(place).strip()
-            at = int(number) if number.isdecimal() and len(number) < 10 else len(shared)
-            extent.characters += shared[at] if at < len(shared) else 0
-            place.clear()
-            in_value = False
-
-    def text(characters: str) -> None:
-        if in_value:
-            place.append(characters)
-
-    _parse(path, _xlsx_part(path, index), start, end, text)
     return extent
 
 
@@ -248,17 +242,11 @@ def _shared_lengths(path: Path) -> list[int]:
     with zipfile.ZipFile(path) as packed:
         part = next((name for name in packed.namelist() if name.lower() == "xl/sharedstrings.xml"), None)
     lengths: list[int] = []
-
-    def start(tag: str, attributes: dict[str, str]) -> None:
-        if tag == "si":
+    for event, name, _ in _events(path, part) if part is not None else ():
+        if event == "start" and name == "si":
             lengths.append(0)
-
-    def text(characters: str) -> None:
-        if lengths:
-            lengths[-1] += len(characters)
-
-    if part is not None:
-        _parse(path, part, start, lambda tag: None, text)
+        elif event == "text" and lengths:
+            lengths[-1] += len(name)
     return lengths
 
 
@@ -274,37 +262,30 @@ def _ods_extent(path: Path) -> Extent:
     extent = Extent()
     row = last_row = column = last_column = repeats = 0
     in_cells = in_row = 0  # number of cells with the following text; characters of one row
-
-    def start(tag: str, attributes: dict[str, str]) -> None:
-        nonlocal row, column, last_column, repeats, in_cells, in_row
+    for event, name, attributes in _events(path, "content.xml"):
         given = {key.rpartition(":")[2]: value for key, value in attributes.items()}
-        if tag == "table":
+        is_cell = name in ("table-cell", "covered-table-cell")
+        if event == "text":
+            in_row += in_cells * len(name)
+        elif event == "end":
+            if is_cell:
+                in_cells = 0
+            elif name == "table-row":
+                row += repeats
+                extent.characters += repeats * in_row
+                if last_column:
+                    last_row = row
+                    extent.columns = max(extent.columns, last_column)
+            elif name == "table":
+                extent.rows += last_row
+                last_row = 0
+        elif name == "table":
             row = column = last_column = 0
-        elif tag == "table-row":
+        elif name == "table-row":
             repeats, column, last_column, in_row = _repeats(given, "number-rows-repeated"), 0, 0, 0
-        elif tag in ("table-cell", "covered-table-cell"):
+        elif is_cell:
             in_cells = _repeats(given, "number-columns-repeated")
             column += in_cells
             if "value-type" in given:
                 last_column = column
-
-    def end(tag: str) -> None:
-        nonlocal row, last_row, in_cells
-        if tag in ("table-cell", "covered-table-cell"):
-            in_cells = 0
-        elif tag == "table-row":
-            row += repeats
-            extent.characters += repeats * in_row
-            if last_column:
-                last_row = row
-                extent.columns = max(extent.columns, last_column)
-        elif tag == "table":
-            extent.rows += last_row
-            last_row = 0
-
-    def text(characters: str) -> None:
-        nonlocal in_row
-        in_row += in_cells * len(characters)
-
-    _parse(path, "content.xml", start, end, text)
     return extent
