@@ -105,6 +105,11 @@ def _more(turn: Mapping[str, Any]) -> dict[str, Any]:
     return other_keys(turn, "role", "content")
 
 
+def demonstration(prompt: Any, response: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a demonstration."""
+    return {"kind": "demonstration", "prompt": prompt, "response": response, "metadata": metadata}
+
+
 def dialogue_record(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """One record of a dialogue: a demonstration of its last answer, or a prompt if it has no answer.
 
@@ -121,12 +126,8 @@ def dialogue_record(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[
         return {"kind": "prompt", "prompt": turns, "metadata": metadata}
     at = learned[-1]
     more = {"answer": _more(turns[at]), "later_turns": turns[at + 1 :]}
-    return {
-        "kind": "demonstration",
-        "prompt": turns[:at],
-        "response": turns[at]["content"],
-        "metadata": metadata | {key: value for key, value in more.items() if value},
-    }
+    kept = {key: value for key, value in more.items() if value}
+    return demonstration(turns[:at], turns[at]["content"], metadata | kept)
 
 
 def last_answer(turns: Turns, field: str) -> tuple[Turns, dict[str, Any]]:

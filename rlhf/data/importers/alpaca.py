@@ -7,7 +7,7 @@ instruction and the input are stripped where they are joined, a blank line apart
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import Turns, chat_text, id_and_rest, require, with_system
+from rlhf.data.conversion.foreign import Turns, chat_text, demonstration, id_and_rest, require, with_system
 from rlhf.data.importers import BadRow, Format, argilla, require_text
 
 _INPUTS = ("input", "context")  # Dolly's name for the input is context
@@ -48,13 +48,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         raise BadRow(answers[0], "got no text, want the demonstrated answer: remove the row")
     turns = [*_history(row.get("history") or []), {"role": "user", "content": request(row)}]
     name, rest = id_and_rest(row, "instruction", "system", "history", *_INPUTS, answers[0])
-    yield {
-        "kind": "demonstration",
-        "id": name,
-        "prompt": with_system(row.get("system"), turns),
-        "response": response,
-        "metadata": rest,
-    }
+    yield {"id": name, **demonstration(with_system(row.get("system"), turns), response, rest)}
 
 
 FORMAT = Format("alpaca", "keys instruction, input and output or response", recognise, convert)

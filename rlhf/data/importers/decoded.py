@@ -7,6 +7,7 @@ stays under `metadata.decoded`.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf.data.conversion.foreign import demonstration
 from rlhf.data.importers import Format, other_keys, require_text
 
 
@@ -17,12 +18,8 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One demonstration."""
-    yield {
-        "kind": "demonstration",
-        "prompt": require_text(row, "instruction"),
-        "response": require_text(row, "text"),
-        "metadata": other_keys(row, "instruction", "text"),
-    }
+    asked, answered = require_text(row, "instruction"), require_text(row, "text")
+    yield demonstration(asked, answered, other_keys(row, "instruction", "text"))
 
 
 FORMAT = Format("decoded", "keys instruction, text (a person's answer) and decoded (a model's)", recognise, convert)

@@ -6,6 +6,7 @@ Rows that also have passages or choices are refused, since a prompt without thes
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf.data.conversion.foreign import demonstration
 from rlhf.data.importers import Format, argilla, other_keys, require_text
 
 _OTHERS = ("kind", "context", "passages", "choices", "options", "chosen", "rejected", "conversations", "messages")
@@ -20,12 +21,8 @@ def recognise(row: Mapping[str, Any]) -> str | None:
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One demonstration."""
-    yield {
-        "kind": "demonstration",
-        "prompt": require_text(row, "question"),
-        "response": require_text(row, "answer"),
-        "metadata": other_keys(row, "question", "answer"),
-    }
+    question, answer = require_text(row, "question"), require_text(row, "answer")
+    yield demonstration(question, answer, other_keys(row, "question", "answer"))
 
 
 FORMAT = Format("question_answer", "keys question and answer", recognise, convert)

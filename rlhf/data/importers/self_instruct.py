@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import id_and_rest, is_list, is_text, require
+from rlhf.data.conversion.foreign import demonstration, id_and_rest, is_list, is_text, require
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
 
 
@@ -12,19 +12,15 @@ def recognise(row: Mapping[str, Any]) -> str | None:
     return "keys instruction and instances" if fits else None
 
 
-def _instance(instruction: str, instance: Any, field: str) -> dict[str, Any]:
+def _instance(instruction: str, instance: Any, field: str, rest: dict[str, Any]) -> dict[str, Any]:
     require(isinstance(instance, dict), field, instance, "{input, output}")
     for key in ("input", "output"):
         require(isinstance(instance.get(key), str), f"{field}.{key}", instance.get(key), "a string")
     if not is_text(instance["output"]):
         raise BadRow(f"{field}.output", "got no text, want the demonstrated answer: remove the instance")
     parts = [instruction, *([instance["input"]] if is_text(instance["input"]) else [])]
-    return {
-        "kind": "demonstration",
-        "prompt": "\n\n".join(part.strip() for part in parts),
-        "response": instance["output"],
-        "metadata": other_keys(instance, "input", "output"),
-    }
+    prompt = "\n\n".join(part.strip() for part in parts)
+    return demonstration(prompt, instance["output"], rest | other_keys(instance, "input", "output"))
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any] | BadRow]:
@@ -38,11 +34,10 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any] | BadRow]:
     name, rest = id_and_rest(row, "instruction", "instances")
     for i, instance in enumerate(instances):
         try:
-            made = _instance(instruction, instance, f"instances.{i}")
+            made = _instance(instruction, instance, f"instances.{i}", rest)
         except BadRow as error:
             yield error
             continue
-        made["metadata"] = rest | made["metadata"]
         yield {"id": name if name is None or len(instances) == 1 else f"{name}.{i}", **made}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
-from rlhf.data.conversion.foreign import Turns, chat_turns, id_and_rest, is_chat, preference
+from rlhf.data.conversion.foreign import Turns, chat_turns, demonstration, id_and_rest, is_chat, preference
 from rlhf.data.importers import BadRow, Format, argilla, hh, other_keys
 from rlhf.data.records import shown
 
@@ -82,7 +82,7 @@ def _demonstration(row: Mapping[str, Any]) -> dict[str, Any]:
             raise BadRow("completion", f"got turns {roles}, want one assistant turn")
         answer = turns[0]["content"]
         metadata |= {"answer": more} if (more := other_keys(turns[0], "role", "content")) else {}
-    return {"kind": "demonstration", "prompt": _prompt(row.get("prompt")), "response": answer, "metadata": metadata}
+    return demonstration(_prompt(row.get("prompt")), answer, metadata)
 
 
 def _ranking(row: Mapping[str, Any]) -> dict[str, Any]:
