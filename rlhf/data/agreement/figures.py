@@ -58,19 +58,13 @@ def ratio(agreements: np.ndarray, comparisons: np.ndarray) -> dict[str, Any]:
     return {"value": float(value), "ci95": interval, "n": n, "pairs": int(m.sum())}
 
 
-def _quietly(function: Any, *args: Any, **kwargs: Any) -> float | None:
-    """The result of a library's function without its warnings; None if it is not a finite number."""
+def _call(module: str, function: str, *args: Any, **kwargs: Any) -> float | None:
+    """The number that a library's function gives, imported and called without warnings; None if it is not finite."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        value = function(*args, **kwargs)
+        result = getattr(importlib.import_module(module), function)(*args, **kwargs)
+    value = getattr(result, "statistic", result)  # scipy gives a p-value beside it
     return float(value) if isfinite(value) else None
-
-
-def _inter_rater() -> Any:
-    """The module of statsmodels, imported without its warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("statsmodels.stats.inter_rater")
 
 
 def compute_cohen(table: np.ndarray) -> float | None:
@@ -80,7 +74,8 @@ def compute_cohen(table: np.ndarray) -> float | None:
 
     Source: Cohen 1960.
     """
-    return _quietly(_inter_rater().cohens_kappa, table + table[::-1, ::-1], return_results=False)
+    both = table + table[::-1, ::-1]
+    return _call("statsmodels.stats.inter_rater", "cohens_kappa", both, return_results=False)
 
 
 def compute_fleiss(counts: np.ndarray) -> float | None:
@@ -88,7 +83,7 @@ def compute_fleiss(counts: np.ndarray) -> float | None:
 
     Source: Fleiss 1971.
     """
-    return _quietly(_inter_rater().fleiss_kappa, np.concatenate([counts, counts[:, ::-1]]))
+    return _call("statsmodels.stats.inter_rater", "fleiss_kappa", np.concatenate([counts, counts[:, ::-1]]))
 
 
 def compute_alpha(counts: np.ndarray, values: np.ndarray) -> float | None:
@@ -96,11 +91,10 @@ def compute_alpha(counts: np.ndarray, values: np.ndarray) -> float | None:
 
     Source: Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
     """
-    import krippendorff
-
     if len(values) < 2:
         return None
-    return _quietly(krippendorff.alpha, value_counts=counts, value_domain=values, level_of_measurement="ordinal")
+    scale = {"value_domain": values, "level_of_measurement": "ordinal"}
+    return _call("krippendorff", "alpha", value_counts=counts, **scale)
 
 
 def compute_tau(ranks_a: np.ndarray, ranks_b: np.ndarray) -> float | None:
@@ -108,9 +102,7 @@ def compute_tau(ranks_a: np.ndarray, ranks_b: np.ndarray) -> float | None:
 
     Source: Kendall 1945.
     """
-    from scipy.stats import kendalltau
-
-    return _quietly(lambda: kendalltau(ranks_a, ranks_b, variant="b").statistic)
+    return _call("scipy.stats", "kendalltau", ranks_a, ranks_b, variant="b")
 
 
 class Figures:
