@@ -143,10 +143,7 @@ def csv_rows(tasks: Sequence[Ranking], interface: str, seed: int) -> Iterator[di
 def _about_cell(task: Ranking, responses: Sequence[RankedResponse]) -> str:
     """JSON of the data that the other columns lack; short, since spreadsheets cut long cells."""
     unseen = _unseen(task, responses)
-    columns_say_all = len(task.prompt) == 1 and task.prompt[0].model_dump() == {
-        "role": "user",
-        "content": shown_prompt(task.prompt),
-    }
+    columns_say_all = unseen["dialogue"] == [{"role": "user", "content": shown_prompt(task.prompt)}]
     dialogue = {} if columns_say_all else {"dialogue": unseen["dialogue"]}
     return json.dumps(dialogue | {"responses": unseen["about"], "metadata": unseen["metadata"]}, ensure_ascii=False)
 

@@ -79,14 +79,10 @@ def _contradictions(mapped: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _words(words: WordsConfig, mapped: Mapping[str, tuple[str, ...]], problems: list[str]) -> dict[str, int]:
-    given = {name: getattr(words, name) for name in ("first", "second", "tie")}
-    given = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
     outcome_of: dict[str, int] = {}
-    for name, outcome in (("first", 0), ("second", 1), ("tie", TIE)):
-        for word in given[name]:
-            if word is None:
-                continue
-            if outcome_of.setdefault(normal(word), outcome) != outcome:
+    for given, outcome in ((words.first, 0), (words.second, 1), (words.tie, TIE)):
+        for word in given if isinstance(given, list | tuple) else [given]:
+            if word is not None and outcome_of.setdefault(normal(word), outcome) != outcome:
                 problems.append(f"words: {normal(word)} has two meanings: want each word once")
     if outcome_of and "winner" not in mapped:
         problems.append("words.* need columns.winner: name the column that holds them")
