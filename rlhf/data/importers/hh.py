@@ -13,14 +13,13 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from rlhf.data.conversion.foreign import is_list, number, preference, ranking_of, require
+from rlhf.data.conversion.foreign import ROLES, is_list, number, preference, ranking_of, require
 from rlhf.data.importers import BadRow, Format, other_keys, require_text
 
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _BEGINS_WITH_HEADING = re.compile(r"\s*#{2,3} ?Human:")
 _HEADING = re.compile(r"(?:\A|\n)\s*#{2,3} ?(Human|Assistant):")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def _dialogue(text: str) -> str:
@@ -53,7 +52,7 @@ def _turns(text: str) -> list[dict[str, str]]:
     _, *parts = _TURN.split(text)  # role, text, role, text, …
     spoken = zip(parts[::2], parts[1::2], strict=True)
     return [
-        {"role": _ROLES[speaker], "content": "\n\n".join(said.strip() for _, said in group)}
+        {"role": ROLES[speaker.lower()], "content": "\n\n".join(said.strip() for _, said in group)}
         for speaker, group in groupby(spoken, key=itemgetter(0))
     ]
 
