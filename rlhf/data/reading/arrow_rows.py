@@ -23,8 +23,8 @@ def _batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
     from pyarrow import ipc, parquet
 
     if suffix == ".parquet":
-        with parquet.ParquetFile(path) as file:
-            texts = [column.path for column in file.schema if column.physical_type == "BYTE_ARRAY"]
+        columns = parquet.read_metadata(path).schema
+        texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
             check_header(file.schema_arrow.names, name, 1)
             yield from file.iter_batches(batch_size=_BATCH)
@@ -59,7 +59,8 @@ def _expanded(array: Any) -> int:
         inside = array.dictionary
         if pa.types.is_nested(kind.value_type) or pa.types.is_dictionary(kind.value_type):
             return len(array) * _expanded(inside)
-        lengths = compute.binary_length(inside) if _is_text(kind.value_type) else pa.array([8] * len(inside))
+        texts = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+        lengths = compute.binary_length(inside) if kind.value_type in texts else pa.array([8] * len(inside))
         return compute.sum(lengths.take(array.indices.drop_null())).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(map(_expanded, array.flatten()))
@@ -70,14 +71,6 @@ def _expanded(array: Any) -> int:
     if pa.types.is_nested(kind) or "view" in str(kind) or "run_end" in str(kind):
         raise ValueError(f"a column of type {kind}, want plain strings, numbers, lists and structures: convert it")
     return array.nbytes
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    return any(
-        is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    )
 
 
 def _without_dictionaries(kind: Any) -> Any:
@@ -111,11 +104,7 @@ def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
     schema = pa.schema([(field.name, _without_dictionaries(field.type)) for field in batch.schema])
     try:
         rows = batch.cast(schema).to_pylist()
-    except (
-        pa.ArrowException,
-        ValueError,
-        OverflowError,
-    ):  # invalid UTF-8, a date before the year 1: find the row
+    except (pa.ArrowException, ValueError, OverflowError):  # invalid UTF-8, a date before the year 1: find the row
         rows = [batch.slice(i, 1) for i in range(batch.num_rows)]
     for row in rows:
         try:
