@@ -27,6 +27,7 @@ class _Message(NamedTuple):
     """A row that waits for the rest of its tree."""
 
     place: Row  # without its value
+    key: str
     parent: str | None
     packed: bytes
 
@@ -45,12 +46,9 @@ def gather(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
     below: dict[str | None, list[str]] = {}  # a message's replies; of None: first messages
     size = 0
     for row in rows:
-        if isinstance(row, Reject):
-            yield row
-            continue
-        one, problem = _look_at(row, held)
-        if problem is not None:
-            yield one.reject(name, *problem)
+        one = row if isinstance(row, Reject) else _message(row, held, name)
+        if isinstance(one, Reject):
+            yield one
             continue
         size += len(one.packed)
         if size > HELD_BYTES:
@@ -58,8 +56,8 @@ def gather(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
                 f"{name}: more than {HELD_BYTES >> 20} MB of messages, which are held until their trees are whole: "
                 "split the file by message_tree_id"
             )
-        held[row.value["message_id"]] = one
-        below.setdefault(one.parent, []).append(row.value["message_id"])
+        held[one.key] = one
+        below.setdefault(one.parent, []).append(one.key)
     left = dict.fromkeys(held)  # in order
     for root in below.get(None, []):
         yield _tree(root, held, below, left)
@@ -87,9 +85,10 @@ def gather(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
         )
 
 
-def _look_at(row: Row, held: Mapping[str, _Message]) -> tuple[_Message, tuple[str, str] | None]:
-    """A row's message, and what is wrong with it: field and message."""
-    key, parent = row.value.get("message_id"), row.value.get("parent_id") or None
+def _message(row: Row, held: Mapping[str, _Message], name: str) -> _Message | Reject:
+    """A row's message, or what is wrong with it."""
+    key: Any = row.value.get("message_id")
+    parent = row.value.get("parent_id") or None
     problem = None
     if not isinstance(key, str) or not key:
         problem = "message_id", f"got {shown(key)}, want a string"
@@ -101,7 +100,8 @@ def _look_at(row: Row, held: Mapping[str, _Message]) -> tuple[_Message, tuple[st
         packed = json.dumps(row.value, default=str).encode()
     except RecursionError:
         packed, problem = b"", ("", "nested too deeply")
-    return _Message(Row(row.line, {}, row.number, row.offset), parent, packed), problem
+    message = _Message(Row(row.line, {}, row.number, row.offset), key, parent, packed)
+    return message if problem is None else message.reject(name, *problem)
 
 
 def _take(key: str, below: Mapping[str | None, list[str]], left: dict[str, None]) -> list[str]:
@@ -117,9 +117,7 @@ def _take(key: str, below: Mapping[str | None, list[str]], left: dict[str, None]
 
 
 def _tree(root: str, held: Mapping[str, _Message], below: Mapping[str | None, list[str]], left: dict[str, None]) -> Row:
-    nodes: dict[str, dict[str, Any]] = {}
-    for key in _take(root, below, left):
-        nodes[key] = _node(json.loads(held[key].packed))
+    nodes = {key: _node(json.loads(held[key].packed)) for key in _take(root, below, left)}
     about = {name: nodes[root][name] for name in _OF_TREE if name in nodes[root]}
     for key, node in nodes.items():
         for name in _OF_TREE:
