@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.data.conversion.foreign import chat_turns, is_list, is_number, is_text, require
-from rlhf.data.conversion.verdicts import TIE, read_phrase
+from rlhf.data.conversion.verdicts import Verdict, ordered, read_phrase
 from rlhf.data.importers import BadRow, other_keys
 from rlhf.data.records import shown
 
@@ -207,15 +207,9 @@ def preferred(choice: str, task: Task) -> list[list[str]] | None:
     """The ranking of two responses that a choice states ("A", "response 2 is better", "tie"); None if it states none."""
     if len(task.responses) != 2:
         return None
-    one, other = task.ids
-    plain = choice.strip().lower()
-    for i, marks in enumerate(_marks(task)):
-        if plain in marks:
-            return [[one], [other]] if i == 0 else [[other], [one]]
-    phrase = read_phrase(choice, 2)
-    if phrase is None:
-        return None
-    return [[one, other]] if phrase.winner == TIE else [[one], [other]] if phrase.winner == 0 else [[other], [one]]
+    named = [i for i, marks in enumerate(_marks(task)) if choice.strip().lower() in marks]
+    verdict = Verdict(named[0]) if named else read_phrase(choice, 2)
+    return None if verdict is None else ordered(verdict.winner, task.ids)
 
 
 def usable_number(value: Any) -> float | None:
@@ -271,8 +265,7 @@ def read_result(result: Mapping[str, Any], task: Task, judgement: Judgement) -> 
         require(selected in ("left", "right"), "value.selected", selected, "left or right")
         if len(task.responses) != 2:
             raise BadRow("data", f"got {len(task.responses)} responses in a pairwise task, want 2")
-        one, other = task.ids
-        judgement.rank([[one], [other]] if selected == "left" else [[other], [one]], control)
+        judgement.rank(ordered(0 if selected == "left" else 1, task.ids), control)
     elif kind == "ranker" or "ranker" in value:
         read_ranker(value.get("ranker"), control, task, judgement)
     elif kind == "choices" or "choices" in value:

@@ -59,6 +59,11 @@ class Verdict(NamedTuple):
     strength: float | None = None
 
 
+def ordered(winner: int, ids: list[str]) -> list[list[str]]:
+    """Two responses in the order of a verdict."""
+    return [ids] if winner == TIE else [[ids[winner]], [ids[1 - winner]]]
+
+
 def normal(value: Any) -> str:
     """A word in the form for comparison: "1", 1 and 1.0 are one word; case and outer white space are ignored."""
     if isinstance(value, bool):

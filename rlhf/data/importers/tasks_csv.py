@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.data.conversion.foreign import is_list, ranking_of, require
 from rlhf.data.conversion.paths import as_json
-from rlhf.data.conversion.verdicts import TIE, as_number, is_empty, read_phrase
+from rlhf.data.conversion.verdicts import as_number, is_empty, ordered, read_phrase
 from rlhf.data.importers import BadRow, Format, other_keys
 from rlhf.data.records import shown
 from rlhf.data.tasks import unguarded
@@ -79,7 +79,7 @@ def _by_winner(row: Mapping[str, Any], ids: list[str]) -> list[list[str]] | None
     verdict = read_phrase(_text(row["winner"]), 2)
     if verdict is None:
         raise BadRow("winner", f"got {shown(row['winner'])}, want left, right or tie")
-    return [ids] if verdict.winner == TIE else [[ids[verdict.winner]], [ids[1 - verdict.winner]]]
+    return ordered(verdict.winner, ids)
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
