@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.commands import ImportConfig
+from rlhf.config.setting import listed
 from rlhf.data.records import one_line
 from rlhf.errors import UserError
 from rlhf.files import beside, disk_error, held, mend, swap
@@ -27,13 +28,12 @@ def run(config: ImportConfig) -> None:
     """
     from rlhf.data.importing.importer import Importer
     from rlhf.data.importing.report import describe
-    from rlhf.data.reading.sources import RECORD_SUFFIXES, given_names, resolve_sources, size_of
+    from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources, size_of
     from rlhf.data.storage import seal
     from rlhf.tracking.progress import progress
 
     assert config.out is not None
-    [given] = given_names("out", config.out, "the folder to write")
-    out = Path(os.path.abspath(given))
+    out = Path(os.path.abspath(config.out))
     sources = resolve_sources(config.path, RECORD_SUFFIXES, setting="path")
     started = time.monotonic()
     with _working_folder(out, config.overwrite) as folder:
@@ -70,11 +70,10 @@ def _say(text: str) -> None:
 def _earlier(config: ImportConfig, out: Path) -> Any:
     """The splits to keep: those of `earlier`, and of the import that is replaced."""
     from rlhf.data.importing.assignments import Assignments, read_assignments
-    from rlhf.data.reading.sources import given_names, is_import
+    from rlhf.data.reading.sources import is_import
 
-    given = [] if config.earlier is None else given_names("earlier", config.earlier, "the folder of an import")
     assignments = Assignments()
-    for folder in [*map(Path, given), *([out] if is_import(out) else [])]:
+    for folder in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
         assignments.add(read_assignments(folder, config.prefix_characters))
     return assignments
 

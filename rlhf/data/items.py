@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlhf.chat_template import encode_response
+from rlhf.config.setting import listed
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message, Ranking
 from rlhf.errors import UserError
@@ -153,9 +154,7 @@ def labelers_of(records: Sequence[Ranking]) -> list[str]:
 
 def names_of(given: Any) -> list[str]:
     """The labelers of a setting: none, one, or a list; numbers are names too."""
-    if given is None:
-        return []
-    return [str(name) for name in given] if isinstance(given, list | tuple) else [str(given)]
+    return [str(name) for name in listed(given)]
 
 
 def check_labelers(setting: str, names: Collection[str], records: Sequence[Ranking]) -> None:

@@ -190,7 +190,6 @@ def test_a_folder_means_its_files_in_order(tmp_path):
     ("given", "message"),
     [
         (None, "no data given"),
-        ([], "list of data sources is empty"),
         ("missing.jsonl", "missing.jsonl: no such file or folder"),
         ("folder/missing.jsonl", "folder/missing.jsonl: no such file or folder"),
         ("a/b/c", "a/b/c: no such file or folder"),

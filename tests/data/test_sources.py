@@ -17,21 +17,6 @@ def names(given, imports=False) -> list[str]:
     return [source.name for source in resolve_sources(given, RECORD_SUFFIXES, imports)]
 
 
-@pytest.mark.parametrize("given", ["", " ", [""], ["a.jsonl", ""]])
-def test_an_empty_name_is_not_the_working_directory(tmp_path, monkeypatch, given):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"data: got an empty name .an unset variable of the shell.., want a file"):
-        resolve_sources(given, RECORD_SUFFIXES)
-
-
-@pytest.mark.parametrize(("given", "shown"), [(5.5, "5.5"), (True, "True"), ({"a": 1}, "{'a': 1}"), ([["a"]], "['a']")])
-def test_what_is_no_name_is_refused(given, shown):
-    with pytest.raises(UserError) as caught:
-        resolve_sources(given, RECORD_SUFFIXES)
-    assert str(caught.value) == f"data: got {shown}, want a file, a folder or a hub id (owner/name)"
-
-
 @pytest.mark.parametrize(
     "given", ["./labels", "../a/b", "data/labels.csv", "data/labels.txt", "data/labels.gz", "a/b/c", "/a/b", "~/b", "a"]
 )

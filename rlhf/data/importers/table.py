@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from rlhf.config.commands import ColumnsConfig, WordsConfig
+from rlhf.config.setting import listed
 from rlhf.data.conversion.mapped import Mapped, cells_of, value_at
 from rlhf.data.conversion.paths import MISSING, lookup
 from rlhf.data.conversion.verdicts import TIE, Vocabulary, as_number, normal, read_thumb
@@ -46,12 +47,7 @@ def _format(mapped: Mapped) -> Format:
 
 
 def _paths(name: str, value: Any, problems: list[str]) -> tuple[str, ...]:
-    if value is None or value == []:
-        return ()
-    given = list(value) if isinstance(value, list | tuple) else [value]
-    names = tuple(str(one) for one in given if isinstance(one, str | int) and not isinstance(one, bool) and str(one))
-    if len(names) < len(given):
-        problems.append(f"columns.{name}={value}: want the name of a column")
+    names = tuple(map(str, listed(value)))
     if (twice := first_repeat(names)) is not None:
         problems.append(f"columns.{name} names {twice} twice: want each column once")
     return names
@@ -81,8 +77,8 @@ def _contradictions(mapped: Mapping[str, tuple[str, ...]]) -> list[str]:
 def _words(words: WordsConfig, mapped: Mapping[str, tuple[str, ...]], problems: list[str]) -> dict[str, int]:
     outcome_of: dict[str, int] = {}
     for given, outcome in ((words.first, 0), (words.second, 1), (words.tie, TIE)):
-        for word in given if isinstance(given, list | tuple) else [given]:
-            if word is not None and outcome_of.setdefault(normal(word), outcome) != outcome:
+        for word in listed(given):
+            if outcome_of.setdefault(normal(word), outcome) != outcome:
                 problems.append(f"words: {normal(word)} has two meanings: want each word once")
     if outcome_of and "winner" not in mapped:
         problems.append("words.* need columns.winner: name the column that holds them")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.setting import listed
 from rlhf.errors import UserError
 
 TEXT_SUFFIXES = (".txt",)
@@ -68,20 +69,6 @@ def size_of(source: Source) -> int:
         return 0
 
 
-def given_names(setting: str, value: Any, wanted: str) -> list[str]:
-    """The value of a setting that is a path, or a list of them, as a list of names.
-
-    Raises: UserError if it is something else, or if a name is empty, as from an unset shell variable.
-    """
-    names = list(value) if isinstance(value, list | tuple) else [value]
-    for name in names:
-        if isinstance(name, bool) or not isinstance(name, str | int | Path):
-            raise UserError(f"{setting}: got {name!r}, want {wanted}")
-        if not str(name).strip():
-            raise UserError(f"{setting}: got an empty name (an unset variable of the shell?), want {wanted}")
-    return [str(name) for name in names]
-
-
 def resolve_sources(
     sources: Any, suffixes: tuple[str, ...], imports: bool = False, setting: str = "data"
 ) -> list[Source]:
@@ -91,13 +78,9 @@ def resolve_sources(
 
     Raises: UserError if something is missing, has another suffix, or if a folder has no such file.
     """
-    where = "a file, a folder or a hub id (owner/name)"
     if sources is None:
-        raise UserError(f"{setting}: no data given: want {where}")
-    names = given_names(setting, sources, where)
-    if not names:
-        raise UserError(f"{setting}: the list of data sources is empty: want {where}")
-    return [source for name in names for source in _resolve(name, suffixes, imports)]
+        raise UserError(f"{setting}: no data given: want a file, a folder or a hub id (owner/name)")
+    return [source for name in listed(sources) for source in _resolve(str(name), suffixes, imports)]
 
 
 def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source]:

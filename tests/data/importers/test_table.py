@@ -331,7 +331,6 @@ def test_a_key_that_only_some_rows_have():
         ({**PAIR, "winner": ["x", "y"], "labeler": "l"}, {}, [
             "columns.labeler with several columns.winner: want one, since each column is a labeler"]),
         ({"prompt": "q", "responses": ["a", "a"]}, {}, ["columns.responses names a twice: want each column once"]),
-        ({"prompt": {"x": 1}}, {}, ["columns.prompt={'x': 1}: want the name of a column"]),
         (PAIR, {"first": 0, "second": 0}, [
             "words: 0 has two meanings: want each word once", "words.* need columns.winner: name the column that holds them",
             "words.* are not complete: want words.first and words.second, and words.tie if there are ties"]),
