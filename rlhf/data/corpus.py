@@ -182,7 +182,7 @@ class _Divider:
     def __init__(self, train: _Writer, held_out: _Writer, fraction: float, seed: int, context_length: int):
         self.train, self.held_out, self.fraction, self.seed = train, held_out, fraction, seed
         self.context_length = context_length
-        self.wanted = 8 * context_length if fraction > 0 else 0
+        self.wanted = 8 * context_length
         self.kept: list[tuple[float, _Piece, np.ndarray]] | None = []  # None once decided
         self.kept_tokens = self.kept_held_out = self.pieces = 0
 
@@ -207,7 +207,7 @@ class _Divider:
         by_hash = sorted((u, len(ids)) for u, _, ids in self.kept)
         limit, tokens = -1.0, 0  # pieces whose hash is at most `limit` are held out
         for u, size in by_hash[:-1]:  # never all of them
-            if self.fraction == 0 or (u >= self.fraction and tokens >= share):
+            if u >= self.fraction and tokens >= share:
                 break
             limit, tokens = u, tokens + size
         for u, piece, ids in self.kept:
@@ -233,8 +233,6 @@ def pack_corpus(
 
     Raises: UserError if there is no text, or too little to divide.
     """
-    if not 0 <= held_out_fraction < 1:
-        raise UserError(f"data.held_out={held_out_fraction}: want a share from 0 to below 1")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meta.json").unlink(missing_ok=True)
@@ -255,10 +253,10 @@ def pack_corpus(
             raise UserError("the corpus has no text: give data.corpus a file, folder or hub id with documents")
         divider.decide()
         splits = {split: writer.finish() for split, writer in writers.items()}
-        if not splits["train"]["tokens"] or (held_out_fraction > 0 and not splits["heldout"]["tokens"]):
+        if not splits["train"]["tokens"] or not splits["heldout"]["tokens"]:
             raise UserError(
                 f"the corpus has {tokens} tokens in {divider.pieces} documents, too few to hold a part out: "
-                "want at least two documents, or one of 16,000 characters, or data.held_out=0"
+                "want at least two documents, or one of 16,000 characters"
             )
     except BaseException:
         for writer in writers.values():
@@ -347,8 +345,6 @@ class PackedCorpus:
 
     def tokens(self, split: str) -> np.ndarray:
         """All tokens of a split, (token_count,) uint16 or uint32, memory-mapped."""
-        if self.token_count(split) == 0:
-            return np.empty(0, dtype=self.meta["dtype"])
         return np.memmap(self.path / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
 
     def blocks(self, split: str, context_length: int) -> "Blocks":

@@ -176,24 +176,13 @@ def test_the_decision_does_not_wait_for_ever(tokenizer, tmp_path, monkeypatch):
     assert documents_of(packed, "train", tokenizer) == [text for text in DOCUMENTS if text not in held_out]
 
 
-def test_nothing_may_be_held_out_on_request(tokenizer, tmp_path):
-    packed = pack(DOCUMENTS[:1], tokenizer, tmp_path, held_out_fraction=0)
-    assert packed.token_count("heldout") == 0 and len(packed.tokens("heldout")) == 0
-    assert documents_of(packed, "train", tokenizer) == DOCUMENTS[:1]
-
-
 @pytest.mark.parametrize(
-    ("documents", "fraction", "message"),
-    [
-        ([], 0.1, "has no text"),
-        (["", " "], 0.1, "has no text"),
-        (["One."], 0.1, "too few to hold a part out"),
-        (["One.", "Two."], 1.0, "data.held_out=1.0: want a share"),
-    ],
+    ("documents", "message"),
+    [([], "has no text"), (["", " "], "has no text"), (["One."], "too few to hold a part out")],
 )
-def test_what_cannot_be_packed_is_refused_and_leaves_nothing(tokenizer, tmp_path, documents, fraction, message):
+def test_what_cannot_be_packed_is_refused_and_leaves_nothing(tokenizer, tmp_path, documents, message):
     with pytest.raises(UserError, match=message):
-        pack(documents, tokenizer, tmp_path, held_out_fraction=fraction)
+        pack(documents, tokenizer, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
