@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
 
 from rlhf.data.conversion.foreign import ROLES, Turns, best_of, chat_turns, letters, one_answer, ranking_of, response_of
@@ -33,8 +34,8 @@ class Mapped:
     def one(self, row: Mapping[str, Any], name: str) -> str | None:
         """The text of a column that a row may leave empty."""
         [path] = self.of(name) or ("",)
-        value = lookup(row, path) if path else None
-        return None if value is MISSING or is_empty(value) else _text(value, path)
+        value = value_at(row, path) if path else None
+        return None if is_empty(value) else _text(value, path)
 
     def recognise(self, row: Mapping[str, Any]) -> str:
         """Every row matches; returns how the file is read."""
@@ -86,26 +87,20 @@ class Mapped:
     # --- the prompt
 
     def _prompt(self, row: Mapping[str, Any]) -> Turns:
-        turns: Turns = []
-        texts: list[str] = []
+        parts: list[Any] = []  # turns, and texts
         paths = self.of("prompt")
-
-        def end_turn() -> None:
-            if texts:
-                turns.append({"role": "user", "content": "\n\n".join(texts)})
-                texts.clear()
-
         for path in paths:
-            value = lookup(row, path)
-            if value is MISSING or value is None:
+            value = value_at(row, path)
+            if value is None:
                 continue
-            chat = _chat(value)
-            if chat is not None:
-                end_turn()
-                turns += chat_turns(chat, path)
+            if (chat := _chat(value)) is not None:
+                parts += chat_turns(chat, path)
             elif text := (_text(value, path) if len(paths) == 1 else _text(value, path).strip()):
-                texts.append(text)
-        end_turn()
+                parts.append(text)
+        turns: Turns = []
+        for are_texts, run in groupby(parts, lambda part: isinstance(part, str)):
+            group = list(run)
+            turns += [{"role": "user", "content": "\n\n".join(group)}] if are_texts else group
         if not turns:
             raise BadRow(paths[0], f"got nothing, want the prompt{_whole_row(row)}: remove the row or fill it in")
         system = self.one(row, "system")
@@ -117,10 +112,10 @@ class Mapped:
         if self.of("rating"):
             yield self._rated(row)
         elif self.of("ranked"):
-            values = [value for value in cells_of(row, self.of("ranked")) if not is_empty(value[1])]
-            if len(values) < 2:
-                raise BadRow(self.of("ranked")[0], f"got {len(values)} responses, want two or more{_whole_row(row)}")
-            made = _responses(values)
+            cells = [cell for cell in cells_of(row, self.of("ranked")) if not is_empty(cell[1])]
+            if len(cells) < 2:
+                raise BadRow(self.of("ranked")[0], f"got {len(cells)} responses, want two or more{_whole_row(row)}")
+            made = _responses(cells)
             yield {"responses": made, "ranking": [[one["id"]] for one in made], "metadata": {}}
         elif self.of("scores"):
             yield self._scored(row)
