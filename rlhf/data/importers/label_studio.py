@@ -59,23 +59,20 @@ def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_record(task: Task, judgement: Judgement) -> dict[str, Any]:
     """The native record of one annotation, or of none. Scores outside 1 to 7 are kept in metadata and still rank."""
-    ranking, metadata = judgement.ranking, dict(task.rest)
+    ranking = judgement.ranking
     if ranking is None and len(judgement.scores) > 1:
         ranking = ranking_of(judgement.scores, best="highest")
     ratings = judgement.scores if all(1 <= score <= 7 for score in judgement.scores.values()) else {}
-    if judgement.scores and not ratings:
-        metadata["scores"] = judgement.scores
-    if judgement.other:
-        metadata["results"] = judgement.other
-    return {
+    record = {
         "kind": "ranking",
         "prompt": task.prompt,
         "responses": task.responses,
         "ranking": ranking,
         "ratings": ratings,
         "flags": judgement.flags,
-        "metadata": metadata,
+        "metadata": dict(task.rest),
     }
+    return with_metadata(record, scores={} if ratings else judgement.scores, results=judgement.other)
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -93,9 +90,8 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if not isinstance(row.get("data"), dict):  # a task file without the wrapping `data`
         row = {"data": other_keys(row, "id")} | ({"id": row["id"]} if "id" in row else {})
     annotations = checked_annotations(row)
-    task = task_fields(
-        row["data"], [name for a in annotations for result in a["result"] for name in target_keys(result)]
-    )
+    named = [name for a in annotations for result in a["result"] for name in target_keys(result)]
+    task = task_fields(row["data"], named)
     about = without_empty(other_keys(row, "data", "annotations"))
     if not annotations:
         yield with_metadata(make_record(task, Judgement()), task=about)
@@ -104,12 +100,8 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     without = [(labeler_of(annotation) or "unknown", said) for annotation, said in read if not said.is_judgement]
     unread = {labeler: said.other for labeler, said in without if said.other}
     if len(without) == len(read):
-        if unread:
-            raise BadRow(
-                "result",
-                f"got {shown(unread)}, want a ranking, or a choice or rating whose control names one of "
-                f"{', '.join(task.keys)}",
-            )
+        wanted = f"a ranking, or a choice or rating whose control names one of {', '.join(task.keys)}"
+        require(not unread, "result", unread, wanted)
         raise BadRow(
             "annotations",
             f"got {len(without)} that were skipped or left empty, want a judgement: label the "
@@ -177,9 +169,8 @@ def convert_flat(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Raises: BadRow if no key is a judgement.
     """
-    values = (
-        {key: _unpacked(value) for key, value in row.items()} if isinstance(row["annotation_id"], str) else dict(row)
-    )
+    is_csv = isinstance(row["annotation_id"], str)
+    values = {key: _unpacked(value) if is_csv else value for key, value in row.items()}
     data = other_keys(values, *FLAT_KEYS)
     controls = {key: value for key, value in data.items() if _is_control(value)}
     data = other_keys(data, *controls)
@@ -191,11 +182,7 @@ def convert_flat(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     judgement = Judgement()
     for control, value in controls.items():
         read_result({"from_name": control, "value": value[0]}, task, judgement)
-    left = (
-        {key: value for key, value in data.items() if key not in OWN_KEYS}
-        if is_own(data)
-        else task.rest.get("data", {})
-    )
+    left = other_keys(data, *OWN_KEYS) if is_own(data) else task.rest.get("data", {})
     for control, value in left.items():
         if isinstance(value, str) and (ranking := preferred(value, task)) is not None:
             judgement.rank(ranking, control)
