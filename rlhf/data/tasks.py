@@ -7,7 +7,7 @@ import csv
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -158,17 +158,12 @@ def unguarded(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell[1:]) else cell
 
 
-def write_csv(path: Path, rows: Iterable[dict[str, str]]) -> int:
-    """Write rows without formulas, with a byte order mark, by which spreadsheets recognise UTF-8; returns their number."""
-    written = 0
+def write_csv(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """Write rows without formulas, with a byte order mark, by which spreadsheets recognise UTF-8."""
     with path.open("w", encoding="utf-8-sig", newline="") as file:
-        for row in rows:
-            if not written:
-                writer = csv.DictWriter(file, list(row))
-                writer.writeheader()
-            writer.writerow({name: guarded(cell) for name, cell in row.items()})
-            written += 1
-    return written
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({name: guarded(cell) for name, cell in row.items()} for row in rows)
 
 
 # --- all -------------------------------------------------------------------------------------------------------------
@@ -177,16 +172,15 @@ def write_csv(path: Path, rows: Iterable[dict[str, str]]) -> int:
 def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: str, seed: int) -> tuple[list[str], int]:
     """Write tasks for `tool` (native, label_studio, csv) into a folder: the files' names and the number of tasks."""
     if tool == "native":
-        with (folder / "tasks.jsonl").open("w", encoding="utf-8") as file:
-            for task in tasks:
-                file.write(json.dumps(task.model_dump(mode="json"), ensure_ascii=False) + "\n")
+        lines = [json.dumps(task.model_dump(mode="json"), ensure_ascii=False) + "\n" for task in tasks]
+        (folder / "tasks.jsonl").write_text("".join(lines), encoding="utf-8")
         return ["tasks.jsonl"], len(tasks)
     if tool == "csv":
-        return ["tasks.csv"], write_csv(folder / "tasks.csv", csv_rows(tasks, interface, seed))
+        cells = list(csv_rows(tasks, interface, seed))
+        write_csv(folder / "tasks.csv", cells)
+        return ["tasks.csv"], len(cells)
     rows = [row for task in tasks for row in label_studio_tasks(task, interface, seed)]
-    with (folder / "tasks.json").open("w", encoding="utf-8") as file:
-        json.dump(rows, file, ensure_ascii=False, indent=1)
-        file.write("\n")
+    (folder / "tasks.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     (folder / "config.xml").write_text(label_studio_config(interface), encoding="utf-8")
     return ["tasks.json", "config.xml"], len(rows)
 
