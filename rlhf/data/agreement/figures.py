@@ -248,22 +248,19 @@ class Figures:
 
     def _kappa_and_alpha(self) -> dict[str, Any]:
         units = np.concatenate([np.zeros((0, 3), np.int32), *self._units])
-        sums, numbers = np.unique(units.sum(1), return_counts=True)
-        fleiss: dict[str, Any] = {"value": None, "labelers": None, "pairs": 0}
-        alpha: dict[str, Any] = {"value": None, "pairs": len(units)}
-        if not len(units):
-            self.notes |= dict.fromkeys(("fleiss_kappa", "krippendorff_alpha"), "no pair was judged by two labelers")
-            return {"fleiss_kappa": fleiss, "krippendorff_alpha": alpha}
-        labelers, pairs = max(zip(sums.tolist(), numbers.tolist(), strict=True), key=lambda entry: (entry[1], entry[0]))
-        fleiss = {"value": compute_fleiss(units[units.sum(1) == labelers]), "labelers": labelers, "pairs": pairs}
-        alpha["value"] = compute_alpha(np.concatenate([units, units[:, ::-1]]), np.array([-1, 0, 1]))
+        labelers, pairs = max(Counter(units.sum(1).tolist()).items(), key=lambda entry: entry[::-1], default=(None, 0))
+        fleiss = compute_fleiss(units[units.sum(1) == labelers]) if pairs else None
+        alpha = compute_alpha(np.concatenate([units, units[:, ::-1]]), np.array([-1, 0, 1])) if pairs else None
         if pairs < len(units):
             left = f"{len(units) - pairs:,} pairs judged by another number of labelers than {labelers} are left out"
             self.notes["fleiss_kappa"] = left
-        for name, figure in (("fleiss_kappa", fleiss), ("krippendorff_alpha", alpha)):
-            if figure["value"] is None:
-                self.notes[name] = _NO_VARIANCE
-        return {"fleiss_kappa": fleiss, "krippendorff_alpha": alpha}
+        for name, value in (("fleiss_kappa", fleiss), ("krippendorff_alpha", alpha)):
+            if value is None:
+                self.notes[name] = _NO_VARIANCE if pairs else "no pair was judged by two labelers"
+        return {
+            "fleiss_kappa": {"value": fleiss, "labelers": labelers, "pairs": pairs},
+            "krippendorff_alpha": {"value": alpha, "pairs": len(units)},
+        }
 
     def _alpha_of_ratings(self) -> dict[str, Any]:
         response, rating = np.concatenate([np.zeros((2, 0)), *self._rated], 1)
