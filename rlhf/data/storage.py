@@ -91,25 +91,13 @@ def to_row(record: Record) -> dict[str, Any]:
 
     Raises: ValueError if a free-form part cannot be JSON.
     """
-    row: dict[str, Any] = {"id": record.id, "prompt": _turns(record.prompt), "metadata": json_text(record.metadata)}
-    if record.kind == "demonstration":
-        row |= {"response": record.response, "labeler": record.labeler, "source": record.source, "split": record.split}
-    elif record.kind == "prompt":
-        row["user"] = record.user
-    else:
-        row |= {
-            "responses": [
-                {"id": r.id, "text": r.text, "policy": r.policy, "metadata": json_text(r.metadata)}
-                for r in record.responses
-            ],
-            "ranking": record.ranking,
-            "ratings": json_text(record.ratings),
-            "pairs": record.pairs,
-            "flags": json_text(record.flags),
-            "labeler": record.labeler,
-            "seconds": record.seconds,
-            "created": record.created,
-        }
+    row = vars(record).copy()
+    row["prompt"] = _turns(record.prompt)
+    for name in JSON_COLUMNS:
+        if name in row:
+            row[name] = json_text(row[name])
+    if record.kind == "ranking":
+        row["responses"] = [vars(r) | {"metadata": json_text(r.metadata)} for r in record.responses]
     return row
 
 
