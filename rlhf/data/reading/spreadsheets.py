@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 from xml.parsers import expat
@@ -92,8 +91,6 @@ def _cell(value: Any) -> Any:
     """A cell's value; spreadsheets have one kind of number, and whole ones become int."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
-    if isinstance(value, datetime | date | time | timedelta | bool | int | float):
-        return value
     return value if value != "" else None
 
 
