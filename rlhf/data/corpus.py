@@ -1,6 +1,5 @@
 """The pretraining text: documents, packed once into memory-mapped token files, and served as blocks."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resol
 from rlhf.data.records import shown
 from rlhf.data.splits import uniform
 from rlhf.errors import UserError
-from rlhf.files import write_json
+from rlhf.files import sha256_file, write_json
 from rlhf.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -138,14 +137,11 @@ class _Writer:
     def __init__(self, path: Path, dtype: np.dtype, separator: int):
         self.path, self.dtype, self.separator = path, dtype, separator
         self.file = path.open("wb")
-        self.digest = hashlib.sha256()
         self.tokens = self.bytes = self.documents = 0
         self.last: tuple[int, int] | None = None
 
     def _write(self, ids: Sequence[int] | np.ndarray) -> None:
-        raw = np.asarray(ids, dtype=self.dtype).tobytes()
-        self.file.write(raw)
-        self.digest.update(raw)
+        self.file.write(np.asarray(ids, dtype=self.dtype).tobytes())
         self.tokens += len(ids)
 
     def add(self, piece: _Piece, ids: Sequence[int] | np.ndarray) -> None:
@@ -167,7 +163,7 @@ class _Writer:
             "tokens": self.tokens,
             "bytes": self.bytes,
             "documents": self.documents,
-            "sha256": self.digest.hexdigest(),
+            "sha256": sha256_file(self.path),
         }
 
 

@@ -1,13 +1,12 @@
 """Several packed corpora mixed by weight into one, as GPT-3 mixed its five (Brown et al. 2020, table 2.2)."""
 
-import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.data.corpus import SPLITS, PackedCorpus
-from rlhf.files import write_json
+from rlhf.files import sha256_file, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +41,14 @@ def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> Pa
     served = [part.corpus.blocks("train", block) for part in parts]
     texts = [part.corpus.tokens("train") for part in parts]
     given, count = [0] * len(parts), -(-tokens // block)
-    digests = {split: hashlib.sha256() for split in SPLITS}
     with (out / "train.bin.tmp").open("wb") as file:
         for s in draw_order([part.weight for part in parts], count):
             begin = given[s] % len(served[s]) * block
-            raw = texts[s][begin : begin + block].tobytes()
+            file.write(texts[s][begin : begin + block].tobytes())
             given[s] += 1
-            file.write(raw)
-            digests["train"].update(raw)
     with (out / "heldout.bin.tmp").open("wb") as file:
         for part in parts:
-            raw = part.corpus.tokens("heldout").tobytes()
-            file.write(raw)
-            digests["heldout"].update(raw)
+            file.write(part.corpus.tokens("heldout").tobytes())
     metas = [part.corpus.meta for part in parts]
     held_out = [meta["splits"]["heldout"] for meta in metas]
     total = sum(part.weight for part in parts)
@@ -75,7 +69,7 @@ def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> Pa
         ],
     }
     for split in SPLITS:
-        meta["splits"][split]["sha256"] = digests[split].hexdigest()
+        meta["splits"][split]["sha256"] = sha256_file(out / f"{split}.bin.tmp")
         (out / f"{split}.bin.tmp").replace(out / f"{split}.bin")
     write_json(out / "meta.json", meta)
     for part in parts:
