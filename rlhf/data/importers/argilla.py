@@ -230,7 +230,7 @@ def _verdict(answers: Answers, name: str) -> dict[str, Any] | None:
     return made or ({} if numbers else None)
 
 
-def _records_of(annotator: _Annotator, prompt: Any, responses: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _records_of(annotator: _Annotator, responses: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     names = list(responses)
     if not names:
         texts = {question: value for question, value in annotator.answers.items() if is_text(value)}
@@ -266,7 +266,7 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     records = []
     left_out = [annotator.left_out() for annotator in annotators if annotator.status != "submitted"]
     for annotator in submitted:
-        judgements = list(_records_of(annotator, prompt, responses))
+        judgements = list(_records_of(annotator, responses))
         if not judgements:
             left_out.append(annotator.left_out())
         for judgement in judgements:

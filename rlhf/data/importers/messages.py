@@ -6,21 +6,16 @@ A turn's other keys are kept; its `loss_weight` (or `weight`) decides which answ
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.data.conversion.foreign import chat_turns, dialogue_record, id_and_rest
+from rlhf.data.conversion.foreign import chat_turns, dialogue_record, id_and_rest, is_chat
 from rlhf.data.importers import Format
 
 _OTHERS = ("kind", "chosen", "rejected", "completion", "label", "kto_tag", "fields")
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    turns = row.get("messages")
-    if any(key in row for key in _OTHERS) or not isinstance(turns, list) or not turns:
-        return None
-    return "key messages with turns of role and content" if all(_is_turn(turn) for turn in turns) else None
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and "role" in turn and "content" in turn
+    turns: Any = row.get("messages")
+    fits = is_chat(turns) and all("content" in turn for turn in turns) and not any(key in row for key in _OTHERS)
+    return "key messages with turns of role and content" if fits else None
 
 
 def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
