@@ -216,8 +216,8 @@ def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterato
         if header is None:
             if problem is not None:
                 raise UserError(f"{name}:{line}: header: {problem}")
-            if (byte := _undecodable(text)) is not None:
-                raise UserError(f"{name}:{line}: {_wrong_byte(byte, encoding)}")
+            if wrong := _wrong_byte(text, encoding):
+                raise UserError(f"{name}:{line}: {wrong}")
             if _excel_hint(text.lstrip("\ufeff")) is None:
                 header = check_header(cells, name, line)
             continue
@@ -230,21 +230,20 @@ def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterato
             yield Row(line, values, number, offset, raw)
 
 
-def _undecodable(text: str) -> int | None:
-    """The first byte that is not in the encoding."""
+def _wrong_byte(text: str, encoding: str) -> str | None:
+    """What to do about the first byte that is not in the encoding."""
     match = None if text.isascii() else _ESCAPED_BYTE.search(text)
-    return ord(match[0]) - 0xDC00 if match else None
-
-
-def _wrong_byte(byte: int, encoding: str) -> str:
-    if byte in (0xFE, 0xFF):  # the byte order mark of UTF-16, which cannot occur in UTF-8
-        return f"byte 0x{byte:02x} is not {encoding} text: set encoding=utf-16, cp1252, … or mend the file"
-    return f"byte 0x{byte:02x} is not {encoding} text: set encoding=cp1252, latin-1, … or mend the file"
+    if match is None:
+        return None
+    byte = ord(match[0]) - 0xDC00
+    of_utf16 = byte in (0xFE, 0xFF)  # its byte order mark, which cannot occur in UTF-8
+    others = "utf-16, cp1252" if of_utf16 else "cp1252, latin-1"
+    return f"byte 0x{byte:02x} is not {encoding} text: set encoding={others}, … or mend the file"
 
 
 def _problem(cells: list[str], text: str, header: list[str], encoding: str) -> str | None:
-    if (byte := _undecodable(text)) is not None:
-        return _wrong_byte(byte, encoding)
+    if wrong := _wrong_byte(text, encoding):
+        return wrong
     if any("\0" in cell for cell in cells):
         return "got a NUL byte, want text: remove it"
     if len(cells) != len(header):
