@@ -366,24 +366,18 @@ class Blocks(torch.utils.data.Dataset):
     """
 
     def __init__(self, corpus: PackedCorpus, split: str, context_length: int):
-        self.corpus, self.split, self.context_length = corpus, split, context_length
-        self.separator = corpus.separator
-        self._tokens: np.ndarray | None = None  # opened on first use, so that workers do not copy it
+        self.separator, self.context_length = corpus.separator, context_length
+        self._tokens = corpus.tokens(split)
 
     def __len__(self) -> int:
-        return self.corpus.token_count(self.split) // self.context_length
+        return len(self._tokens) // self.context_length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        if self._tokens is None:
-            self._tokens = self.corpus.tokens(self.split)
         begin = index * self.context_length
         ids = torch.from_numpy(self._tokens[begin : begin + self.context_length].astype(np.int64))
         return {"input_ids": ids, "labels": ids.clone()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokens": None}
 
 
 def document_positions(tokens: Tensor, separator: int) -> Tensor:
