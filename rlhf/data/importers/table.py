@@ -32,10 +32,9 @@ def make_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
 
     Raises: UserError with every setting that is missing or does not fit the others.
     """
-    problems: list[str] = []
-    paths = {name: _paths(name, getattr(columns, name), problems) for name in [field.name for field in fields(columns)]}
+    paths = {field.name: tuple(map(str, listed(getattr(columns, field.name)))) for field in fields(columns)}
     mapped = {name: given for name, given in paths.items() if given}
-    problems += _contradictions(mapped)
+    problems = _contradictions(mapped)
     vocabulary = Vocabulary(_words(words, mapped, problems))
     if problems:
         raise UserError("format=table: " + "; ".join(problems))
@@ -46,16 +45,10 @@ def _format(mapped: Mapped) -> Format:
     return Format("table", _WANTS, mapped.recognise, mapped.convert, prepare=partial(_prepare, mapped))
 
 
-def _paths(name: str, value: Any, problems: list[str]) -> tuple[str, ...]:
-    names = tuple(map(str, listed(value)))
-    if (twice := first_repeat(names)) is not None:
-        problems.append(f"columns.{name} names {twice} twice: want each column once")
-    return names
-
-
 def _contradictions(mapped: Mapping[str, tuple[str, ...]]) -> list[str]:
     """What is missing, and what contradicts."""
-    problems = []
+    repeats = {name: twice for name, paths in mapped.items() if (twice := first_repeat(paths)) is not None}
+    problems = [f"columns.{name} names {twice} twice: want each column once" for name, twice in repeats.items()]
     if "prompt" not in mapped:
         problems.append("columns.prompt is not set: want the column with the request")
     forms = [name for name in ("response", "responses", "ranked") if name in mapped]
