@@ -8,7 +8,6 @@
 Source: Radford et al. 2018, section 3.3 and figure 1.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,27 +51,24 @@ class Example:
 def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -> list[Example]:
     """Every row of the sources as an example. Raises: UserError for a row without one of the columns, or with an empty one."""
     examples = [
-        _example(f"{source.name}:{row.line}", row, columns)
+        _example(source.name, row, columns)
         for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting)
-        for row in _whole_rows(read_rows(source, TableOptions(encoding)))
+        for row in read_rows(source, TableOptions(encoding))
     ]
     if not examples:
         raise UserError(f"{setting}: no row to read: want labelled examples")
     return examples
 
 
-def _whole_rows(rows: Iterator[Row | Reject]) -> Iterator[Row]:
-    for row in rows:
-        if isinstance(row, Reject):
-            raise UserError(f"{row}: repair or remove this row")
-        yield row
+def _example(name: str, row: Row | Reject, columns: Columns) -> Example:
+    if isinstance(row, Reject):
+        raise UserError(f"{row}: repair or remove this row")
+    where, cells_of_row = f"{name}:{row.line}", row.value
 
-
-def _example(where: str, row: Row, columns: Columns) -> Example:
     def cell(setting: str, path: str) -> Any:
-        value = lookup(row.value, path)
+        value = lookup(cells_of_row, path)
         if value is MISSING:
-            raise UserError(f"{where}: classify.{setting}={path}: no such column{nearest(path, list(row.value))}")
+            raise UserError(f"{where}: classify.{setting}={path}: no such column{nearest(path, list(cells_of_row))}")
         return value
 
     def text(setting: str, path: str) -> str:
