@@ -37,10 +37,6 @@ class Extent:
     characters: int = 0  # characters of all cells; a shared text counts for each cell, since each gets a copy
     stored: list[int] = field(default_factory=list)  # rows that have cells, with a value or without
 
-    @property
-    def cells(self) -> int:
-        return self.rows * self.columns
-
 
 @dataclass(slots=True)
 class Sheet:
@@ -150,7 +146,7 @@ def _check_unpacked_size(path: Path, name: str) -> None:
 
 
 def _check_cells(extent: Extent, name: str) -> None:
-    if extent.cells > MAX_CELLS:
+    if extent.rows * extent.columns > MAX_CELLS:
         size = f"{extent.rows} rows x {extent.columns} columns"
         raise UserError(
             f"{name}: its values span {size}, above {MAX_CELLS} cells: delete stray cells or export it as CSV"
