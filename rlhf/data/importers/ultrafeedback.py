@@ -34,13 +34,12 @@ def _as_number(value: Any) -> float | None:
 
 def _mean_rating(completion: Mapping[str, Any]) -> float | None:
     annotations = completion.get("annotations")
-    numbers = [
-        _as_number(one.get("Rating"))
+    ratings = [
+        rating
         for aspect in (annotations.values() if isinstance(annotations, dict) else ())
         for one in (aspect if isinstance(aspect, list) else [aspect])
-        if isinstance(one, dict) and "Rating" in one
+        if isinstance(one, dict) and (rating := _as_number(one.get("Rating"))) is not None
     ]
-    ratings = [rating for rating in numbers if rating is not None]
     return sum(ratings) / len(ratings) if ratings else None
 
 
