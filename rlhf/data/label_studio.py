@@ -138,11 +138,8 @@ def task_fields(data: Mapping[str, Any], named: Sequence[str] = ()) -> Task:
     asked = min(candidates)[1] if candidates else plain[0] if len(plain) == 1 else None
     if asked is None or not task.responses:
         what = "prompt" if task.responses else "responses"
-        raise BadRow(
-            "data",
-            f"got the keys {shown(list(data), 200)}, found no {what}, want the prompt under prompt and the "
-            "responses under answer1, answer2, … or in a list responses: rename the keys",
-        )
+        wanted = "the prompt under prompt and the responses under answer1, answer2, … or in a list responses"
+        raise BadRow("data", f"got the keys {shown(list(data), 200)}, found no {what}, want {wanted}: rename the keys")
     rest = {key: value for key, value in left.items() if key != asked}
     task.prompt = chat_turns(left[asked], f"data.{asked}") if isinstance(left[asked], list) else left[asked]
     task.rest = {"data": rest} if rest else {}
@@ -169,11 +166,8 @@ class Judgement:
     def rank(self, ranking: list[list[str]], control: str) -> None:
         """Set the ranking. Raises: BadRow if another control stated a different one."""
         if self.ranking is not None and self.ranking != ranking:
-            raise BadRow(
-                "result",
-                f"got {shown(self.ranking)} from {self.control} and {shown(ranking)} from {control}, "
-                "want one judgement: remove the other",
-            )
+            both = f"{shown(self.ranking)} from {self.control} and {shown(ranking)} from {control}"
+            raise BadRow("result", f"got {both}, want one judgement: remove the other")
         self.ranking, self.control = ranking, control
 
 

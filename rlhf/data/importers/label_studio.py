@@ -102,11 +102,8 @@ def convert(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if len(without) == len(read):
         wanted = f"a ranking, or a choice or rating whose control names one of {', '.join(task.keys)}"
         require(not unread, "result", unread, wanted)
-        raise BadRow(
-            "annotations",
-            f"got {len(without)} that were skipped or left empty, want a judgement: label the "
-            "task or leave it out of the export",
-        )
+        wanted = "a judgement: label the task or leave it out of the export"
+        raise BadRow("annotations", f"got {len(without)} that were skipped or left empty, want {wanted}")
     skipped = [labeler for labeler, _ in without]
     for annotation, said in read:
         if said.is_judgement:
@@ -187,11 +184,8 @@ def convert_flat(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if isinstance(value, str) and (ranking := preferred(value, task)) is not None:
             judgement.rank(ranking, control)
     if not judgement.is_judgement:
-        raise BadRow(
-            "",
-            f"got the keys {shown(list(row), 200)}, found no judgement among them, want left or right, an order, a "
-            "rating or a choice: export as JSON",
-        )
+        wanted = "left or right, an order, a rating or a choice: export as JSON"
+        raise BadRow("", f"got the keys {shown(list(row), 200)}, found no judgement among them, want {wanted}")
     annotation = {"completed_by": values["annotator"], "id": values["annotation_id"]}
     annotation |= {key: values.get(key) for key in ("created_at", "updated_at")}
     annotation["lead_time"] = as_number(values["lead_time"])

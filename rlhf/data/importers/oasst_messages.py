@@ -65,11 +65,8 @@ def gather(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
         parent = held[key].parent
         if parent not in held:
             lost = len(_take(key, below, left)) - 1
-            yield held[key].reject(
-                name,
-                "parent_id",
-                f"got {shown(parent)}, which no message has; {lost} below it are left out too: add it",
-            )
+            problem = f"got {shown(parent)}, which no message has; {lost} below it are left out too: add it"
+            yield held[key].reject(name, "parent_id", problem)
     while left:
         met: dict[str, None] = {}
         at = next(iter(left))
@@ -78,11 +75,8 @@ def gather(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
             at = str(held[at].parent)
         circle = list(met)[list(met).index(at) :]
         lost = len(_take(circle[0], below, left)) - len(circle)
-        yield held[circle[0]].reject(
-            name,
-            "parent_id",
-            f"{shown(circle)} answer each other in a circle; {lost} below them are left out too: mend one",
-        )
+        problem = f"{shown(circle)} answer each other in a circle; {lost} below them are left out too: mend one"
+        yield held[circle[0]].reject(name, "parent_id", problem)
 
 
 def _message(row: Row, held: Mapping[str, _Message], name: str) -> _Message | Reject:
