@@ -6,7 +6,6 @@ import continues.
 """
 
 import difflib
-import hashlib
 import importlib
 import json
 import pkgutil
@@ -26,7 +25,6 @@ from rlhf.data.reading.sources import RECORD_SUFFIXES, Source, printable_path, r
 from rlhf.data.records import KINDS, Demonstration, PromptRecord, Ranking, Record, first_problem, one_line, shown
 from rlhf.data.revisions import without_replaced
 from rlhf.errors import UserError
-from rlhf.files import sha256_file
 
 LOOK_AHEAD = 20  # rows used for recognition
 _SHOWN_PROBLEMS = 5
@@ -93,7 +91,6 @@ class FileInfo:
     why: str  # how the format was recognised; "asked for" if the user named it
     rows: int = 0
     records: Counter[str] = field(default_factory=Counter)  # by kind
-    sha256: str = ""  # sha256 of the file's bytes; for a hub data set, of its rows
 
 
 @dataclass(slots=True)
@@ -105,16 +102,6 @@ class SourceInfo:
     @property
     def rows(self) -> int:
         return sum(file.rows for file in self.files)
-
-    @property
-    def records(self) -> dict[str, int]:
-        """Records by kind over all files."""
-        return dict(sum((file.records for file in self.files), Counter[str]()))
-
-    @property
-    def sha256(self) -> str:
-        """One hash for all files in their order."""
-        return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def describe(self) -> list[str]:
         """One line per file: name, format and why, rows, records by kind."""
@@ -252,15 +239,12 @@ def import_source(source: Source, format: str, info: SourceInfo) -> Iterator[Rec
         )
     about = FileInfo(source.name, chosen.name, why)
     info.files.append(about)
-    digest = hashlib.sha256()
     rows_of_file = chain(head, stream)
     for row in rows_of_file if chosen.gather is None else chosen.gather(rows_of_file, source.name):
         about.rows += 1
         if isinstance(row, Reject):
             yield row
             continue
-        if source.path is None:
-            digest.update(row_bytes(row))
         try:
             values, parts = convert_row(row, chosen)
             made = make_records(values, stem_of(source), row.number)
@@ -273,7 +257,6 @@ def import_source(source: Source, format: str, info: SourceInfo) -> Iterator[Rec
         yield from (Reject(source.name, row.line, part.field, part.message) for part in parts)
         about.records.update(record.kind for record in made)
         yield from made
-    about.sha256 = sha256_file(source.path) if source.path else digest.hexdigest()
 
 
 def row_bytes(row: Row) -> bytes:
@@ -288,11 +271,11 @@ def row_bytes(row: Row) -> bytes:
 
 def _load_import(source: Source, info: SourceInfo, allow_partial: bool) -> Iterator[Record]:
     """The records of a folder that `rlhf import` wrote, each with the split of its file."""
-    from rlhf.data.storage import check_whole, manifest_sha256, read_records, verify
+    from rlhf.data.storage import check_whole, read_records, verify
 
     assert source.path is not None
     check_whole(source.path, verify(source.path), allow_partial)
-    about = FileInfo(source.name, "import", "written by rlhf import", sha256=manifest_sha256(source.path))
+    about = FileInfo(source.name, "import", "written by rlhf import")
     info.files.append(about)
     for record in read_records(source.path):
         about.rows += 1
