@@ -27,7 +27,7 @@ from rlhf.gold.world import (
     THINGS,
     TREATS,
     Task,
-    capitalised,
+    answered,
     greeting,
     join_words,
     make_task,
@@ -57,10 +57,7 @@ def _recall(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
 
 def _closed(asked: str, core: str, frame: str, right: str, wrong: list[str], rng: random.Random) -> Task:
     """A question with one right word, which the conversation names."""
-    fragment = f"{capitalised(right)}."
-    wrongly = f"{frame} {rng.choice(wrong)}."
-    rightly = f"{frame} {right}."
-    return Task("closed_qa", core, fragment, rightly, wrongly, [[right]], wrong, [frame], prompt=asked)
+    return replace(answered("closed_qa", core, frame, right, rng.choice(wrong), [[right]], wrong), prompt=asked)
 
 
 def _colour(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:

@@ -16,17 +16,15 @@ from rlhf.gold.world import (
     ANIMALS,
     CITIES,
     CLASSES,
-    COLOUR_FACTS,
     COLOURS,
-    COUNTRIES,
+    FACTS,
     PEOPLE,
     PLACES,
-    SOUNDS,
     THINGS,
     TREATS,
     Task,
     article,
-    capitalised,
+    pick_fact,
 )
 
 
@@ -49,16 +47,10 @@ def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
 
 
 def _fact(rng: random.Random) -> str:
-    topic = rng.randrange(4)
-    if topic == 0:
-        i = rng.randrange(len(COUNTRIES))
-        return f"The capital of {COUNTRIES[i]} is {CITIES[i]}."
-    if topic == 1:
-        i = rng.randrange(len(SOUNDS))
-        return f"A {ANIMALS[i]} {SOUNDS[i]}."
-    if topic == 2:
-        thing, colour = rng.choice(list(COLOUR_FACTS.items()))
-        return f"{capitalised(thing)} is {colour}."
+    topic = rng.choice((*FACTS, "class"))
+    if topic in FACTS:
+        _, begins, told = pick_fact(rng, topic)
+        return f"{begins} {told}."
     word = rng.choice(list(CLASSES))
     return f"{article(word).capitalize()} {word} is {article(CLASSES[word])} {CLASSES[word]}."
 

@@ -28,6 +28,27 @@ COLOUR_FACTS = {
     "grass": "green", "snow": "white", "coal": "black", "blood": "red",
     "the sky": "blue", "butter": "yellow", "soil": "brown",
 }  # fmt: skip
+# By topic: {thing: what is told of it}, the words of this sort, how an answer begins, and ways to ask.
+FACTS: dict[str, tuple[dict[str, str], list[str], str, tuple[str, ...]]] = {
+    "capital": (
+        dict(zip(COUNTRIES, CITIES, strict=True)),
+        CITIES,
+        "The capital of {} is",
+        ("What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?", "Do you know the capital of {}?"),
+    ),
+    "sound": (
+        dict(zip(ANIMALS, SOUNDS, strict=False)),
+        SOUNDS,
+        "A {}",
+        ("What does a {} do?", "What sound comes from a {}?", "How does a {} sound?"),
+    ),
+    "colour": (
+        COLOUR_FACTS,
+        COLOURS,
+        "{} is",
+        ("What colour is {}?", "Which colour does {} have?", "Tell me the colour of {}."),
+    ),
+}  # fmt: skip
 PAST = {"sees": "saw", "takes": "took", "finds": "found", "buys": "bought", "loses": "lost", "makes": "made"}
 GLAD = ("found", "won", "was given")
 GLUM = ("lost", "broke", "missed")
@@ -102,6 +123,14 @@ def capitalised(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
+def answered(
+    kind: str, core: str, frame: str, right: str, wrong: str, must: list[list[str]], never: list[str], short: str = ""
+) -> Task:
+    """A task whose right and wrong answer begin with `frame`; `short` is the shortest right one, else its words after that."""
+    sentences = f"{capitalised(short or right)}.", f"{frame} {right}.", f"{frame} {wrong}."
+    return Task(kind, core, *sentences, must, never, [frame])
+
+
 def make_statement(rng: random.Random, relation: str, who: str) -> tuple[str, str, str, list[str]]:
     """(verb, value, question, values of the same sort) of what a person has, likes, or where the person lives."""
     if relation == "has":
@@ -122,57 +151,24 @@ def _closed_qa(rng: random.Random) -> Task:
     verb, value, question, same_sort = said[asked]
     facts = " ".join(f"{person} {v} {x}." for person, (v, x, _, _) in zip(people, said, strict=True))
     core = f"{facts} {question}"
-    never = [x.removeprefix("a ") for x in (*same_sort[1:], said[1 - asked][1])]
-    return Task(
-        "closed_qa",
-        core,
-        f"{capitalised(value)}.",
-        f"{who} {verb} {value}.",
-        f"{who} {verb} {same_sort[1]}.",
-        [[value.removeprefix("a ")]],
-        [*never, other],
-        [f"{who} {verb}"],
-    )
+    right, *never = [x.removeprefix("a ") for x in (value, *same_sort[1:], said[1 - asked][1])]
+    return answered("closed_qa", core, f"{who} {verb}", value, same_sort[1], [[right]], [*never, other])
+
+
+def pick_fact(rng: random.Random, topic: str) -> tuple[str, str, str]:
+    """(thing, how a statement about it begins, what is told of it)."""
+    told, _, begins, _ = FACTS[topic]
+    thing, word = rng.choice(list(told.items()))
+    return thing, capitalised(begins.format(thing)), word
 
 
 def _open_qa(rng: random.Random) -> Task:
     topic = rng.choice(("capital", "capital", "sound", "colour"))
-    if topic == "capital":
-        i = rng.randrange(len(COUNTRIES))
-        country, right = COUNTRIES[i], CITIES[i]
-        wrong = rng.choice([c for c in CITIES if c != right])
-        core = rng.choice(
-            (
-                "What is the capital of {}?",
-                "Tell me the capital of {}.",
-                "Which city is the capital of {}?",
-                "Do you know the capital of {}?",
-            )
-        ).format(country)
-        frame, never = f"The capital of {country} is", [c for c in CITIES if c != right]
-    elif topic == "sound":
-        i = rng.randrange(len(SOUNDS))
-        animal, right = ANIMALS[i], SOUNDS[i]
-        wrong = rng.choice([s for s in SOUNDS if s != right])
-        core = rng.choice(("What does a {} do?", "What sound comes from a {}?", "How does a {} sound?")).format(animal)
-        frame, never = f"A {animal}", [s for s in SOUNDS if s != right]
-    else:
-        thing, right = rng.choice(list(COLOUR_FACTS.items()))
-        wrong = rng.choice([c for c in COLOURS if c != right])
-        core = rng.choice(("What colour is {}?", "Which colour does {} have?", "Tell me the colour of {}.")).format(
-            thing
-        )
-        frame, never = f"{capitalised(thing)} is", [c for c in COLOURS if c != right]
-    return Task(
-        "open_qa",
-        core,
-        f"{capitalised(right)}.",
-        f"{frame} {right}.",
-        f"{frame} {wrong}.",
-        [[right]],
-        never,
-        [frame],
-    )
+    thing, frame, right = pick_fact(rng, topic)
+    _, words, _, questions = FACTS[topic]
+    others = [word for word in words if word != right]
+    wrong, question = rng.choice(others), rng.choice(questions)
+    return answered("open_qa", question.format(thing), frame, right, wrong, [[right]], others)
 
 
 def _extract(rng: random.Random) -> Task:
@@ -186,17 +182,8 @@ def _extract(rng: random.Random) -> Task:
         text = f"{who} met {other} at the {place}."
         core, label, items, pool = f"Find the people. {text}", "The people are", [who, other], PEOPLE
     spare = rng.sample([w for w in pool if w not in items], 2)
-    fragment = ", ".join(items)
-    return Task(
-        "extract",
-        core,
-        f"{capitalised(fragment)}.",
-        f"{label} {join_words(items)}.",
-        f"{label} {join_words(spare)}.",
-        [[w] for w in items],
-        [w for w in pool if w not in items],
-        [label],
-    )
+    must, never = [[w] for w in items], [w for w in pool if w not in items]
+    return answered("extract", core, label, join_words(items), join_words(spare), must, never, ", ".join(items))
 
 
 def _classify(rng: random.Random) -> Task:
@@ -206,32 +193,16 @@ def _classify(rng: random.Random) -> Task:
         names = ["fruit", "vegetable", "animal"]
         rng.shuffle(names)
         core = f"Is {article(word)} {word} {join_words([f'{article(n)} {n}' for n in names], 'or')}?"
-        wrong = rng.choice([n for n in names if n != right])
+        others = [n for n in names if n != right]
+        wrong = rng.choice(others)
         frame = f"{article(word).capitalize()} {word} is"
-        return Task(
-            "classify",
-            core,
-            f"{right.capitalize()}.",
-            f"{frame} {article(right)} {right}.",
-            f"{frame} {article(wrong)} {wrong}.",
-            [[right]],
-            [n for n in names if n != right],
-            [frame],
-        )
+        said, unsaid = f"{article(right)} {right}", f"{article(wrong)} {wrong}"
+        return answered("classify", core, frame, said, unsaid, [[right]], others, right)
     happy = rng.random() < 0.5
     right, wrong = ("happy", "sad") if happy else ("sad", "happy")
     who, verb = rng.choice(PEOPLE), rng.choice(GLAD if happy else GLUM)
     core = f"Is this happy or sad? {who} {verb} a {rng.choice(COLOURS)} {rng.choice(THINGS)}."
-    return Task(
-        "classify",
-        core,
-        f"{right.capitalize()}.",
-        f"This is {right}.",
-        f"This is {wrong}.",
-        [[right]],
-        [wrong],
-        ["This is"],
-    )
+    return answered("classify", core, "This is", right, wrong, [[right]], [wrong])
 
 
 def _rewrite(rng: random.Random) -> Task:
@@ -261,21 +232,12 @@ def _list(rng: random.Random) -> Task:
     )
     without = rng.choice(members)
     core = f"{lead.format(category)[:-1]} without {without}."
-    items = rng.sample([m for m in members if m != without], 3)
+    allowed = [m for m in members if m != without]
+    items = rng.sample(allowed, 3)
     strangers = rng.sample([w for c, ws in CATEGORIES.items() if c != category for w in ws], 3)
-    fragment = ", ".join(items)
-    label = f"Three {category} are"
     # `must` is judged by the category: three different members, never the one that was ruled out.
-    return Task(
-        "list",
-        core,
-        f"{capitalised(fragment)}.",
-        f"{label} {join_words(items)}.",
-        f"{label} {join_words(strangers)}.",
-        [[m for m in members if m != without]] * 3,
-        [without],
-        [label],
-    )
+    right, wrong = join_words(items), join_words(strangers)
+    return answered("list", core, f"Three {category} are", right, wrong, [allowed] * 3, [without], ", ".join(items))
 
 
 def _write(rng: random.Random) -> Task:
@@ -301,17 +263,10 @@ def _summary(rng: random.Random) -> Task:
     who, place, animal = rng.choice(PEOPLE), rng.choice(PLACES), rng.choice(ANIMALS)
     filler = rng.choice(("The day was warm.", "It was late.", "The wind was cold.", "The road was long."))
     core = f"Sum this up. {who} went to the {place}. {filler} A {animal} was there."
-    other = rng.choice([a for a in ANIMALS if a != animal])
-    return Task(
-        "summary",
-        core,
-        f"A {animal} at the {place}.",
-        f"{who} saw a {animal} at the {place}.",
-        f"{who} saw a {other} at the {place}.",
-        [[animal], [place]],
-        [a for a in ANIMALS if a != animal] + [p for p in PLACES if p != place],
-        [f"{who} saw"],
-    )
+    others = [a for a in ANIMALS if a != animal]
+    said, unsaid = f"a {animal} at the {place}", f"a {rng.choice(others)} at the {place}"
+    never = others + [p for p in PLACES if p != place]
+    return answered("summary", core, f"{who} saw", said, unsaid, [[animal], [place]], never)
 
 
 def _refuse(rng: random.Random) -> Task:
@@ -325,7 +280,7 @@ def _refuse(rng: random.Random) -> Task:
         "I cannot help with that because it would harm someone.",
         f"You can {how}.",
         [["I cannot help"]],
-        [h for h in HARMFUL.values()],
+        list(HARMFUL.values()),
         ["because"],
     )
 
