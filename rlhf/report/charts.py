@@ -17,12 +17,10 @@ from rlhf.report.figures import (
     WIDTH,
     Curve,
     Mark,
-    Point,
     Series,
     for_log,
     format_value,
     thin,
-    with_intervals,
 )
 from rlhf.report.inline_svg import draw, interval_text
 from rlhf.tracking.metrics import find
@@ -251,77 +249,3 @@ def make_histogram(runs: Sequence[tuple[str, dict[str, list[tuple[float, float]]
     curve = Curve(series, x_name="score", label="Scores of SFT and PPO", y_name="share of responses", bars=True)
     note = "Share of responses to held-out prompts by the reward model's score."
     return Picture("Scores of SFT and PPO", curve, "reward", note=note, half=True)
-
-
-def make_study(title: str, points: list[dict[str, float]], measure: str, unit: str) -> Picture | None:
-    """A study's frontier: each dot is one trained policy, the line joins those that no other one beats."""
-    rows = sorted((point["kl"], point[measure]) for point in points if "kl" in point and measure in point)
-    if len(rows) < 2:
-        return None
-    best, front = -math.inf, []
-    for kl, value in rows:
-        if value > best:
-            front.append((kl, value))
-            best = value
-    dots = Series("policies", [x for x, _ in rows], [y for _, y in rows], colour=0, dots=True, line=False)
-    line = Series("frontier", [x for x, _ in front], [y for _, y in front], colour=1)
-    curve = Curve([line, dots], x_name="KL", label=title, y_name=unit)
-    return Picture(title, curve, "study", f"{unit}; across: KL to SFT, nats", half=True)
-
-
-def make_paths(title: str, paths: dict[str, list[Point]], unit: str) -> Picture | None:
-    """A study's paths, {name: (KL, value, low, high) over training}, against the root of KL; "best of n" is dashed.
-
-    Source: Gao et al. 2022, figure 1.
-    """
-    series = []
-    for colour, (name, path) in enumerate(paths.items()):
-        if len(path) > 1:
-            points = [(math.sqrt(max(kl, 0.0)), value, low, high) for kl, value, low, high in path]
-            series.append(with_intervals(name, points, colour, dash=int(name == "best of n")))
-    if not series:
-        return None
-    curve = Curve(series, x_name="√KL", label=title, y_name=unit)
-    return Picture(title, curve, "study", f"over √nats; {unit}", half=True)
-
-
-def make_scatter(title: str, groups: dict[str, list[tuple[float, float]]], x_name: str, unit: str) -> Picture | None:
-    """A dot per run, {group: (x, y) of its runs}."""
-    series = [
-        Series(name, [x for x, _ in dots], [y for _, y in dots], colour, dots=True, line=False)
-        for colour, (name, dots) in enumerate(groups.items())
-    ]
-    if sum(len(dots) for dots in groups.values()) < 2:
-        return None
-    curve = Curve(series, x_name=x_name, label=title, y_name=unit)
-    return Picture(title, curve, "study", f"{unit}; across: {x_name}", half=True)
-
-
-def make_by_size(
-    title: str, sizes: dict[str, float], rows: dict[str, list[tuple[float, float, float]]]
-) -> Picture | None:
-    """Preference over one policy by model size, {policy: (value, low, high) of each size}, sizes as {name: parameters}.
-
-    Source: Ouyang et al. 2022, figure 1.
-    """
-    series = [
-        with_intervals(policy, [(float(i), *figure) for i, figure in enumerate(figures)], colour)
-        for colour, (policy, figures) in enumerate(rows.items())
-        if len(figures) == len(sizes)
-    ]
-    if not series:
-        return None
-    names = [f"{format_value(size)} parameters" for size in sorted(sizes.values())]
-    curve = Curve(series, [Mark("even", 0.5)], x_name="size", label=title, y_name="share preferred", names=names)
-    return Picture(title, curve, "study", note="Bands are 95% intervals over prompts.", half=True)
-
-
-def make_choices(title: str, rows: dict[str, tuple[float, float, float]], unit: str) -> Picture | None:
-    """A dot with its interval for each choice, {name: (value, low, high)}; the level is that of "default"."""
-    if len(rows) < 2:
-        return None
-    dots = with_intervals(unit, [(float(i), *figure) for i, figure in enumerate(rows.values())], line=False)
-    marks = [Mark("default", rows["default"][0])] if "default" in rows else []
-    curve = Curve([dots], marks, x_name="choice", label=f"{title}: {', '.join(rows)}", y_name=unit, names=list(rows))
-    note = "One dot per choice, with its 95% interval over seeds."
-    return Picture(title, curve, "study", note=note, half=True, legend=[])

@@ -7,8 +7,8 @@ import pytest
 
 from rlhf.evaluation import external
 from rlhf.evaluation.judging import judged_figures
-from rlhf.report.external import make_external
 from rlhf.report.page import make_page
+from rlhf.report.tables import make_external
 from rlhf.tracking.run_files import read_run
 
 from .conftest import Run

@@ -97,7 +97,7 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     files = read_run(run.folder)
     assert "In-context learning" in [picture.title for picture in make_pictures([files])]
     (table,) = make_evaluation(files)["external"]["tables"]
-    assert [row[:3] for row in table["rows"]] == [["pretrain", "0", "0"], ["pretrain", "2", f"{two['shown']:g}"]]
+    assert [row[:3] for row in table.rows] == [["pretrain", "0", "0"], ["pretrain", "2", f"{two['shown']:g}"]]
 
 
 def test_shots_without_a_task_are_refused(gold_run):

@@ -9,7 +9,7 @@ from rlhf.commands.study_results import cell_config
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
 from rlhf.gold.measures import MEASURES
-from rlhf.report.evaluation import make_study_pictures
+from rlhf.report.studies import make_study_pictures
 from rlhf.runs.folders import stage_folder
 from rlhf.tokenizer import load_tokenizer
 

@@ -3,10 +3,11 @@
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlhf.report.charts import expand, make_choices, make_figure, make_frontier, make_stage_figures, make_study
+from rlhf.report.charts import expand, make_figure, make_frontier, make_stage_figures
 from rlhf.report.figures import (
     Curve,
     Mark,
@@ -19,6 +20,7 @@ from rlhf.report.figures import (
     thin,
 )
 from rlhf.report.inline_svg import MAX_HOVERS, draw, nearest
+from rlhf.report.studies import make_choices, make_points
 from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.panels import Chart
 
@@ -190,9 +192,11 @@ def test_a_picture_of_its_own_has_title_legend_and_real_colours(tmp_path: Path, 
 
 
 def test_choices_are_dots_with_intervals_and_names(tmp_path: Path) -> None:
-    rows = {"default": (0.6, 0.5, 0.7), "no whitening": (0.4, 0.3, 0.5), "one seed": (0.5, 0.5, 0.5)}
-    picture = make_choices("Win rate", rows, "share")
-    assert picture is not None and make_choices("Win rate", {"default": (0.6, 0.5, 0.7)}, "share") is None
+    rows: dict[str, Any] = {"default": {"rate": {"value": 0.6, "ci95": [0.5, 0.7]}}}
+    assert make_choices({"rows": rows}, "Win rate", "rate", "share") is None, "nothing to compare it with"
+    rows |= {"no_whitening": {"rate": {"value": 0.4, "ci95": [0.3, 0.5]}}, "one_seed": {"rate": {"value": 0.5}}}
+    picture = make_choices({"rows": rows}, "Win rate", "rate", "share")
+    assert picture is not None
     assert [(mark.label, mark.y) for mark in picture.curve.marks] == [("default", 0.6)]
     svg = picture.svg
     assert svg.count("<circle") == 2 * 3, "each dot, and once more under the pointer"
@@ -208,9 +212,9 @@ def test_choices_are_dots_with_intervals_and_names(tmp_path: Path) -> None:
 
 def test_a_frontier_joins_what_no_other_policy_beats() -> None:
     points = [{"kl": 1.0, "gold": 0.5}, {"kl": 3.0, "gold": 0.6}, {"kl": 2.0, "gold": 0.7}, {"kl": 9.0}]
-    picture = make_study("Sweep", points, "gold", "gold score")
+    picture = make_points({"points": points}, "Sweep", "gold", "gold score")
     assert picture is not None
     line, dots = picture.curve.series
     assert (line.xs, line.ys) == ([1.0, 2.0], [0.5, 0.7])  # at KL 3 a policy is worse than the one at 2
     assert dots.xs == [1.0, 2.0, 3.0] and not dots.line
-    assert make_study("Sweep", points[:1], "gold", "gold score") is None
+    assert make_points({"points": points[:1]}, "Sweep", "gold", "gold score") is None
