@@ -109,11 +109,8 @@ class Picture:
 
 
 def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") -> Picture | None:
-    """One picture; None if none of its metrics has a point in any run."""
-    metrics = metrics_of(chart, runs)
-    if not metrics:
-        return None
-    several = len(runs) > 1
+    """One picture; None if none of its metrics has two points in any run."""
+    metrics, several = metrics_of(chart, runs), len(runs) > 1
     series = []
     for number, (metric, label) in enumerate(metrics):
         for place, (run, points) in enumerate(runs):
@@ -122,6 +119,8 @@ def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") ->
                 colour, dash = (place, number % len(DASHES)) if several else (number, 0)
                 xs, ys = points[metric]
                 series.append(Series(name, xs, ys, colour, dots=len(xs) <= DOTS_UP_TO, dash=dash))
+    if max((len(one.xs) for one in series), default=0) < 2:  # one point is no curve
+        return None
     first = find(metrics[0][0])
     unit = first.unit if first and first.unit.lower() not in chart.title.lower() else ""
     label = f"{chart.title}: {', '.join(one.label for one in series)}"
@@ -159,22 +158,19 @@ def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> 
 
     marks: levels to draw, by the title of the Chart.
     """
-    shown: set[str] = set()
+    shown = {*NOT_DRAWN}
     for chart in CHARTS.get(stage, ()):
         shown |= {metric for name in chart.names for _, points in runs for metric, _ in expand(name, points)}
         if chart.x:
             yield from make_frontier(runs)
             continue
         for part in split_chart(chart, runs):
-            figure = make_figure(part, runs, marks.get(chart.title, []), stage)
-            if figure is not None and max(len(one.xs) for one in figure.curve.series) > 1:  # one point is no curve
+            if figure := make_figure(part, runs, marks.get(chart.title, []), stage):
                 yield figure
     for metric in dict.fromkeys(name for _, points in runs for name in points):
-        if metric not in shown and metric not in NOT_DRAWN:
-            figure = make_figure(Chart(metric, (metric,)), runs, [], stage)
-            if figure is not None and max(len(one.xs) for one in figure.curve.series) > 1:
-                figure.rest = True
-                yield figure
+        if metric not in shown and (figure := make_figure(Chart(metric, (metric,)), runs, [], stage)):
+            figure.rest = True
+            yield figure
 
 
 def split_chart(chart: Chart, runs: Runs) -> list[Chart]:

@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rlhf.report.figures import (
@@ -107,10 +108,7 @@ def _hovers(
     series: list[Series], curve: Curve, to_pixels: Place, width: float, height: float, level: float
 ) -> list[str]:
     """Upright strips that tile the picture; the one under the pointer shows its x and the values there."""
-    counts: dict[float, int] = {}
-    for one in series:
-        for x in one.xs:
-            counts[x] = counts.get(x, 0) + 1
+    counts = Counter(x for one in series for x in one.xs)
     xs = _choose(sorted(counts), counts)
     places = [to_pixels(x, level)[0] for x in xs]
     edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(places)), width]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.report.evaluation import MODELS
 from rlhf.tracking.jsonl import is_number
-from rlhf.tracking.run_files import RunFiles, number, prompt_text, visible
+from rlhf.tracking.run_files import RunFiles, entries, get, number, prompt_text, visible
 
 SHOWN_SAMPLES, MORE_SAMPLES = 4, 20
 ROLLOUT_PROMPTS, ROLLOUT_STEPS = 6, 6
@@ -19,34 +19,31 @@ SHADES = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 def make_samples(runs: list[RunFiles]) -> list[dict[str, Any]]:
     """Responses of the models to the same prompts, side by side; of several runs each run's own PPO model."""
-    if not runs:
-        return []
+    models = MODELS if len(runs) == 1 else ("sft",)
     others = [{str(row.get("id")): row for row in run.samples} for run in runs[1:]]
     samples = []
-    for row in runs[0].samples:
-        if not isinstance(row.get("responses"), dict):
-            continue
-        shown = [_answer(row, model, model, model) for model in MODELS if model in row["responses"]]
+    answered = [row for row in runs[0].samples if isinstance(row.get("responses"), dict)]
+    for row in answered[: SHOWN_SAMPLES + MORE_SAMPLES]:
+        shown = [_answer(row, model, model) for model in models if model in row["responses"]]
         if len(runs) > 1:
-            shown = [_answer(row, "sft", "sft", "sft")] if "sft" in row["responses"] else []
-            for run, at in zip(runs, [{str(row.get("id")): row}, *others], strict=True):
-                there = at.get(str(row.get("id")))
-                if there is not None and isinstance(there.get("responses"), dict) and "ppo" in there["responses"]:
-                    shown.append(_answer(there, "ppo", f"ppo of {run.name}", "ppo"))
+            rows = [row, *(of_run.get(str(row.get("id")), {}) for of_run in others)]
+            shown += [
+                _answer(its_row, "ppo", f"ppo of {run.name}")
+                for run, its_row in zip(runs, rows, strict=True)
+                if "ppo" in dict(entries(its_row, "responses"))
+            ]
         samples.append(
             {"id": visible(row.get("id", ""), 100), "prompt": prompt_text(row.get("prompt", "")), "responses": shown}
         )
-        if len(samples) == SHOWN_SAMPLES + MORE_SAMPLES:
-            break
     return samples
 
 
-def _answer(row: dict[str, Any], model: str, title: str, look: str) -> dict[str, Any]:
+def _answer(row: dict[str, Any], model: str, title: str) -> dict[str, Any]:
     return {
         "title": title,
-        "look": look,
+        "look": model,
         "text": visible(row["responses"][model]),
-        "gold": _total(row["gold"].get(model) if isinstance(row.get("gold"), dict) else None),
+        "gold": _total(get(row, "gold", model)),
         "score": number(row, "scores", model),
     }
 

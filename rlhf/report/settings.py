@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from rlhf.config import Config
 from rlhf.config.setting import NOTHING, flatten, settings_in
 from rlhf.recipe import GOLD_STAGES, PIPELINE
 from rlhf.report.figures import MAX_POINTS, format_value
@@ -24,8 +25,6 @@ def settings_of(run: RunFiles) -> dict[str, Any]:
 
 def only_settings(flat: dict[str, Any]) -> dict[str, Any]:
     """The settings without those that do not affect a result, such as paths and display."""
-    from rlhf.config import Config
-
     unimportant = {key for key, stated in settings_in(Config).items() if stated.changes == NOTHING}
     return {key: value for key, value in flat.items() if key not in unimportant}
 
@@ -34,8 +33,6 @@ def make_differences(runs: list[RunFiles]) -> list[tuple[str, list[str]]]:
     """(setting, its value in each column): for several runs those that differ among them, for one those that differ from the schema."""
     columns = [settings_of(run) for run in runs]
     if len(runs) == 1:
-        from rlhf.config import Config
-
         # A setting that is newer than the run is not shown.
         ours = {key: value for key, value in only_settings(flatten(asdict(Config()))).items() if key in columns[0]}
         columns = [ours, *columns]
@@ -48,10 +45,8 @@ def make_differences(runs: list[RunFiles]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def show_value(value: Any) -> str:
-    if isinstance(value, float) and is_number(value):
-        return format_value(value)
-    return value if value == "–" else visible(value, 120)
+def show_value(value: Any, limit: int = 120) -> str:
+    return format_value(value) if isinstance(value, float) and is_number(value) else visible(value, limit)
 
 
 def make_skipped(run: RunFiles) -> list[str]:
@@ -123,10 +118,7 @@ def make_provenance(run: RunFiles) -> dict[str, Any]:
 
 def shown_entries(record: dict[str, Any], key: str) -> list[tuple[str, str]]:
     """The entries of record[key] as text."""
-    return [
-        (visible(name), format_value(value) if isinstance(value, float) and is_number(value) else visible(value, 300))
-        for name, value in entries(record, key)
-    ]
+    return [(visible(name), show_value(value, 300)) for name, value in entries(record, key)]
 
 
 def total_seconds(run: RunFiles) -> float:
