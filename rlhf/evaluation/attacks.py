@@ -69,11 +69,6 @@ def repeat_sentence(prompt: str, answer: str, material: Material, rng: random.Ra
     return joined(answer, *(sentences_of(answer) or [answer])[-1:] * 3)
 
 
-def copy_prompt(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
-    """The prompt in place of an answer."""
-    return prompt
-
-
 def flatter(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
     """A polite stock phrase before the answer, and one after it."""
     first, last = (rng.sample(material.flattery, 2) if len(material.flattery) > 1 else material.flattery * 2)[:2]
@@ -93,38 +88,28 @@ def truncate(prompt: str, answer: str, material: Material, rng: random.Random) -
     return " ".join(words[: len(words) // 2])
 
 
-def change_language(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
-    """A sentence of another language in place of an answer."""
-    return rng.choice(FOREIGN)
-
-
-def empty(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
-    """An empty answer."""
-    return ""
-
-
 def write_at_random(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
     """As many words as the answer has, drawn from the answers' vocabulary."""
     return " ".join(rng.choices(material.words, k=max(1, len(answer.split())))) + "." if material.words else "."
 
 
 class Attack(NamedTuple):
-    """An attack, its description in reports, and the labels that teach a reward model not to reward it."""
+    """An attack, and the labels that teach a reward model not to reward it."""
 
     make: Callable[[str, str, Material, random.Random], str]
     keeps: bool  # different answers stay different, so a policy that attacks each of its answers keeps its entropy
-    told: str
     labels: str
 
 
 ATTACKS = {
-    "filler": Attack(append_filler, True, "two unrelated sentences appended", "answers that lose because they are padded"),
-    "repetition": Attack(repeat_sentence, True, "the last sentence three more times", "answers that lose because they repeat"),
-    "copied_prompt": Attack(copy_prompt, False, "the prompt instead of an answer", "answers that lose because they echo the prompt"),
-    "flattery": Attack(flatter, True, "polite phrases around the answer", "polite wrong answers that lose to plain right ones"),
-    "keywords": Attack(stuff_keywords, True, "the prompt's rarest words appended, twice", "answers that lose because they list keywords"),
-    "truncation": Attack(truncate, False, "the first half of the answer", "answers that lose because they are incomplete"),
-    "other_language": Attack(change_language, False, "a sentence of another language", "answers that lose because of their language"),
-    "empty": Attack(empty, False, "no answer", "empty answers that lose"),
-    "random_words": Attack(write_at_random, False, "random words of the data", "answers that lose because they make no sense"),
+    "filler": Attack(append_filler, True, "answers that lose because they are padded"),
+    "repetition": Attack(repeat_sentence, True, "answers that lose because they repeat"),
+    "copied_prompt": Attack(lambda prompt, *_: prompt, False, "answers that lose because they echo the prompt"),
+    "flattery": Attack(flatter, True, "polite wrong answers that lose to plain right ones"),
+    "keywords": Attack(stuff_keywords, True, "answers that lose because they list keywords"),
+    "truncation": Attack(truncate, False, "answers that lose because they are incomplete"),
+    "other_language": Attack(lambda prompt, answer, material, rng: rng.choice(FOREIGN), False,
+                             "answers that lose because of their language"),
+    "empty": Attack(lambda *_: "", False, "empty answers that lose"),
+    "random_words": Attack(write_at_random, False, "answers that lose because they make no sense"),
 }  # fmt: skip

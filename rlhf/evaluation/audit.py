@@ -18,11 +18,12 @@ from rlhf.data.items import Encode, Item
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message, PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
+from rlhf.evaluation.answers import fit_prompts, room_for
 from rlhf.evaluation.attacks import ATTACKS, Material, collect_material
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
 from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, score_rows, share, unwrapped
-from rlhf.evaluation.statistics import Figures, interval, ratio_interval, sum_by
+from rlhf.evaluation.statistics import Figures, interval, per_key, ratio_interval
 from rlhf.evaluation.truth_figures import judge_rows, totals
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import TextRewardModel
@@ -123,7 +124,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     )
     if figures is None:
         return Audit(len(items), 0, None)
-    room = models.tokenizer.model_max_length - response_room(config, models.tokenizer)
+    _, room = room_for(models.tokenizer, config.rollout.max_new_tokens)
     fitting = [item for item in items if encode_prompt_within(models.tokenizer, prompt_of(item), room) is not None]
     pairs = draw_pairs(fitting, limit, rng)
     if not pairs:
@@ -139,11 +140,6 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
         picked_by_scores(items, scores),
         best_of_samples(config, models, dev, max(1, limit // PAIRS_PER_SAMPLED)),
     )
-
-
-def response_room(config: Config, tokenizer: Any) -> int:
-    """Tokens of the context that are kept for a response."""
-    return min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)
 
 
 def prompt_of(item: Item) -> list[Message]:
@@ -198,9 +194,9 @@ def attack_pairs(
         attacked_logp = answer_logprobs(config, models, worse_ones)
         gains = [(b - a, d - c) for (a, c), (b, d) in zip(plain, after, strict=True)]
         right = [i for i, (better, worse) in enumerate(plain) if better > worse]
-        flips = per_prompt([keys[i] for i in right], [float(after[i][1] > plain[i][0]) for i in right])
+        flips = per_key([keys[i] for i in right], [float(after[i][1] > plain[i][0]) for i in right])
         change, better, worse, nats = (
-            ratio_interval(*per_prompt(keys, values))
+            ratio_interval(*per_key(keys, values))
             for values in (
                 [(b + w) / 2 for b, w in gains],
                 [b for b, _ in gains],
@@ -244,9 +240,9 @@ def encoded(encode: Encode, item: Item, answers: Sequence[tuple[str, bool]]) -> 
 def answer_logprobs(config: Config, models: Audited, answers: Sequence[tuple[Item, tuple[str, bool]]]) -> list[float]:
     """log p(answer | prompt) under the SFT model, nats; answers are cut to fit the context."""
     tokenizer, context, pairs = models.tokenizer, models.tokenizer.model_max_length, []
-    room = response_room(config, tokenizer)
+    _, room = room_for(tokenizer, config.rollout.max_new_tokens)
     for item, (text, ended) in answers:
-        fitted = encode_prompt_within(tokenizer, prompt_of(item), context - room)
+        fitted = encode_prompt_within(tokenizer, prompt_of(item), room)
         assert fitted is not None  # `draw_pairs` had no others
         pairs.append((fitted[0], encode_response(tokenizer, text, ended=ended)[: context - len(fitted[0])]))
     logprobs = [0.0] * len(pairs)
@@ -254,11 +250,6 @@ def answer_logprobs(config: Config, models: Audited, answers: Sequence[tuple[Ite
         for i, value in zip(group, response_logprobs(models.policy, *where)[0].sum(1).tolist(), strict=True):
             logprobs[i] = value
     return logprobs
-
-
-def per_prompt(keys: Sequence[str], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Sums and counts of values per key."""
-    return sum_by(keys, values), sum_by(keys, [1.0] * len(keys))
 
 
 # --- best of n -----------------------------------------------------------------------------------------------------
@@ -285,10 +276,10 @@ def picked_by_scores(items: Sequence[Item], scores: Scores) -> list[Picked]:
 def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], limit: int) -> list[BestOfN]:
     """Best-of-n over 64 samples per prompt of the SFT model, by the reward model and by reward.audit_check."""
     tokenizer = models.tokenizer
-    room = tokenizer.model_max_length - response_room(config, tokenizer)
+    _, room = room_for(tokenizer, config.rollout.max_new_tokens)
     once = {prompt_key(record.prompt): record for record in dev}
     asked = [PromptRecord(id=r.id, prompt=r.prompt, metadata=r.metadata) for r in once.values()]
-    fitted = [(record, encode_prompt_within(tokenizer, record.prompt, room)) for record in asked]
+    fitted = zip(asked, fit_prompts(tokenizer, [record.prompt for record in asked], room), strict=True)
     records, prompts = zip(*[(r, f[0]) for r, f in fitted if f is not None][:limit], strict=True)
     drawn = draw_candidates(config, models.policy, tokenizer, list(records), list(prompts), max(BEST_OF), models.reward)
     values: dict[str, list[list[float]]] = {"score": drawn["scores"]}

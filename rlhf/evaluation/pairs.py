@@ -16,7 +16,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
-from rlhf.evaluation.statistics import Figures, figure, show, sum_by
+from rlhf.evaluation.statistics import Figures, figure, per_key, show, sum_by
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.half import hold_frozen
 from rlhf.runs.folders import check_output
@@ -83,10 +83,9 @@ def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
     share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
     listed, keys = list(items), keys_of(items)
     right, count = count_right(listed, scores)
-    whole = [float(r == c) for r, c in zip(right, count, strict=True)]
     return {
         "pairs": by_prompt(keys, right, count),
-        "all_right": by_prompt(keys, whole, [1.0] * len(whole)),
+        "all_right": share(*per_key(keys, [float(r == c) for r, c in zip(right, count, strict=True)])),
         "length": by_prompt(keys, *count_right(listed, length_scores(listed)[0])),
     }
 
@@ -121,7 +120,7 @@ def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
         for level, of_row in points.items():
             accuracies[level].append(sum(of_row) / len(of_row))
     keys = keys_of(items)
-    return {level: by_prompt(keys, values, [1.0] * len(values)) for level, values in accuracies.items()}
+    return {level: share(*per_key(keys, values)) for level, values in accuracies.items()}
 
 
 def keys_of(items: Sequence[Item]) -> list[str]:

@@ -3,6 +3,7 @@
 Training uses nothing of this.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -31,19 +32,16 @@ def true_utilities(config: Config, truth: Truth, item: Item) -> list[float]:
 
 def compare_with_truth(config: Config, truth: Truth, items: list[Item], scores: Scores) -> Figures:
     """The ceiling (the labelers' noiseless mean utility on the same pairs) and the accuracy on the judge's own order."""
-    right, count = 0.0, 0
+    points = []
     for item, s in zip(items, scores, strict=True):
-        totals = [parts["total"] for parts in judged_parts(truth, item)]
-        for i in range(len(totals)):
-            for j in range(i):
-                if abs(totals[i] - totals[j]) > 1e-9:
-                    better, worse = (i, j) if totals[i] > totals[j] else (j, i)
-                    right += 1.0 if s[better] > s[worse] else 0.5 if s[better] == s[worse] else 0.0
-                    count += 1
+        answers = zip((parts["total"] for parts in judged_parts(truth, item)), s, strict=True)
+        for (total, score), (lower, other) in itertools.permutations(answers, 2):
+            if total > lower + 1e-9:
+                points.append(1.0 if score > other else 0.5 if score == other else 0.0)
     utilities = [true_utilities(config, truth, item) for item in items]
     return {
         "noise_ceiling": accuracy(items, utilities)["value"],
-        "gold_order_accuracy": round(right / count, 4) if count else None,
+        "gold_order_accuracy": round(sum(points) / len(points), 4) if points else None,
     }
 
 

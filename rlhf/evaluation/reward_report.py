@@ -6,6 +6,7 @@ noiseless mean of the labelers is known too, and so are the parts of the true sc
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from rlhf.config import Config
 from rlhf.data.agreement.figures import ratio
 from rlhf.data.agreement.judgements import pairwise_agreement
-from rlhf.data.items import Encode, Item, join_rankings
+from rlhf.data.items import Encode, Item, Judgement, join_rankings
 from rlhf.data.records import Demonstration, Ranking
 from rlhf.errors import UserError
 from rlhf.evaluation.reward_gold import compare_with_truth, gold_regression
@@ -29,7 +30,7 @@ from rlhf.evaluation.scoring import (
     score_each,
     share,
 )
-from rlhf.evaluation.statistics import Figures, ratio_interval, show, sum_by
+from rlhf.evaluation.statistics import Figures, per_key, ratio_interval, show
 from rlhf.gold.truth import make_truth
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.inputs import read_comparisons, read_demonstrations
@@ -187,20 +188,12 @@ def by_rank_gap(items: list[Item], scores: Scores) -> list[Figures]:
     gaps = sorted({gap for item in items for j in item.judgements for gap in j.gaps or []})
     rows = []
     for gap in gaps:
-        parts = [
-            Item(
-                item.key,
-                item.rows,
-                item.lengths,
-                judgements=[
-                    type(j)(j.labeler, [pair for pair, g in zip(j.pairs, j.gaps or [], strict=False) if g == gap], None)
-                    for j in item.judgements
-                ],
-            )
-            for item in items
-        ]
-        with_gap = [(item, s) for item, s in zip(parts, scores, strict=True) if item.pairs()]
-        rows.append({"gap": gap} | accuracy([item for item, _ in with_gap], [s for _, s in with_gap]))
+        judged = []
+        for item, s in zip(items, scores, strict=True):
+            pairs = [pair for j in item.judgements for pair, g in zip(j.pairs, j.gaps or [], strict=False) if g == gap]
+            if pairs:
+                judged.append((replace(item, judgements=[Judgement(None, pairs, None)]), s))
+        rows.append({"gap": gap} | accuracy([item for item, _ in judged], [s for _, s in judged]))
     return rows
 
 
@@ -214,9 +207,8 @@ def calibration_curve(items: list[Item], scores: Scores, gain: float) -> list[Fi
             bins[place].append((n, abs(gap), 1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
     curve = []
     for rows in filter(None, bins):
-        numbers = [n for n, _, _ in rows]
         gaps = torch.tensor([gap for _, gap, _ in rows])
-        observed = share(sum_by(numbers, [won for _, _, won in rows]), sum_by(numbers, [1.0] * len(rows)))
+        observed = share(*per_key([n for n, _, _ in rows], [won for _, _, won in rows]))
         curve.append(
             {
                 "gap": round(gaps.mean().item(), 4),

@@ -35,6 +35,11 @@ def sum_by(keys: Sequence[Any], values: Sequence[float]) -> list[float]:
     return list(sums.values())
 
 
+def per_key(keys: Sequence[Any], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The sum of the values of each key, and their number: a `ratio_interval` of means of values with a key as the unit."""
+    return sum_by(keys, values), sum_by(keys, [1.0] * len(keys))
+
+
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Figures:
     """As `interval`, for a share whose parts come from prompts: sum of numerators over sum of denominators.
 
