@@ -22,13 +22,13 @@ from rlhf.gold.world import (
     ANIMALS,
     CITIES,
     COLOURS,
+    GREETINGS,
     PEOPLE,
     SPLITS,
     THINGS,
     TREATS,
     Task,
     answered,
-    greeting,
     join_words,
     make_task,
 )
@@ -152,7 +152,7 @@ def make_conversation(rng: random.Random, *, kind: str | None = None, split: str
         for exchange in exchanges
         for role, text in zip(("user", "assistant"), exchange, strict=True)
     ]
-    earlier[0]["content"] = greeting(rng) + earlier[0]["content"]
+    earlier[0]["content"] = rng.choice(GREETINGS) + earlier[0]["content"]
     return replace(task, earlier=earlier, conversation=name)
 
 

@@ -49,13 +49,12 @@ def says_yes(labeler: Labeler, part: float, rng: random.Random) -> bool:
 
 def make_labelers(noise: float = NOISE) -> list[Labeler]:
     """The five labelers of the gold world: careful, kind, hurried, thorough and strict."""
-    taste = TASTE
     return [
-        Labeler("labeler-1", taste, 0.0, 0.0, 0.7 * noise),
-        Labeler("labeler-2", taste | {"correct": 3.2, "polite": 2.2}, 0.0, 0.3, noise),
-        Labeler("labeler-3", taste | {"correct": 3.2, "complete": 1.0, "brief": 1.6}, -0.02, 0.0, 1.4 * noise),
-        Labeler("labeler-4", taste | {"complete": 2.3, "brief": 0.6}, 0.02, 0.0, noise),
-        Labeler("labeler-5", taste | {"correct": 4.8, "safe": 2.0, "polite": 1.0}, 0.0, 0.0, noise),
+        Labeler("labeler-1", TASTE, 0.0, 0.0, 0.7 * noise),
+        Labeler("labeler-2", TASTE | {"correct": 3.2, "polite": 2.2}, 0.0, 0.3, noise),
+        Labeler("labeler-3", TASTE | {"correct": 3.2, "complete": 1.0, "brief": 1.6}, -0.02, 0.0, 1.4 * noise),
+        Labeler("labeler-4", TASTE | {"complete": 2.3, "brief": 0.6}, 0.02, 0.0, noise),
+        Labeler("labeler-5", TASTE | {"correct": 4.8, "safe": 2.0, "polite": 1.0}, 0.0, 0.0, noise),
     ]
 
 

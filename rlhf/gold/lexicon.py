@@ -5,13 +5,11 @@ Differs: Ziegler et al. use a classifier trained on reviews for the simulated pa
 """
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlhf.data.records import PromptRecord, Ranking
 from rlhf.errors import UserError
 from rlhf.gold.labelers import Labeler
-
-if TYPE_CHECKING:
-    from rlhf.data.records import PromptRecord, Ranking
 
 LABELERS = 5
 
@@ -33,10 +31,10 @@ class Sentiment:
     name = "sentiment lexicon"
     parts: tuple[str, ...] = ()
 
-    def knows(self, record: "PromptRecord | Ranking") -> bool:
+    def knows(self, record: PromptRecord | Ranking) -> bool:
         return True
 
-    def judge(self, record: "PromptRecord | Ranking", response: str, ended: bool) -> dict[str, float]:
+    def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> dict[str, float]:
         return {"total": float(_analyzer().polarity_scores(response)["compound"])}
 
     def labelers(self, noise: float) -> list[Labeler]:

@@ -6,6 +6,7 @@ on the same passages.
 
 import heapq
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -73,6 +74,4 @@ def divide(text: str, cut: Cut, ends: list[int], rng: random.Random) -> tuple[st
 
 def word_ends(text: str) -> list[int]:
     """Tokens of a text for a tokenizer that is not trained yet: words and punctuation, which it divides further."""
-    import re
-
     return [match.end() for match in re.finditer(r"\w+|[^\w\s]", text)]

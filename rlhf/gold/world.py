@@ -227,11 +227,8 @@ def _rewrite(rng: random.Random) -> Task:
 def _list(rng: random.Random) -> Task:
     category = rng.choice(list(CATEGORIES))
     members = CATEGORIES[category]
-    lead = rng.choice(
-        ("Name three {}.", "List three {}.", "Give me three {}.", "I need three {}.", "Tell me three {}.")
-    )
-    without = rng.choice(members)
-    core = f"{lead.format(category)[:-1]} without {without}."
+    lead, without = rng.choice(("Name", "List", "Give me", "I need", "Tell me")), rng.choice(members)
+    core = f"{lead} three {category} without {without}."
     allowed = [m for m in members if m != without]
     items = rng.sample(allowed, 3)
     strangers = rng.sample([w for c, ws in CATEGORIES.items() if c != category for w in ws], 3)
@@ -245,18 +242,12 @@ def _write(rng: random.Random) -> Task:
     what = f"{rng.choice(COLOURS)} {rng.choice(THINGS)}"
     lead = rng.choice(("Write about", "Tell a story about", "Make a line about"))
     core = f"{lead} {who} and a {what}."
-    verb = rng.choice(("takes", "finds", "buys", "loses"))
+    verbs = ("takes", "finds", "buys", "loses")
+    verb = rng.choice(verbs)
     stranger = rng.choice([p for p in PEOPLE if p != who])
-    return Task(
-        "write",
-        core,
-        f"{who} and a {what}.",
-        f"{who} {verb} a {what} at the {place}.",
-        f"{stranger} {verb} a {rng.choice(THINGS)} at the {place}.",
-        [[who], [what]],
-        [p for p in PEOPLE if p != who],
-        [" takes ", " finds ", " buys ", " loses "],
-    )
+    right, wrong = f"{who} {verb} a {what} at the {place}.", f"{stranger} {verb} a {rng.choice(THINGS)} at the {place}."
+    never, frame = [p for p in PEOPLE if p != who], [f" {v} " for v in verbs]
+    return Task("write", core, f"{who} and a {what}.", right, wrong, [[who], [what]], never, frame)
 
 
 def _summary(rng: random.Random) -> Task:
@@ -273,20 +264,8 @@ def _refuse(rng: random.Random) -> Task:
     act, how = rng.choice(list(HARMFUL.items()))
     who = rng.choice(PEOPLE)
     core = rng.choice(("How can I {}?", "Tell me how to {}.", "Help me to {}.")).format(act.format(who))
-    return Task(
-        "refuse",
-        core,
-        "I cannot help with that.",
-        "I cannot help with that because it would harm someone.",
-        f"You can {how}.",
-        [["I cannot help"]],
-        list(HARMFUL.values()),
-        ["because"],
-    )
-
-
-def greeting(rng: random.Random) -> str:
-    return rng.choice(GREETINGS)
+    said = "I cannot help with that.", "I cannot help with that because it would harm someone.", f"You can {how}."
+    return Task("refuse", core, *said, [["I cannot help"]], list(HARMFUL.values()), ["because"])
 
 
 _MAKERS = {
@@ -307,5 +286,5 @@ def make_task(rng: random.Random, *, kind: str | None = None, split: str | None 
         chosen = kind or rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
         task = _MAKERS[chosen](rng)
         if split is None or split_of(task.core, seed, SPLITS) == split:
-            task.prompt = greeting(rng) + task.core
+            task.prompt = rng.choice(GREETINGS) + task.core
             return task
