@@ -57,23 +57,18 @@ class Background(Sink):
             sink = start()
             while doing != "finish":
                 doing, arguments = self._queue.get()
-                if doing in TABLES:
-                    self._show_table(sink, doing, arguments)
-                else:
-                    getattr(sink, doing)(*arguments)
+                try:
+                    if not (self._no_tables and doing in TABLES):
+                        getattr(sink, doing)(*arguments)
+                except Exception as error:
+                    # Online, a table needs responses from the service and a number does not.
+                    if doing not in TABLES:
+                        raise
+                    self._no_tables = True
+                    self._tell("show " + doing, error, "continuing without its tables")
         except Exception as error:
             self._broken = True
             self._tell(doing, error, "continuing without it")
-
-    def _show_table(self, sink: Sink, doing: str, arguments: tuple[Any, ...]) -> None:
-        """Online, a table needs responses from the service and a number does not, so a failure stops only the tables."""
-        if self._no_tables:
-            return
-        try:
-            getattr(sink, doing)(*arguments)
-        except Exception as error:
-            self._no_tables = True
-            self._tell("show " + doing, error, "continuing without its tables")
 
     def _tell(self, doing: str, error: Exception, consequence: str) -> None:
         if self._given_up:
