@@ -117,7 +117,6 @@ def make_provenance(run: RunFiles) -> dict[str, Any]:
 
 
 def shown_entries(record: dict[str, Any], key: str) -> list[tuple[str, str]]:
-    """The entries of record[key] as text."""
     return [(visible(name), show_value(value, 300)) for name, value in entries(record, key)]
 
 

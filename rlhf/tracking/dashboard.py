@@ -58,15 +58,10 @@ def _panel_specification(panel: Chart | TablePanel, x: str) -> dict[str, Any]:
         return specification | ({"chart": panel.chart, "fields": dict(panel.fields)} if panel.chart else {})
     metrics = []
     for name in panel.metrics:
-        metric = find(example(name))
+        metric = find(name.replace("*", "word"))
         assert metric is not None
         metrics.append({"name": name, "unit": metric.unit, "meaning": metric.meaning})
     return specification | {"kind": "lines", "x": panel.x or x, "log_y": panel.log_y, "metrics": metrics}
-
-
-def example(name: str) -> str:
-    """A name that matches a pattern."""
-    return name.replace("*", "word")
 
 
 def metric_pattern(names: tuple[str, ...]) -> str:
@@ -110,7 +105,6 @@ def flow(widths: list[int]) -> list[tuple[int, int]]:
 
 
 def make_panel(panel: Chart | TablePanel, place: tuple[int, int], x: str) -> Any:
-    """One panel of `wandb_workspaces`."""
     import wandb_workspaces.reports.v2 as wr
 
     tall = isinstance(panel, TablePanel) and not panel.chart

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.tracking.jsonl import is_number
 from rlhf.tracking.panels import TABLES
-from rlhf.tracking.run_files import get, number
+from rlhf.tracking.run_files import get, interval
 from rlhf.tracking.writers import Tracker
 
 # Metric under eval/test/ by its path in results.json.
@@ -33,13 +33,14 @@ BINS = 24
 def log_results(tracker: Tracker, results: Mapping[str, Any], scores: Mapping[str, Sequence[Sequence[float]]]) -> None:
     """Logs the figures under eval/test/, the calibration curve and the histograms of `scores`, {model: a list per prompt}."""
     metrics = {
-        f"eval/test/{name}": value for name, place in PLACES.items() if (value := figure(results, place)) is not None
+        f"eval/test/{name}": value
+        for name, place in PLACES.items()
+        if (value := interval(get(results, *place))[0]) is not None
     }
     parts = get(results, "gold", "parts", "ppo")
     if isinstance(parts, Mapping):
         metrics |= {f"eval/test/gold/{name}": float(value) for name, value in parts.items() if is_number(value)}
-    strangers = figure(results, HELD_OUT_LABELERS)
-    if strangers is not None:
+    if (strangers := interval(get(results, *HELD_OUT_LABELERS))[0]) is not None:
         metrics["eval/held_out_labelers/accuracy"] = strangers
     tracker.log(metrics, step=0)
     tracker.table("calibration", TABLES["calibration"], list(calibration_rows(results)))
@@ -47,12 +48,6 @@ def log_results(tracker: Tracker, results: Mapping[str, Any], scores: Mapping[st
     bins = [(middle, model, share) for model, rows in histogram(flat).items() for middle, share in rows]
     tracker.table("score_histogram", TABLES["score_histogram"], bins)
     tracker.summary(metrics)
-
-
-def figure(results: Mapping[str, Any], place: Sequence[str]) -> float | None:
-    """The number there, or the `value` of {"value", "ci95", …}."""
-    value = get(results, *place)
-    return number(value, "value") if isinstance(value, Mapping) else number(value)
 
 
 def calibration_rows(results: Mapping[str, Any]) -> Iterator[tuple[float, str, float, int]]:

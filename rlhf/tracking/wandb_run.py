@@ -139,7 +139,6 @@ class WandbSink(Sink):
 
 
 def finish_run(run: Any, folder: Path, failed: bool, environment: Environment) -> None:
-    """End a run."""
     try:
         run.finish(exit_code=int(failed))
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.cli import main
-from rlhf.tracking.dashboard import example, flow, make_specification, make_workspace, metric_pattern, sections
+from rlhf.tracking.dashboard import flow, make_specification, make_workspace, metric_pattern, sections
 from rlhf.tracking.metrics import find
 from rlhf.tracking.panels import CHARTS, TABLE_PANELS, TABLES, Chart
 from tests.tracking.wandb_server import serve
@@ -36,7 +36,7 @@ def panel_metrics() -> set[str]:
 def test_every_section_and_every_name_is_there() -> None:
     assert tuple(name for name, _, _ in sections()) == WANTED and len(CHARTS) == len(WANTED) - 1
     for name in [*panel_metrics(), *NOT_SHOWN]:
-        assert find(example(name)) is not None, name
+        assert find(name.replace("*", "word")) is not None, name
     shown = panel_metrics()
     for name in ("objective/scores", "objective/rlhf_reward", "objective/kl", "objective/kl_coef", "objective/sqrt_kl",
                  "policy/ratio_max", "policy/clipfrac_avg", "policy/approxkl_avg", "policy/entropy_avg",
