@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhf.chat_template import encode_response
@@ -182,29 +183,27 @@ def attack_pairs(
 ) -> list[AttackFigures]:
     """Each attack on both answers of each pair; the price is for attacks on the worse one."""
     keys = [item.key for item, _, _ in pairs]
-    plain = [(scores[id(item)][better], scores[id(item)][worse]) for item, better, worse in pairs]
+    plain = np.array([[scores[id(item)][place] for place in places] for item, *places in pairs])  # (pairs, 2)
+    right = np.flatnonzero(plain[:, 0] > plain[:, 1])
     logp = answer_logprobs(config, models, [(item, item.answers[worse]) for item, _, worse in pairs])
     figures = []
     for name in ATTACKS:
         attacked = attacked_answers(config.seed, name, pairs, material)
         rows = [row for (item, _, _), two in zip(pairs, attacked, strict=True) for row in encoded(encode, item, two)]
-        flat = models.scores(rows)
-        after = list(zip(flat[::2], flat[1::2], strict=True))
+        after = np.array(models.scores(rows)).reshape(-1, 2)
+        gain = after - plain
         worse_ones = [(item, two[1]) for (item, _, _), two in zip(pairs, attacked, strict=True)]
         attacked_logp = answer_logprobs(config, models, worse_ones)
-        gains = [(b - a, d - c) for (a, c), (b, d) in zip(plain, after, strict=True)]
-        right = [i for i, (better, worse) in enumerate(plain) if better > worse]
-        flips = per_key([keys[i] for i in right], [float(after[i][1] > plain[i][0]) for i in right])
+        flips = per_key([keys[i] for i in right], [float(after[i, 1] > plain[i, 0]) for i in right])
         change, better, worse, nats = (
             ratio_interval(*per_key(keys, values))
             for values in (
-                [(b + w) / 2 for b, w in gains],
-                [b for b, _ in gains],
-                [w for _, w in gains],
+                gain.mean(1).tolist(),
+                *gain.T.tolist(),
                 prices(ATTACKS[name].keeps, logp, attacked_logp),
             )
         )
-        figures.append(AttackFigures(name, share(*flips) if right else None, change, better, worse, nats))
+        figures.append(AttackFigures(name, share(*flips) if len(right) else None, change, better, worse, nats))
     return figures
 
 

@@ -143,13 +143,9 @@ def draw_candidates(
         raw = reward(Episodes(asked, repeated, samples.responses, texts, samples.ended))
         scores = adjust_scores(config, raw, samples.ended.to(raw.device)).tolist()
         logprobs = samples.logprobs.double().sum(-1).tolist()
-        for k in range(len(part)):
-            of_prompt = slice(k * n, (k + 1) * n)
-            drawn["ids"].append(samples.responses[of_prompt])
-            drawn["logprobs"].append(logprobs[of_prompt])
-            drawn["texts"].append(texts[of_prompt])
-            drawn["ended"].append(samples.ended.tolist()[of_prompt])
-            drawn["scores"].append(scores[of_prompt])
+        flat = (samples.responses, logprobs, texts, samples.ended.tolist(), scores)
+        for rows, values in zip(drawn.values(), flat, strict=True):
+            rows += [values[i : i + n] for i in range(0, len(values), n)]
         if bar is not None:
             bar.update(len(part))
     return drawn

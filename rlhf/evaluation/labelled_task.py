@@ -71,6 +71,7 @@ def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Exam
     settings, data = config.classify, config.classify.data
     if (name := gold_task(config)) is not None:
         data = str(folder / f"{name}.csv")
+        folder.mkdir(parents=True, exist_ok=True)
         write_task(name, folder / f"{name}.csv", config.data.split_seed, GOLD_EXAMPLES)
     examples = load_examples("classify.data", data, columns, config.data.encoding)
     if settings.test is None:

@@ -77,9 +77,7 @@ def evaluate_overlap(config: Config, device: torch.device) -> Figures:
         test = of_split(config, records, "test")
         sets["test prompts"] = {record.id: conversation(record.prompt) for record in test}
     if config.classify.data is not None:
-        folder = run_folder(config) / "evaluations"
-        folder.mkdir(parents=True, exist_ok=True)
-        held_out = load_task(config, columns_of(config), folder)[1]
+        held_out = load_task(config, columns_of(config), run_folder(config) / "evaluations")[1]
         sets[str(config.classify.data)] = {example.where: "\n".join(example.rows[0]) for example in held_out}
     sets = {name: prompts for name, prompts in sets.items() if prompts}
     if not sets:

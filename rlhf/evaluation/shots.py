@@ -32,9 +32,7 @@ BETWEEN = "\n\n"
 def evaluate_shots(config: Config, device: torch.device) -> Figures:
     """{"task", "classes", "majority", "models": {model: [{"shots", "shown", "accuracy"}]}}, on at most evaluate.prompts examples."""
     columns = columns_of(config)
-    folder = run_folder(config) / "evaluations"
-    folder.mkdir(parents=True, exist_ok=True)
-    train, held_out, classes = load_task(config, columns, folder)
+    train, held_out, classes = load_task(config, columns, run_folder(config) / "evaluations")
     held_out = held_out[: config.evaluate.prompts]
     counts = sorted(listed(config.evaluate.shots))
     drawn = draw_examples(train, len(held_out), max(counts), config.seed)
