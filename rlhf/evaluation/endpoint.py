@@ -151,6 +151,5 @@ def retry_after(text: str | None) -> float:
 
 
 def shown_counts(counts: Mapping[str, int]) -> str:
-    """The counts as text."""
     shown = ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in sorted(counts))
     return one_line(shown or "no requests")

@@ -5,7 +5,6 @@ Each is turned on by a setting, needs only what it measures, and writes runs/<ru
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +17,7 @@ from rlhf.evaluation.judging import describe_judging, judge_answers
 from rlhf.evaluation.overlap import describe_overlap, evaluate_overlap
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
 from rlhf.evaluation.shots import describe_shots, evaluate_shots
+from rlhf.evaluation.statistics import Figures
 from rlhf.files import write_json
 from rlhf.precision import inference
 from rlhf.recipe import STAGES
@@ -25,19 +25,14 @@ from rlhf.runs.folders import is_complete, needs_parent, run_folder, stage_folde
 from rlhf.terminal import say
 from rlhf.training.setup import set_up
 
-
-class External(NamedTuple):
-    measure: Callable[[Config, torch.device], dict[str, Any]]
-    describe: Callable[[dict[str, Any]], list[str]]
-
-
-EVALUATIONS = {  # by the setting evaluate.<name> that turns it on
-    "pairs": External(evaluate_pairs, describe_pairs),
-    "instructions": External(evaluate_instructions, describe_instructions),
-    "benchmarks": External(evaluate_benchmarks, describe_benchmarks),
-    "shots": External(evaluate_shots, describe_shots),
-    "overlap": External(evaluate_overlap, describe_overlap),
-    "judge": External(judge_answers, describe_judging),
+# The evaluation and its results as text, by the setting evaluate.<name> that turns it on.
+EVALUATIONS: dict[str, tuple[Callable[[Config, torch.device], Figures], Callable[[Figures], list[str]]]] = {
+    "pairs": (evaluate_pairs, describe_pairs),
+    "instructions": (evaluate_instructions, describe_instructions),
+    "benchmarks": (evaluate_benchmarks, describe_benchmarks),
+    "shots": (evaluate_shots, describe_shots),
+    "overlap": (evaluate_overlap, describe_overlap),
+    "judge": (judge_answers, describe_judging),
 }
 
 
@@ -56,11 +51,12 @@ def stage_is_due(config: Config) -> bool:
 def run_external(config: Config) -> None:
     """Run the evaluations that are turned on; write and print the results."""
     for name in asked(config):
+        measure, describe = EVALUATIONS[name]
         with inference(config, set_up(config)) as device:
-            results = EVALUATIONS[name].measure(config, device)
+            results = measure(config, device)
         path = run_folder(config) / "evaluations" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, results)
-        for line in EVALUATIONS[name].describe(results):
+        for line in describe(results):
             say(f"evaluate: {line}")
         say(f"evaluate: {path}")

@@ -72,7 +72,6 @@ def holds(row: dict[str, Any], key: str, names: Sequence[str], kind: Any) -> boo
 
 
 def question(prompt: str, first: str, second: str) -> list[dict[str, str]]:
-    """The messages of one comparison."""
     text = f"Request:\n{prompt}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}\n\nWhich answer is better: A, B or TIE?"
     return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": text}]
 
@@ -151,7 +150,6 @@ def cost_of(counts: Any, prices: Sequence[float] | None) -> float | None:
 
 
 def describe_judging(results: Figures) -> list[str]:
-    """The figures as a few lines of text."""
     pair = " over ".join(results["pair"])
     lines = [
         f"judge {results['judge']}: {pair} {show(results['win_rate'])}, at equal length {show(results['length_controlled'])}; "

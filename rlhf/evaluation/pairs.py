@@ -124,12 +124,10 @@ def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
 
 
 def keys_of(items: Sequence[Item]) -> list[str]:
-    """Keys of the items' prompts."""
     return ["" if item.record is None else prompt_key(item.record.prompt) for item in items]
 
 
 def describe_pairs(results: Figures) -> list[str]:
-    """The figures as a few lines of text."""
     rows = {"all": results["overall"]} | (results["subsets"] if len(results["subsets"]) > 1 else {})
     return [
         f"pairs: {name}: accuracy {show(row['pairs'])} on {row['pairs']['n']:,} pairs, all right in {show(row['all_right'])} of "

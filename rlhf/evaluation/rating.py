@@ -107,7 +107,6 @@ def evaluate_generate_and_rate(
 
 
 def describe_ratings(results: dict[str, Any]) -> list[str]:
-    """The figures on a few lines."""
     rows = [
         f"{name.replace('_', ' ')}, {results['n']} samples: win rate over SFT {show(row['win_rate_vs_sft'])}, true score {row['gold']}"
         for name, row in results["picked"].items()

@@ -15,7 +15,7 @@ import torch
 from rlhf.config import Config
 from rlhf.data.agreement.figures import ratio
 from rlhf.data.agreement.judgements import pairwise_agreement
-from rlhf.data.items import Encode, Item, Judgement, join_rankings
+from rlhf.data.items import Encode, Item, Judgement, join_rankings, names_of
 from rlhf.data.records import Demonstration, Ranking
 from rlhf.errors import UserError
 from rlhf.evaluation.reward_gold import compare_with_truth, gold_regression
@@ -115,11 +115,7 @@ def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None
     """The labelers that were held out of training. Raises: UserError if others were held out when the reward model was trained."""
     folder = stage_folder(config, "reward")
     trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
-
-    def names(given: Any) -> list[str]:
-        return sorted([given] if isinstance(given, str) else [str(name) for name in given or []])
-
-    if names(trained) != names(config.data.held_out_labelers):
+    if sorted(names_of(trained)) != sorted(names_of(config.data.held_out_labelers)):
         raise UserError(
             f"data.held_out_labelers={config.data.held_out_labelers}: the reward model in {folder} was trained "
             f"with {trained}: give the same, or train it again"
@@ -271,7 +267,6 @@ def score_distributions(
 
 
 def describe(results: Figures) -> list[str]:
-    """The figures as a few lines of text."""
     agreement = results["agreement"]
     agree = agreement["training"]
     labelers = "held-out prompts"  # nobody labelled what another one did

@@ -68,7 +68,6 @@ def reaches_half(figure: Figures) -> bool:
 
 
 def describe_comparisons(results: Figures) -> list[str]:
-    """The figures as a few lines of text."""
     held_out = results["held_out"]
     accuracy, length = held_out["accuracy"], held_out["length_baseline"]
     lines = [f"judge: accuracy {show(accuracy)} on {accuracy['n']} held-out pairs, length alone {length:.3f}"]

@@ -163,7 +163,6 @@ def decide(audit: Audit) -> Verdict:
 
 
 def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
-    """The audit as a few lines of text."""
     lines = []
     if audit.comparisons is not None:
         figures, agreement = audit.comparisons, audit.comparisons["labeler_agreement"]
