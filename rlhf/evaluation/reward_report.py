@@ -56,9 +56,9 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
     if strangers:
-        everywhere, _ = join_rankings([r for r in records if r.labeler in strangers], encode)
-        scored = score_each(model, everywhere, tokenizer.pad_token_id, device)
-        results["held_out_labelers"]["accuracy_all_prompts"] = accuracy(everywhere, scored) if everywhere else None
+        theirs = [record for record in records if record.labeler in strangers]
+        everywhere = score_held_out(theirs, encode, model, tokenizer.pad_token_id, device)
+        results["held_out_labelers"]["accuracy_all_prompts"] = accuracy(*everywhere) if everywhere[0] else None
     truth = make_truth(config)
     if truth is not None:
         known = {record.labeler for record in records} - strangers
@@ -73,7 +73,7 @@ def score_held_out(
 ) -> tuple[list[Item], Scores]:
     """Every labeler's items of these rankings, with calibrated scores."""
     joined, _ = join_rankings(records, encode)
-    return joined, score_each(model, joined, pad, device) if joined else []
+    return joined, score_each(model, joined, pad, device)
 
 
 def comparison_figures(

@@ -23,17 +23,14 @@ class Truth(Protocol):
 
     def knows(self, record: PromptRecord | Ranking) -> bool:
         """Whether it can judge responses to this prompt."""
-        ...
 
     def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> dict[str, float]:
         """The parts, and `total`, the score."""
-        ...
 
     def labelers(self, noise: float) -> list[Labeler]: ...
 
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
         """Further labelers, whose rankings are not used in training."""
-        ...
 
 
 class Requests:

@@ -7,7 +7,6 @@ processes only the main one makes one. Metrics are not kept here (`writers.py`).
 import os
 import sys
 import time
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rlhf.processes import is_first
@@ -53,9 +52,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 

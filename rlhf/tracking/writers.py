@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TextIO, cast, get_args
 
 from rlhf.errors import UserError
@@ -178,9 +177,7 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self.finish(failed=kind is not None)
 
 
