@@ -18,10 +18,6 @@ TYPES = {"world": "dataset", "label": "dataset", "tokenizer": "tokenizer", "eval
 UPLOAD_TIMEOUT = 600.0
 
 
-def artifact_name(run: str, stage: str) -> str:
-    return f"{run}-{stage}"
-
-
 def publish(folder: Path, record: Mapping[str, Any], project: str) -> None:
     """Log the files of a complete stage; `record` is its stage.json. If W&B fails, a warning is printed and the stage continues."""
     limit = seconds_allowed("RLHF_WANDB_INIT_SECONDS", INIT_TIMEOUT)
@@ -43,11 +39,11 @@ class _Publisher(Sink):
         self._run = start_run(folder, run_id, run, stage, tracking_config(record), project)
         if not self._run.offline:
             for parent, digest in record["parents"].items():
-                self._run.use_artifact(f"{artifact_name(run, parent)}:{digest[:8]}")
+                self._run.use_artifact(f"{run}-{parent}:{digest[:8]}")
             for name, digest in record["data"].items():
                 self._run.use_artifact(data_artifact(wandb, name, digest))
         lineage = {key: record[key] for key in ("stage", "hash", "parents", "data", "seed", "settings")}
-        made = wandb.Artifact(artifact_name(run, stage), type=TYPES.get(stage, "model"), metadata=lineage)
+        made = wandb.Artifact(f"{run}-{stage}", type=TYPES.get(stage, "model"), metadata=lineage)
         for name in record["files"]:
             made.add_file(str(folder / name), name=name)
         self._run.log_artifact(made, aliases=["latest", record["hash"][:8]])
