@@ -47,7 +47,7 @@ _BAD = re.compile(
     "false|no|n|bad|down|dislikes?|disliked|negative|reject(?:ed)?|unacceptable|undesirable|incorrect|unhelpful|fail|"
     "thumbs down|👎|0|-1"
 )
-_NUMBER = re.compile(r"[+-]?\d{1,15}(?:\.\d{1,15})?")
+_NUMBER = re.compile(r"[+-]?\d{1,15}(?:\.\d{1,20})?")
 _SHOWN = 6
 _STRAY = 0.05  # share of a column's numbers that may be mistakes
 

@@ -217,7 +217,7 @@ def test_responses_and_scores_in_lists():
 @pytest.mark.parametrize(
     ("values", "ratings"),
     [
-        ((1, 7, "3", 4.5), [1, 7, 3, 4.5]),
+        ((1, 7, "3", 4.5, 7 / 3), [1, 7, 3, 4.5, 7 / 3]),  # 2.3333333333333335
         ((True, False, "good", "BAD"), [7, 1, 7, 1]),
         ((1, 0, -1), [7, 1, 1]),
         (("👍", "thumbs down"), [7, 1]),
