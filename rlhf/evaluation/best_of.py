@@ -131,7 +131,7 @@ def draw_candidates(
 ) -> dict[str, list[list[Any]]]:
     """{"ids", "logprobs", "texts", "ended", "scores"}: n samples per prompt at temperature 1, the log-prob of each whole
     response in nats, and its score as PPO would use it."""
-    drawn: dict[str, list[list[Any]]] = {"ids": [], "logprobs": [], "texts": [], "ended": [], "scores": []}
+    drawn: dict[str, list[list[Any]]] = {}
     chunk = max(1, config.rollout.batch_size // n)
     for start in range(0, len(prompts), chunk):
         part = range(start, min(start + chunk, len(prompts)))
@@ -142,10 +142,15 @@ def draw_candidates(
         asked = [records[i] for i in part for _ in range(n)]
         raw = reward(Episodes(asked, repeated, samples.responses, texts, samples.ended))
         scores = adjust_scores(config, raw, samples.ended.to(raw.device)).tolist()
-        logprobs = samples.logprobs.double().sum(-1).tolist()
-        flat = (samples.responses, logprobs, texts, samples.ended.tolist(), scores)
-        for rows, values in zip(drawn.values(), flat, strict=True):
-            rows += [values[i : i + n] for i in range(0, len(values), n)]
+        flat: dict[str, list[Any]] = {
+            "ids": samples.responses,
+            "logprobs": samples.logprobs.double().sum(-1).tolist(),
+            "texts": texts,
+            "ended": samples.ended.tolist(),
+            "scores": scores,
+        }
+        for name, values in flat.items():
+            drawn.setdefault(name, []).extend(values[i : i + n] for i in range(0, len(values), n))
         if bar is not None:
             bar.update(len(part))
     return drawn
