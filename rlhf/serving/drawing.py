@@ -12,7 +12,7 @@ from rlhf.config.setting import LEAST_TEMPERATURE
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.model.choosing import Choice, Key
-from rlhf.serving.engine import Engine, Generation, QueueFullError
+from rlhf.serving.engine import Engine, Generation
 from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel
 from rlhf.serving.streaming import merged
@@ -72,10 +72,7 @@ class Drawn:
             raise RefusedError(
                 400, f"{len(self.generations)} responses at once: want at most {engine.rows + engine.queue}"
             )
-        try:
-            engine.submit(model.name, self.generations)
-        except QueueFullError:
-            raise busy() from None
+        engine.submit(model.name, self.generations)
 
     @property
     def completion_tokens(self) -> int:
@@ -125,17 +122,10 @@ class Drawn:
         return reasons
 
 
-def busy() -> RefusedError:
-    """The error while the queue is full."""
-    return RefusedError(429, "the queue is full: try again in a moment", code="rate_limit_exceeded", retry_after=1)
-
-
 async def encoded(function: Callable[[ServedModel, Any], T], model: ServedModel, prompt: Any) -> T:
     """`chat_prompt` or `text_prompt`; a long prompt is encoded in a thread."""
-    if (
-        len(prompt if isinstance(prompt, str) else "".join(str(getattr(part, "content", "")) for part in prompt))
-        <= SHORT
-    ):
+    text = prompt if isinstance(prompt, str) else "".join(str(getattr(part, "content", "")) for part in prompt)
+    if len(text) <= SHORT:
         return function(model, prompt)
     return await asyncio.to_thread(function, model, prompt)
 

@@ -20,6 +20,7 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.model.choosing import Choice, Key
+from rlhf.serving.errors import RefusedError
 
 PIECES_PER_SECOND = 300  # pieces per second of all streams together: with more streams, each has longer pieces
 # Seconds between two looks for results. A thread that waited in `recv` would have to be woken by the worker at every step,
@@ -28,12 +29,16 @@ LOOK_SECONDS = 0.002
 ENDED = "the models' process has ended: start the server again"
 
 
-class QueueFullError(Exception):
-    """The queue is full."""
+class QueueFullError(RefusedError):
+    def __init__(self) -> None:
+        super().__init__(429, "the queue is full: try again in a moment", code="rate_limit_exceeded", retry_after=1)
 
 
-class ModelFailedError(Exception):
+class ModelFailedError(RefusedError):
     """A model raised an error during sampling, or the server is stopping."""
+
+    def __init__(self, message: str = "the model failed on this request"):
+        super().__init__(500, message)
 
 
 class Generation:
@@ -117,8 +122,8 @@ class Engine:
         if numbers := [one.number for one in generations if not one.over]:
             self._send(("cancel", numbers))
 
-    def call(self, name: str, *arguments: Any) -> "Future[Any]":
-        """Run a task of the worker between two tokens. Raises: QueueFullError, ModelFailedError."""
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """The result of a task that the worker runs between two tokens. Raises: QueueFullError, ModelFailedError."""
         future: Future[Any] = Future()
         with self.lock:
             if self.ended:
@@ -128,7 +133,7 @@ class Engine:
             number = next(self.numbers)
             self.futures[number] = future
         self._send(("task", number, name, arguments))
-        return future
+        return await asyncio.wrap_future(future)
 
     @property
     def pause(self) -> float:
@@ -181,16 +186,14 @@ class Engine:
                 due.append(one)
         _wake(due)
         self._close(news.over, None)
-        self._close(news.failed, ModelFailedError("the model failed on this request"))
+        self._close(news.failed, ModelFailedError())
         for number, value, mistake in news.results:
             with self.lock:
                 future = self.futures.pop(number)
             if mistake is None:
                 future.set_result(value)
             else:
-                future.set_exception(
-                    UserError(mistake) if mistake else ModelFailedError("the model failed on this request")
-                )
+                future.set_exception(UserError(mistake) if mistake else ModelFailedError())
 
     def _close(self, numbers: list[int], error: ModelFailedError | None) -> None:
         with self.lock:

@@ -43,7 +43,6 @@ def handlers() -> dict[Any, Any]:
     from starlette.exceptions import HTTPException
 
     from rlhf.errors import UserError
-    from rlhf.serving.engine import ModelFailedError
 
     def answered(status: int, *about: Any, headers: Any = None) -> Response:
         return Response(error_body(status, *about), status, headers, media_type="application/json")
@@ -63,9 +62,6 @@ def handlers() -> dict[Any, Any]:
     async def mistaken(_: Request, error: UserError) -> Response:
         return answered(400, str(error))
 
-    async def broken(_: Request, error: ModelFailedError) -> Response:
-        return answered(500, str(error))
-
     async def failed(_: Request, error: Exception) -> Response:
         return answered(500, "the server failed on this request")
 
@@ -74,6 +70,5 @@ def handlers() -> dict[Any, Any]:
         RequestValidationError: invalid,
         HTTPException: http,
         UserError: mistaken,
-        ModelFailedError: broken,
         Exception: failed,
     }

@@ -14,12 +14,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from rlhf.errors import UserError
-from rlhf.serving.drawing import Drawn, Piece, Wish, busy, chat_prompt, encoded, text_prompt
-from rlhf.serving.engine import Engine, ModelFailedError, QueueFullError
+from rlhf.serving.drawing import Drawn, Piece, Wish, chat_prompt, encoded, text_prompt
+from rlhf.serving.engine import Engine, ModelFailedError
 from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel, audit
 from rlhf.serving.schemas import ChatRequest, CompletionRequest, Sampling, ScoreRequest
 from rlhf.serving.streaming import Stream, client_gone, event
+from rlhf.tokenizer import encode_texts
 
 Body = dict[str, Any]
 
@@ -74,13 +75,11 @@ def make_router(engine: Engine, models: dict[str, ServedModel], limit: int) -> A
         run = find(asked.model).run
         messages = [one.model_dump() for one in asked.messages()]
         try:
-            scores = await asyncio.wrap_future(engine.call("score", asked.model, messages, asked.responses))
-        except QueueFullError:
-            raise busy() from None
+            scores = await engine.call("score", asked.model, messages, asked.responses)
         except UserError as error:
             raise RefusedError(400, str(error), "prompt") from None
         most = run.max_new_tokens("reward")
-        counts = [len(ids) for ids in await asyncio.to_thread(_encode_all, run.tokenizer, asked.responses)]
+        counts = [len(ids) for ids in await asyncio.to_thread(encode_texts, run.tokenizer, asked.responses)]
         rows = zip(scores, asked.responses, counts, strict=True)
         return {
             "object": "list",
@@ -92,12 +91,6 @@ def make_router(engine: Engine, models: dict[str, ServedModel], limit: int) -> A
         }
 
     return router
-
-
-def _encode_all(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    from rlhf.tokenizer import encode_texts
-
-    return encode_texts(tokenizer, texts)
 
 
 def wish_of(asked: Sampling, most: int | None, limit: int, alternatives: int, offsets: bool = False) -> Wish:

@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError
 from rlhf.data.records import Message, RankedResponse, Ranking, Text, first_problem
 from rlhf.model.next_tokens import document_tokens, show
 from rlhf.serving.desk import FLAGS, Desk, Judged
-from rlhf.serving.drawing import Drawn, Wish, busy, chat_prompt, encoded
-from rlhf.serving.engine import Engine, ModelFailedError, QueueFullError
+from rlhf.serving.drawing import Drawn, Wish, chat_prompt, encoded
+from rlhf.serving.engine import Engine, ModelFailedError
 from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel
 from rlhf.serving.schemas import ChatMessage, Strict
@@ -147,7 +147,7 @@ def add_session(router: APIRouter, server: Server) -> None:
             raise RefusedError(400, "the response does not fit this model", "token_ids")
         if asked.reference and not models[asked.reference].reads_like(model):
             raise RefusedError(400, "the two models have different tokenizers", "reference")
-        shades = await called(engine, "shade", asked.model, asked.reference, prompt, ids)
+        shades = await engine.call("shade", asked.model, asked.reference, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids]} | shades
 
     @router.post("/next")
@@ -156,16 +156,8 @@ def add_session(router: APIRouter, server: Server) -> None:
             raise RefusedError(404, "no model of that name", "model")
         model = models[asked.model]
         tokens = await encoded(lambda m, text: document_tokens(m.tokenizer, text, m.context), model, asked.text)
-        likeliest = await called(engine, "next", asked.model, tokens, asked.count)
+        likeliest = await engine.call("next", asked.model, tokens, asked.count)
         return {"tokens": [{"text": show(model.tokenizer, i), "probability": p} for i, p in likeliest]}
-
-
-async def called(engine: Engine, task: str, *arguments: Any) -> Any:
-    """A task of the worker. Raises: RefusedError while the queue is full."""
-    try:
-        return await asyncio.wrap_future(engine.call(task, *arguments))
-    except QueueFullError:
-        raise busy() from None
 
 
 def add_ranking(router: APIRouter, server: Server) -> None:
