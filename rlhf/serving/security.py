@@ -14,6 +14,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from rlhf.serving.errors import error_body
 
@@ -101,7 +102,8 @@ class Guard:
         refusal = self.check(scope, headers)
         if refusal is not None:
             status, text, more = refusal
-            await _refuse(send_with_headers, status, text, more)
+            answer = Response(error_body(status, text), status, more, "application/json")
+            await answer(scope, receive, send_with_headers)
             return
         await self.app(scope, _Bounded(receive, self.access.max_body_bytes), send_with_headers)
 
@@ -175,11 +177,3 @@ class _Bounded:
         if self.left < 0:
             raise HTTPException(413, "the body is too large")
         return message
-
-
-async def _refuse(send: Send, status: int, text: str, more: dict[str, str]) -> None:
-    body = error_body(status, text)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in more.items()]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
