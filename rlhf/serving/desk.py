@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,26 +15,11 @@ from rlhf.data.agreement.judgements import AgreementCounter
 from rlhf.data.records import Demonstration, Message, RankedResponse, Ranking
 from rlhf.data.revisions import without_replaced
 from rlhf.serving.errors import RefusedError
+from rlhf.serving.schemas import Verdict
 from rlhf.serving.store import LabelStore
 
 HELD_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
-FLAGS = (  # the labels of a response besides its quality (Ouyang et al. 2022, table 3)
-    "fails_instruction", "inappropriate", "hallucination", "satisfies_constraint", "sexual", "violent",
-    "encourages_violence", "denigrates", "harmful_advice", "opinion", "moral_judgement",
-)  # fmt: skip
 MOST_COMPARISONS = 1000  # comparisons kept until they are judged
-
-
-@dataclass(slots=True)
-class Judged:
-    """A labeler's judgement of some responses."""
-
-    submission: str
-    ranking: list[list[str]] | None  # None: cannot judge
-    ratings: dict[str, int] = field(default_factory=dict)
-    flags: dict[str, list[str]] = field(default_factory=dict)
-    seconds: float = 0.0
-    note: str = ""
 
 
 class Desk:
@@ -49,10 +33,8 @@ class Desk:
         self.lock = threading.Lock()
         self.held: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and its start time
         self.comparisons: dict[str, Ranking] = {}
-        self.judged: dict[str, dict[str, Ranking]] = {
-            task: {} for task in self.tasks
-        }  # by task and labeler: the record that counts
-        # by task and labeler
+        # by task and labeler, the record that counts
+        self.judged: dict[str, dict[str, Ranking]] = {task: {} for task in self.tasks}
         self.demonstrated: dict[str, dict[str, Demonstration]] = {task: {} for task in self.tasks}
         for record in without_replaced(store.records):
             self._count(record)
@@ -73,17 +55,14 @@ class Desk:
     def next_task(self, labeler: str) -> Ranking | None:
         """The labeler's current task, or the next one; None if there is none left."""
         with self.lock:
-            return self._next(labeler)
-
-    def _next(self, labeler: str) -> Ranking | None:
-        mine = self.held.get(labeler)
-        if mine is not None and self._is_open(mine[0], labeler):  # not if others got it while this labeler was away
-            return self.tasks[mine[0]]
-        for name in self.tasks:
-            if self._is_open(name, labeler):
-                self.held[labeler] = (name, time.monotonic())
-                return self.tasks[name]
-        return None
+            mine = self.held.get(labeler)
+            if mine is not None and self._is_open(mine[0], labeler):  # not if others got it while this labeler was away
+                return self.tasks[mine[0]]
+            for name in self.tasks:
+                if self._is_open(name, labeler):
+                    self.held[labeler] = (name, time.monotonic())
+                    return self.tasks[name]
+            return None
 
     def _is_open(self, name: str, labeler: str) -> bool:
         """Whether a labeler may label a task: not done by this labeler, and not done or held by enough others."""
@@ -100,8 +79,9 @@ class Desk:
         random.Random(f"order-{self.seed}-{task.id}-{labeler}").shuffle(responses)
         return responses
 
-    def rank(self, labeler: str, name: str, said: Judged, replaces: str | None) -> Ranking:
+    def rank(self, labeler: str, said: Verdict) -> Ranking:
         """Save a ranking. Raises: RefusedError if the task is another's, or was labelled already."""
+        name, replaces = said.name, said.replaces
         with self.lock:
             if (known := self.store.known(labeler, said.submission)) is not None:
                 return known
@@ -154,17 +134,17 @@ class Desk:
             while len(self.comparisons) > MOST_COMPARISONS:
                 self.comparisons.pop(next(iter(self.comparisons)))
 
-    def judge(self, labeler: str, name: str, said: Judged) -> Ranking:
+    def judge(self, labeler: str, said: Verdict) -> Ranking:
         """Save the judgement of a comparison. Raises: RefusedError if there is none, or it was judged."""
         with self.lock:
             if (known := self.store.known(labeler, said.submission)) is not None:
                 return known
-            task = self.comparisons.get(name)
+            task = self.comparisons.get(said.name)
             if task is None or task.labeler != labeler:
                 raise RefusedError(404, "no such comparison, or it was judged", "comparison")
-            record = make_ranking(task, labeler, said, HELD_SECONDS, {"comparison": name})
+            record = make_ranking(task, labeler, said, HELD_SECONDS, {"comparison": said.name})
             self.store.append(record)
-            del self.comparisons[name]
+            del self.comparisons[said.name]
             return record
 
     def next_prompt(self, labeler: str) -> Ranking | None:
@@ -213,7 +193,7 @@ def _check_demonstration(made: Demonstration, task: Ranking | None) -> None:
         raise RefusedError(400, "want a response of the task", "edited")
 
 
-def make_ranking(task: Ranking, labeler: str, said: Judged, longest: float, more: dict[str, Any]) -> Ranking:
+def make_ranking(task: Ranking, labeler: str, said: Verdict, longest: float, more: dict[str, Any]) -> Ranking:
     """The record of a judgement. Raises: ValidationError for names that the task does not have."""
     unable = {"cannot_judge": True} if said.ranking is None else {}
     note = {"note": said.note} if said.note else {}
@@ -222,7 +202,7 @@ def make_ranking(task: Ranking, labeler: str, said: Judged, longest: float, more
         prompt=task.prompt,
         responses=task.responses,
         ranking=said.ranking,
-        ratings=dict(said.ratings),
+        ratings=said.ratings,
         flags={name: flags for name, flags in said.flags.items() if flags},
         labeler=labeler,
         seconds=round(min(said.seconds, longest), 1),

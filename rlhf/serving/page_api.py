@@ -12,41 +12,22 @@ from pydantic import Field, ValidationError
 
 from rlhf.data.records import Message, RankedResponse, Ranking, Text, first_problem
 from rlhf.model.next_tokens import document_tokens, show
-from rlhf.serving.desk import FLAGS, Desk, Judged
+from rlhf.serving.desk import Desk
 from rlhf.serving.drawing import Drawn, Wish, chat_prompt, encoded
 from rlhf.serving.engine import Engine, ModelFailedError
 from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel
-from rlhf.serving.schemas import ChatMessage, Strict
+from rlhf.serving.schemas import FLAGS, ChatMessage, Id, Seconds, Strict, Submission, Verdict
 from rlhf.serving.security import COOKIE, Access
 from rlhf.serving.streaming import Stream, event, merged
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
-Id = Annotated[Text, Field(min_length=1, max_length=500)]
-Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
-Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 MOST_COMPARED = 6
 MOST_NEXT = 100
 
 
 class SessionRequest(Strict):
     token: Annotated[str, Field(min_length=1, max_length=200)]
-
-
-class Verdict(Strict):
-    """A labeler's judgement of the responses of a task or comparison."""
-
-    name: Id
-    submission: Submission
-    ranking: Annotated[list[list[Id]], Field(min_length=1, max_length=64)] | None
-    ratings: dict[Id, Annotated[int, Field(ge=1, le=7)]] = Field(default_factory=dict)
-    flags: dict[Id, list[Annotated[str, Field(pattern="^(" + "|".join(FLAGS) + ")$")]]] = Field(default_factory=dict)
-    seconds: Seconds = 0.0
-    note: Annotated[Text, Field(max_length=2000)] = ""
-    replaces: Id | None = None
-
-    def judged(self) -> Judged:
-        return Judged(self.submission, self.ranking, dict(self.ratings), dict(self.flags), self.seconds, self.note)
 
 
 class CompareRequest(Strict):
@@ -191,7 +172,7 @@ def add_ranking(router: APIRouter, server: Server) -> None:
 
     @router.post("/rank")
     async def save_ranking(asked: Verdict, request: Request) -> dict[str, Any]:
-        return saved(await checked(desk.rank, labeler_of(request), asked.name, asked.judged(), asked.replaces))
+        return saved(await checked(desk.rank, labeler_of(request), asked))
 
     @router.get("/demonstrate/next")
     async def next_prompt(request: Request) -> dict[str, Any]:
@@ -240,7 +221,7 @@ def add_comparison(router: APIRouter, server: Server) -> None:
 
     @router.post("/compare/judge")
     async def judge(asked: Verdict, request: Request) -> dict[str, Any]:
-        record = await checked(desk.judge, labeler_of(request), asked.name, asked.judged())
+        record = await checked(desk.judge, labeler_of(request), asked)
         return saved(record) | {"policies": {r.id: r.policy for r in record.responses}}
 
 

@@ -1,4 +1,4 @@
-"""The requests of the OpenAI-style API, and of scoring: their fields, ranges and defaults."""
+"""The requests of the OpenAI-style API, of scoring and of labelling: their fields, ranges and defaults."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,8 +8,15 @@ from rlhf.data.records import Message, Text
 
 MOST_RESPONSES = 16  # n
 MOST_PROMPTS = 32
+FLAGS = (  # the labels of a response besides its quality (Ouyang et al. 2022, table 3)
+    "fails_instruction", "inappropriate", "hallucination", "satisfies_constraint", "sexual", "violent",
+    "encourages_violence", "denigrates", "harmful_advice", "opinion", "moral_judgement",
+)  # fmt: skip
 
 Stop = Annotated[Text, Field(min_length=1, max_length=200)]
+Id = Annotated[Text, Field(min_length=1, max_length=500)]
+Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
+Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
 
 class Strict(BaseModel):
@@ -107,3 +114,16 @@ class ScoreRequest(Strict):
         if isinstance(self.prompt, str):
             return [Message(role="user", content=self.prompt)]
         return [one.message() for one in self.prompt]
+
+
+class Verdict(Strict):
+    """A labeler's judgement of the responses of a task or comparison."""
+
+    name: Id
+    submission: Submission
+    ranking: Annotated[list[list[Id]], Field(min_length=1, max_length=64)] | None  # none: cannot judge
+    ratings: dict[Id, Annotated[int, Field(ge=1, le=7)]] = Field(default_factory=dict)
+    flags: dict[Id, list[Annotated[str, Field(pattern="^(" + "|".join(FLAGS) + ")$")]]] = Field(default_factory=dict)
+    seconds: Seconds = 0.0
+    note: Annotated[Text, Field(max_length=2000)] = ""
+    replaces: Id | None = None

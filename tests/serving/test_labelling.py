@@ -21,7 +21,7 @@ from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.model.next_tokens import likeliest, show
 from rlhf.serving.app import make_app
-from rlhf.serving.desk import Judged
+from rlhf.serving.schemas import Verdict
 from rlhf.serving.store import LabelStore
 from rlhf.tokenizer import encode_text
 from rlhf.training.setup import load_policy
@@ -263,7 +263,7 @@ def test_what_was_acknowledged_is_there_and_what_was_torn_is_not(tmp_path):
     desk = make_desk(tmp_path / "labels.jsonl", count=3)
     for name in ("anna", "ben"):
         task = desk.next_task(name)
-        desk.rank(name, task.id, Judged(f"{name}-submission", [["a"], ["b"]]), None)
+        desk.rank(name, Verdict(name=task.id, submission=f"{name}-submission", ranking=[["a"], ["b"]]))
     desk.store.close()
     whole = (tmp_path / "labels.jsonl").read_bytes()
     (tmp_path / "labels.jsonl").write_bytes(whole + b'{"kind": "ranking", "id"')
@@ -304,9 +304,9 @@ def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_ha
     assert desk.next_task("ben").id != task.id
     desk.store.close()
     again = make_desk(tmp_path / "labels.jsonl", labelers=("anna", "ben"), per_prompt=1)
-    again.rank("anna", task.id, Judged("submission-1", [["a"]]), None)
+    again.rank("anna", Verdict(name=task.id, submission="submission-1", ranking=[["a"]]))
     with pytest.raises(RefusedError, match="enough labelers"):
-        again.rank("ben", task.id, Judged("submission-2", [["a"]]), None)
+        again.rank("ben", Verdict(name=task.id, submission="submission-2", ranking=[["a"]]))
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
@@ -314,7 +314,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     desk = make_desk(tmp_path / "labels.jsonl")
     task = desk.next_task("anna")
-    desk.rank("anna", task.id, Judged("submission-1", [["a"]]), None)
+    desk.rank("anna", Verdict(name=task.id, submission="submission-1", ranking=[["a"]]))
     before, write = desk.store.path.read_bytes(), os.write
 
     def full(file, data):
@@ -324,10 +324,10 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     task = desk.next_task("anna")
     with pytest.raises(UserError, match="No space left"):
-        desk.rank("anna", task.id, Judged("submission-2", [["a"]]), None)
+        desk.rank("anna", Verdict(name=task.id, submission="submission-2", ranking=[["a"]]))
     assert desk.store.path.read_bytes() == before
     monkeypatch.undo()
-    desk.rank("anna", task.id, Judged("submission-2", [["a"]]), None)
+    desk.rank("anna", Verdict(name=task.id, submission="submission-2", ranking=[["a"]]))
     assert len(desk.store.path.read_bytes().splitlines()) == 2
 
 
@@ -337,7 +337,7 @@ def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_
 
     def work(name):
         while task := desk.next_task(name):
-            desk.rank(name, task.id, Judged(f"{name}-{task.id}-sub", [["a"], ["b", "c"]]), None)
+            desk.rank(name, Verdict(name=task.id, submission=f"{name}-{task.id}-sub", ranking=[["a"], ["b", "c"]]))
 
     threads = [threading.Thread(target=work, args=(name,)) for name in names]
     for thread in threads:
@@ -357,7 +357,7 @@ def test_a_labeler_who_was_away_while_others_did_the_task_gets_another(tmp_path,
     assert desk.next_task("ben").id == task.id
     monkeypatch.undo()
     assert desk.next_task("anna").id != task.id, "ben has it now"
-    desk.rank("ben", task.id, Judged("submission-1", [["a"], ["b"]]), None)
+    desk.rank("ben", Verdict(name=task.id, submission="submission-1", ranking=[["a"], ["b"]]))
     assert desk.next_task("anna").id != task.id
 
 
@@ -380,7 +380,7 @@ async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labele
     await write("ben", "of-ben-01")
     task = desk.tasks[said["task"]]
     assert desk.next_prompt("cleo").id != task.id, "two labelers have written to it"
-    desk.rank("anna", task.id, Judged("a-ranking", [["a"], ["b"]]), None)
+    desk.rank("anna", Verdict(name=task.id, submission="a-ranking", ranking=[["a"], ["b"]]))
     desk.store.close()
     again = make_desk(desk.store.path)
     assert again.next_prompt("ben").id == again.next_prompt("cleo").id != task.id, "a restart forgets nothing"
