@@ -95,21 +95,29 @@ def mend(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def held(out: Path) -> Iterator[None]:
-    """Lock `out` against other processes of this package, and `mend` it. Raises: UserError if another one has the lock."""
-    lock = out.with_name(f".{out.name}.lock")
-    try:
+def locked(lock: Path, place: Path, busy: str, setting: str = "runs_dir") -> Iterator[None]:
+    """Lock a file, by which processes of this package keep off `place`. busy: what another one does, and what to do then.
+
+    Raises: UserError if another one has the lock.
+    """
+    with writing(place, setting):
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")
-    except OSError as error:
-        raise disk_error(error, out, "out") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not lock.exists() or lock.stat().st_ino != os.fstat(file.fileno()).st_ino:
                 raise BlockingIOError  # it was released and removed between opening and locking
         except BlockingIOError:
-            raise UserError(f"{out}: another process is writing it: wait for it, or choose another place") from None
+            raise UserError(f"{place}: another process is {busy}") from None
+        yield
+
+
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Lock `out` against other processes of this package, and `mend` it. Raises: UserError if another one has the lock."""
+    lock = out.with_name(f".{out.name}.lock")
+    with locked(lock, out, "writing it: wait for it, or choose another place", "out"):
         try:
             mend(out)
             yield
@@ -162,6 +170,15 @@ def read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+@contextlib.contextmanager
+def writing(path: Path, setting: str = "runs_dir") -> Iterator[None]:
+    """Raises: UserError as `disk_error` words it for an OSError within."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, setting) from error
 
 
 def disk_error(error: OSError, path: Path, setting: str = "runs_dir") -> UserError:

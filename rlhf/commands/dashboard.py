@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import disk_error, read_json, write_json
+from rlhf.files import read_json, write_json, writing
 from rlhf.terminal import say
 
 # Seconds after which a server that does not answer is given up.
@@ -28,10 +28,8 @@ def run(config: Config) -> None:
     same_place = before.get("project") == project and before.get("entity") == entity
     if same_place and isinstance(before.get("url"), str):
         specification["url"] = before["url"]
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(error, path) from error
     write_json(path, specification)
     panels = sum(len(section["panels"]) for section in specification["sections"])
     say(f"dashboard: {panels} panels in {len(specification['sections'])} sections -> {path}")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import held, replaced, share
-from rlhf.runs.checkpoints import checkpoint_error
+from rlhf.files import held, replaced, share, writing
+from rlhf.runs.checkpoints import full_disk
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.terminal import say
 
@@ -20,19 +20,13 @@ def run(config: Config) -> None:
     from rlhf.commands.model_card import model_card
 
     write = write_reward if config.export.stage == "reward" else write_policy
-    try:
-        with held(out):
-            check_free(out, config.overwrite)
-            with replaced(out) as folder:
-                loading, notes = write(config, source / "model", folder)
-                card = model_card(config, config.export.stage, loading.format(out.name), notes)
-                (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
-                share(folder)
-    except Exception as error:  # libraries report a full disk with errors other than OSError
-        reported = checkpoint_error(error, out)
-        if reported is error:
-            raise
-        raise reported from error
+    with writing(out), full_disk(out), held(out):
+        check_free(out, config.overwrite)
+        with replaced(out) as folder:
+            loading, notes = write(config, source / "model", folder)
+            card = model_card(config, config.export.stage, loading.format(out.name), notes)
+            (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
+            share(folder)
     say(f"export: {source / 'model'} -> {out}: {loading.format(out)} loads it")
     for note in notes:
         say(f"export: {note}")

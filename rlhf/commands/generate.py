@@ -15,7 +15,7 @@ from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
-from rlhf.files import disk_error, held
+from rlhf.files import held, writing
 from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.inputs import read_prompts
@@ -41,10 +41,8 @@ def run(config: Config) -> None:
         made = check_output(folder)
         records = read_prompts(config, lambda line: say(f"generate: {line}"))
         model = {"model": f"{made['run']}/{settings.stage}@{made['hash'][:8]}", "model_hash": made["hash"]}
-        try:
+        with writing(out):
             answer_file(config, folder, records, model, out)
-        except OSError as error:
-            raise disk_error(error, out) from error
 
 
 def check_free(out: Path, overwrite: bool) -> None:

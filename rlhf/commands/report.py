@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import disk_error
+from rlhf.files import writing
 from rlhf.runs.folders import NAME, refuse_inside_stage
 from rlhf.terminal import say
 
@@ -34,10 +34,8 @@ def run(config: Config) -> None:
         from rlhf.report.page import write_figures
 
         target = Path(config.report.figures)
-        try:
+        with writing(target):
             paths = write_figures(folders, target, config.report.form)
-        except OSError as error:
-            raise disk_error(error, target) from error
         say(f"report: {len(paths)} figures -> {target}")
 
 
@@ -82,7 +80,5 @@ def write(*folders: Path, out: str | None = None) -> Path:
     names = "+".join(folder.name for folder in folders)
     default = folders[0] / "report.html" if len(folders) == 1 else folders[0].parent / f"report-{names[:120]}.html"
     path = default if out is None else Path(out)
-    try:
+    with writing(path):
         return write_report(*folders, path=path)
-    except OSError as error:
-        raise disk_error(error, path) from error

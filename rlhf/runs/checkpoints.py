@@ -5,12 +5,12 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, sync_folder, write_json
+from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, sync_folder, write_json, writing
 from rlhf.runs.records import read_record
 from rlhf.terminal import say
 
@@ -80,28 +80,30 @@ def save_checkpoint(
     target = folder / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)
     try:
-        target.mkdir(parents=True)
-        write(target)
-        seal(target, figure)
-    except Exception as error:
+        with writing(target), full_disk(target):
+            target.mkdir(parents=True)
+            write(target)
+            seal(target, figure)
+    except Exception:
         shutil.rmtree(target, ignore_errors=True)
-        reported = checkpoint_error(error, target)
-        if reported is error:
-            raise
-        raise reported from error
+        raise
     prune_checkpoints(folder, step, keep)
     return target
 
 
-def checkpoint_error(error: Exception, target: Path) -> Exception:
-    """The error to raise if a checkpoint cannot be written: one line if the disk is the cause, else the error itself."""
-    if isinstance(error, UserError):
-        return error
-    if isinstance(error, OSError):
-        return disk_error(error, target)
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    number = int(match[1]) if match else errno.ENOSPC if TORCH_DISK_ERROR in str(error) else 0
-    return disk_error(OSError(number, os.strerror(number)), target) if number in DISK_ERRORS else error
+@contextlib.contextmanager
+def full_disk(target: Path) -> Iterator[None]:
+    """Raises: UserError in one line if a library within reports a full disk by an error other than OSError."""
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(match[1]) if match else errno.ENOSPC if TORCH_DISK_ERROR in str(error) else 0
+        if number not in DISK_ERRORS:
+            raise
+        raise disk_error(OSError(number, os.strerror(number)), target) from error
 
 
 def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:

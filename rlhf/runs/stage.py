@@ -1,7 +1,6 @@
 """A running stage: started or resumed under a lock, recorded in stage.json, finished with the hashes of its files."""
 
 import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import platform
@@ -17,10 +16,10 @@ from rlhf import __version__
 from rlhf.config import Config
 from rlhf.config.setting import ROUNDING, flatten, get, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, beside, disk_error, hash_files, share, swap, write_json
+from rlhf.files import DISK_ERRORS, beside, disk_error, hash_files, locked, share, swap, write_json, writing
 from rlhf.processes import is_first
 from rlhf.recipe import STAGES
-from rlhf.runs.checkpoints import checkpoint_error, checkpoint_step, checkpoints, prune_checkpoints
+from rlhf.runs.checkpoints import checkpoint_step, checkpoints, full_disk, prune_checkpoints
 from rlhf.runs.folders import collect_parents, differences, hash_of, read_stage, run_folder, settings_of, stage_folder
 from rlhf.runs.lineage import git_state
 from rlhf.runs.replacing import settle
@@ -160,37 +159,19 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             _say_other_rounding(stage, recorded)
         stage.note_progress()
         try:
-            _write_config(config, stage.folder)
-            yield stage
-        except OSError as error:
+            with full_disk(folder):
+                _write_config(config, stage.folder)
+                yield stage
+        except Exception as error:
             _discard_beginning(stage)
-            if error.errno in DISK_ERRORS:
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise disk_error(error, Path(error.filename or folder)) from error
             raise
-        except Exception as error:  # libraries report a full disk with errors other than OSError
-            _discard_beginning(stage)
-            reported = checkpoint_error(error, folder)
-            if reported is error:
-                raise
-            raise reported from error
 
 
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Lock a folder; creates it if necessary. Raises: UserError if another process holds it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise disk_error(error, folder) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{folder}: another process is working on it: wait for it, or choose another run=…"
-            ) from None
-        yield
+    return locked(folder / ".lock", folder, "working on it: wait for it, or choose another run=…")
 
 
 def _begin_or_resume(stage: Stage) -> dict | None:
@@ -280,11 +261,9 @@ def _empty(stage: Stage, replace_others: bool) -> None:
             f"{stage.folder}: has no readable stage.json but other files ({', '.join(strangers[:3])}): choose another "
             f"run=…, or run `rlhf {stage.name} overwrite=true` to replace them"
         )
-    try:
+    with writing(stage.folder):
         for path in sorted(present, key=lambda p: p.name == "stage.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    except OSError as error:
-        raise disk_error(error, stage.folder) from error
 
 
 def _write_config(config: Config, folder: Path) -> None:

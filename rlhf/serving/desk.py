@@ -202,7 +202,7 @@ def make_ranking(task: Ranking, labeler: str, said: Verdict, longest: float, mor
         prompt=task.prompt,
         responses=task.responses,
         ranking=said.ranking,
-        ratings=said.ratings,
+        ratings=dict(said.ratings),
         flags={name: flags for name, flags in said.flags.items() if flags},
         labeler=labeler,
         seconds=round(min(said.seconds, longest), 1),

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rlhf.data.records import KINDS, Demonstration, Ranking, Record, first_problem
 from rlhf.errors import UserError
-from rlhf.files import disk_error
+from rlhf.files import disk_error, writing
 
 Labelled = TypeVar("Labelled", Ranking, Demonstration)
 # The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.
@@ -29,11 +29,9 @@ class LabelStore:
         self.path, self.lock = path, threading.Lock()
         self.records: list[Record] = []
         self.submissions: dict[tuple[str, str | None, str], Record] = {}  # by kind, labeler and submission
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise disk_error(error, path) from error
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
