@@ -19,8 +19,8 @@ from rlhf.files import beside, hash_files, set_aside
 from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
+from rlhf.runs.folders import under_way
 from rlhf.runs.lineage import git_state
-from rlhf.runs.replacing import under_way
 from rlhf.runs.stage import open_stage
 
 from .test_checkpoints import checkpoint, sealed

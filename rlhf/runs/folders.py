@@ -3,6 +3,8 @@
     runs/<run>/<stage>/  stage.json    written as "running" when the stage begins and as "complete" when it ends
                          checkpoints/  step-N folders, each trusted only with its manifest, which is written last
                          model/ …      the stage's output, hashed into stage.json
+    runs/<run>/.<stage>.new/  its unfinished replacement (overwrite=true); the old one stays until this is complete
+    runs/<run>/.<stage>.old/  exists only between the two renames of the swap
 
 A stage's hash covers its settings, its parents' hashes and its output files, so a parent that is changed or replaced
 later is detected.
@@ -20,7 +22,7 @@ from rlhf.config import Config, ParentsConfig
 from rlhf.config.model import shape_settings
 from rlhf.config.setting import RESULT, flatten, get, listed, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.files import sha256_file
+from rlhf.files import beside, sha256_file
 from rlhf.precision import precision_of
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.records import read_record
@@ -100,6 +102,11 @@ def stages_of(run: Path) -> dict[str, Path]:
     """The folders of a run's stages by name, complete or not; unfinished replacements are left out."""
     folders = (path.parent for path in sorted(run.glob("*/stage.json")))
     return {folder.name: folder for folder in folders if not folder.name.startswith(".")}
+
+
+def under_way(folder: Path) -> Path:
+    """The folder in which the stage is written: that of its replacement, if there is one, else its own."""
+    return beside(folder) if (beside(folder) / "stage.json").is_file() else folder
 
 
 def rounds_before(run: Path) -> list[Path]:

@@ -16,13 +16,12 @@ from rlhf import __version__
 from rlhf.config import Config
 from rlhf.config.setting import ROUNDING, flatten, get, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, beside, disk_error, hash_files, locked, share, swap, write_json, writing
+from rlhf.files import DISK_ERRORS, beside, disk_error, hash_files, locked, set_aside, share, swap, write_json, writing
 from rlhf.processes import is_first
 from rlhf.recipe import STAGES
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, full_disk, prune_checkpoints
 from rlhf.runs.folders import collect_parents, differences, hash_of, read_stage, run_folder, settings_of, stage_folder
 from rlhf.runs.lineage import git_state
-from rlhf.runs.replacing import settle
 from rlhf.terminal import say
 
 # Files of a stage's folder that are not its output: they tell how it was run.
@@ -150,7 +149,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
         yield stage
         return
     with _lock(folder), _lock(stage.folder) if config.overwrite else contextlib.nullcontext():
-        settle(folder)
+        _settle(folder)
         recorded = _begin_or_resume(stage)
         folders = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
         built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
@@ -172,6 +171,17 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
 def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Lock a folder; creates it if necessary. Raises: UserError if another process holds it."""
     return locked(folder / ".lock", folder, "working on it: wait for it, or choose another run=…")
+
+
+def _settle(folder: Path) -> None:
+    """Finish a `swap` that was killed half-way. Call it with the stage's lock held."""
+    new, old = beside(folder), set_aside(folder)
+    if not old.exists():
+        return
+    if not (folder / "stage.json").exists():  # killed between the two renames
+        shutil.rmtree(folder, ignore_errors=True)  # contains at most a lock
+        (new if (new / "stage.json").exists() else old).rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _begin_or_resume(stage: Stage) -> dict | None:

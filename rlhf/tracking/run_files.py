@@ -12,8 +12,8 @@ from typing import Any
 
 from rlhf.files import read_json
 from rlhf.recipe import PIPELINE, STAGES
+from rlhf.runs.folders import under_way
 from rlhf.runs.records import read_what_is_there
-from rlhf.runs.replacing import under_way
 from rlhf.tracking.jsonl import count_unreadable, is_number, read_jsonl
 from rlhf.tracking.metrics import find
 from rlhf.tracking.progress import format_seconds

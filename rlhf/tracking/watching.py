@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.files import read_json
 from rlhf.recipe import ROUND_STAGES, STAGES
-from rlhf.runs.replacing import under_way
+from rlhf.runs.folders import under_way
 from rlhf.terminal import printable
 from rlhf.tracking.jsonl import is_number, parse_line
 from rlhf.tracking.progress import format_figure, format_seconds
