@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rlhf.data.agreement.judgements import AgreementCounter
-from rlhf.data.records import Demonstration, Message, RankedResponse, Ranking
+from rlhf.data.records import Demonstration, RankedResponse, Ranking
 from rlhf.data.revisions import without_replaced
 from rlhf.serving.errors import RefusedError
-from rlhf.serving.schemas import Verdict
+from rlhf.serving.schemas import DemonstrationRequest, Verdict
 from rlhf.serving.store import LabelStore
 
 HELD_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
@@ -159,23 +159,21 @@ class Desk:
                 None,
             )
 
-    def demonstrate(
-        self, labeler: str, prompt: list[Message], response: str, submission: str, more: dict
-    ) -> Demonstration:
+    def demonstrate(self, labeler: str, asked: DemonstrationRequest) -> Demonstration:
         """Save the ideal response to a prompt. Raises: RefusedError if the labeler has written one to this task."""
-        task = more.get("task")
+        more = asked.model_dump(include={"seconds", "task", "edited"}, exclude_none=True)
         made = Demonstration(
-            id=f"demonstration/{labeler}/{submission}",
-            prompt=prompt,
-            response=response,
+            id=f"demonstration/{labeler}/{asked.submission}",
+            prompt=[one.message() for one in asked.messages],
+            response=asked.response,
             labeler=labeler,
             source="rlhf serve",
-            metadata=more | {"submission": submission, "created": now_text()},
+            metadata=more | {"submission": asked.submission, "created": now_text()},
         )
         with self.lock:
-            _check_demonstration(made, None if task is None else self.tasks.get(task))
-            before = None if task is None else self.demonstrated[task].get(labeler)
-            if before is not None and before.metadata["submission"] != submission:
+            _check_demonstration(made, None if asked.task is None else self.tasks.get(asked.task))
+            before = None if asked.task is None else self.demonstrated[asked.task].get(labeler)
+            if before is not None and before.metadata["submission"] != asked.submission:
                 raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
             record = self.store.append(made)
             self._count(record)

@@ -17,11 +17,10 @@ from rlhf.serving.drawing import Drawn, Wish, chat_prompt, encoded
 from rlhf.serving.engine import Engine, ModelFailedError
 from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel
-from rlhf.serving.schemas import FLAGS, ChatMessage, Id, Seconds, Strict, Submission, Verdict
+from rlhf.serving.schemas import FLAGS, DemonstrationRequest, Id, Messages, Strict, Verdict
 from rlhf.serving.security import COOKIE, Access
 from rlhf.serving.streaming import Stream, event, merged
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
 MOST_COMPARED = 6
 MOST_NEXT = 100
 
@@ -35,15 +34,6 @@ class CompareRequest(Strict):
     models: Annotated[list[Id], Field(min_length=2, max_length=MOST_COMPARED)]
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
     max_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
-
-
-class DemonstrationRequest(Strict):
-    messages: Messages
-    response: Annotated[Text, Field(min_length=1, max_length=100_000)]
-    submission: Submission
-    seconds: Seconds = 0.0
-    task: Id | None = None
-    edited: Id | None = None  # the task's response from which the labeler started
 
 
 class ShadingRequest(Strict):
@@ -183,11 +173,7 @@ def add_ranking(router: APIRouter, server: Server) -> None:
 
     @router.post("/demonstrate")
     async def demonstrate(asked: DemonstrationRequest, request: Request) -> dict[str, Any]:
-        given = {"task": asked.task, "edited": asked.edited}
-        more = {"seconds": asked.seconds} | {name: value for name, value in given.items() if value}
-        prompt = [one.message() for one in asked.messages]
-        labeler = labeler_of(request)
-        return saved(await checked(desk.demonstrate, labeler, prompt, asked.response, asked.submission, more))
+        return saved(await checked(desk.demonstrate, labeler_of(request), asked))
 
 
 def add_comparison(router: APIRouter, server: Server) -> None:

@@ -41,6 +41,9 @@ class ChatMessage(Strict):
         return Message(role="system" if self.role == "developer" else self.role, content=text)
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -68,7 +71,7 @@ class Sampling(Strict):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
+    messages: Messages
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -107,7 +110,7 @@ class ScoreRequest(Strict):
     """Responses to one prompt, for the reward model of a run."""
 
     model: Annotated[Text, Field(min_length=1, max_length=300)]
-    prompt: Text | Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
+    prompt: Text | Messages
     responses: Annotated[list[Text], Field(min_length=1, max_length=64)]
 
     def messages(self) -> list[Message]:
@@ -127,3 +130,12 @@ class Verdict(Strict):
     seconds: Seconds = 0.0
     note: Annotated[Text, Field(max_length=2000)] = ""
     replaces: Id | None = None
+
+
+class DemonstrationRequest(Strict):
+    messages: Messages
+    response: Annotated[Text, Field(min_length=1, max_length=100_000)]
+    submission: Submission
+    seconds: Seconds = 0.0
+    task: Id | None = None
+    edited: Id | None = None  # the task's response from which the labeler started
