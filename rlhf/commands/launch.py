@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerProcess
 
 from rlhf.interrupts import EXIT_CODE
 from rlhf.processes import launch_environment
@@ -52,7 +52,14 @@ def run_stage_processes(arguments: Sequence[str], processes: int = 1, threads: i
     if sys.platform != "linux":
         return run_processes([sys.executable, "-m", module, *arguments], processes, threads)
     sys.stdout.flush()
-    return _follow([Forked([module, *arguments], environment) for environment in environments(processes, threads)])
+    _start_server()
+    forked = [
+        Forked(target=_run_module, args=([module, *arguments], environment))
+        for environment in environments(processes, threads)
+    ]
+    for process in forked:
+        process.start()
+    return _follow(forked)
 
 
 def import_once(modules: Sequence[str]) -> None:
@@ -61,29 +68,15 @@ def import_once(modules: Sequence[str]) -> None:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
 
-class Forked:
+class Forked(ForkServerProcess):
     """A process that the server forked, with the methods of `Popen` that are used here."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        _start_server()
-        self.process: BaseProcess = multiprocessing.get_context("forkserver").Process(
-            target=_run_module, args=(command, environment)
-        )
-        self.process.start()
-
     def poll(self) -> int | None:
-        return self.process.exitcode
+        return self.exitcode
 
     def wait(self) -> int:
-        self.process.join()
-        return self.process.exitcode or 0
-
-    def send_signal(self, number: int) -> None:
-        if self.process.pid is not None and self.poll() is None:
-            os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        self.process.kill()
+        self.join()
+        return self.exitcode or 0
 
 
 @cache
@@ -132,7 +125,7 @@ def _follow(started: Sequence["subprocess.Popen | Forked"]) -> int:
         return _wait(started)
     except KeyboardInterrupt:
         for process in started:
-            process.send_signal(signal.SIGTERM)  # the process ignores a second signal within a second
+            process.terminate()  # the process ignores a second signal within a second
         codes = [process.wait() for process in started]
         if EXIT_CODE not in codes:
             raise
