@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,16 @@ def write_text(path: Path, text: str, errors: str = "replace") -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise disk_error(error, path) from error
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> int:
+    """Write rows as JSON Lines; returns their number."""
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
 
 
 def beside(out: Path) -> Path:

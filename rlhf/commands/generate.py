@@ -20,6 +20,7 @@ from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.inputs import read_prompts
 from rlhf.terminal import say
+from rlhf.tracking.jsonl import parse_line
 from rlhf.tracking.progress import progress
 
 Row = dict[str, Any]
@@ -157,8 +158,4 @@ def keep_finished(file: BinaryIO, heads: list[Row], samples: int, logprobs: bool
 
 def parsed(line: bytes) -> Row | None:
     """The object of a complete line; None if the line is torn or not an object."""
-    try:
-        value = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    return parse_line(line) if line.endswith(b"\n") else None

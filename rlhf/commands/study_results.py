@@ -267,7 +267,8 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     answers = evaluate.Answers(prompts=prompts, **{k: v for k, v in ours.items() if not k.startswith("judged")})
     last = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "objective/kl" in row][-1]
     with inference(of_cell, device):
-        kl = evaluate.kl_between(of_cell, answers, ppo, sft, tokenizer.pad_token_id, device)
+        nats = evaluate.response_nats(of_cell, answers, sft, tokenizer.pad_token_id, device)
+        kl = mean(evaluate.kl_rows(of_cell, answers, ppo, nats, tokenizer.pad_token_id, device))
     figures = {
         "win_rate": wins("judged"),
         "win_rate_greedy": wins("judged_greedy"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.files import write_jsonl
 
 RANK = "rank"  # the control's name in Label Studio: exports name it
 BETTER = "better"
@@ -172,9 +173,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, str]]) -> None:
 def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: str, seed: int) -> tuple[list[str], int]:
     """Write tasks for `tool` (native, label_studio, csv) into a folder: the files' names and the number of tasks."""
     if tool == "native":
-        lines = [json.dumps(task.model_dump(mode="json"), ensure_ascii=False) + "\n" for task in tasks]
-        (folder / "tasks.jsonl").write_text("".join(lines), encoding="utf-8")
-        return ["tasks.jsonl"], len(tasks)
+        return ["tasks.jsonl"], write_jsonl(folder / "tasks.jsonl", (task.model_dump(mode="json") for task in tasks))
     if tool == "csv":
         cells = list(csv_rows(tasks, interface, seed))
         write_csv(folder / "tasks.csv", cells)

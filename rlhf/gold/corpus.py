@@ -5,10 +5,8 @@ everything twice, from which copying is learned. Requests whose core hashes to t
 """
 
 import itertools
-import json
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rlhf.gold.conversations import make_request
 from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
@@ -100,16 +98,6 @@ def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0
             yield _story(rng)
         else:
             yield " ".join(_fact(rng) for _ in range(rng.randint(2, 5)))
-
-
-def write_jsonl(path: Path, rows: Iterator[dict]) -> int:
-    """Write rows as JSON Lines; returns their number."""
-    count = 0
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count += 1
-    return count
 
 
 def unique_tasks(

@@ -6,7 +6,6 @@ Source: Radford et al. 2018, sections 3.2, 3.3 and 4.1 (batch 32, 3 epochs, rate
 decay, lambda 0.5, dropout 0.1 on the classifier). Differs: Adam's betas are those of the other stages.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from rlhf.config import Config
 from rlhf.data.labelled import Example, encode_examples, find_marks
 from rlhf.evaluation.labelled_task import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification
-from rlhf.files import write_json
+from rlhf.files import write_json, write_jsonl
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.label_model import LabelModel, transfer
 from rlhf.model.trunk import context_of
@@ -155,16 +154,17 @@ def write_results(
     results = classification(labels, predicted, classes)
     right = probabilities[torch.arange(len(labels)), torch.tensor(labels)]
     results["loss"] = -right.clamp(min=1e-30).log().mean().item()
-    with (stage.folder / "predictions.jsonl").open("w", encoding="utf-8") as file:
-        for example, label, guess, row in zip(examples, labels, predicted, probabilities.tolist(), strict=True):
-            shown = {
-                "where": example.where,
-                "rows": example.rows,
-                "label": classes[label],
-                "predicted": classes[guess],
-                "probabilities": {name: round(p, 4) for name, p in zip(classes, row, strict=True)},
-            }
-            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
+    rows = (
+        {
+            "where": example.where,
+            "rows": example.rows,
+            "label": classes[label],
+            "predicted": classes[guess],
+            "probabilities": {name: round(p, 4) for name, p in zip(classes, row, strict=True)},
+        }
+        for example, label, guess, row in zip(examples, labels, predicted, probabilities.tolist(), strict=True)
+    )
+    write_jsonl(stage.folder / "predictions.jsonl", rows)
     write_json(stage.folder / "results.json", results)
     accuracy, (low, high) = results["accuracy"]["value"], results["accuracy"]["ci95"]
     stage.say(

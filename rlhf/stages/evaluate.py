@@ -6,7 +6,6 @@ the KL and the held-out accuracy of the reward model.
 
 import functools
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ from rlhf.evaluation.truth_figures import (
     summarize_truth,
     truth_win_rates,
 )
-from rlhf.files import write_json
+from rlhf.files import write_json, write_jsonl
 from rlhf.gold.corpus import talk
 from rlhf.gold.truth import Requests, make_truth
 from rlhf.gold.world import task_from_metadata
@@ -351,14 +350,6 @@ def kl_rows(
     return [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(policy_nats, nats, strict=True)]
 
 
-def kl_between(
-    config: Config, answers: Answers, policy: Path, reference: Path, pad: int, device: torch.device
-) -> float:
-    """Mean over the policy's samples of sum_t (logp - logp_ref), nats per sequence."""
-    rows = kl_rows(config, answers, policy, response_nats(config, answers, reference, pad, device), pad, device)
-    return sum(map(sum, rows)) / sum(map(len, rows))
-
-
 # --- the record ----------------------------------------------------------------------------------------------------
 
 
@@ -382,20 +373,20 @@ def write_samples(
     records: list[PromptRecord],
     answers: dict[str, Answers],
     gold: Any,
-    scores: dict[str, list[list[float]]],
+    scores: Scores,
 ) -> None:
     """One line per test prompt: the first sample of every policy, with its scores."""
-    with path.open("w", encoding="utf-8") as file:
-        for i, record in enumerate(records):
-            row = {
-                "id": record.id,
-                "prompt": shown_prompt(record.prompt),
-                "responses": {name: given["texts"][i][0] for name, given in answers.items()},
-                "scores": {name: round(s[i][0], 4) for name, s in scores.items()},
-            }
-            if gold is not None:
-                row["gold"] = {name: round(judged["samples"][i][0]["total"], 4) for name, judged in gold.items()}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    rows = (
+        {
+            "id": record.id,
+            "prompt": shown_prompt(record.prompt),
+            "responses": {name: given["texts"][i][0] for name, given in answers.items()},
+            "scores": {name: round(s[i][0], 4) for name, s in scores.items()},
+        }
+        | ({} if gold is None else {"gold": {name: round(g["samples"][i][0]["total"], 4) for name, g in gold.items()}})
+        for i, record in enumerate(records)
+    )
+    write_jsonl(path, rows)
 
 
 def say_results(stage: Stage, results: dict[str, Any]) -> None:

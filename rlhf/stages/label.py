@@ -17,7 +17,7 @@ from rlhf.data.items import Answer
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.errors import UserError
-from rlhf.gold.corpus import write_jsonl
+from rlhf.files import write_jsonl
 from rlhf.gold.labelers import Labeler, rank_responses, tune_noise
 from rlhf.gold.truth import Truth, need_truth
 from rlhf.model.generate import sample_as_configured

@@ -4,7 +4,6 @@ The simplest way to use a reward model for training (Touvron et al. 2023, Llama 
 Differs: one round, always from the SFT model.
 """
 
-import json
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlhf.data.demonstrations import encode_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, draw_candidates
+from rlhf.files import write_text
 from rlhf.model.trunk import context_of
 from rlhf.ppo.setup import load_ppo_prompts, make_reward
 from rlhf.precision import inference
@@ -25,6 +25,7 @@ from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.tokenizer import load_tokenizer
 from rlhf.tracking.progress import progress
+from rlhf.tracking.writers import read_jsonl
 from rlhf.training.adapters import save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import load_frozen, set_up
@@ -41,14 +42,10 @@ def run(config: Config) -> None:
         # 1. Sample n, keep the best that ends
         path = stage.folder / "demonstrations.jsonl"
         if path.exists():
-            demonstrations = [
-                Demonstration(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()
-            ]
+            demonstrations = [Demonstration(**row) for row in read_jsonl(path)]
         else:
             demonstrations = choose(config, stage, policy, tokenizer, device)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(r.model_dump_json() + "\n" for r in demonstrations), encoding="utf-8")
-            temporary.replace(path)
+            write_text(path, "".join(r.model_dump_json() + "\n" for r in demonstrations))
 
         # 2. Fine-tune on them
         rows = encode_demonstrations(demonstrations, tokenizer, context_of(policy, tokenizer))

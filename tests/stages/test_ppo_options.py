@@ -344,7 +344,7 @@ def test_gradient_checkpointing_changes_no_gradient(open_trainer):
 
 def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
     from rlhf.data.records import Message, PromptRecord
-    from rlhf.gold.corpus import write_jsonl
+    from rlhf.files import write_jsonl
 
     turns = [("user", "What is the colour of the ball?"), ("assistant", "It is red."), ("user", "And of the box?")]
     records = [
