@@ -82,7 +82,7 @@ def train_reward_model(config: Config, name: str) -> None:
 
         # 2. The SFT model without its unembedding, plus a scalar head; or a classifier with its own tokenizer
         start = earlier_reward(config) if name == "reward" else None
-        model = make_model(config) if start is None else continued_model(config, start)
+        model = make_model(config, start)
         items = load_items(config, stage, records, item_encoder(config, model, tokenizer))
 
         # 3. Train: with reward.fit_head first only the head; then all weights, or with lora.rank adapters and the head; then calibrate
@@ -148,37 +148,26 @@ def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out:
         write_json(stage.folder / "audit.json", asdict(audit) | {"verdict": asdict(verdict), "seconds": seconds})
 
 
-def make_model(config: Config) -> RewardModel | TextRewardModel:
-    """The model to train, by reward.model. Raises: UserError as `prepared`."""
+def make_model(config: Config, start: Path | None = None) -> Any:
+    """The model to train: that of another reward stage (`start`), or by reward.model; with what training needs: the unembedding
+    for reward.lm_coef, and gradient checkpointing if it is set.
+
+    Raises: UserError if reward.lm_coef is set and the SFT model has no plain logits.
+    """
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
-    model: RewardModel | TextRewardModel
-    if settings.model is None:
+    model: Any
+    if start is not None:
+        model = load_whole(RewardModel, str(start / "model"), local_files_only=True)
+        model.calibrate(1.0, 0.0)  # the ranking loss takes scores without the calibration
+    elif settings.model is None:
         model = RewardModel.from_causal_lm(str(sft), settings.layers)
         model.config.read_tokens = settings.read_tokens
     else:
         model = TextRewardModel.from_base(settings.model)
-    return prepared(config, model)
-
-
-def continued_model(config: Config, folder: Path) -> RewardModel:
-    """The reward model of another reward stage, to be trained on. The ranking loss takes its scores without the calibration.
-
-    Raises: UserError as `prepared`.
-    """
-    model = load_whole(RewardModel, str(folder / "model"), local_files_only=True)
-    model.calibrate(1.0, 0.0)
-    return prepared(config, model)
-
-
-def prepared(config: Config, model: Any) -> Any:
-    """The model with what training needs: the unembedding for reward.lm_coef, and gradient checkpointing if it is set.
-
-    Raises: UserError if reward.lm_coef is set and the SFT model has no plain logits.
-    """
-    if config.reward.lm_coef:
-        policy = load_policy(stage_folder(config, "sft") / "model")
+    if settings.lm_coef:
+        policy = load_policy(sft)
         if not multiplies_plainly(policy):
-            raise UserError(f"reward.lm_coef={config.reward.lm_coef}: this model scales or caps its logits: want 0")
+            raise UserError(f"reward.lm_coef={settings.lm_coef}: this model scales or caps its logits: want 0")
         if not policy.config.tie_word_embeddings:  # the SFT model's own, since the reward model has none
             model.unembedding = (policy.get_output_embeddings().requires_grad_(False),)
     if config.gradient_checkpointing:

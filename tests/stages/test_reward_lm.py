@@ -40,7 +40,7 @@ def test_the_language_models_loss_is_by_the_sft_models_own_unembedding(copy_unti
     model = reward.make_model(config)
     if later:
         model.save_pretrained(run.folder / "earlier" / "model")
-        model = reward.continued_model(config, run.folder / "earlier")
+        model = reward.make_model(config, run.folder / "earlier")
     rows = [[5, 6, 7, 8, 9], [11, 12, 13]]
     tokens, lengths = right_pad(rows, 0)
     with torch.no_grad():
