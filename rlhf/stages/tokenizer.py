@@ -16,19 +16,17 @@ def run(config: Config) -> None:
     with open_stage(config, "tokenizer", hash_sources(config, "tokenizer")) as stage:
         if config.model.pretrained is not None:
             tokenizer = adopt(config.model.pretrained, config.data.form, stage.say)
-            tokenizer.save_pretrained(str(stage.model))
-            stage.finish({"vocab_size": len(tokenizer)})
-            return
-        documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
-        tokenizer = train_tokenizer(
-            limited(documents, config.tokenizer.max_characters),
-            config.tokenizer.vocab_size,
-            context_length=config.model.context_length,
-        )
-        if config.data.form == "completion":
-            use_completion(tokenizer)
+        else:
+            documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
+            tokenizer = train_tokenizer(
+                limited(documents, config.tokenizer.max_characters),
+                config.tokenizer.vocab_size,
+                context_length=config.model.context_length,
+            )
+            if config.data.form == "completion":
+                use_completion(tokenizer)
+            stage.say(f"{len(tokenizer)} entries")
         tokenizer.save_pretrained(str(stage.model))
-        stage.say(f"{len(tokenizer)} entries")
         stage.finish({"vocab_size": len(tokenizer)})
 
 
