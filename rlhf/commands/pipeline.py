@@ -117,19 +117,16 @@ def check_before(config: Config) -> None:
 
 def read_labels(config: Config) -> None:
     """Read the user's data files, so that a bad line is reported now and not after pretraining."""
-    from rlhf.data.comparisons import load_comparisons
-    from rlhf.data.demonstrations import load_demonstrations
     from rlhf.data.items import check_labelers, names_of
-    from rlhf.data.prompts import load_prompts
+    from rlhf.runs.inputs import read_comparisons, read_demonstrations, read_prompts
 
     data = config.data
     if data.demonstrations is not None:
-        load_demonstrations(data.demonstrations, data.format, data.allow_partial)
+        read_demonstrations(config)
     if data.comparisons is not None:
-        records, _ = load_comparisons(data.comparisons, data.format, data.allow_partial)
-        check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), records)
+        check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), read_comparisons(config))
     if data.prompts is not None:
-        load_prompts(data.prompts, data.format, data.allow_partial)
+        read_prompts(config)
 
 
 def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:

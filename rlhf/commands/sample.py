@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.data.comparisons import load_comparisons
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
@@ -16,7 +15,7 @@ from rlhf.errors import UserError
 from rlhf.files import held, read_json, replaced, sha256_file, write_json
 from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.runs.inputs import read_prompts
+from rlhf.runs.inputs import read_comparisons, read_prompts
 from rlhf.runs.sources import data_source, of_split
 from rlhf.terminal import say
 from rlhf.tracking.progress import progress
@@ -146,8 +145,7 @@ def labelled_prompts(config: Config) -> set[str]:
     source = data_source(config, "comparisons")
     if source is None or (config.data.comparisons is None and not Path(source).is_file()):
         return set()
-    rankings, _ = load_comparisons(source, config.data.format, config.data.allow_partial)
-    return {prompt_key(r.prompt) for r in rankings if r.ranking is not None or r.pairs is not None}
+    return {prompt_key(r.prompt) for r in read_comparisons(config) if r.ranking is not None or r.pairs is not None}
 
 
 def draw_tasks(
