@@ -1,11 +1,12 @@
 """`rlhf report run=a[,b,c]`: a run, or several on the same axes, as one self-contained HTML page."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.files import writing
-from rlhf.runs.folders import NAME, refuse_inside_stage
+from rlhf.runs.folders import refuse_inside_stage, run_folder
 from rlhf.terminal import say
 
 
@@ -60,9 +61,7 @@ def run_folders(config: Config) -> list[Path]:
     names = [name.strip() for name in config.run.split(",") if name.strip()]
     folders = []
     for name in names:
-        folder = Path(config.runs_dir) / name
-        if not NAME.fullmatch(name):
-            raise UserError(f"run={name!r}: want letters, digits, '.', '_' and '-', at most 100: choose another name")
+        folder = run_folder(replace(config, run=name))
         if not folder.is_dir():
             raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
         if folder in folders:
