@@ -78,13 +78,12 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.chat_template import decode_response, end_ids, response_text
     from rlhf.data.prompts import encode_prompt_within
     from rlhf.data.records import Message
+    from rlhf.evaluation.answers import room_for
     from rlhf.model.generate import stream
 
     as_text("".join(message["content"] for message in dialogue))
-    length = min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2)
-    fitted = encode_prompt_within(
-        tokenizer, [Message.model_validate(message) for message in dialogue], tokenizer.model_max_length - length
-    )
+    length, room = room_for(tokenizer, config.rollout.max_new_tokens)
+    fitted = encode_prompt_within(tokenizer, [Message.model_validate(message) for message in dialogue], room)
     if fitted is None:
         raise UserError("the message does not fit the model's context: write a shorter one")
     ids: list[int] = []
