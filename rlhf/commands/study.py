@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.commands.pipeline import forwarded_overrides, misfit
-from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, run_cell
+from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, cell_config, run_cell
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
@@ -137,7 +137,7 @@ def run_cells(config: Config, cells: list[Cell], missing: list[Cell]) -> None:
             for code, cell in zip(pool.map(run_cell, batch), batch, strict=True):
                 if code:
                     raise UserError(
-                        f"{cell.folder / cell.run}: the cell failed with exit code {code}: see {cell.folder / cell.run}.log, "
+                        f"{cell.home}: the cell failed with exit code {code}: see {cell.home}.log, "
                         "then run the same command again: finished cells are kept"
                     )
 
@@ -261,18 +261,16 @@ def cells_to_run(config: Config, cells: list[Cell]) -> list[Cell]:
 
     Raises: UserError for such a cell without overwrite=true.
     """
-    from rlhf.composing import compose_config
-
     missing = []
     for cell in cells:
-        folder = cell.folder / cell.run / cell.compared
-        recorded, settings = read_stage(folder), compose_config(list(cell.overrides))
+        folder = cell.home / cell.compared
+        recorded, settings = read_stage(folder), cell_config(cell)
         reason = recorded and misfit(settings, cell.compared, recorded, collect_parents(settings, cell.compared))
         if reason and not config.overwrite:
             raise UserError(f"{folder}: {reason}: add overwrite=true to run such cells again, or choose another run=…")
         if reason:
             missing.append(replace(cell, overrides=(*cell.overrides, "overwrite=true")))
-        elif not is_complete(cell.folder / cell.run / cell.last):
+        elif not is_complete(cell.home / cell.last):
             missing.append(cell)
     return missing
 

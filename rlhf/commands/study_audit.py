@@ -58,7 +58,7 @@ def audit_results(config: Config, cells: list[Cell]) -> dict[str, Any]:
 
 def run_of(cell: Cell) -> dict[str, Any]:
     """One cell's figures, outcome, KL and seconds. Raises: UserError if its reward model was not audited."""
-    folder = cell.folder / cell.run
+    folder = cell.home
     audit, results = read_json(folder / "reward" / "audit.json"), read_json(folder / "evaluate" / "results.json")
     if not audit or not audit.get("comparisons"):
         raise UserError(

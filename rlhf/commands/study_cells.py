@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.composing import compose_config
+from rlhf.config import Config
 from rlhf.files import read_json, write_json
 from rlhf.runs.folders import is_complete
 from rlhf.terminal import say
@@ -35,8 +37,12 @@ class Cell:
         return f"{self.name}-seed{self.seed}"
 
     @property
+    def home(self) -> Path:
+        return self.folder / self.run
+
+    @property
     def ppo(self) -> Path:
-        return self.folder / self.run / "ppo"
+        return self.home / "ppo"
 
     @property
     def builds_on_cell(self) -> bool:
@@ -48,13 +54,18 @@ class Cell:
         return "ppo" if self.last == "evaluate" else self.last
 
 
+def cell_config(cell: Cell) -> Config:
+    """The configuration of the cell's PPO run, or of its only stage."""
+    return compose_config(list(cell.overrides))
+
+
 def run_cell(cell: Cell) -> int:
     """Run the cell's missing stages in separate processes, logging next to its folder; returns the exit code."""
     cell.folder.mkdir(parents=True, exist_ok=True)
     started, code, anew = time.monotonic(), 0, "overwrite=true" in cell.overrides
     with (cell.folder / f"{cell.run}.log").open("a") as log:
         for name in cell.commands:
-            if not code and (anew or not is_complete(cell.folder / cell.run / name)):
+            if not code and (anew or not is_complete(cell.home / name)):
                 flag = [] if name == "pipeline" else ["--shared-settings"]
                 command = [sys.executable, "-m", "rlhf", name, *flag, *cell.overrides]
                 code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode

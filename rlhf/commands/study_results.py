@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, cached, mean_interval
-from rlhf.composing import compose_config
+from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, cached, cell_config, mean_interval
 from rlhf.config import Config
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.prompts import load_prompts
@@ -40,11 +39,6 @@ DEV_METRICS = {
     "gold": "eval/dev/gold/total",
     "correct": "eval/dev/gold/correct",
 }
-
-
-def cell_config(cell: Cell) -> Config:
-    """The configuration of the cell's PPO run."""
-    return compose_config(list(cell.overrides))
 
 
 def dev_prompts(config: Config, world: Path, tokenizer: Any) -> tuple[list[PromptRecord], list[list[int]]]:

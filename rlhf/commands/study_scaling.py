@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf.checks import check_config
-from rlhf.commands.study_cells import Cell, mean_interval
-from rlhf.composing import compose_config
+from rlhf.commands.study_cells import Cell, cell_config, mean_interval
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
@@ -105,19 +104,15 @@ def pretrain_cells(cells: list[Cell], missing: list[Cell]) -> None:
 
     With data.corpus_weights each cell packs its own: how much of each source it holds depends on the cell's tokens.
     """
-    configs = {cell.run: compose_config(list(cell.overrides)) for cell in missing}
+    configs = {cell.run: cell_config(cell) for cell in missing}
     for config in configs.values():
         check_config(config, "pretrain")
     for number, cell in enumerate(sorted(missing, key=lambda cell: cell.seed)):
         config = configs[cell.run]
-        done = [folder_of(c) for c in cells if c.seed == cell.seed and is_complete(folder_of(c))]
+        done = [c.home / "pretrain" for c in cells if c.seed == cell.seed and is_complete(c.home / "pretrain")]
         packed = done[0] / "corpus" if done and config.data.corpus_weights is None else None
         say(f"study: {cell.run} ({number + 1} of {len(missing)})")
         pretrain.pretrain(config, pretrain.make_model, packed)
-
-
-def folder_of(cell: Cell) -> Path:
-    return cell.folder / cell.run / "pretrain"
 
 
 def read_runs(config: Config, cells: list[Cell]) -> list[Run]:
@@ -128,9 +123,9 @@ def read_runs(config: Config, cells: list[Cell]) -> list[Run]:
     }
     runs = []
     for cell in cells:
-        record, of_cell = read_stage(folder_of(cell)) or {}, compose_config(list(cell.overrides))
-        text = read_json(folder_of(cell) / "corpus" / "meta.json")["splits"]["train"]["tokens"]
-        sizes = parameters_of(of_cell, of_cell.model.width, len(load_tokenizer(folder_of(cell) / "model")))
+        record, of_cell = read_stage(cell.home / "pretrain") or {}, cell_config(cell)
+        text = read_json(cell.home / "pretrain" / "corpus" / "meta.json")["splits"]["train"]["tokens"]
+        sizes = parameters_of(of_cell, of_cell.model.width, len(load_tokenizer(cell.home / "pretrain" / "model")))
         tokens, loss = of_cell.pretrain.tokens, record["summary"]["loss"]
         runs.append(
             Run(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.chat_template import decode_response
-from rlhf.commands.study_cells import Cell, cached
-from rlhf.commands.study_results import cell_config, hashes
+from rlhf.commands.study_cells import Cell, cached, cell_config
+from rlhf.commands.study_results import hashes
 from rlhf.config import Config
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.records import PromptRecord

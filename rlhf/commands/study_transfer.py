@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rlhf.commands.study_cells import Cell, cached, mean_interval
+from rlhf.commands.study_cells import Cell, cached, cell_config, mean_interval
 from rlhf.commands.study_results import hashes
 from rlhf.composing import compose_config
 from rlhf.config import Config
@@ -97,7 +97,7 @@ def transfer_results(config: Config, cells: list[Cell]) -> dict[str, dict[str, A
     """{"transfer-layers": …}: rows of held-out accuracy, mean and interval over seeds, for the cells that were run."""
     figures_by_cell: dict[str, dict[int, dict[str, float]]] = {}
     for cell in cells:
-        results = read_json(cell.folder / cell.run / "classify" / "results.json")
+        results = read_json(cell.home / "classify" / "results.json")
         figures = {"accuracy": results["accuracy"]["value"], "macro_f1": results["macro_f1"], "loss": results["loss"]}
         figures_by_cell.setdefault(cell.name, {})[cell.seed] = figures | {"most_frequent_label": results["majority"]}
     parts = {
@@ -138,10 +138,7 @@ def zero_shot_rows(cells: list[Cell]) -> dict[str, dict[int, dict[str, float]]]:
                 f"study: {cell.parent.name}: its pretraining kept no checkpoint: zero-shot accuracy is measured only at its end "
                 "(checkpoints.keep_every=N keeps some)"
             )
-        basis = [
-            hashes({"pretrain": cell.parent / "pretrain", "classify": cell.folder / cell.run / "classify"}),
-            len(saved),
-        ]
+        basis = [hashes({"pretrain": cell.parent / "pretrain", "classify": cell.home / "classify"}), len(saved)]
         figures = cached(cell.folder, f"zero-shot-seed{cell.seed}", basis, lambda c=cell, k=saved: zero_shot(c, k))
         for name, accuracy in figures.items():
             rows.setdefault(name, {})[cell.seed] = {"accuracy": accuracy}
@@ -150,7 +147,7 @@ def zero_shot_rows(cells: list[Cell]) -> dict[str, dict[int, dict[str, float]]]:
 
 def zero_shot(cell: Cell, saved: list[Path]) -> dict[str, float]:
     """{"step_N": held-out accuracy} of the option with the highest mean log-probability per token, without any fine-tuning."""
-    config = compose_config(list(cell.overrides))
+    config = cell_config(cell)
     device, folder = set_up(config), cell.parent / "pretrain" / "model"
     tokenizer, lm = load_tokenizer(folder), load_policy(folder).to(device)
     columns = columns_of(config)

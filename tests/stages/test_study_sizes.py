@@ -5,7 +5,7 @@ import pytest
 from rlhf.checks import check_config
 from rlhf.commands import study_sizes
 from rlhf.commands.study import make_cells
-from rlhf.commands.study_results import cell_config
+from rlhf.commands.study_cells import cell_config
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
 from rlhf.gold.measures import MEASURES
