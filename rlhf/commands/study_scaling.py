@@ -18,6 +18,7 @@ from rlhf.checks import check_config
 from rlhf.commands.study_cells import Cell, cell_config, mean_interval
 from rlhf.config import Config
 from rlhf.config.setting import listed
+from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
 from rlhf.files import read_json
 from rlhf.planning.fitting import fit_loss_law, fit_parabola, fit_power
@@ -126,7 +127,7 @@ def read_runs(config: Config, cells: list[Cell]) -> list[Run]:
         record, of_cell = read_stage(cell.home / "pretrain") or {}, cell_config(cell)
         text = read_json(cell.home / "pretrain" / "corpus" / "meta.json")["splits"]["train"]["tokens"]
         sizes = parameters_of(of_cell, of_cell.model.width, len(load_tokenizer(cell.home / "pretrain" / "model")))
-        tokens, loss = of_cell.pretrain.tokens, record["summary"]["loss"]
+        tokens, loss = pretraining_tokens(of_cell), record["summary"]["loss"]
         runs.append(
             Run(
                 names[cell.name], of_cell.model.width, cell.seed, *sizes, tokens, tokens / text, loss, record["seconds"]
