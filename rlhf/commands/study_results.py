@@ -258,7 +258,7 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     def wins(kind: str) -> float:
         return float(win_rate(totals(ours[kind]), totals(base[kind]))["value"])  # type: ignore[arg-type]
 
-    answers = evaluate.Answers(prompts=prompts, **{k: v for k, v in ours.items() if not k.startswith("judged")})
+    answers = {"prompts": prompts} | {k: v for k, v in ours.items() if not k.startswith("judged")}
     last = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "objective/kl" in row][-1]
     with inference(of_cell, device):
         nats = evaluate.response_nats(of_cell, answers, sft, tokenizer.pad_token_id, device)

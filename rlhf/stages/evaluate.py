@@ -14,7 +14,7 @@ import torch
 
 from rlhf.chat_template import decode_response, end_ids, response_text
 from rlhf.config import Config
-from rlhf.data.items import names_of
+from rlhf.config.setting import listed
 from rlhf.data.prompts import fitting_prompts, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord
 from rlhf.data.tasks import shown_prompt
@@ -117,9 +117,8 @@ def run_stage(config: Config) -> None:
         nats, kl = nats_and_kl(config, {name: answers[name] for name in scores}, models, tokenizer.pad_token_id, device)
         results["kl_to_sft_nats"] = mean_of(kl["ppo"])
         results["kl"] = {name: interval_of(rows) for name, rows in kl.items()}
-        results["text"] = {
-            name: text_figures(answers[name]["texts"], answers[name].lengths(), nats[name]) for name in scores
-        }
+        lengths = {name: [list(map(len, row)) for row in answers[name]["ids"]] for name in scores}
+        results["text"] = {name: text_figures(answers[name]["texts"], lengths[name], nats[name]) for name in scores}
         results["rm_win_rate_vs_sft"] = win_rate(optimised["ppo"], optimised["sft"])
         gold = None if truth is None else judge_answers(truth, records, answers)
         if truth is not None and gold is not None:
@@ -166,7 +165,7 @@ def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, 
     baselines = {}
     sft = check_output(stage_folder(config, "sft"), "sft")["hash"]
     folders = {name: run_folder(config) / name for name in BASELINES if is_complete(run_folder(config) / name)}
-    for name in names_of(config.evaluate.compare):
+    for name in listed(config.evaluate.compare):
         folders[name] = Path(config.runs_dir) / name / "ppo"
     for name, folder in folders.items():
         if check_output(folder, folder.name)["parents"].get("sft") == sft:
@@ -178,11 +177,8 @@ def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, 
     return baselines
 
 
-class Answers(dict):
-    """One policy's responses: {"prompts", "samples", "greedy"}; one list per prompt."""
-
-    def lengths(self) -> list[list[int]]:
-        return [[len(ids) for ids in row] for row in self["ids"]]
+# One policy's responses: {"prompts"} and what `draw` returns; one list per prompt.
+Answers = dict[str, list[Any]]
 
 
 def answer_all(
@@ -207,9 +203,8 @@ def answer_all(
                 texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
                 policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
                 reading = Reading([tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip())
-            answers[name] = Answers(
-                prompts=policy_prompts, **draw(config, policy, policy_prompts, reading, tokenizer, name)
-            )
+            drawn = draw(config, policy, policy_prompts, reading, tokenizer, name)
+            answers[name] = {"prompts": policy_prompts} | drawn
             bar.update(len(prompts))
     return answers
 
