@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf.commands.launch import import_once, run_stage_processes
 from rlhf.commands.report import write
 from rlhf.config import Config
-from rlhf.config.setting import get
+from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
 from rlhf.exits import report
 from rlhf.files import write_json
@@ -68,10 +68,8 @@ def stages_to_run(config: Config) -> list[str]:
                 if needs_parent(config, stage, parent):
                     want(parent)
 
-    from rlhf.data.items import names_of
-
     last = [stage for stage in PIPELINE if not any(stage in STAGES[child].parents for child in PIPELINE)]
-    for stage in [*names_of(config.evaluate.baselines), *last]:
+    for stage in [*listed(config.evaluate.baselines), *last]:
         want(stage)
     return [stage for stage in STAGES if stage in wanted]
 
