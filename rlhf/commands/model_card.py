@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.files import read_json
 from rlhf.recipe import STAGES, ancestors
-from rlhf.runs.folders import read_stage, stage_folder
+from rlhf.runs.folders import is_complete, read_stage, stage_folder
 from rlhf.runs.records import read_record
 from rlhf.terminal import one_line
 
@@ -43,12 +43,8 @@ def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> st
 
 def stage_records(config: Config, stage: str) -> dict[str, dict[str, Any]]:
     """The records of a stage and of the stages that it builds on, in the order of the pipeline."""
-    records = {}
-    for name in (*ancestors(stage), stage):
-        record = read_stage(stage_folder(config, name))
-        if record is not None and record.get("status") == "complete":
-            records[name] = record
-    return records
+    folders = {name: stage_folder(config, name) for name in (*ancestors(stage), stage)}
+    return {name: read_stage(folder) or {} for name, folder in folders.items() if is_complete(folder)}
 
 
 def base_lines(adopted: dict[str, Any], licence: str) -> list[str]:
