@@ -13,6 +13,7 @@ trains its reward model and is evaluated; in a study of sizes it also pretrains 
 `rlhf classify`, in a scaling study one pretraining. Complete cells are not run again. The result is runs/<run>/study/<name>.json.
 """
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -194,7 +195,7 @@ def built_on(config: Config, name: str, seed: int, folder: Path, taken: dict[str
     return taken | {"pretrain": folder / lstm_run(seed) / "pretrain"} if name == LSTM else taken
 
 
-def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
+def make_choices(config: Config, parent: Path) -> dict[str, Sequence[str]]:
     """{name: the overrides} of the choices that the study compares. Raises: UserError for an unknown one."""
     from rlhf.commands.study_scaling import scaling_choices
     from rlhf.commands.study_sizes import size_choices
@@ -210,7 +211,7 @@ def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
         looks = (f"ppo.eval_prompts={EVAL_PROMPTS}", "ppo.eval_every=2")
         fixed = (episodes, *looks, "kl.target=null", "ppo.ema_decay=null")
         return {f"kl_coef_{coef}": (f"kl.coef={coef}", *fixed) for coef in FRONTIER_COEFFICIENTS}
-    offered: dict[str, tuple[str, ...]]
+    offered: Mapping[str, Sequence[str]]
     if settings.kind == "audit":
         offered = {name: (*AUDIT_FIXED, episodes, *changed) for name, changed in AUDIT_CELLS.items()}
     elif settings.kind == "transfer":
@@ -220,8 +221,7 @@ def make_choices(config: Config, parent: Path) -> dict[str, tuple[str, ...]]:
     elif settings.kind == "scaling":
         offered = scaling_choices(config, parent)
     else:
-        one_at_a_time = PROMPTS if settings.kind == "prompts" else DETAILS
-        offered = {name: tuple(changed) for name, changed in one_at_a_time.items()}
+        offered = PROMPTS if settings.kind == "prompts" else DETAILS
     wanted = listed(settings.cells) or list(offered)
     unknown = [name for name in wanted if name not in offered]
     if unknown:
