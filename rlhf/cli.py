@@ -34,12 +34,12 @@ from rlhf.composing import (
     first_line,
     jobs_of,
     nearest,
-    nearest_key,
     register_schema,
     schema_keys,
     schema_of,
     split_texts,
     to_settings,
+    unknown_setting,
 )
 from rlhf.errors import UserError
 from rlhf.exits import check_launch, ending
@@ -102,14 +102,8 @@ def _dispatch(arguments: list[str]) -> None:
         write(completions + "\n")
         return
     command, overrides = arguments[0], arguments[1:]
-    if command == "report":
-        from rlhf.commands.report import rewrite_arguments
-
-        overrides = rewrite_arguments(overrides)
-    if command == "serve":
-        from rlhf.commands.serve import join_runs
-
-        overrides = join_runs(overrides)
+    if command in ("report", "serve"):
+        overrides = module_of(command).rewrite_arguments(overrides)
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}{nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
     if any(flag in overrides for flag in ("-h", "--help")):
@@ -124,7 +118,7 @@ def _dispatch(arguments: list[str]) -> None:
     check_overrides(plain, command, read_flags(flags, command)[1])
     if not shared and not {"-c", "--cfg", "-i", "--info"}.intersection(flags):
         check_used(plain, command)
-    _run_with_hydra(command, overrides, texts)
+    _run_with_hydra(command, flags, plain, texts)
 
 
 def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -165,7 +159,7 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
         if key not in keys:
             refuse_other_name(key, override.value())
             known = [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)
-            raise UserError(f"unknown setting {key!r}{nearest_key(key, known)}: `rlhf <command> --cfg job` shows all")
+            raise UserError(unknown_setting(key, known))
         if is_dataclass(keys[key]) and isinstance(override.value(), str | int | float):
             refuse_as_group(key, override.value())
     check_adopting(overrides)
@@ -208,12 +202,11 @@ def _check_choice(group: str, value: Any, folder: str | None) -> None:
         raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
 
 
-def _run_with_hydra(command: str, arguments: list[str], texts: dict[str, str]) -> None:
+def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dict[str, str]) -> None:
     """Check the configuration (of a sweep: every job's), then run the command with it. texts: the settings of TEXTS.
 
     Hydra itself runs commands with Hydra's own flags or settings, and those that ask it for their overrides.
     """
-    flags, plain = split_flags(arguments)
     sweep = any(flag in ("-m", "--multirun") for flag in flags)
     name, folder = read_flags(flags, command)
     ours = [o for o in plain if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
@@ -321,23 +314,21 @@ def check_jobs(jobs: list[list[str]], command: str) -> list[Any]:
 
 
 def _help() -> str:
-    lines = [
-        "rlhf <command> [key=value …]",
-        "",
-        "RLHF by the InstructGPT recipe, from raw text to an aligned chat model.",
-        "",
-        "commands:",
-        *(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()),
-        "",
-        "examples:",
-        "  rlhf pipeline experiment=gold run=demo     the whole recipe on a small world, minutes on a laptop",
-        "  rlhf pipeline experiment=align run=mine model.pretrained=x.gguf data.demonstrations=demos.json data.comparisons=labels.jsonl",
-        "  rlhf ppo experiment=gold run=demo kl.coef=0.05 overwrite=true",
-        "  rlhf chat run=demo",
-        "",
-        "`rlhf <command> --help` shows a command's settings, `--cfg job` the composed configuration, `-m` sweeps.",
-    ]
-    return "\n".join(lines)
+    commands = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+    return f"""rlhf <command> [key=value …]
+
+RLHF by the InstructGPT recipe, from raw text to an aligned chat model.
+
+commands:
+{commands}
+
+examples:
+  rlhf pipeline experiment=gold run=demo     the whole recipe on a small world, minutes on a laptop
+  rlhf pipeline experiment=align run=mine model.pretrained=x.gguf data.demonstrations=demos.json data.comparisons=labels.jsonl
+  rlhf ppo experiment=gold run=demo kl.coef=0.05 overwrite=true
+  rlhf chat run=demo
+
+`rlhf <command> --help` shows a command's settings, `--cfg job` the composed configuration, `-m` sweeps."""
 
 
 def _command_help(command: str) -> str:

@@ -147,6 +147,10 @@ def nearest_key(key: str, known: list[str]) -> str:
     return f" (did you mean {same_name[0]!r}?)" if same_name else nearest(key, known)
 
 
+def unknown_setting(key: str, known: list[str]) -> str:
+    return f"unknown setting {key!r}{nearest_key(key, known)}: `rlhf <command> --cfg job` shows all"
+
+
 def unknown_key(error: BaseException, command: str) -> str | None:
     """The message for an unknown key in a YAML file, worded as on the command line."""
     text = str(error)
@@ -155,7 +159,7 @@ def unknown_key(error: BaseException, command: str) -> str | None:
         return None
     where = re.search(r"In '([^']+)'", text)
     known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
-    message = f"unknown setting {full_key[1]!r}{nearest_key(full_key[1], known)}: `rlhf <command> --cfg job` shows all"
+    message = unknown_setting(full_key[1], known)
     return f"{where[1]}.yaml: {message}" if where else message
 
 

@@ -28,7 +28,7 @@ that you find equally good are a tie. If you cannot tell, say so.
 """
 
 
-def join_runs(arguments: list[str]) -> list[str]:
+def rewrite_arguments(arguments: list[str]) -> list[str]:
     """`run=a run=b` and `run=a,b` as run='a,b'; Hydra would refuse the first and read the second as a sweep."""
     runs: list[str] = []
     rest: list[str] = []
