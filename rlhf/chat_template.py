@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.limits import memory_limit, time_limit
-from rlhf.tokenizer import encode_texts
+from rlhf.tokenizer import encode_rendered, encode_texts
 
 Turn = dict[str, Any]
 PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rendered after
@@ -59,16 +59,9 @@ def _make_marks(tokenizer: Any, texts: Sequence[str]) -> _Marks:
 
 def _encode_rendered(tokenizer: Any, texts: Sequence[str], marks: _Marks) -> list[list[int]]:
     """Ids of rendered text; special tokens are recognised except marked ones. No BOS is added: the template writes it."""
-    plain = _recognised(tokenizer, [text for text in texts if marks.mark not in text])
+    plain = encode_rendered(tokenizer, [text for text in texts if marks.mark not in text])
     rest = iter(plain)
     return [_encode_marked(tokenizer, text, marks) if marks.mark in text else next(rest) for text in texts]
-
-
-def _recognised(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # settings of an earlier padded or truncated call persist
-    backend.no_padding()
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _encode_marked(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
@@ -76,9 +69,9 @@ def _encode_marked(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
     tokenizers begin every text with a space), a space breaks the spelling instead.
     """
     unlike = text.replace(marks.mark, "x")
-    if _piecewise(tokenizer, unlike, marks) == _recognised(tokenizer, [unlike])[0]:
+    if _piecewise(tokenizer, unlike, marks) == encode_rendered(tokenizer, [unlike])[0]:
         return _piecewise(tokenizer, text, marks)
-    return _recognised(tokenizer, [text.replace(marks.mark, " ")])[0]
+    return encode_rendered(tokenizer, [text.replace(marks.mark, " ")])[0]
 
 
 def _piecewise(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
@@ -342,7 +335,7 @@ def _frame(tokenizer: Any, _: str) -> _Frame:
     before = before[len(prompt) :] if before.startswith(prompt) else ""
     end = _after_end(tokenizer, after, 0, len(after), marks)
     after = after[:end] if end is not None else ""
-    whole, first, second = _recognised(tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"])
+    whole, first, second = encode_rendered(tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"])
     # a completion follows texts other than the probe's word
     alone = is_completion(tokenizer) or whole == first + second
     return _Frame(prompt, before, after, texts[0] == texts[1], end is not None, alone)
@@ -357,7 +350,7 @@ def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -
     if frame.alone:
         encoded = _encode_rendered(tokenizer, pieces, marks)
     else:
-        first = len(_recognised(tokenizer, [frame.prompt])[0])
+        first = len(encode_rendered(tokenizer, [frame.prompt])[0])
         encoded = [ids[first:] for ids in _encode_rendered(tokenizer, [frame.prompt + p for p in pieces], marks)]
     missing = [] if frame.ended or not ended else end_ids(tokenizer)[:1]
     return [ids + missing for ids in encoded]

@@ -18,6 +18,7 @@ END = "<|end|>"  # of a turn; also eos
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = [PAD, SEPARATOR, *ROLES.values(), END]  # ids 0..5 of a tokenizer trained here
 
+_encoding = threading.Lock()  # a call changes the tokenizer's settings, and a server encodes in several threads
 LONGEST_WORD = 512  # the longest run (bytes) of letters, digits, signs or spaces that training takes as one word
 
 CHAT_TEMPLATE = (
@@ -112,15 +113,25 @@ def _train(backend: Any, documents: Iterable[str], trainer: Any) -> int:
 
 def encode_texts(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:
     """Encode each text as ordinary text, in parallel: no special token is added, and none is recognised."""
+    return _encode(tokenizer, texts, as_text=True)
+
+
+def encode_rendered(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:
+    """Encode each text with the special tokens that are spelt in it, in parallel; none is added."""
+    return _encode(tokenizer, texts, as_text=False)
+
+
+def _encode(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str], as_text: bool) -> list[list[int]]:
     backend = tokenizer.backend_tokenizer
-    before = backend.encode_special_tokens
-    backend.encode_special_tokens = True  # the spelling of a special token is then split like any other text
-    backend.no_truncation()  # an earlier padded or truncated call leaves its settings behind
-    backend.no_padding()
-    try:
-        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-    finally:
-        backend.encode_special_tokens = before
+    with _encoding:
+        before = backend.encode_special_tokens
+        backend.encode_special_tokens = as_text  # the spelling of a special token is split like any other text
+        backend.no_truncation()  # an earlier padded or truncated call leaves its settings behind
+        backend.no_padding()
+        try:
+            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        finally:
+            backend.encode_special_tokens = before
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:

@@ -3,6 +3,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,8 +16,10 @@ from rlhf.tokenizer import (
     END,
     LONGEST_WORD,
     PAD,
+    ROLES,
     SEPARATOR,
     SPECIAL_TOKENS,
+    encode_rendered,
     encode_text,
     encode_texts,
     load_tokenizer,
@@ -241,3 +244,25 @@ def test_a_foreign_tokenizer_without_the_chat_tokens_is_refused():
     with pytest.raises(UserError, match=r"has no chat template: adopt it with model.pretrained"):
         encode_prompt(bare, "hi")
     assert token_byte_lengths(bare) is None
+
+
+def test_threads_encode_text_and_rendered_text_at_once():
+    text, rendered = f"a{END}b" * 500, f"{ROLES['user']}Hi{END}"
+    as_text, with_tokens = encode_text(TOKENIZER, text), encode_rendered(TOKENIZER, [rendered])
+    stop, wrong = threading.Event(), []
+
+    def encode() -> None:
+        while not stop.is_set():
+            if encode_text(TOKENIZER, text) != as_text:
+                wrong.append("text")
+
+    threads = [threading.Thread(target=encode) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2000):
+        if encode_rendered(TOKENIZER, [rendered]) != with_tokens:
+            wrong.append("rendered")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong and encode_rendered(TOKENIZER, [rendered]) == with_tokens
