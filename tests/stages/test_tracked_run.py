@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rlhf.tracking.dashboard import example
 from rlhf.tracking.metrics import METRICS, find
 from rlhf.tracking.panels import TABLES
 from rlhf.tracking.writers import read_jsonl
@@ -142,14 +141,14 @@ def named_in_the_code() -> set[str]:
 
 def test_no_panel_names_a_metric_that_no_stage_logs(gold_run: Run, tracked: Run) -> None:
     known = logged_by_the_run(gold_run, tracked) | named_in_the_code()
-    rows = {metric.name for name in panel_metrics() if (metric := find(example(name))) is not None}
+    rows = {metric.name for name in panel_metrics() if (metric := find(name.replace("*", "word"))) is not None}
     assert sorted(rows - known) == []
 
 
 def test_no_metric_is_logged_that_no_panel_shows(gold_run: Run, tracked: Run) -> None:
     logged = logged_by_the_run(gold_run, tracked)
     assert len(logged) > 50
-    shown = {metric.name for name in panel_metrics() if (metric := find(example(name))) is not None}
+    shown = {metric.name for name in panel_metrics() if (metric := find(name.replace("*", "word"))) is not None}
     assert sorted((logged | named_in_the_code()) - shown - set(NOT_SHOWN)) == []
 
 
