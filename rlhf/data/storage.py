@@ -147,12 +147,13 @@ class ArrowWriter:
         self._stream.write_batch(batch)
         self.rows += batch.num_rows
 
-    def close(self) -> None:
-        """Finish the file, and make sure that it is on disk."""
+    def close(self, keep: bool = True) -> None:
+        """Finish the file, and make sure that it is on disk if it is to stay."""
         if self._file is not None and not self._file.closed:
             self._stream.close()
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if keep:
+                os.fsync(self._file.fileno())
             self._file.close()
 
 

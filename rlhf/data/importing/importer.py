@@ -276,7 +276,7 @@ class Importer:
 
     def _finish(self) -> dict[str, Any]:
         for writer in self._writers.values():
-            writer.close()
+            writer.close(keep=False)
         self.assigner.decide()
         records: dict[str, dict[str, int]] = {}
         for kind in KIND_NUMBERS:

@@ -16,7 +16,7 @@ from rlhf.data.reading.readers import Reject, Row
 from rlhf.data.records import first_repeat, shown
 
 MAX_DEPTH = 400  # levels of lists and objects: few enough that no code that handles a row runs out of stack
-BLOCK_BYTES = 4 << 20  # bytes read at once; a block is this long, up to the end of its last line
+BLOCK_BYTES = 1 << 20  # bytes read at once; a block is this long, up to its last line, and its records fit a cache
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character
 _UNDECODABLE = re.compile("[\udc80-\udcff]")
 _TOKEN = re.compile(r'\\[^\n]|\n[ \t]{0,99}\{|["{}\[\],]')
@@ -89,22 +89,22 @@ class Block(NamedTuple):
 
 def line_blocks(file: IO[bytes]) -> Iterator[Block]:
     """The lines of a file in blocks; their bounds depend on the file alone."""
-    line, offset, rest = 1, 0, b""
+    line, offset, rest = 1, 0, bytearray()
     while chunk := file.read(BLOCK_BYTES):
         cut = chunk.rfind(b"\n") + 1
         if cut == 0 and len(rest) + len(chunk) <= readers.MAX_RECORD_BYTES:
             rest += chunk
             continue
         if cut == 0:
-            digest, length, chunk = _skip_line(file, rest + chunk)
+            digest, length, chunk = _skip_line(file, bytes(rest) + chunk)
             yield Block(line, offset, b"", (digest, length))
-            line, offset, rest = line + 1, offset + length, chunk
+            line, offset, rest = line + 1, offset + length, bytearray(chunk)
             continue
-        data, rest = rest + chunk[:cut], chunk[cut:]
+        data, rest = bytes(rest) + chunk[:cut], bytearray(chunk[cut:])
         yield Block(line, offset, data)
         line, offset = line + data.count(b"\n"), offset + len(data)
     if rest:
-        yield Block(line, offset, rest)
+        yield Block(line, offset, bytes(rest))
 
 
 def _skip_line(file: IO[bytes], begin: bytes) -> tuple[str, int, bytes]:
