@@ -53,7 +53,7 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     made = [row("base", 0.0, gold["score"]["sft"], None, text["sft"])]
     name = f"best of {best['n']} by the reward model"
     made.append(row(name, best["kl_estimate_nats"], best["score"], best["win_rate_vs_sft"], best["text"]))
-    for policy, figures in results["baselines"].items():
+    for policy, figures in results.get("baselines", {}).items():
         figure = figures["win_rate_vs_sft"]
         made.append(row(policy, results["kl"][policy], gold["score"][policy], figure, text[policy]))
     made.append(row("PPO", results["kl"]["ppo"], gold["score"]["ppo"], gold["win_rate_vs_sft"], text["ppo"]))
