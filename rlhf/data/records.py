@@ -51,7 +51,7 @@ class _Part(BaseModel):
     if TYPE_CHECKING:
         metadata: dict[str, Any]  # the models declare it, in the order of their keys
 
-    model_config = ConfigDict(extra="allow")  # until `_keep_unknown_keys`
+    model_config = ConfigDict(extra="allow")  # `_keep_unknown_keys` moves them to `metadata`
 
     @field_validator("metadata", "ratings", "flags", mode="before", check_fields=False)
     @classmethod

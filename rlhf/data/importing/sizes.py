@@ -1,4 +1,4 @@
-"""Characters and words of the texts of a batch, counted in the columns of Arrow; `str.split` is for what is not ASCII."""
+"""Counts the characters and words of a batch's texts in Arrow's columns; texts that are not ASCII go through `str.split`."""
 
 from typing import TYPE_CHECKING
 

@@ -30,7 +30,7 @@ class Row(NamedTuple):
     number: int = 0  # ordinal in the file, from 1
     offset: int | None = None  # bytes from the beginning of the unpacked file
     raw: bytes | None = None  # as in the file; None: `value` as JSON
-    record: Any = None  # what it is in our own format, if that was clear at once; `value` is empty then
+    record: Any = None  # set if the line was read as a record directly; `value` is then empty
 
 
 @dataclass(frozen=True, slots=True)
