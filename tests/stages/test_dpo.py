@@ -119,7 +119,7 @@ def test_on_single_pairs_the_loss_is_trls_own(trainer):
     with torch.no_grad():
         theirs = DPOTrainer._compute_loss(trainer, trainer.model, swapped, False)
         ours = trainer.compute_loss(trainer.model, inputs)
-    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5), "TRL unembeds the prompt too: other rounding"
 
 
 def test_the_reference_in_bfloat16_holds_what_is_planned_and_computes_what_float32_weights_do(copy_until):
