@@ -8,6 +8,7 @@ import graphlib
 import re
 from collections.abc import Hashable, Iterable
 from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
@@ -181,11 +182,13 @@ class Ranking(_Record):
 
     @model_validator(mode="after")
     def _check_record(self, info: ValidationInfo) -> Self:
-        parts: tuple[_Part, ...] = (self, *self.responses)
-        for part in parts:
-            if part.model_extra:
-                part._keep_unknown_keys(info.context)
-        ids = [response.id for response in self.responses]
+        if self.__pydantic_extra__:
+            self._keep_unknown_keys(info.context)
+        ids = []
+        for response in self.responses:
+            if response.__pydantic_extra__:
+                response._keep_unknown_keys(info.context)
+            ids.append(response.id)
         if not ids:
             raise _problem("responses", "responses: got none, want at least one")
         known = set(ids)
@@ -196,7 +199,7 @@ class Ranking(_Record):
             raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
         named: dict[str, Iterable[str]] = {"ratings": self.ratings, "flags": self.flags}
         if self.ranking is not None:
-            named["ranking"] = ranked = [name for tie in self.ranking for name in tie]
+            named["ranking"] = ranked = list(chain.from_iterable(self.ranking))
             if len(set(ranked)) < len(ranked) or not all(self.ranking):
                 came = f'"{first_repeat(ranked)}" twice' if all(self.ranking) else "an empty list"
                 raise _problem("ranking", self._wants_each_once("ranking names " + came, ids))
@@ -267,15 +270,15 @@ def read_record(line: bytes) -> Record | None:
         return None
     if adapted:
         return None
-    keys = len(record.model_fields_set) + _count_keys(record.metadata)
+    keys = len(record.__pydantic_fields_set__) + _count_keys(record.metadata)
     for turn in record.prompt:
-        keys += len(turn.model_fields_set)
-        if turn.model_extra:
-            keys += _count_keys(list(turn.model_extra.values()))
+        keys += len(turn.__pydantic_fields_set__)
+        if turn.__pydantic_extra__:
+            keys += _count_keys(list(turn.__pydantic_extra__.values()))
     if isinstance(record, Ranking):
         keys += len(record.ratings) + len(record.flags)
         for response in record.responses:
-            keys += len(response.model_fields_set)
+            keys += len(response.__pydantic_fields_set__)
             if response.metadata:
                 keys += _count_keys(response.metadata)
     if line.count(b":") == keys:

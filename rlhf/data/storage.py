@@ -11,11 +11,13 @@ become records is in `importing/importer.py`.
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
 
 from rlhf.data.reading.json_rows import is_deep
 from rlhf.data.reading.sources import MANIFEST, is_import
@@ -52,6 +54,7 @@ def schemas() -> "dict[str, pa.Schema]":
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_PLAIN = (str, int, bool, type(None))  # pydantic writes these as the json module does, and faster
 JSON_COLUMNS = ("metadata", "ratings", "flags")
 
 
@@ -62,6 +65,9 @@ def json_text(value: Any) -> str:
     """
     if not value:
         return "{}"
+    if all(type(one) in _PLAIN for one in value.values()):
+        with suppress(ValueError):  # the encoder finds what is wrong
+            return to_json(value).decode()
     try:
         text = _ENCODER.encode(value)
         if not text.isascii():
@@ -80,10 +86,7 @@ def json_text(value: Any) -> str:
 
 
 def _turns(prompt: list[Message]) -> list[dict[str, Any]]:
-    return [
-        {"role": m.role, "content": m.content, "extra": json_text(m.model_extra) if m.model_extra else None}
-        for m in prompt
-    ]
+    return [{**vars(m), "extra": json_text(m.model_extra) if m.model_extra else None} for m in prompt]
 
 
 def to_row(record: Record) -> dict[str, Any]:
@@ -97,7 +100,9 @@ def to_row(record: Record) -> dict[str, Any]:
         if name in row:
             row[name] = json_text(row[name])
     if record.kind == "ranking":
-        row["responses"] = [vars(r) | {"metadata": json_text(r.metadata)} for r in record.responses]
+        row["responses"] = [
+            {**vars(r), "metadata": json_text(r.metadata) if r.metadata else "{}"} for r in record.responses
+        ]
     return row
 
 
@@ -120,7 +125,7 @@ def to_batch(kind: str, rows: list[dict[str, Any]]) -> "pa.RecordBatch":
     """Rows of one kind as an Arrow batch."""
     import pyarrow as pa
 
-    return pa.RecordBatch.from_pylist(rows, schema=schemas()[kind])
+    return pa.RecordBatch.from_struct_array(pa.array(rows, pa.struct(schemas()[kind])))
 
 
 # --- writing -------------------------------------------------------------------------------------------------------

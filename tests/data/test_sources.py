@@ -1,5 +1,6 @@
 """Which files a setting names: hostile names and folders, links, and folders that `save_to_disk` wrote."""
 
+import hashlib
 import os
 import socket
 
@@ -7,7 +8,8 @@ import datasets
 import pytest
 
 from rlhf.data.importers import load_all
-from rlhf.data.reading.sources import RECORD_SUFFIXES, is_import, resolve_sources
+from rlhf.data.importing.units import Digest
+from rlhf.data.reading.sources import RECORD_SUFFIXES, Source, is_import, resolve_sources
 from rlhf.errors import UserError
 
 PAIRS = [{"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {"prompt": "Who?", "chosen": "I.", "rejected": "U."}]
@@ -116,3 +118,12 @@ def test_of_saved_splits_the_training_one_is_read(tmp_path):
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "two"))
     records, _ = load_all(str(tmp_path / "two"))
     assert [r.prompt[0].content for r in records] == ["Who?"]
+
+
+def test_the_digest_of_a_file_is_its_sha256_and_a_missing_file_is_named(tmp_path):
+    path = tmp_path / "labels.jsonl"
+    path.write_bytes(b"one line\n" * 100_000)
+    assert Digest(Source("labels", path)).hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
+    path.unlink()
+    with pytest.raises(UserError, match=r"labels\.jsonl: cannot be read \(No such file"):
+        Digest(Source("labels", path)).hexdigest()

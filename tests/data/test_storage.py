@@ -84,6 +84,14 @@ def test_records_come_back_as_they_were_written(tmp_path_factory, written, split
     assert [from_row(record.kind, to_row(record)) for record in written] == written
 
 
+PLAIN = st.text() | st.integers() | st.booleans() | st.none()
+
+
+@given(st.dictionaries(st.text(), PLAIN | st.floats(allow_nan=False, allow_infinity=False) | st.lists(PLAIN)))
+def test_a_free_form_part_is_written_as_the_json_module_writes_it(part):
+    assert json_text(part) == json.dumps(part, ensure_ascii=False, separators=(",", ":"))
+
+
 def test_what_json_cannot_hold_is_said():
     assert json_text({}) == "{}" and json.loads(json_text({"é": [2**90, 1.5, None]})) == {"é": [2**90, 1.5, None]}
     deep: list = []

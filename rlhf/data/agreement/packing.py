@@ -3,6 +3,7 @@
 Only the parts that the figures of agreement need are kept: neither texts nor ids. Responses are in the order of their texts.
 """
 
+import marshal
 from collections import defaultdict
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -21,18 +22,21 @@ _BATCH_CELLS = 500_000  # verdicts processed together for the report
 
 
 class Item(NamedTuple):
-    """What a ranking is about: a prompt and a set of texts."""
+    """What a ranking is about, a prompt and a set of texts, and its responses by position."""
 
     digest: bytes  # 16 bytes
     size: int  # K, the number of different texts
     place: list[int]  # of each response's text among the sorted ones
+    ranks: list[int] | None  # of each response, as `Ranking.ranks`; None without a ranking
 
 
 def item_of(ranking: Ranking) -> Item:
-    texts = sorted({response.text for response in ranking.responses})
-    position = {text: i for i, text in enumerate(texts)}
-    place = [position[response.text] for response in ranking.responses]
-    return Item(_digest(ranking, texts), len(texts), place)
+    given = [response.text for response in ranking.responses]
+    texts = sorted(set(given))
+    position = dict(zip(texts, range(len(texts)), strict=True))
+    place = list(map(position.__getitem__, given))
+    ranks = None if ranking.ranking is None else ranking.ranks()
+    return Item(_digest(ranking, texts), len(texts), place, ranks)
 
 
 def pack(ranking: Ranking, item: Item) -> tuple[bytes, int, int, bytes]:
@@ -40,10 +44,10 @@ def pack(ranking: Ranking, item: Item) -> tuple[bytes, int, int, bytes]:
 
     They are K ranks or K (K - 1) / 2 verdicts, then K ratings, as given.
     """
-    digest, size, place = item
+    digest, size, place, ranks = item
     form, data = 0, b""
-    if ranking.ranking is not None:
-        form, data = RANKS, _ranks(ranking, place, size)
+    if ranks is not None:
+        form, data = RANKS, _ranks(ranks, place, size)
     elif ranking.pairs is not None:
         form, data = PAIRS, _verdicts(ranking, place, size)
     if ranking.ratings:
@@ -53,19 +57,17 @@ def pack(ranking: Ranking, item: Item) -> tuple[bytes, int, int, bytes]:
 
 def _digest(ranking: Ranking, texts: list[str]) -> bytes:
     """16 bytes that identify the item: a hash of its prompt and its different response texts."""
-    parts = [part for message in ranking.prompt for part in (message.role, message.content)] + texts
-    lengths = ",".join(map(str, map(len, parts)))  # so that different lists of parts give different bytes
-    text = f"{len(ranking.prompt)}:{lengths}:{''.join(parts)}"
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    about = [[(message.role, message.content) for message in ranking.prompt], texts]
+    return blake2b(marshal.dumps(about, 2), digest_size=16).digest()  # later versions write one object in memory once
 
 
-def _ranks(ranking: Ranking, place: list[int], size: int) -> bytes:
+def _ranks(ranks: list[int], place: list[int], size: int) -> bytes:
     """The rank of each text in one byte; a text that appears twice with two ranks has none."""
-    ranks: dict[int, int] = {}
-    for i, rank in zip(place, ranking.ranks(), strict=True):
+    of_text: dict[int, int] = {}
+    for i, rank in zip(place, ranks, strict=True):
         rank = _UNRANKED if rank < 0 else rank
-        ranks[i] = rank if ranks.get(i, rank) == rank else _UNRANKED
-    return bytes([ranks[i] for i in range(size)])
+        of_text[i] = rank if of_text.get(i, rank) == rank else _UNRANKED
+    return bytes([of_text[i] for i in range(size)])
 
 
 def _verdicts(ranking: Ranking, place: list[int], size: int) -> bytes:

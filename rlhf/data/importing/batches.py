@@ -44,9 +44,6 @@ class Plan:
     replaced: Replaced = frozenset()  # records that later ones of the file replace
 
 
-_PII = list(FACT.names or ()).index("pii")
-
-
 class Held(NamedTuple):
     """A record that waits for the other judgements of its item."""
 
@@ -54,13 +51,6 @@ class Held(NamedTuple):
     row: Row  # with its bytes, without its value
     record: Ranking
     own_id: bool
-
-
-class Look(NamedTuple):
-    """The counted properties of a record."""
-
-    fact: tuple[Any, ...]
-    judgement: Judgement | None
 
 
 @dataclass(slots=True)
@@ -79,41 +69,56 @@ class Batch:
 
 
 class BatchMaker:
-    """Collects records, and makes the batch of them."""
+    """Collects records, and makes the batch of them.
+
+    Each property is computed for all records before the next one: what one computation needs then stays in the
+    processor's caches.
+    """
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.batch = Batch()
-        self._facts: list[tuple[Any, ...]] = []
-        self._rows: dict[str, list[dict[str, Any]]] = {}
+        self._records: list[Record] = []
+        self._own_ids: list[bool] = []
+        self._rows: list[int] = []
+        self._lines: dict[str, list[dict[str, Any]]] = {}  # by kind
+        self._line_of: list[dict[str, Any]] = []
 
-    def look_at(self, record: Record, own_id: bool) -> "Look":
-        """The counted properties of a record; nothing is added yet, since a row is added completely or not at all."""
-        plan = self.plan
-        if not isinstance(record, Ranking):
-            return Look(fact_of(record, None, own_id, plan.prefix_characters, plan.seed), None)
-        item = item_of(record)
-        return Look(fact_of(record, item, own_id, plan.prefix_characters, plan.seed), judgement_of(record, item))
-
-    def add(self, record: Record, line: dict[str, Any], row: int, look: "Look") -> None:
+    def add(self, record: Record, line: dict[str, Any], row: int, own_id: bool) -> None:
         """Add a record, given as `line` in Arrow, of the row with that index."""
-        fact = look.fact
-        pii = fact[_PII]
-        if pii and self.plan.pii == "flag" and "pii" not in record.metadata:
-            kinds = [name for i, name in enumerate(PII_KINDS) if pii >> i & 1]
-            line["metadata"] = json_text(record.metadata | {"pii": kinds})
-        rows = self._rows.setdefault(record.kind, [])
-        self._facts.append((fact[0], len(rows), row, *fact[3:]))
-        rows.append(line)
-        if isinstance(record, Ranking):
-            self.batch.judgements.append(look.judgement)
+        self._records.append(record)
+        self._own_ids.append(own_id)
+        self._rows.append(row)
+        self._lines.setdefault(record.kind, []).append(line)
+        self._line_of.append(line)
 
     def finish(self) -> Batch:
-        batch = self.batch
-        batch.tables = {kind: to_batch(kind, self._rows[kind]) for kind in KIND_NUMBERS if self._rows.get(kind)}
-        batch.facts = np.array(self._facts, FACT)
+        batch, plan, records = self.batch, self.plan, self._records
+        items = [item_of(record) if isinstance(record, Ranking) else None for record in records]
+        facts = [
+            fact_of(record, item, own_id, plan.prefix_characters, plan.seed)
+            for record, item, own_id in zip(records, items, self._own_ids, strict=True)
+        ]
+        batch.facts = np.array(facts, FACT)
+        batch.facts["row"] = self._rows
+        batch.judgements = [
+            judgement_of(record, item)
+            for record, item in zip(records, items, strict=True)
+            if isinstance(record, Ranking) and item is not None
+        ]
+        if plan.pii == "flag":
+            self._flag_pii()
+        batch.tables = {kind: to_batch(kind, self._lines[kind]) for kind in KIND_NUMBERS if kind in self._lines}
         batch.sizes = {kind: batch_sizes(kind, table) for kind, table in batch.tables.items()}
         return batch
+
+    def _flag_pii(self) -> None:
+        for i in np.flatnonzero(self.batch.facts["pii"]).tolist():
+            metadata = self._records[i].metadata
+            if "pii" not in metadata:
+                pii = int(self.batch.facts["pii"][i])
+                kinds = [name for bit, name in enumerate(PII_KINDS) if pii >> bit & 1]
+                self._line_of[i]["metadata"] = json_text(metadata | {"pii": kinds})
 
 
 @contextmanager
@@ -134,7 +139,7 @@ def process(plan: Plan, unit: Unit) -> Batch:
     maker = BatchMaker(plan)
     batch = maker.batch
     read = plan.format.read if plan.format and not plan.replaced else None
-    for index, item in enumerate(rows_of(unit, plan.name, read)):
+    for index, item in enumerate(list(rows_of(unit, plan.name, read))):
         batch.rows += 1
         if isinstance(item, Row) and item.record is not None:
             try:
@@ -179,16 +184,16 @@ def _add_records(maker: BatchMaker, made: list[Record], own_ids: list[bool], row
     """Add all records of a row. Raises: ValueError, with nothing added."""
     chosen, batch = maker.plan.format, maker.batch
     assert chosen is not None
-    looked = []
+    lines = []
     for record, own_id in zip(made, own_ids, strict=True):
         record = _check_split(record, chosen, batch)
-        looked.append((record, own_id, to_row(record), maker.look_at(record, own_id)))
-    for record, own_id, line, look in looked:
+        lines.append((record, to_row(record), own_id))
+    for record, line, own_id in lines:
         if chosen.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
             place = Row(row.line, {}, row.number, row.offset, row_bytes(row))
             batch.held.append(Held(index, place, record, own_id))
         else:
-            maker.add(record, line, index, look)
+            maker.add(record, line, index, own_id)
 
 
 def _check_split(record: Record, chosen: Format, batch: Batch) -> Record:

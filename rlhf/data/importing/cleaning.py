@@ -25,7 +25,6 @@ KEPT, FILTERED, DUPLICATE, REJECTED = range(4)
 FACT = np.dtype(
     [
         ("kind", "u1"),  # as KIND_NUMBERS
-        ("at", "u4"),  # index among the batch's records of its kind
         ("row", "u4"),  # index of its row in the batch
         ("identity", "u8"),  # of the content
         ("prompt", "u8"),  # of the unchanged prompt
@@ -43,7 +42,7 @@ FACT = np.dtype(
 
 # Begins where a run of such characters does: a search from each of a million letters would take hours.
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[^\W\d_]{2,}")
-_DIGIT = re.compile("[0-9]")
+_ASCII_DIGITS = "0123456789"
 _DIGITS = re.compile(r"(?<![\w.])[+(]?\d(?:[\d ().\-/]{5,}\d)(?![\w]|[.,]\d)")
 _PHONES = (
     re.compile(r"\+\d{1,3}[ .\-/]?(?:\(\d{1,4}\)[ .\-/]?)?\d{1,4}(?:[ .\-/]?\d{2,4}){1,4}"),  # international
@@ -65,11 +64,11 @@ def luhn(digits: str) -> bool:
 def find_pii(text: str) -> set[str]:
     """Which of PII_KINDS a text holds: e-mail addresses, card numbers with a right check digit, phone numbers."""
     kinds = {"email"} if "@" in text and _EMAIL.search(text) else set()
-    if not _DIGIT.search(text):
+    if not any(map(text.__contains__, _ASCII_DIGITS)):
         return kinds
     for match in _DIGITS.finditer(text):
         run = match[0]
-        digits = "".join(c for c in run if c in "0123456789")
+        digits = "".join(c for c in run if c in _ASCII_DIGITS)
         if _CARD.fullmatch(run) and 13 <= len(digits) <= 19 and luhn(digits) and len(set(digits)) > 1:
             kinds.add("card")
         elif 7 <= len(digits) <= 15 and any(phone.fullmatch(run) for phone in _PHONES):
@@ -83,9 +82,9 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
 
 
-def _judgement(record: Ranking) -> list[Any]:
+def _judgement(record: Ranking, item: Item) -> list[Any]:
     """What a labeler said of the responses, by position, so that their names do not matter."""
-    said: list[Any] = [record.labeler, None if record.ranking is None else record.ranks()]
+    said: list[Any] = [record.labeler, item.ranks]
     if record.pairs is None and not record.ratings and not record.flags:
         return said
     at = {response.id: i for i, response in enumerate(record.responses)}
@@ -107,7 +106,7 @@ def identity_of(record: Record, item: Item | None, prompt: int, own_id: bool) ->
         return _digest([record.kind, prompt])
     assert item is not None
     named = record.id if own_id and record.labeler is None else None
-    return _digest([record.kind, item.digest, item.place, _judgement(record), named])
+    return _digest([record.kind, item.digest, item.place, _judgement(record, item), named])
 
 
 def _count_pairs(record: Ranking) -> tuple[int, int]:
@@ -121,7 +120,7 @@ def _count_pairs(record: Ranking) -> tuple[int, int]:
 
 
 def fact_of(record: Record, item: Item | None, own_id: bool, prefix_characters: int, seed: int) -> tuple[Any, ...]:
-    """A record's row of FACT without `at` and `row` (which are 0); `item` is that of a ranking."""
+    """A record's row of FACT without `row` (which is 0); `item` is that of a ranking."""
     turns = record.prompt
     prompt = _digest([[m.role, m.content] for m in turns])
     metadata = record.metadata
@@ -141,7 +140,7 @@ def fact_of(record: Record, item: Item | None, own_id: bool, prefix_characters: 
     else:
         prefix = hash64(prompt_key(conversation(turns)[: 2 * prefix_characters])[:prefix_characters])
     return (
-        KIND_NUMBERS[record.kind], 0, 0, identity_of(record, item, prompt, own_id), prompt,
+        KIND_NUMBERS[record.kind], 0, identity_of(record, item, prompt, own_id), prompt,
         key_hash(turns, prefix_characters), prefix, 0 if user is None else hash64("user", str(user)),
         0 if group is None else seeded_bits(prompt_key(str(group)), seed), SPLITS.index(given) if given in SPLITS else -1,
         pii, responses, pairs, ties,

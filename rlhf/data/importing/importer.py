@@ -265,7 +265,7 @@ class Importer:
                     self._reject(reject)
                 continue
             maker = BatchMaker(plan)
-            maker.add(joined, to_row(joined), 0, maker.look_at(joined, members[0].own_id))
+            maker.add(joined, to_row(joined), 0, members[0].own_id)
             batch = maker.finish()
             batch.rows = 1
             [status] = self._take(batch, report)

@@ -1,6 +1,7 @@
 """A file in parts that become batches. Their bounds depend only on the file, and so does the output."""
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -68,11 +69,26 @@ def last_line(unit: Unit) -> int:
 
 
 class Digest:
-    """The sha256 of a source: of the file on disk, or of the rows of a data set from the hub."""
+    """The sha256 of a source: of the file on disk, hashed while its rows are read, or of the rows of a data set from the hub."""
 
     def __init__(self, source: Source):
         self._path = source.path
         self._rows = hashlib.sha256()
+        self._sha256 = ""
+        self._error: UserError | None = None
+        # A daemon, so that an import that is stopped does not wait for it.
+        self._thread = threading.Thread(target=self._hash_file, daemon=True)
+        if self._path is not None:
+            self._thread.start()
+
+    def _hash_file(self) -> None:
+        assert self._path is not None
+        try:
+            self._sha256 = sha256_file(self._path)
+        except OSError as error:
+            self._error = UserError(f"{self._path}: cannot be read ({error.strerror or error})")
+        except UserError as error:
+            self._error = error
 
     def watch(self, units: Iterator[Unit]) -> Iterator[Unit]:
         for unit in units:
@@ -83,10 +99,10 @@ class Digest:
             yield unit
 
     def hexdigest(self) -> str:
-        """Raises: UserError if the file was removed meanwhile."""
+        """Raises: UserError if the file cannot be read."""
         if self._path is None:
             return self._rows.hexdigest()
-        try:
-            return sha256_file(self._path)
-        except OSError as error:
-            raise UserError(f"{self._path}: cannot be read ({error.strerror or error})") from error
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._sha256
