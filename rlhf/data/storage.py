@@ -11,6 +11,7 @@ become records is in `importing/importer.py`.
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -132,15 +133,18 @@ def to_batch(kind: str, rows: list[dict[str, Any]]) -> "pa.RecordBatch":
 
 
 class ArrowWriter:
-    """Batches of one schema into one stream file; the file exists once there is a row."""
+    """Batches of one schema into one stream file, each written while the caller goes on; the file exists once there is a row."""
 
     def __init__(self, path: Path, schema: "pa.Schema"):
         self.path, self.schema = path, schema
         self.rows = 0
         self._file: Any = None
         self._stream: Any = None
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None  # the write under way
 
     def write(self, batch: "pa.RecordBatch") -> None:
+        """Raises: OSError if this batch or the one before it cannot be written; `close` reports the last one's."""
         import pyarrow as pa
 
         if batch.num_rows == 0:
@@ -149,17 +153,24 @@ class ArrowWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("wb")
             self._stream = pa.ipc.new_stream(self._file, self.schema)
-        self._stream.write_batch(batch)
+        self._wait()
+        self._last = self._thread.submit(self._stream.write_batch, batch)
         self.rows += batch.num_rows
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
 
     def close(self, keep: bool = True) -> None:
         """Finish the file, and make sure that it is on disk if it is to stay."""
         if self._file is not None and not self._file.closed:
+            self._wait()
             self._stream.close()
             self._file.flush()
             if keep:
                 os.fsync(self._file.fileno())
             self._file.close()
+        self._thread.shutdown()
 
 
 def seal(folder: Path, status: str, about: dict[str, Any]) -> None:

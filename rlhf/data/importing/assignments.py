@@ -118,12 +118,14 @@ class Assigner:
         """Give every prompt and user its split."""
         together = self._decide_connected()
         keys = np.unique(np.concatenate([np.zeros(0, np.uint64), *self._keys]))
-        splits = np.zeros(len(keys), np.int8)
-        for i, key in enumerate(keys.tolist()):
+        numbers = {name: i for i, name in enumerate(SPLITS)}
+        chosen = []
+        for key in keys.tolist():
             split = self.earlier.prompts.get(key, self._given.get(key))
             if split is None and 4 * key in self._above:
                 split = together[self._root(4 * key)]
-            splits[i] = SPLITS.index(split_of_hash(key, self.seed, self.fractions)) if split is None else split
+            chosen.append(numbers[split_of_hash(key, self.seed, self.fractions)] if split is None else split)
+        splits = np.array(chosen, np.int8)
         self._decided = keys, splits
         users = {node // 4: together[self._root(node)] for node in self._above if node % 4 == _USER}
         self.assignments = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))

@@ -5,10 +5,11 @@ This module handles each row alone. Duplicates, splits and files are in `importe
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -68,57 +69,74 @@ class Batch:
     unknown_splits: Counter[str] = field(default_factory=Counter)
 
 
+_AT_ONCE = 64  # rows
+
+
 class BatchMaker:
     """Collects records, and makes the batch of them.
 
-    Each property is computed for all records before the next one: what one computation needs then stays in the
-    processor's caches.
+    Rows are read _AT_ONCE, and so are the records converted, each property before the next one: the records, and the
+    code that one computation needs, then stay in the processor's caches.
     """
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.batch = Batch()
         self._records: list[Record] = []
+        self._lines: list[dict[str, Any]] = []
         self._own_ids: list[bool] = []
-        self._rows: list[int] = []
-        self._lines: dict[str, list[dict[str, Any]]] = {}  # by kind
-        self._line_of: list[dict[str, Any]] = []
+        self._rows: list[int] = []  # of all records
+        self._facts: list[np.ndarray] = []
+        self._tables: dict[str, list[pa.RecordBatch]] = {}
 
     def add(self, record: Record, line: dict[str, Any], row: int, own_id: bool) -> None:
         """Add a record, given as `line` in Arrow, of the row with that index."""
         self._records.append(record)
+        self._lines.append(line)
         self._own_ids.append(own_id)
         self._rows.append(row)
-        self._lines.setdefault(record.kind, []).append(line)
-        self._line_of.append(line)
+        if len(self._records) == _AT_ONCE:
+            self._convert()
 
     def finish(self) -> Batch:
-        batch, plan, records = self.batch, self.plan, self._records
+        import pyarrow as pa
+
+        self._convert()
+        batch = self.batch
+        batch.facts = np.concatenate(self._facts)
+        batch.facts["row"] = self._rows
+        batch.tables = {kind: pa.concat_batches(self._tables[kind]) for kind in KIND_NUMBERS if kind in self._tables}
+        batch.sizes = {kind: batch_sizes(kind, table) for kind, table in batch.tables.items()}
+        return batch
+
+    def _convert(self) -> None:
+        """Convert the records that were added since the last time."""
+        plan, records = self.plan, self._records
         items = [item_of(record) if isinstance(record, Ranking) else None for record in records]
         facts = [
             fact_of(record, item, own_id, plan.prefix_characters, plan.seed)
             for record, item, own_id in zip(records, items, self._own_ids, strict=True)
         ]
-        batch.facts = np.array(facts, FACT)
-        batch.facts["row"] = self._rows
-        batch.judgements = [
+        self._facts.append(np.array(facts, FACT))
+        self.batch.judgements += [
             judgement_of(record, item)
             for record, item in zip(records, items, strict=True)
             if isinstance(record, Ranking) and item is not None
         ]
         if plan.pii == "flag":
-            self._flag_pii()
-        batch.tables = {kind: to_batch(kind, self._lines[kind]) for kind in KIND_NUMBERS if kind in self._lines}
-        batch.sizes = {kind: batch_sizes(kind, table) for kind, table in batch.tables.items()}
-        return batch
+            self._flag_pii(self._facts[-1]["pii"])
+        for kind in {record.kind for record in records}:
+            lines = [line for line in self._lines if line["kind"] == kind]
+            self._tables.setdefault(kind, []).append(to_batch(kind, lines))
+        for each in (self._records, self._lines, self._own_ids):
+            each.clear()
 
-    def _flag_pii(self) -> None:
-        for i in np.flatnonzero(self.batch.facts["pii"]).tolist():
+    def _flag_pii(self, pii: np.ndarray) -> None:
+        for i in np.flatnonzero(pii).tolist():
             metadata = self._records[i].metadata
             if "pii" not in metadata:
-                pii = int(self.batch.facts["pii"][i])
-                kinds = [name for bit, name in enumerate(PII_KINDS) if pii >> bit & 1]
-                self._line_of[i]["metadata"] = json_text(metadata | {"pii": kinds})
+                kinds = [name for bit, name in enumerate(PII_KINDS) if pii[i] >> bit & 1]
+                self._lines[i]["metadata"] = json_text(metadata | {"pii": kinds})
 
 
 @contextmanager
@@ -139,11 +157,12 @@ def process(plan: Plan, unit: Unit) -> Batch:
     maker = BatchMaker(plan)
     batch = maker.batch
     read = plan.format.read if plan.format and not plan.replaced else None
-    for index, item in enumerate(list(rows_of(unit, plan.name, read))):
+    for index, item in enumerate(_read_ahead(rows_of(unit, plan.name, read))):
         batch.rows += 1
         if isinstance(item, Row) and item.record is not None:
             try:
-                _add_records(maker, [item.record], [True], item, index)
+                record = _check_split(item.record, maker.plan.format, batch)
+                _add_record(maker, record, to_row(record), True, item, index)
                 continue
             except (BadRow, ValueError):  # parse the line, which finds what is wrong with it
                 [item] = parse_block(Block(item.line, item.offset or 0, item.raw or b""), plan.name)
@@ -159,6 +178,12 @@ def process(plan: Plan, unit: Unit) -> Batch:
         except RecursionError:
             batch.rejects.append((index, reject_row(plan.name, item, "", "nested too deeply")))
     return maker.finish()
+
+
+def _read_ahead(rows: Iterable[Row | Reject]) -> Iterator[Row | Reject]:
+    following = iter(rows)
+    while some := list(islice(following, _AT_ONCE)):
+        yield from some
 
 
 def _add_row(maker: BatchMaker, row: Row, index: int) -> None:
@@ -182,21 +207,22 @@ def _add_row(maker: BatchMaker, row: Row, index: int) -> None:
 
 def _add_records(maker: BatchMaker, made: list[Record], own_ids: list[bool], row: Row, index: int) -> None:
     """Add all records of a row. Raises: ValueError, with nothing added."""
-    chosen, batch = maker.plan.format, maker.batch
-    assert chosen is not None
-    lines = []
-    for record, own_id in zip(made, own_ids, strict=True):
-        record = _check_split(record, chosen, batch)
-        lines.append((record, to_row(record), own_id))
-    for record, line, own_id in lines:
-        if chosen.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
-            place = Row(row.line, {}, row.number, row.offset, row_bytes(row))
-            batch.held.append(Held(index, place, record, own_id))
-        else:
-            maker.add(record, line, index, own_id)
+    checked = [_check_split(record, maker.plan.format, maker.batch) for record in made]
+    lines = [to_row(record) for record in checked]
+    for record, line, own_id in zip(checked, lines, own_ids, strict=True):
+        _add_record(maker, record, line, own_id, row, index)
 
 
-def _check_split(record: Record, chosen: Format, batch: Batch) -> Record:
+def _add_record(maker: BatchMaker, record: Record, line: dict[str, Any], own_id: bool, row: Row, index: int) -> None:
+    chosen = maker.plan.format
+    if chosen and chosen.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
+        place = Row(row.line, {}, row.number, row.offset, row_bytes(row))
+        maker.batch.held.append(Held(index, place, record, own_id))
+    else:
+        maker.add(record, line, index, own_id)
+
+
+def _check_split(record: Record, chosen: Format | None, batch: Batch) -> Record:
     """An unknown split name of a foreign file is kept as `metadata.source_split`; in our own format it is an error.
 
     Raises: BadRow.
@@ -204,6 +230,7 @@ def _check_split(record: Record, chosen: Format, batch: Batch) -> Record:
     given = given_split(record)
     if given is None or given in SPLITS:
         return record
+    assert chosen is not None
     if chosen.name == "native" or record.metadata.get("split") is None or "source_split" in record.metadata:
         raise BadRow("split", f"got {shown(given)}, want one of {', '.join(SPLITS)}, or null")
     batch.unknown_splits[shown(given)] += 1

@@ -24,9 +24,9 @@ def count_text(texts: "pa.StringArray") -> np.ndarray:
     first = ends[:-1][full]
     begins[first] = ~space[first]
     if len(first):
-        sizes[full, 1] = np.add.reduceat(begins, first, dtype=np.int64)
-    beyond = np.searchsorted(ends, np.flatnonzero(data >= 128), "right") - 1
-    for i in np.unique(beyond).tolist():
+        sizes[full, 1] = np.add.reduceat(begins.view(np.uint8), first, dtype=np.uint32)
+    beyond = np.flatnonzero(data >= 128) if data.max(initial=0) >= 128 else np.zeros(0, np.int64)
+    for i in np.unique(np.searchsorted(ends, beyond, "right") - 1).tolist():
         text = texts[i].as_py()
         sizes[i] = len(text), len(text.split())
     return sizes
