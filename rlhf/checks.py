@@ -249,6 +249,8 @@ def _ppo_relations(config: Config, command: str) -> Iterator[str]:
             f"ppo.advantages={ppo.advantages}: compares responses to one prompt: "
             "want ppo.responses_per_prompt of 2 or more"
         )
+    if ppo.score_by_token and ppo.advantages in ("rloo", "grpo"):
+        yield f"ppo.score_by_token=true: ppo.advantages={ppo.advantages} adds up a response's rewards: leave it out"
     needs_critic = ppo.shared_critic or ppo.critic_warmup_updates
     if ppo.advantages != "gae" and needs_critic:
         yield (

@@ -6,7 +6,7 @@ import torch
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
-from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, load_function
+from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, ModelReward, load_function, score_by_token
 from rlhf.runs.sources import hash_sources
 
 CPU = torch.device("cpu")
@@ -36,6 +36,30 @@ def test_a_combination_keeps_the_scores_of_its_parts():
     reward = CombinedReward(sources, [0.5, 2.0])
     assert reward(episodes("ab", "abcd")).tolist() == [3.0, 4.0]
     assert reward.parts["long"].tolist() == [2.0, 4.0]
+
+
+class Countdown(torch.nn.Module):
+    """Reads the last three tokens: each term is the token's number, the last one's first."""
+
+    def forward(self, tokens, lengths, by_token=False):
+        read = [row[max(0, n - 3) : n].flip(0).float() for row, n in zip(tokens, lengths.tolist(), strict=True)]
+        terms = torch.stack([torch.nn.functional.pad(row, (0, 3 - len(row))) for row in read])
+        return terms if by_token else terms.sum(1)
+
+
+def test_what_each_response_token_earns():
+    rows = episodes("a", "b", "c")._replace(prompts=[[1, 2], [3], [4, 5]], responses=[[10, 20], [30, 40, 50, 60], [70]])
+    reward = ModelReward(Countdown(), 0, 2, CPU)
+    scores, parts = score_by_token(reward, rows)
+    # the first row reads 2, 10, 20, of which 2 is the prompt's; the second 40, 50, 60; the third 4, 5, 70
+    assert parts.tolist() == [[12, 20, 0, 0], [0, 40, 50, 60], [79, 0, 0, 0]]
+    assert scores.tolist() == reward(rows).tolist() == [32, 150, 79]
+
+    both = CombinedReward({"tokens": reward, "whole": lambda e: torch.tensor([1.0, 2.0, 3.0])}, [0.5, 10.0])
+    scores, parts = score_by_token(both, rows)
+    assert scores.tolist() == both(rows).tolist() == [26, 95, 69.5]
+    assert parts.tolist() == [[6, 10, 0, 0], [0, 20, 25, 30], [39.5, 0, 0, 0]], "what is whole is in no token's part"
+    assert both.parts["tokens"].tolist() == [32, 150, 79]
 
 
 def count_words(prompts, responses, metadata):

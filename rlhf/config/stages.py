@@ -197,6 +197,10 @@ class PpoConfig:
     missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule", any_finite=True)
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
+    score_by_token: bool = setting(
+        False,
+        "each token earns its own term of a score that is a mean over tokens (reward.read_tokens); false: all at the last token",
+    )
     rewards: Any = setting(
         None,
         "reward models (runs or folders), one-label classifiers (folders or hub ids), functions (module:name); none: the run's own",

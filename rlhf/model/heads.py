@@ -144,11 +144,22 @@ class RewardModel(PreTrainedModel):
         return self.config.gain * (raw - self.config.shift) if calibrated else raw
 
     def forward(
-        self, tokens: Tensor, lengths: Tensor, calibrated: bool = True, with_lm: bool = False
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        calibrated: bool = True,
+        with_lm: bool = False,
+        by_token: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,) and, with read_tokens, at those
-        before it; with_lm: and `mean_nats` (B,)."""
+        before it; with_lm: and `mean_nats` (B,).
+
+        by_token: the terms of the mean instead, (B, N): term j is that of token lengths - 1 - j, and they add up to the score.
+        """
         real, kept = self._read_places(tokens, lengths)
+        if by_token:
+            values = self.values_at(tokens, kept, calibrated).view_as(real)
+            return torch.where(real, values, 0.0) / real.sum(1, keepdim=True)
         if not with_lm:
             return self._mean(self.values_at(tokens, kept, calibrated), real)
         hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state

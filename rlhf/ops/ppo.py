@@ -36,29 +36,40 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, r
     raise ValueError(f"apply_missing_eos: rule is {rule!r}: give one of {', '.join(MISSING_EOS_RULES)}")
 
 
-def token_rewards(scores: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+def token_rewards(
+    scores: Tensor,
+    logp_old: Tensor,
+    logp_ref: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    token_scores: Tensor | None = None,
+) -> Tensor:
     """Reward of each response token: the KL penalty, and the score on the last one.
 
-    r_t = -kl_coef * (logp_old_t - logp_ref_t);   r_last += score        last = the last response token
+    r_t = s_t - kl_coef * (logp_old_t - logp_ref_t);   r_last += score - sum_t s_t        last = the last response token
 
     scores (B,) float; logp_old, logp_ref (B, T) nats; mask (B, T) bool, the response tokens, end token
-    included. Returns (B, T), at least float32, 0 where mask is False.
+    included; token_scores s (B, T), the part of the score that each token earns, 0 if not given. Returns (B, T), at least
+    float32, 0 where mask is False. A row's sum does not depend on token_scores.
 
     Raises ValueError: wrong shapes or types; a row without a response token, which could not carry its score.
 
     Source: Ouyang et al. 2022, eq. 2 (without the pretraining term), spread over tokens as in Ziegler et al.
-    2019.
+    2019. token_scores: as in Chan et al. 2024 ("Dense Reward for Free in RLHF"), who divide a score by attention weights.
     """
-    _check_tokens("token_rewards", mask, logp_old=logp_old, logp_ref=logp_ref)
+    parts = torch.zeros_like(logp_old) if token_scores is None else token_scores
+    _check_tokens("token_rewards", mask, logp_old=logp_old, logp_ref=logp_ref, token_scores=parts)
     if mask.dim() != 2 or scores.shape != mask.shape[:1]:
         raise ValueError(f"token_rewards: scores {tuple(scores.shape)}, mask {tuple(mask.shape)}: give (B,) and (B, T)")
     if not bool(mask.any(1).all()):
         row = int((~mask.any(1)).nonzero()[0])
         raise ValueError(f"token_rewards: row {row} has no response token, so its score has no place: leave it out")
-    rewards = torch.where(mask, -kl_coef * (upcast(logp_old) - upcast(logp_ref)), 0.0)
+    parts = torch.where(mask, upcast(parts), 0.0)
+    rewards = torch.where(mask, parts - kl_coef * (upcast(logp_old) - upcast(logp_ref)), 0.0)
     positions = torch.arange(mask.shape[1], device=mask.device)  # (T,)
     last = torch.where(mask, positions, -1).amax(1, keepdim=True)  # (B, 1)
-    return rewards + torch.where(positions == last, upcast(scores).to(rewards.dtype)[:, None], 0.0)
+    rest = upcast(scores).to(rewards.dtype) - parts.sum(1)
+    return rewards + torch.where(positions == last, rest[:, None], 0.0)
 
 
 def policy_loss(

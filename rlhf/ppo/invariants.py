@@ -70,7 +70,8 @@ def forwards_problem(gaps: Tensor, logprobs: Tensor, half: bool) -> str | None:
 
 
 def check_first_rollout(rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool) -> None:
-    """Before the first step the policy equals the reference, and the score is on the last response token.
+    """Before the first step the policy equals the reference, and the score is on the last response token, but for what the
+    tokens earn themselves.
 
     half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """
@@ -83,10 +84,10 @@ def check_first_rollout(rollout: Rollout, rewards: Tensor, scores: Tensor, kl_co
     last = counts[:, None] - 1
     if not mask.gather(1, last).all():
         refuse(3, "the last response token is masked out")
-    penalty = kl_coef * (rollout.logp_old - rollout.logp_ref)
-    on_last = (rewards + penalty).gather(1, last)[:, 0]
-    rest = torch.where(mask, rewards + penalty, 0.0).scatter(1, last, 0.0)
-    if not torch.allclose(on_last, scores, atol=1e-4) or rest.abs().max() > 1e-4:
+    earned = rollout.token_scores
+    scored = torch.where(mask, rewards + kl_coef * (rollout.logp_old - rollout.logp_ref) - earned, 0.0)
+    on_last, rest = scored.gather(1, last)[:, 0], scored.scatter(1, last, 0.0)
+    if not torch.allclose(on_last, scores - earned.sum(1), atol=1e-4) or rest.abs().max() > 1e-4:
         refuse(3, "the score is not on the last response token, or not there alone")
 
 

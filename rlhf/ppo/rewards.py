@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,12 +46,32 @@ class ModelReward:
 
     @torch.no_grad()
     def __call__(self, episodes: Episodes) -> Tensor:
+        scores = torch.zeros(len(episodes.responses), device=self.device)
+        for group, tokens, lengths in self._groups(episodes):
+            scores[group] = self.model(tokens, lengths).float()
+        return scores
+
+    @torch.no_grad()
+    def by_token(self, episodes: Episodes) -> Tensor:
+        """The part of the score that each response token earns, (B, A) float32; a row's sum is its score.
+
+        It is the token's term of the mean that the model reads (reward.read_tokens). The terms of prompt tokens, which no
+        token of the response changes, count to the first response token.
+        """
+        sizes = torch.tensor([len(ids) for ids in episodes.responses], device=self.device)
+        parts = torch.zeros(len(sizes), int(sizes.max()), device=self.device)
+        for group, tokens, lengths in self._groups(episodes):
+            terms = self.model(tokens, lengths, by_token=True).float()  # (b, N), from the last token backwards
+            at = sizes[group, None] - 1 - torch.arange(terms.shape[1], device=self.device)
+            parts[group] = parts[group].scatter_add(1, at.clamp(min=0), terms)
+        return parts
+
+    def _groups(self, episodes: Episodes) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Right-padded rows of similar length, with their lengths and their indices."""
         rows = [p + r for p, r in zip(episodes.prompts, episodes.responses, strict=True)]
-        scores = torch.zeros(len(rows), device=self.device)
         for group in by_length([len(row) for row in rows], self.batch):
             tokens, lengths = right_pad([rows[i] for i in group], self.pad)
-            scores[group] = self.model(tokens.to(self.device), lengths.to(self.device)).float()
-        return scores
+            yield group, tokens.to(self.device), lengths.to(self.device)
 
 
 class TextReward:
@@ -140,8 +160,27 @@ class CombinedReward:
 
     def __call__(self, episodes: Episodes) -> Tensor:
         self.parts = {name: source(episodes) for name, source in self.sources.items()}
-        scores = torch.stack(list(self.parts.values()))  # (sources, B)
-        return (scores * scores.new_tensor(self.weights)[:, None]).sum(0)
+        return self._weighted(list(self.parts.values()))
+
+    def by_token(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+        """As `score_by_token`."""
+        both = {name: score_by_token(source, episodes) for name, source in self.sources.items()}
+        self.parts = {name: scores for name, (scores, _) in both.items()}
+        return self._weighted(list(self.parts.values())), self._weighted([parts for _, parts in both.values()])
+
+    def _weighted(self, of_sources: list[Tensor]) -> Tensor:
+        return torch.stack([weight * one for weight, one in zip(self.weights, of_sources, strict=True)]).sum(0)
+
+
+def score_by_token(reward: Reward, episodes: Episodes) -> tuple[Tensor, Tensor]:
+    """Scores (B,), and the parts of them that the response tokens earn, (B, A); the rest belongs to no single token."""
+    if isinstance(reward, CombinedReward):
+        return reward.by_token(episodes)
+    if isinstance(reward, ModelReward):
+        parts = reward.by_token(episodes)
+        return parts.sum(1), parts
+    scores = reward(episodes)
+    return scores, scores.new_zeros(len(scores), max(map(len, episodes.responses)))
 
 
 def adjust_scores(config: Config, scores: Tensor, ended: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from rlhf.model.generate import Samples
 from rlhf.model.trunk import hidden_at, logits_at, multiplies_plainly
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
-from rlhf.ppo.rewards import Episodes, Reward
+from rlhf.ppo.rewards import Episodes, Reward, score_by_token
 
 
 class Rollout(NamedTuple):
@@ -34,12 +34,13 @@ class Rollout(NamedTuple):
     logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
     values: Tensor  # (B, A) float32, before each response token was chosen
     scores: Tensor  # (B,) float32, from the reward
+    token_scores: Tensor  # (B, A) float32, what each token earns of the score (ppo.score_by_token); else 0
 
     def rows(self, index: Tensor | list[int]) -> "Rollout":
         """The episodes of `index`, cut to their own longest row and response."""
         picked = Rollout(*(field[index] for field in self))
         width, answer = int(picked.lengths.max()), int(picked.response_mask.sum(1).max())
-        by_token = ("response_mask", "logp_sampled", "logp_old", "logp_ref", "values")
+        by_token = ("response_mask", "logp_sampled", "logp_old", "logp_ref", "values", "token_scores")
         cut = {name: getattr(picked, name)[:, :answer] for name in by_token}
         return picked._replace(tokens=picked.tokens[:, :width], **cut)
 
@@ -118,12 +119,13 @@ def score_responses(
     evaluate: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]],
     reference: Callable[..., Tensor],
     reward: Reward,
+    by_token: bool = False,
 ) -> Rollout:
     """Log-probs, values and scores of sampled responses. Without a critic all values are 0.
 
     texts: the responses without their end tokens. batch: episodes per forward. evaluate: `ActorCritic.evaluate` of (tokens,
     prompt_lengths, mask); it gives log-probs if the sampler's differ from a training forward's. reference: of the same
-    arguments, the SFT model's log-probs (B, A).
+    arguments, the SFT model's log-probs (B, A). by_token: divide the scores among the tokens, as far as the reward can.
     """
     device = samples.mask.device
     prompt_ids = [ids for _, ids in prompts]
@@ -143,7 +145,13 @@ def score_responses(
         if of_tokens is not None:
             values[group, :answer] = of_tokens
     records = [record for record, _ in prompts]
-    scores = reward(Episodes(records, prompt_ids, samples.responses, texts, samples.ended))
+    episodes = Episodes(records, prompt_ids, samples.responses, texts, samples.ended)
+    token_scores = torch.zeros_like(logp_old)
+    if by_token:
+        scores, parts = score_by_token(reward, episodes)
+        token_scores[:, : parts.shape[1]] = parts
+    else:
+        scores = reward(episodes)
     return Rollout(
         tokens=tokens,
         prompt_lengths=prompt_lengths,
@@ -155,4 +163,5 @@ def score_responses(
         logp_ref=logp_ref,
         values=values,
         scores=scores,
+        token_scores=token_scores,
     )

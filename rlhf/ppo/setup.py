@@ -98,6 +98,7 @@ class PpoRun:
                 evaluate=functools.partial(self.engine, with_policy=recomputes, with_entropy=False),
                 reference=self.reference,
                 reward=self.reward,
+                by_token=self.config.ppo.score_by_token,
             )
         self.end_phase("score")
         names = ("scores", "logp_old", "logp_ref", "values")
@@ -132,6 +133,11 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
     policy = turn_off_dropout(load_policy(folder, dropout=0.0))
     shared_trunk = policy if config.lora.share_trunk else None
     reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
+    if settings.score_by_token and not any(map(reads_several_tokens, sources_of(reward))):
+        raise UserError(
+            "ppo.score_by_token=true: no reward model reads more than the last token: train one with reward.read_tokens, "
+            "or leave it out"
+        )
     critic = make_critic(config, stage, policy, reward_model)
     for source in sources_of(reward):
         if isinstance(source, ModelReward) and shared_trunk is not None:
@@ -172,6 +178,10 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
         blocks=PretrainingBlocks.load(config, tokenizer) if settings.ptx_coef else None,
         ema=Ema(policy, settings.ema_decay) if settings.ema_decay is not None else None,
     )
+
+
+def reads_several_tokens(source: Reward) -> bool:
+    return isinstance(source, ModelReward) and source.model.config.read_tokens > 1
 
 
 def sources_of(reward: Reward) -> list[Reward]:

@@ -80,10 +80,10 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
     rollout = run.score(prompts, samples)
     mask = rollout.response_mask
 
-    # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score
+    # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score, or each token its part of it
     scores = adjust_scores(run.config, rollout.scores, rollout.ended)
     kl_coef = run.kl.coef if run.config.kl.penalty == "reward" else 0.0
-    rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef)
+    rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef, rollout.token_scores)
 
     # 4. Advantages: delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  whitened
     advantages, returns = compute_advantages(

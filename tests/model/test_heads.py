@@ -56,6 +56,18 @@ def test_score_is_the_mean_over_the_last_tokens(reward, tokens):
 
 
 @torch.no_grad()
+def test_terms_of_the_score_are_those_of_its_last_tokens(reward, tokens):
+    values = token_values(reward, tokens)
+    reward.config.read_tokens = 5
+    terms = reward(tokens, LENGTHS, by_token=True)
+    assert terms.shape == (3, 5) and torch.allclose(terms.sum(1), reward(tokens, LENGTHS), atol=1e-6)
+    for row, n, found in zip(values, LENGTHS.tolist(), terms, strict=True):
+        read = min(n, 5)
+        assert torch.allclose(found[:read], row[n - read : n].flip(0) / read, atol=1e-6)
+        assert not found[read:].any(), "there is no token"
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("read_tokens", [1, 5])
 def test_padding_and_order_change_no_score(reward, tokens, read_tokens):
     reward.config.read_tokens = read_tokens

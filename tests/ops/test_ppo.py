@@ -37,6 +37,45 @@ def test_token_rewards_by_hand():
     assert rewards.tolist() == [[0.0, -0.5, 3.25, 0.0], [-3.5, 0.0, 0.0, 0.0]]
 
 
+def test_tokens_earn_their_parts_of_the_score_by_hand():
+    # without KL: row 0 earns 0.5 and 2, and what is left of 3 is at its last token: 2 + 0.5; row 1: -1 + (-4 + 1)
+    logp, mask = torch.zeros(2, 3), torch.tensor([[False, True, True], [True, False, False]])
+    parts = torch.tensor([[NAN, 0.5, 2.0], [-1.0, NAN, NAN]])
+    rewards = token_rewards(torch.tensor([3.0, -4.0]), logp, logp, mask, 0.5, parts)
+    assert rewards.tolist() == [[0.0, 0.5, 2.5], [-4.0, 0.0, 0.0]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.floats(0, 1))
+def test_what_tokens_earn_changes_no_sum(batch, kl_coef):
+    whole, parts = (token_rewards(batch.c[:, 0], batch.a, batch.b, batch.mask, kl_coef, s) for s in (None, batch.c))
+    torch.testing.assert_close(parts.sum(1), whole.sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_what_tokens_earn_changes_no_expected_gradient():
+    """Exactly, over all responses of 3 tokens from 3: a token cannot change what was earned before it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(*[3] * t, 3, generator=generator, dtype=torch.float64, requires_grad=True) for t in range(3)]
+    earned = [torch.randn(*[3] * (t + 1), generator=generator, dtype=torch.float64) for t in range(3)]  # by tokens 0…t
+    responses = torch.cartesian_prod(*[torch.arange(3)] * 3)  # (27, 3)
+    logp = torch.stack(
+        [logits[t].log_softmax(-1)[tuple(responses[:, : t + 1].T)] for t in range(3)], 1
+    )  # of each token after those before it
+    parts = torch.stack([earned[t][tuple(responses[:, : t + 1].T)] for t in range(3)], 1)
+    mask = torch.ones(27, 3, dtype=torch.bool)
+    chance = logp.sum(1, keepdim=True).exp().detach()
+
+    def gradient(token_scores):
+        rewards = token_rewards(parts.sum(1), logp.detach(), logp.detach(), mask, 0.0, token_scores)
+        advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)
+        return torch.cat(
+            [g.flatten() for g in torch.autograd.grad((chance * logp * advantages).sum(), logits, retain_graph=True)]
+        )
+
+    assert gradient(None).abs().max() > 0.1
+    torch.testing.assert_close(gradient(parts), gradient(None), rtol=1e-9, atol=1e-12)
+
+
 @settings(max_examples=40, deadline=None)
 @given(batches(), st.floats(0, 1))
 def test_token_rewards_agree_with_the_oracle_and_sum_to_the_objective(batch, kl_coef):

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.checks import check_config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.errors import UserError
 from rlhf.files import read_json
+from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL
+from rlhf.ops.masked import whiten
 from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.ppo.setup import PpoRun, by_ranking, load_ppo_prompts
 from rlhf.runs.sources import hash_sources
@@ -94,6 +97,31 @@ def test_the_losses_get_whitened_advantages(trainer, optimized):
     assert counted.mean().item() == pytest.approx(0.0, abs=1e-5)
     assert counted.var(correction=0).item() == pytest.approx(1.0, abs=1e-4)
     assert not advantages[~rollout.response_mask].any()
+
+
+def test_each_token_earns_its_term_of_the_score(trainer, optimized):
+    trainer.config.ppo.score_by_token = True
+    trainer.reward.model.config.read_tokens = 3
+    trainer.config.ppo.missing_eos_rule = "none"
+    update(trainer)
+    ((rollout, advantages),) = optimized
+    earned, mask = rollout.token_scores, rollout.response_mask
+    assert torch.allclose(earned.sum(1), rollout.scores, atol=1e-6) and not earned[~mask].any()
+    long = mask.sum(1) > 3
+    assert long.any() and (earned[long] != 0).sum(1).tolist() == [3] * int(long.sum())
+    rewards = earned - trainer.config.kl.coef * (rollout.logp_old - rollout.logp_ref)
+    expected = whiten(gae(rewards, rollout.values, mask, gamma=1.0, lam=0.95)[0], mask)
+    assert torch.allclose(advantages, expected, atol=1e-4)
+
+
+def test_a_score_that_is_read_at_one_token_cannot_be_divided(gold_run, trainer):
+    config = gold_run.config("ppo.score_by_token=true")
+    with pytest.raises(UserError, match=r"^ppo\.score_by_token=true: no reward model reads more than the last token"):
+        ppo.make_ppo_run(config, trainer.stage, trainer.device)
+    with pytest.raises(UserError, match=r"ppo\.score_by_token=true: ppo\.advantages=rloo adds up"):
+        check_config(
+            gold_run.config("ppo.score_by_token=true", "ppo.advantages=rloo", "ppo.responses_per_prompt=2"), "ppo"
+        )
 
 
 def test_the_adaptive_coefficient_sees_nats_per_sequence(trainer):
