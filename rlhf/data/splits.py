@@ -7,10 +7,12 @@ import hashlib
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rlhf.errors import UserError
 
@@ -63,6 +65,8 @@ def conversation(prompt: "str | Sequence[Message]") -> str:
     """The text of the turns from the first user turn on: a system turn that many prompts share stays out."""
     if isinstance(prompt, str):
         return prompt
+    if len(prompt) == 1:
+        return prompt[0].content
     first = next((i for i, m in enumerate(prompt) if m.role == "user"), 0)
     return prompt[first].content if first == len(prompt) - 1 else "\n".join(m.content for m in prompt[first:])
 
@@ -141,9 +145,11 @@ def split_of(text: "str | Sequence[Message]", seed: int, fractions: Mapping[str,
     return choose(uniform(prompt_key(text), seed), fractions)
 
 
-def split_of_hash(key: int, seed: int, fractions: Mapping[str, float]) -> str:
-    """The split of a prompt whose `key_hash` is known."""
-    return choose(uniform(f"{key:016x}", seed), fractions)
+def splits_of_hashes(keys: Iterable[int], seed: int, fractions: Mapping[str, float]) -> np.ndarray:
+    """The splits, as indices into SPLITS (N,) int8, of prompts whose `key_hash` is known."""
+    names, bounds = _ranges(tuple(fractions.items()))
+    uniforms = np.array([uniform(f"{key:016x}", seed) for key in keys], np.float64)
+    return np.array([SPLITS.index(name) for name in names], np.int8)[np.searchsorted(bounds, uniforms, "right")]
 
 
 def given_split(record: "Record") -> str | None:

@@ -28,6 +28,7 @@ from rlhf.errors import UserError
 from rlhf.files import sha256_file, sync_folder, write_json
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
 
 VERSION = 1
@@ -143,19 +144,28 @@ class ArrowWriter:
         self._thread = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None  # the write under way
 
-    def write(self, batch: "pa.RecordBatch") -> None:
-        """Raises: OSError if this batch or the one before it cannot be written; `close` reports the last one's."""
+    def write(self, batch: "pa.RecordBatch", rows: "np.ndarray | None" = None) -> None:
+        """Write a batch, or those of its rows at which `rows` (N,) bool is True.
+
+        Raises: OSError if the batch before it cannot be written; `close` reports the last one's.
+        """
         import pyarrow as pa
 
-        if batch.num_rows == 0:
+        count = batch.num_rows if rows is None else int(rows.sum())
+        if count == 0:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("wb")
             self._stream = pa.ipc.new_stream(self._file, self.schema)
         self._wait()
-        self._last = self._thread.submit(self._stream.write_batch, batch)
-        self.rows += batch.num_rows
+        self._last = self._thread.submit(self._write, batch, rows)
+        self.rows += count
+
+    def _write(self, batch: "pa.RecordBatch", rows: "np.ndarray | None") -> None:
+        import pyarrow as pa
+
+        self._stream.write_batch(batch if rows is None else batch.filter(pa.array(rows)))
 
     def _wait(self) -> None:
         if self._last is not None:

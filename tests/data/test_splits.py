@@ -6,7 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data.records import Demonstration, Message, PromptRecord
-from rlhf.data.splits import key_hash, prompt_key, record_half, record_split, split_key, split_of, split_of_hash
+from rlhf.data.splits import (
+    SPLITS,
+    choose,
+    key_hash,
+    prompt_key,
+    record_half,
+    record_split,
+    split_key,
+    split_of,
+    splits_of_hashes,
+    uniform,
+)
 from rlhf.errors import UserError
 
 SHARES = {"train": 0.85, "dev": 0.05, "test": 0.10}
@@ -39,9 +50,16 @@ def test_case_and_white_space_do_not_matter():
     assert prompt_key(chat) != prompt_key("Hi")
 
 
+@pytest.mark.parametrize("shares", [SHARES, {"train": 0.5, "dev": 0.0, "test": 0.5}, {"test": 1.0}])
+def test_many_hashes_at_once_have_the_splits_of_each(shares):
+    keys = [0, 2**64 - 1, *(key_hash(f"prompt {i}") for i in range(500))]
+    wanted = [choose(uniform(f"{key:016x}", 3), shares) for key in keys]
+    assert [SPLITS[i] for i in splits_of_hashes(keys, 3, shares)] == wanted
+
+
 def test_an_explicit_split_wins_then_the_group():
     prompt = "Hello there"
-    by_prompt = split_of_hash(key_hash(prompt), 0, SHARES)
+    by_prompt = SPLITS[splits_of_hashes([key_hash(prompt)], 0, SHARES)[0]]
     record = PromptRecord(id="p", prompt=prompt)
     assert record_split(record, 0, SHARES) == by_prompt
     other = next(name for name in SHARES if name != by_prompt)

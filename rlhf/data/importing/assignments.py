@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.data.splits import SPLITS, choose, split_of_hash, uniform
+from rlhf.data.splits import SPLITS, choose, splits_of_hashes, uniform
 from rlhf.errors import UserError
 
 FILE = "assignments.arrow"
@@ -118,14 +118,13 @@ class Assigner:
         """Give every prompt and user its split."""
         together = self._decide_connected()
         keys = np.unique(np.concatenate([np.zeros(0, np.uint64), *self._keys]))
-        numbers = {name: i for i, name in enumerate(SPLITS)}
-        chosen = []
-        for key in keys.tolist():
+        splits = splits_of_hashes(keys.tolist(), self.seed, self.fractions)
+        for i, key in enumerate(keys.tolist()):
             split = self.earlier.prompts.get(key, self._given.get(key))
             if split is None and 4 * key in self._above:
                 split = together[self._root(4 * key)]
-            chosen.append(numbers[split_of_hash(key, self.seed, self.fractions)] if split is None else split)
-        splits = np.array(chosen, np.int8)
+            if split is not None:
+                splits[i] = split
         self._decided = keys, splits
         users = {node // 4: together[self._root(node)] for node in self._above if node % 4 == _USER}
         self.assignments = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))

@@ -305,7 +305,7 @@ class Importer:
                 mine = splits[begin : begin + batch.num_rows]
                 begin += batch.num_rows
                 for index, split in enumerate(SPLITS):
-                    writers[split].write(batch.filter(pa.array(mine == index)))
+                    writers[split].write(batch, mine == index)
         for writer in writers.values():
             writer.close()
         source.unlink()
