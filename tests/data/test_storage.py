@@ -3,6 +3,7 @@ import math
 from itertools import pairwise
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -123,6 +124,34 @@ def folder(tmp_path):
         writer.close()
     seal(tmp_path / "out", "complete", {"records": {}})
     return tmp_path / "out"
+
+
+def test_some_rows_are_written_in_their_order_and_none_make_no_file(tmp_path):
+    records = [DEMONSTRATION.model_copy(update={"id": f"d{i}"}) for i in range(5)]
+    batch = to_batch("demonstration", [to_row(one) for one in records])
+    odd, none = (ArrowWriter(tmp_path / name, batch.schema) for name in ("odd", "none"))
+    for _ in range(2):
+        odd.write(batch, np.arange(5) % 2 == 1)
+        none.write(batch, np.zeros(5, bool))
+    odd.close()
+    none.close()
+    with pa.ipc.open_stream(tmp_path / "odd") as stream:
+        assert stream.read_all().column("id").to_pylist() == ["d1", "d3", "d1", "d3"]
+    assert odd.rows == 4 and none.rows == 0 and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("later", ["write", "close"])
+def test_what_could_not_be_written_is_an_error_of_the_next_call(tmp_path, monkeypatch, later):
+    batch = to_batch("demonstration", [to_row(DEMONSTRATION)])
+    writer = ArrowWriter(tmp_path / "file", batch.schema)
+
+    def full(*what):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "_write", full)
+    writer.write(batch)
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(batch) if later == "write" else writer.close()
 
 
 def test_the_files_are_arrow_that_datasets_maps_into_memory(folder):
