@@ -70,8 +70,8 @@ def forwards_problem(gaps: Tensor, logprobs: Tensor, half: bool) -> str | None:
 
 
 def check_first_rollout(rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool) -> None:
-    """Before the first step the policy equals the reference, and the score is on the last response token, but for what the
-    tokens earn themselves.
+    """Before the first step the policy equals the reference, and the score is on the last response token, except for
+    the parts that other tokens earn.
 
     half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """

@@ -75,8 +75,8 @@ _AT_ONCE = 64  # rows
 class BatchMaker:
     """Collects records, and makes the batch of them.
 
-    Rows are read _AT_ONCE, and so are the records converted, each property before the next one: the records, and the
-    code that one computation needs, then stay in the processor's caches.
+    _AT_ONCE rows are read, and as many records are converted, one property of all before the next: the records, and the
+    code that computes a property, then stay in the processor's caches.
     """
 
     def __init__(self, plan: Plan):
@@ -181,6 +181,7 @@ def process(plan: Plan, unit: Unit) -> Batch:
 
 
 def _read_ahead(rows: Iterable[Row | Reject]) -> Iterator[Row | Reject]:
+    """The rows, read _AT_ONCE at a time."""
     following = iter(rows)
     while some := list(islice(following, _AT_ONCE)):
         yield from some
