@@ -199,13 +199,24 @@ def test_positions_by_hand():
     assert before_responses(STARTS, 6, MASK).tolist() == [2, 3, 6 + 0, 6 + 1, 6 + 2]
 
 
-def test_value_of_a_token_is_read_one_token_earlier():
-    class Ruler(torch.nn.Module):
-        def values_at(self, tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-            return kept % 6 + 0.5  # after token t its position t + 0.5
+class Ruler(torch.nn.Module):
+    """A critic of tokens (B, 6): after each token its position plus 0.5."""
 
+    def values_at(self, tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        return kept % 6 + 0.5
+
+
+def test_value_of_a_token_is_read_one_token_earlier():
     *_, values = ActorCritic(None, Ruler())(TOKENS, STARTS, MASK, with_policy=False)
     assert values.tolist() == [[2.5, 3.5, 0.0], [0.5, 1.5, 2.5]]
+
+
+def test_a_value_by_share_is_the_critics_output_times_the_share_of_tokens_left():
+    *_, values = ActorCritic(None, Ruler(), by_share=True)(TOKENS, STARTS, MASK, with_policy=False)
+    # left before each token: 2/2, 1/2 and 3/3, 2/3, 1/3
+    torch.testing.assert_close(values, torch.tensor([[2.5, 3.5 / 2, 0.0], [0.5, 1.5 * 2 / 3, 2.5 / 3]]))
+    *_, none = ActorCritic(None, Ruler(), by_share=True)(TOKENS, STARTS, MASK & False, with_policy=False)
+    assert not none.any(), "an episode whose tokens do not count"
 
 
 class Successor(torch.nn.Module):

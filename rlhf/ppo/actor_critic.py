@@ -17,12 +17,15 @@ class ActorCritic(nn.Module):
     """Policy and critic as one module: one engine, one optimizer, two learning rates.
 
     critic: a separate model; or a head (D -> 1) on the policy's trunk; or None if advantages need no values.
+    by_share: each token earns its own part of the score and responses have a fixed length, so V_t is the critic's output
+    times `share_left`: no token shows the critic how many are left.
     """
 
-    def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None):
+    def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None, by_share: bool = False):
         super().__init__()
         self.policy: Any = policy
         self.critic: Any = critic
+        self.by_share = by_share
 
     @property
     def shared(self) -> bool:
@@ -57,7 +60,9 @@ class ActorCritic(nn.Module):
             values = self.critic(hidden if with_policy else hidden.detach()).squeeze(-1).float()
         elif with_values and self.critic is not None:
             values = self.critic.values_at(tokens, before)
-        return logp, entropies, None if values is None else unpacked(values, mask)
+        if values is not None:
+            values = unpacked(values, mask) * (share_left(mask) if self.by_share else 1.0)
+        return logp, entropies, values
 
     def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
         """- sum log P(u_i | u_<i) / denominator over the batch's next tokens, nats."""
@@ -68,6 +73,12 @@ class ActorCritic(nn.Module):
     def parts(self) -> dict[str, nn.Module]:
         """{"policy": …, "critic": …}, without the critic if there is none."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+
+def share_left(mask: Tensor) -> Tensor:
+    """(n - t) / n before response token t = 0…n - 1 of n, (B, A) float32 of mask (B, A) bool, left-aligned; 0 outside it."""
+    left = mask.flip(1).cumsum(1).flip(1)
+    return left / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class Reference(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.chat_template import response_text
+from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
 from rlhf.data.prompts import fitting_prompts
 from rlhf.data.records import PromptRecord
@@ -147,6 +147,7 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
         elif isinstance(source, TextReward) and not zero_stage(config):  # under ZeRO there is no autocast
             hold_frozen(config, source.model, device)
     reference: nn.Module
+    by_share = settings.score_by_token and not end_ids(tokenizer)
     if config.lora.rank:
         reference = Reference(share_weights(policy).requires_grad_(False))
         add_adapters(policy, config, folder, device)
@@ -154,10 +155,10 @@ def make_ppo_run(config: Config, stage: Stage, device: torch.device) -> PpoRun:
             from_reward = reward_model is not None and settings.critic == "reward"
             base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
             add_adapters(critic, config, base, device)
-        engine = make_actor_critic_engine(config, policy, critic, device)
+        engine = make_actor_critic_engine(config, policy, critic, device, by_share)
         reference.to(device)
     else:
-        engine = make_actor_critic_engine(config, policy, critic, device)
+        engine = make_actor_critic_engine(config, policy, critic, device, by_share)
         reference = shard_frozen(config, Reference(load_policy(folder).requires_grad_(False)), device)
     kl: FixedKL | AdaptiveKL = FixedKL(config.kl.coef)
     if config.kl.target is not None:
@@ -188,14 +189,16 @@ def sources_of(reward: Reward) -> list[Reward]:
     return list(reward.sources.values()) if isinstance(reward, CombinedReward) else [reward]
 
 
-def make_actor_critic_engine(config: Config, policy: Any, critic: Any, device: torch.device) -> Engine:
+def make_actor_critic_engine(
+    config: Config, policy: Any, critic: Any, device: torch.device, by_share: bool = False
+) -> Engine:
     """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
     settings = config.ppo
     if config.gradient_checkpointing:
         for module in (policy, critic):
             if isinstance(module, PreTrainedModel):
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = ActorCritic(policy, critic)
+    model = ActorCritic(policy, critic, by_share)
     rates = {"policy": settings.lr, "critic": settings.critic_lr}
     groups = [
         {"params": [p for p in module.parameters() if p.requires_grad], "lr": rates[name]}

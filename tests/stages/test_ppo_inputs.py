@@ -12,6 +12,7 @@ from rlhf.files import read_json
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL
 from rlhf.ops.masked import whiten
+from rlhf.ppo import setup
 from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.ppo.setup import PpoRun, by_ranking, load_ppo_prompts
 from rlhf.runs.sources import hash_sources
@@ -112,6 +113,12 @@ def test_each_token_earns_its_term_of_the_score(trainer, optimized):
     rewards = earned - trainer.config.kl.coef * (rollout.logp_old - rollout.logp_ref)
     expected = whiten(gae(rewards, rollout.values, mask, gamma=1.0, lam=0.95)[0], mask)
     assert torch.allclose(advantages, expected, atol=1e-4)
+
+
+def test_values_of_responses_that_end_by_themselves_are_the_critics_output(copy_until, monkeypatch):
+    monkeypatch.setattr(setup, "reads_several_tokens", lambda source: True)
+    with open_trainer(copy_until("ppo"), *AT_ONCE, *SMALL, "ppo.score_by_token=true") as trainer:
+        assert not trainer.actor_critic.by_share, "how many tokens are left is not known"
 
 
 def test_a_score_that_is_read_at_one_token_cannot_be_divided(gold_run, trainer):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.chat_template import encode_prompt, end_ids
 from rlhf.checks import check_config
@@ -12,9 +13,11 @@ from rlhf.commands.pipeline import show, stages_to_run, summarize
 from rlhf.commands.report import write
 from rlhf.data.comparisons import load_comparisons
 from rlhf.errors import UserError
+from rlhf.model.classifier import load_reward_model
 from rlhf.tokenizer import load_tokenizer
 from tests.stages.conftest import Run
 from tests.stages.test_adopted import save
+from tests.stages.test_ppo import open_trainer
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "rejection", "dpo", "evaluate")
@@ -65,6 +68,21 @@ def test_every_response_has_the_fixed_length_and_counts_as_whole(sentiment_run):
     assert set(results["ended"].values()) == {1.0}
     assert results["reward"] == results["reward_without_eos_rule"]
     assert results["text"]["ppo"]["tokens"] == {"value": 6.0, "ci95": [6.0, 6.0], "n": 4}
+
+
+@torch.no_grad()
+def test_a_value_is_the_share_of_the_score_that_is_to_come(sentiment_run, tmp_path):
+    """Before training the critic is the reward model, so after t tokens of 6 the value is its score there times (6 - t) / 6."""
+    run = sentiment_run.copy(tmp_path, "ppo")
+    with open_trainer(run) as trainer:
+        samples = trainer.sample(trainer.prompts[:2], [("test", i) for i in range(2)])
+        values = trainer.score(trainer.prompts[:2], samples).values
+    model = load_reward_model(run.folder / "reward" / "model", torch.device("cpu"))
+    model.config.read_tokens = 1
+    for (_, prompt), response, found in zip(trainer.prompts, samples.responses, values, strict=False):
+        starts = [prompt + response[:t] for t in range(6)]
+        scores = [model(torch.tensor([ids]), torch.tensor([len(ids)])).item() for ids in starts]
+        assert found.tolist() == pytest.approx([(6 - t) / 6 * scores[t] for t in range(6)], abs=1e-4)
 
 
 def test_labelers_rank_by_the_lexicon(sentiment_run):
