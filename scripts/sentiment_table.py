@@ -72,10 +72,12 @@ def main() -> None:
     print()
     for folder in map(Path, sys.argv[1:]):
         scores = [r[HELD_OUT] for r in read_jsonl(folder / "ppo" / "metrics.jsonl") if HELD_OUT in r]
-        accuracy = json.loads((folder / "evaluate" / "results.json").read_text(encoding="utf-8"))["reward_model"]
+        results = json.loads((folder / "evaluate" / "results.json").read_text(encoding="utf-8"))
+        accuracy = results["reward_model"]
         print(
             f"{folder.name}: true score during PPO {', '.join(f'{score:.3f}' for score in scores)}; reward model: "
-            f"{show(accuracy['accuracy'])} of held-out pairs as the labelers, {accuracy['gold_order_accuracy']:.3f} as the lexicon"
+            f"{show(accuracy['accuracy'])} of held-out pairs as the labelers, {accuracy['gold_order_accuracy']:.3f} as the lexicon; "
+            f"PPO above best-of-n by {show(results['best_of_n'].get('ppo_above'))}"
         )
 
 

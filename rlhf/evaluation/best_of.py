@@ -8,6 +8,7 @@ samples per prompt (Nakano et al. 2021, appendix I). `rlhf rejection` fine-tunes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from rlhf.chat_template import response_text
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
-from rlhf.evaluation.statistics import Figures, win_rate
+from rlhf.evaluation.statistics import Figures, interval, win_rate
 from rlhf.evaluation.text_figures import text_figures
 from rlhf.evaluation.truth_figures import interval_of, judge_rows, mean_of, totals
 from rlhf.gold.truth import Truth
@@ -169,7 +170,7 @@ class Asked(NamedTuple):
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
     """What the reward picks among n samples of a policy: its figures, and its true score, a list of one per prompt.
 
-    kl_estimate_nats is the KL to the policy.
+    kl_estimate_nats is the KL to the policy; ppo_above is how much higher PPO's true score is, prompt by prompt.
     """
     n, records, truth = config.evaluate.best_of, asked.records, asked.truth
     with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:
@@ -195,6 +196,8 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     results["score"] = interval_of(totals(judged))
     results["parts"] = {part: mean_of(totals(judged, part)) for part in truth.parts}
     results["win_rate_vs_sft"] = win_rate(totals(judged), totals(asked.gold["sft"]["samples"]))
+    pairs = zip(totals(asked.gold["ppo"]["samples"]), totals(judged), strict=True)
+    results["ppo_above"] = interval([fmean(ppo) - best for ppo, (best,) in pairs])
     return results, totals(judged)
 
 

@@ -404,7 +404,12 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
         best = results["best_of_n"]
         stage.say(
             f"best of {best['n']} samples of SFT: reward {best['reward']}, KL about {best['kl_estimate_nats']:.2f} nats (at most "
-            f"{best['kl_bound_nats']:.2f})" + (f", true score {best['gold']}" if "gold" in best else "")
+            f"{best['kl_bound_nats']:.2f})"
+            + (
+                f", true score {best['gold']}; PPO's is higher by {best['ppo_above']['value']:.3f} {best['ppo_above']['ci95']}"
+                if "gold" in best
+                else ""
+            )
         )
     for line in describe_ratings(results["generate_and_rate"]) if "generate_and_rate" in results else []:
         stage.say(line)
