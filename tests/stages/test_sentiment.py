@@ -74,7 +74,7 @@ def test_every_response_has_the_fixed_length_and_counts_as_whole(sentiment_run):
 def test_a_value_is_the_share_of_the_score_that_is_to_come(sentiment_run, tmp_path):
     """Before training the critic is the reward model, so after t tokens of 6 the value is its score there times (6 - t) / 6."""
     run = sentiment_run.copy(tmp_path, "ppo")
-    with open_trainer(run) as trainer:
+    with open_trainer(run, "ppo.score_by_token=true", "ppo.shared_critic=false") as trainer:
         samples = trainer.sample(trainer.prompts[:2], [("test", i) for i in range(2)])
         values = trainer.score(trainer.prompts[:2], samples).values
     model = load_reward_model(run.folder / "reward" / "model", torch.device("cpu"))
