@@ -251,8 +251,6 @@ def _ppo_relations(config: Config, command: str) -> Iterator[str]:
         )
     if ppo.score_by_token and ppo.advantages in ("rloo", "grpo"):
         yield f"ppo.score_by_token=true: ppo.advantages={ppo.advantages} adds up a response's rewards: leave it out"
-    if ppo.critic_lam is not None and ppo.advantages != "gae":
-        yield f"ppo.critic_lam={ppo.critic_lam}: ppo.advantages={ppo.advantages} has no critic: leave it out"
     needs_critic = ppo.shared_critic or ppo.critic_warmup_updates
     if ppo.advantages != "gae" and needs_critic:
         yield (

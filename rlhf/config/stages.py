@@ -172,9 +172,6 @@ class PpoConfig:
     value_clip_range: float = setting(0.2, "eps_v: values are clipped to the old value ± eps_v", above=0)
     gamma: float = setting(1.0, "discount per token", min=0, max=1)
     lam: float = setting(0.95, "lambda of GAE", min=0, max=1)
-    critic_lam: float | None = setting(
-        None, "lambda of the returns that the critic learns, 1: sums of rewards; none: as lam", min=0, max=1
-    )
     lr: float = setting(1e-5, "learning rate of the policy", above=0, max=10)
     critic_lr: float = setting(9e-6, "learning rate of the critic", above=0, max=10)
     warmup_updates: int = setting(10, "updates in which the learning rate rises from a tenth", min=0)

@@ -52,7 +52,6 @@ def compute_advantages(
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
-    critic_lam: float | None = None,
     group_size: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T) of response tokens, by name.
@@ -71,7 +70,7 @@ def compute_advantages(
     as PPO's is, rather than over sequences (RLOO) or first within each sequence (GRPO).
     """
     if kind == "gae":
-        return gae(rewards, values, mask, gamma=gamma, lam=lam, critic_lam=critic_lam)
+        return gae(rewards, values, mask, gamma=gamma, lam=lam)
     if kind == "reinforce":
         return gae(rewards, torch.zeros_like(values), mask, gamma=gamma, lam=1.0)
     baselines = {"rloo": leave_one_out, "grpo": group_normalised}

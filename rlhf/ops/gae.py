@@ -13,13 +13,11 @@ def gae(
     mask: Tensor,
     gamma: float = 1.0,
     lam: float = 0.95,
-    critic_lam: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of each response token.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t
 
-    With critic_lam the returns are those of A at lam = critic_lam; at 1 they do not depend on the values.
     V_t is the value before token t is chosen. After a row's last masked token A and V are 0: a response without an end token is
     over too.
 
@@ -29,12 +27,9 @@ def gae(
     Raises ValueError: wrong shapes or types, a mask with a hole, gamma or lam outside 0…1.
 
     Source: Schulman et al. 2016, eq. 16; Schulman et al. 2017, eq. 11 and 12 (the sum cut at the episode's
-    end). critic_lam: Yuan et al. 2025 ("What's Behind PPO's Collapse in Long-CoT?", decoupled GAE).
+    end).
     """
     _check(rewards, values, mask, gamma, lam)
-    if critic_lam is not None:
-        advantages, _ = gae(rewards, values, mask, gamma, lam)
-        return advantages, gae(rewards, values, mask, gamma, critic_lam)[1]
     B = mask.shape[0]
     rewards = torch.where(mask, upcast(rewards), 0.0)
     values = torch.where(mask, upcast(values), 0.0)

@@ -93,7 +93,6 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
         mask,
         gamma=settings.gamma,
         lam=settings.lam,
-        critic_lam=settings.critic_lam,
         group_size=settings.responses_per_prompt,
     )
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:

@@ -33,13 +33,6 @@ def test_defaults_are_gamma_1_and_lam_095():
     assert gae(rewards, values, mask)[0].tolist()[0] == pytest.approx([0.4625, 0.75])
 
 
-def test_the_critics_returns_have_a_lambda_of_their_own():
-    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
-    advantages, returns = gae(rewards, values, torch.ones(1, 2, dtype=torch.bool), lam=0.5, critic_lam=1.0)
-    # deltas -0.25 and 0.75 as above; A_0 = -0.25 + 0.5 * 0.75; the returns are sums of rewards: 0 + 1 and 1
-    assert advantages.tolist()[0] == pytest.approx([0.125, 0.75]) and returns.tolist()[0] == pytest.approx([1.0, 1.0])
-
-
 factors = st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0])
 
 

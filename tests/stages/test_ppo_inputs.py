@@ -13,7 +13,6 @@ from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL
 from rlhf.ops.masked import whiten
 from rlhf.ppo import setup
-from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.ppo.setup import PpoRun, by_ranking, load_ppo_prompts
 from rlhf.runs.sources import hash_sources
@@ -114,20 +113,6 @@ def test_each_token_earns_its_term_of_the_score(trainer, optimized):
     rewards = earned - trainer.config.kl.coef * (rollout.logp_old - rollout.logp_ref)
     expected = whiten(gae(rewards, rollout.values, mask, gamma=1.0, lam=0.95)[0], mask)
     assert torch.allclose(advantages, expected, atol=1e-4)
-
-
-def test_the_critic_learns_returns_of_its_own_lambda(trainer, monkeypatch):
-    given: list[Experience] = []
-    monkeypatch.setattr(ppo, "optimize", lambda run, number, experience, *more: given.append(experience))
-    trainer.config.ppo.critic_lam = 1.0
-    update(trainer)
-    mask, kl = given[0].rollout.response_mask, given[0].rollout.logp_old - given[0].rollout.logp_ref
-    scores = adjust_scores(trainer.config, given[0].rollout.scores, given[0].rollout.ended)
-    to_come = (trainer.config.kl.coef * kl).flip(1).cumsum(1).flip(1)  # of the penalty
-    assert torch.allclose(given[0].returns[mask], (scores[:, None] - to_come)[mask], atol=1e-4)
-    with pytest.raises(UserError, match=r"ppo\.critic_lam=1\.0: ppo\.advantages=reinforce has no critic"):
-        trainer.config.ppo.advantages = "reinforce"
-        check_config(trainer.config, "ppo")
 
 
 def test_values_of_responses_that_end_by_themselves_are_the_critics_output(copy_until, monkeypatch):
