@@ -77,7 +77,7 @@ def main() -> None:
         print(
             f"{folder.name}: true score during PPO {', '.join(f'{score:.3f}' for score in scores)}; reward model: "
             f"{show(accuracy['accuracy'])} of held-out pairs as the labelers, {accuracy['gold_order_accuracy']:.3f} as the lexicon; "
-            f"PPO above best-of-n by {show(results['best_of_n'].get('ppo_above'))}"
+            f"PPO minus best-of-n {show(results['best_of_n'].get('ppo_above'))}"
         )
 
 

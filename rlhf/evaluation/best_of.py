@@ -170,7 +170,7 @@ class Asked(NamedTuple):
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
     """What the reward picks among n samples of a policy: its figures, and its true score, a list of one per prompt.
 
-    kl_estimate_nats is the KL to the policy; ppo_above is how much higher PPO's true score is, prompt by prompt.
+    kl_estimate_nats is the KL to the policy; ppo_above is PPO's true score minus that of the pick, prompt by prompt.
     """
     n, records, truth = config.evaluate.best_of, asked.records, asked.truth
     with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:

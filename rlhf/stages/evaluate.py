@@ -406,7 +406,7 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
             f"best of {best['n']} samples of SFT: reward {best['reward']}, KL about {best['kl_estimate_nats']:.2f} nats (at most "
             f"{best['kl_bound_nats']:.2f})"
             + (
-                f", true score {best['gold']}; PPO's is higher by {best['ppo_above']['value']:.3f} {best['ppo_above']['ci95']}"
+                f", true score {best['gold']}; PPO's minus this {best['ppo_above']['value']:.3f} {best['ppo_above']['ci95']}"
                 if "gold" in best
                 else ""
             )
