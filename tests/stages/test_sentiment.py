@@ -1,6 +1,7 @@
 """experiment=sentiment: from a checkpoint and a text to the report, in completion form, with a lexicon as the truth."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,22 @@ def test_the_table_compares_every_policy_by_the_truth(sentiment_run):
     write(sentiment_run.folder)
     page = (sentiment_run.folder / "report.html").read_text(encoding="utf-8")
     assert "gold judge" not in page and "sentiment lexicon" in page
+
+
+def test_best_of_n_is_compared_with_the_best_policy_of_its_kl(sentiment_run, capsys, monkeypatch):
+    """scripts/sentiment_frontier.py; its arithmetic is in tests/test_sentiment_frontier.py."""
+    script = ROOT / "scripts" / "sentiment_frontier.py"
+    settings = [*sentiment_run.overrides, "run=run", f"runs_dir={sentiment_run.runs_dir}"]
+    monkeypatch.setattr("sys.argv", [str(script), "--passages=3", "--samples=5", *settings])
+    runpy.run_path(str(script), run_name="__main__")
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [line[1].strip() for line in lines[2:]][:3] == [
+        "base",
+        "best of 2 by the learned reward",
+        "optimum by the learned reward",
+    ]
+    rewards = [float(line[3]) for line in lines[2:5]]
+    assert rewards == sorted(rewards) and rewards[0] < rewards[2]
 
 
 def test_the_last_line_says_which_truth(sentiment_run, capsys):

@@ -1,0 +1,146 @@
+"""How far above best-of-n can any policy be at best-of-n's KL? Prints a Markdown table for a run of experiment=sentiment.
+
+    python scripts/sentiment_frontier.py [--passages 64] [--samples 64] experiment=sentiment run=seed-0 [overrides of the run …]
+
+The base model continues each held-out passage N times. A policy over these N is a weight w_j for each, and its KL to the base
+is the mean over passages of sum_j w_j log(N w_j). Of all policies with that KL the one with the highest mean reward is
+
+    w_j = exp(r_j / beta) / sum_k exp(r_k / beta)        one beta for all passages
+
+It is what PPO with a KL penalty would end at without any error. Best-of-n is w_j = (k/N)^n - ((k-1)/N)^n for the reward of rank k
+among N in ascending order. Both are of the same samples and of the same KL. The run needs its stages up to the reward model.
+"""
+
+import argparse
+import math
+from typing import Any
+
+import numpy as np
+
+from rlhf.composing import compose_config
+from rlhf.errors import UserError
+from rlhf.evaluation.best_of import draw_candidates
+from rlhf.evaluation.statistics import interval
+from rlhf.evaluation.truth_figures import judge_rows, totals
+from rlhf.exits import ending
+from rlhf.gold.truth import make_truth
+from rlhf.ppo.setup import make_reward
+from rlhf.precision import inference
+from rlhf.runs.folders import stage_folder
+from rlhf.runs.sources import need_source
+from rlhf.stages.evaluate import load_test_prompts
+from rlhf.tokenizer import load_tokenizer
+from rlhf.tracking.progress import progress
+from rlhf.training.setup import load_frozen, set_up
+
+HEADS = ("policy", "KL to the base, nats", "learned reward", "true score", "true score minus best-of-n's")
+
+
+def best_of_weights(scores: np.ndarray, n: int) -> np.ndarray:
+    """The probability (P, N) that best-of-n picks each of N equally likely samples of scores (P, N).
+
+    Of equal scores the first counts as the lower one.
+    """
+    count = scores.shape[1]
+    ranks = np.argsort(np.argsort(scores, axis=1, kind="stable"), axis=1)
+    return ((ranks + 1) / count) ** n - (ranks / count) ** n
+
+
+def kl_of(weights: np.ndarray) -> float:
+    """Mean over P of the KL in nats between weights (P, N) and 1/N each."""
+    count = weights.shape[1]
+    return float((weights * np.log(np.maximum(weights * count, 1e-300))).sum(1).mean())
+
+
+def tilted(scores: np.ndarray, beta: float) -> np.ndarray:
+    """exp(scores / beta), normalised over each row of (P, N)."""
+    raised = np.exp((scores - scores.max(1, keepdims=True)) / beta)
+    return raised / raised.sum(1, keepdims=True)
+
+
+def optimum(scores: np.ndarray, nats: float) -> np.ndarray:
+    """The weights (P, N) with the highest mean score at a KL of `nats`. A KL that no weights reach gives the highest possible one."""
+    low, high = 1e-6, 1e6  # the KL falls as beta rises
+    for _ in range(100):
+        beta = math.sqrt(low * high)
+        low, high = (beta, high) if kl_of(tilted(scores, beta)) > nats else (low, beta)
+    return tilted(scores, high)
+
+
+def predicted(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """The true score (P, N) to expect at each learned score: the best rising function by least squares, of the other half's passages."""
+    from scipy.optimize import isotonic_regression
+
+    expected = np.empty(scores.shape)
+    for half in (0, 1):
+        x, y = scores[1 - half :: 2].flatten(), truth[1 - half :: 2].flatten()
+        order = np.argsort(x)
+        expected[half::2] = np.interp(scores[half::2], x[order], isotonic_regression(y[order]).x)
+    return expected
+
+
+def table(scores: np.ndarray, truth: np.ndarray, n: int) -> list[list[str]]:
+    """Rows of policies over the samples, with the intervals of true score minus best-of-n's, by passage."""
+    best = best_of_weights(scores, n)
+    nats = kl_of(best)
+    policies = {
+        "base": np.full(scores.shape, 1.0 / scores.shape[1]),
+        f"best of {n} by the learned reward": best,
+        "optimum by the learned reward": optimum(scores, nats),
+        "optimum by the true score that it predicts": optimum(predicted(scores, truth), nats),
+        f"best of {n} by the true score": best_of_weights(truth, n),
+        "optimum by the true score": optimum(truth, nats),
+    }
+    rows = []
+    for name, weights in policies.items():
+        above = interval(((weights - best) * truth).sum(1).tolist())
+        low, high = above["ci95"]
+        rows.append(
+            [
+                name,
+                f"{kl_of(weights):.2f}",
+                f"{(weights * scores).sum(1).mean():.2f}",
+                f"{(weights * truth).sum(1).mean():.3f}",
+                f"{above['value']:+.3f} [{low:+.3f}, {high:+.3f}]",
+            ]
+        )
+    return rows
+
+
+def draw(config: Any, passages: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Learned rewards and true scores, each (P, N), of the base model's continuations of held-out passages."""
+    truth = make_truth(config)
+    if truth is None:
+        raise UserError("gold.enabled=false: want a run with a true score, such as one of experiment=sentiment")
+    with inference(config, set_up(config)) as device:
+        folder = stage_folder(config, "sft") / "model"
+        tokenizer = load_tokenizer(folder)
+        records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"))
+        records, prompts = records[:passages], prompts[:passages]
+        reward, _ = make_reward(config, tokenizer, device)
+        base = load_frozen(config, folder, device)
+        with progress(len(prompts), "continuations of the base", unit="passage") as bar:
+            drawn = draw_candidates(config, base, tokenizer, records, prompts, samples, reward, bar)
+    judged = judge_rows(truth, records, drawn["texts"], drawn["ended"])
+    return np.array(drawn["scores"]), np.array(totals(judged))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--passages", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=64, help="continuations per passage")
+    parser.add_argument("overrides", nargs="+", help="of the run, as for rlhf evaluate")
+    asked = parser.parse_args()
+    if min(asked.passages, asked.samples) < 2:
+        parser.error("--passages and --samples: want 2 or more of each")
+    with ending():
+        config = compose_config(asked.overrides)
+        rows = table(*draw(config, asked.passages, asked.samples), config.evaluate.best_of)
+    print("|".join(["", *(f" {head} " for head in HEADS), ""]))
+    print("|" + "---|" * len(HEADS))
+    for cells in rows:
+        print("|".join(["", *(f" {cell} " for cell in cells), ""]))
+
+
+if __name__ == "__main__":
+    main()
