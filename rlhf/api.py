@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
-from rlhf.precision import inference
 from rlhf.recipe import PARENTS, POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, read_stage, stage_folder, stages_of
 
@@ -69,7 +69,7 @@ class LoadedRun:
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """The run's tokenizer, with its chat template."""
         if self._tokenizer is None:
-            from rlhf.tokenizer import load_tokenizer
+            from rlhf.data.tokenizer import load_tokenizer
 
             stage = self.policies[-1] if self.policies else "tokenizer"
             self._tokenizer = load_tokenizer(self._checked(stage) / "model")

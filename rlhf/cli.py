@@ -14,9 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf import completion
-from rlhf.adopting import check_adopting, refuse_as_group, refuse_as_shape, refuse_in_later_stage, refuse_other_name
-from rlhf.command_table import (
+from rlhf.commands import completion
+from rlhf.commands.table import (
     COMMANDS,
     CONFIG_GROUPS,
     FORWARDING,
@@ -26,7 +25,14 @@ from rlhf.command_table import (
     WITHOUT_GROUPS,
     uses,
 )
-from rlhf.composing import (
+from rlhf.config.adopting import (
+    check_adopting,
+    refuse_as_group,
+    refuse_as_shape,
+    refuse_in_later_stage,
+    refuse_other_name,
+)
+from rlhf.config.compose import (
     SCHEMAS,
     compose_config,
     conf_dir,
@@ -42,11 +48,11 @@ from rlhf.composing import (
     unknown_setting,
 )
 from rlhf.errors import UserError
-from rlhf.exits import check_launch, ending
-from rlhf.interrupts import interrupt_on_signals, leave
-from rlhf.processes import disconnect
 from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
-from rlhf.terminal import accept_any_text, say, write
+from rlhf.system.exits import check_launch, ending
+from rlhf.system.interrupts import interrupt_on_signals, leave
+from rlhf.system.processes import disconnect
+from rlhf.system.terminal import accept_any_text, say, write
 
 # Hydra's flags that are followed by a value.
 FLAGS_WITH_VALUE = (
@@ -67,7 +73,7 @@ FLAGS_ALONE = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The console script. Exit codes: `rlhf.exits`."""
+    """The console script. Exit codes: `rlhf.system.exits`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     arguments = [a for a in arguments if not a.startswith("--local_rank=")]  # which DeepSpeed's launcher adds
     accept_any_text()
@@ -226,7 +232,7 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
     import hydra
     from hydra.errors import HydraException
 
-    from rlhf.checks import check_config
+    from rlhf.config.checks import check_config
 
     def guarded(composed: Any) -> None:
         # Hydra would print a traceback of its own
@@ -293,7 +299,7 @@ def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:
 
 def check_jobs(jobs: list[list[str]], command: str) -> list[Any]:
     """Check each job's configuration, and that no two jobs would write one run; returns them. Raises: UserError."""
-    from rlhf.checks import check_config
+    from rlhf.config.checks import check_config
 
     runs: dict[str, list[str]] = {}
     configs = []

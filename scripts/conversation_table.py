@@ -14,11 +14,11 @@ from typing import Any
 
 from rlhf.commands.study_cells import mean_interval
 from rlhf.evaluation.statistics import interval, show
-from rlhf.files import read_json
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.report.figures import Curve, save, with_intervals
-from rlhf.tracking.jsonl import read_jsonl
+from rlhf.runs.jsonl import read_jsonl
+from rlhf.system.files import read_json
 
 Results = dict[str, Any]
 PICKED = {

@@ -136,7 +136,7 @@ def kill_stage(
 
 def numbers(folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without figures of speed and memory."""
-    from rlhf.tracking.jsonl import read_jsonl
+    from rlhf.runs.jsonl import read_jsonl
 
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}
@@ -165,7 +165,7 @@ def import_everything() -> None:
     import importlib
 
     from rlhf.cli import COMMANDS
-    from rlhf.composing import compose_config
+    from rlhf.config.compose import compose_config
 
     compose_config(list(SMALL))
     for stage in PLAN:

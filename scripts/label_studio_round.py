@@ -35,7 +35,7 @@ from rlhf.data.tasks import BETTER, EQUAL, EQUALLY_GOOD, RANK
 from rlhf.gold.judge import judge as true_parts
 from rlhf.gold.labelers import Labeler, make_labelers
 from rlhf.gold.world import task_from_metadata
-from rlhf.tracking.progress import progress
+from rlhf.runs.progress import progress
 
 INTERFACES = ("pairwise", "ranker")
 EXPORTS = {"export.json": "JSON", "export-min.json": "JSON_MIN", "export.csv": "CSV"}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.runs.folders import rounds_before
-from rlhf.tracking.jsonl import read_jsonl
-from rlhf.tracking.run_files import get
+from rlhf.runs.jsonl import read_jsonl
+from rlhf.runs.run_files import get
 
 GOLD = "eval/dev/gold/total"
 

@@ -17,20 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
+from rlhf.config.precision import inference
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import draw_candidates
 from rlhf.evaluation.statistics import interval
 from rlhf.evaluation.truth_figures import judge_rows, totals
-from rlhf.exits import ending
 from rlhf.gold.truth import make_truth
 from rlhf.ppo.setup import make_reward
-from rlhf.precision import inference
 from rlhf.runs.folders import stage_folder
+from rlhf.runs.progress import progress
 from rlhf.runs.sources import need_source
 from rlhf.stages.evaluate import load_test_prompts
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.progress import progress
+from rlhf.system.exits import ending
 from rlhf.training.setup import load_frozen, set_up
 
 HEADS = ("policy", "KL to the base, nats", "learned reward", "true score", "true score minus best-of-n's")

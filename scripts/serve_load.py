@@ -114,7 +114,7 @@ class Sampler:
 
     def __init__(self, run: str, stage: str, batch: int, requests: int, length: int):
         import rlhf
-        from rlhf.chat_template import encode_prompts, end_ids
+        from rlhf.data.chat_template import encode_prompts, end_ids
 
         loaded = rlhf.load(run, "cpu")
         self.policy, self.batch, tokenizer = loaded.policy(stage), batch, loaded.tokenizer
@@ -126,7 +126,7 @@ class Sampler:
         }
 
     def round(self) -> Round:
-        from rlhf.model.generate import sample
+        from rlhf.engines.sampler import sample
 
         start, before = time.perf_counter(), time.process_time()
         drawn = sample(self.policy, self.prompts, batch_size=self.batch, settled=True, **self.settings)

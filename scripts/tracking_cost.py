@@ -49,13 +49,13 @@ def other_seconds() -> float:
 
 
 def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
-    from rlhf.composing import compose_config
+    from rlhf.config.compose import compose_config
     from rlhf.ppo.setup import make_ppo_run
     from rlhf.recipe import ancestors
     from rlhf.runs.sources import hash_sources
     from rlhf.runs.stage import open_stage
+    from rlhf.runs.writers import make_tracker
     from rlhf.stages.ppo import one_update
-    from rlhf.tracking.writers import make_tracker
     from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
 from rlhf.model import GPTConfig
 
 

@@ -5,11 +5,11 @@ import typing
 
 import pytest
 
-from rlhf.checks import check_config
 from rlhf.cli import COMMANDS
-from rlhf.composing import compose_config
 from rlhf.config import Config, PlanConfig
+from rlhf.config.checks import check_config
 from rlhf.config.commands import ImportConfig
+from rlhf.config.compose import compose_config
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, get, settings_in
 from rlhf.errors import UserError
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf import cli, composing
-from rlhf.checks import check_config
+from rlhf import cli
 from rlhf.config import Config
+from rlhf.config import compose as composing
+from rlhf.config.checks import check_config
 from rlhf.errors import UserError
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (cli.conf_dir() / group).glob("*.yaml"))

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf import cli
 from rlhf.commands import report
-from rlhf.exits import describe
+from rlhf.system.exits import describe
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "RLHF_PROGRESS": "off"}

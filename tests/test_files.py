@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf.errors import UserError
-from rlhf.files import beside, hash_files, held, read_json, replaced, set_aside, sha256_file, share, write_json
+from rlhf.system.files import beside, hash_files, held, read_json, replaced, set_aside, sha256_file, share, write_json
 
 
 def fail_with(number: int):
@@ -103,7 +103,7 @@ def test_two_processes_do_not_write_one_place(tmp_path):
 def test_a_full_disk_leaves_no_half_written_file(tmp_path):
     """RLIMIT_FSIZE stands in for the full disk: a write past it gives EFBIG."""
     code = (
-        "import resource, signal, sys; from pathlib import Path; from rlhf.files import write_text\n"
+        "import resource, signal, sys; from pathlib import Path; from rlhf.system.files import write_text\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "write_text(Path(sys.argv[1]) / 'report.html', 'x' * 5000)"
     )

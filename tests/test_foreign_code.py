@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlhf import cli
+from rlhf.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf.errors import UserError
-from rlhf.files import hash_files
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.tokenizer import load_tokenizer, train_tokenizer
+from rlhf.system.files import hash_files
 from rlhf.training.setup import load_policy
 
 from .tiny_stages import write_record

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from rlhf.commands.pipeline import misfit
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
+from rlhf.config.precision import precision_of
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, settings_in
-from rlhf.precision import precision_of
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import settings_of
 from rlhf.runs.stage import open_stage

@@ -12,15 +12,14 @@ PACKAGE = Path(__file__).parents[1] / "rlhf"
 LAYERS = tuple(
     tuple(line.split())
     for line in (
-        "__init__ ops errors exits config composing precision rendezvous recipe interrupts processes files terminal adopting "
-        "limits",
-        "model data tracking runs gold planning tokenizer chat_template checks",
-        "training report",
-        "ppo evaluation",
-        "stages api",
-        "serving",
+        "__init__ errors recipe",
+        "config ops cpu system",
+        "runs gold model data",
+        "engines training planning",
+        "ppo evaluation report api",
+        "stages serving",
         "commands",
-        "command_table cli completion __main__",
+        "cli __main__",
     )
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

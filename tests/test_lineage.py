@@ -6,9 +6,9 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import sha256_file
 from rlhf.runs import folders as runs
 from rlhf.runs.sources import hash_sources
+from rlhf.system.files import sha256_file
 
 from .tiny_stages import chain, changed, interrupt, run_stage
 

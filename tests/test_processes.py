@@ -7,7 +7,7 @@ from pathlib import Path
 
 import rlhf
 from rlhf.commands.launch import run_processes
-from rlhf.processes import LAUNCHER_VARIABLES, is_first, launch_environment, rank
+from rlhf.system.processes import LAUNCHER_VARIABLES, is_first, launch_environment, rank
 
 HOME = Path(rlhf.__file__).parent
 
@@ -19,7 +19,7 @@ def test_one_module_reads_what_a_launcher_sets():
 
 
 def test_it_is_imported_without_torch():
-    code = "import sys, rlhf.processes as p; assert not p.disconnect() and 'torch' not in sys.modules"
+    code = "import sys, rlhf.system.processes as p; assert not p.disconnect() and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -32,9 +32,9 @@ def test_a_launch_and_a_process_of_its_own(monkeypatch):
 GRADIENTS = """
 import sys
 import torch, torch.distributed as dist
-from rlhf import processes
-from rlhf.processes import Ranks, connect, disconnect, rank
-from rlhf.interrupts import leave
+from rlhf.system import processes
+from rlhf.system.processes import Ranks, connect, disconnect, rank
+from rlhf.system.interrupts import leave
 connect(torch.device("cpu"))
 generator = torch.Generator().manual_seed(rank())
 own = [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (40,), (7, 2), (1,))]

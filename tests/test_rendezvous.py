@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from rlhf.commands.launch import free_port, run_processes
-from rlhf.rendezvous import is_loopback
+from rlhf.system.rendezvous import is_loopback
 
 ROOT = Path(__file__).parents[1]
 # Everything that this process listens on, by the kernel's table: 0A is LISTEN; an address is hex, in the machine's byte order.
 LISTENING = """
 import os, sys
 import torch, torch.distributed as dist
-from rlhf.processes import connect, disconnect, rank
+from rlhf.system.processes import connect, disconnect, rank
 connect(torch.device("cpu"))
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -54,8 +54,8 @@ def test_on_one_node_nothing_listens_beyond_the_loopback_interface(tmp_path, mon
 def alone(**variables: str) -> subprocess.Popen[str]:
     """One process of a launch of two, with short waits; `connect` is what every stage begins with."""
     code = (
-        "import torch; from rlhf import rendezvous as r; from rlhf.exits import ending; from rlhf.processes import connect\n"
-        "from rlhf.interrupts import interrupt_on_signals\n"
+        "import torch; from rlhf import rendezvous as r; from rlhf.system.exits import ending; from rlhf.system.processes import connect\n"
+        "from rlhf.system.interrupts import interrupt_on_signals\n"
         "r.WAIT_SECONDS, r.SILENT_SECONDS = 2.0, 0.5; interrupt_on_signals()\n"
         "with ending(): print('begun', flush=True); connect(torch.device('cpu'))"
     )

@@ -5,11 +5,12 @@ from functools import partial
 import pytest
 import torch
 
+from rlhf.cpu import kernels
 from rlhf.data.records import PromptRecord
+from rlhf.engines.decoder import Decoder
+from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
-from rlhf.model import GPTForCausalLM, RewardModel, kernels
-from rlhf.model.decoder import Decoder
-from rlhf.model.generate import sample
+from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.heads import ScalarHead
 from rlhf.ppo.actor_critic import ActorCritic, Reference
 from rlhf.ppo.invariants import check_first_rollout, check_sampler

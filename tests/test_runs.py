@@ -12,16 +12,16 @@ import pytest
 import yaml
 
 from rlhf.commands.pipeline import misfit
-from rlhf.composing import schema_keys
 from rlhf.config import Config
+from rlhf.config.compose import schema_keys
 from rlhf.errors import UserError
-from rlhf.files import beside, hash_files, set_aside
 from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
 from rlhf.runs.folders import under_way
 from rlhf.runs.lineage import git_state
 from rlhf.runs.stage import open_stage
+from rlhf.system.files import beside, hash_files, set_aside
 
 from .test_checkpoints import checkpoint, sealed
 from .tiny_stages import Killed, changed, interrupt, run_stage

@@ -14,14 +14,14 @@ from rlhf import cli
 from rlhf.commands import chat, pipeline
 from rlhf.commands.watch import follow_live, follow_plain
 from rlhf.config import Config
+from rlhf.data.tokenizer import encode_text, train_tokenizer
+from rlhf.engines import sampler as generate
 from rlhf.errors import UserError
-from rlhf.exits import fail
-from rlhf.model import generate
 from rlhf.runs.folders import check_output
+from rlhf.runs.progress import progress
 from rlhf.runs.stage import Stage
-from rlhf.terminal import one_line, printable, say
-from rlhf.tokenizer import encode_text, train_tokenizer
-from rlhf.tracking.progress import progress
+from rlhf.system.exits import fail
+from rlhf.system.terminal import one_line, printable, say
 
 from .tiny_stages import write_record
 
@@ -146,7 +146,7 @@ def test_an_answer_is_streamed_without_controls_however_tokens_split_them(capsys
 
 
 def test_nothing_prints_past_the_one_function():
-    """Only rlhf/terminal.py names print or a stream's own write."""
+    """Only rlhf/system/terminal.py names print or a stream's own write."""
     for path in Path(rlhf.__file__).parent.rglob("*.py"):
         if path.name == "terminal.py":
             continue

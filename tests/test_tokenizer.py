@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.chat_template import decode_response, encode_prompt, encode_prompts, encode_response
-from rlhf.errors import UserError
-from rlhf.tokenizer import (
+from rlhf.data.chat_template import decode_response, encode_prompt, encode_prompts, encode_response
+from rlhf.data.tokenizer import (
     END,
     LONGEST_WORD,
     PAD,
@@ -27,6 +26,7 @@ from rlhf.tokenizer import (
     tokenizer_hash,
     train_tokenizer,
 )
+from rlhf.errors import UserError
 
 TEXT = ["The cat sat on the mat.", "What is the capital of France? Paris is the capital of France."] * 20
 TOKENIZER = train_tokenizer(TEXT, 290, context_length=16)
@@ -98,8 +98,8 @@ def test_a_signal_ends_training_at_once(tmp_path):
     (tmp_path / "text").write_text(unbroken(2_000_000))
     program = """
 import sys
-from rlhf.interrupts import interrupt_on_signals
-from rlhf.tokenizer import train_tokenizer
+from rlhf.system.interrupts import interrupt_on_signals
+from rlhf.data.tokenizer import train_tokenizer
 
 def documents():
     yield open(sys.argv[1]).read()

@@ -5,9 +5,9 @@ from copy import deepcopy
 from pathlib import Path
 
 from rlhf.config import Config
-from rlhf.files import write_json
 from rlhf.runs.folders import hash_of, stage_folder
 from rlhf.runs.stage import open_stage
+from rlhf.system.files import write_json
 
 from .test_checkpoints import checkpoint
 

@@ -4,10 +4,10 @@ import sys
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.errors import UserError
-from rlhf.precision import inference
 from rlhf.runs.folders import check_output, stage_folder
-from rlhf.terminal import printable, say, write
+from rlhf.system.terminal import printable, say, write
 
 NOT_TEXT = "chat: the message is not UTF-8: convert the input to UTF-8"
 
@@ -20,7 +20,7 @@ def run(config: Config) -> None:
     # Check piped input before a model is loaded.
     first = read_line(False) if config.chat.message is None and not interactive else ""
 
-    from rlhf.tokenizer import load_tokenizer
+    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
 
     with inference(config, set_up(config)) as device:
@@ -75,11 +75,11 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
 
     Raises: UserError if the last message alone does not fit.
     """
-    from rlhf.chat_template import decode_response, end_ids, response_text
+    from rlhf.data.chat_template import decode_response, end_ids, response_text
     from rlhf.data.prompts import encode_prompt_within
     from rlhf.data.records import Message
+    from rlhf.engines.sampler import stream
     from rlhf.evaluation.answers import room_for
-    from rlhf.model.generate import stream
 
     as_text("".join(message["content"] for message in dialogue))
     length, room = room_for(tokenizer, config.rollout.max_new_tokens)

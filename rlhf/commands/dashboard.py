@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import read_json, write_json, writing
-from rlhf.terminal import say
+from rlhf.system.files import read_json, write_json, writing
+from rlhf.system.terminal import say
 
 # Seconds after which a server that does not answer is given up.
 TIMEOUT = 60.0
@@ -19,7 +19,7 @@ def run(config: Config) -> None:
 
     Raises: UserError if the folder cannot be written or the server refuses or does not answer.
     """
-    from rlhf.tracking.dashboard import make_specification
+    from rlhf.report.dashboard import make_specification
 
     path = Path(config.runs_dir) / "dashboard.json"
     project, entity = os.environ.get("WANDB_PROJECT", config.tracking.project), config.tracking.entity
@@ -55,7 +55,7 @@ def send_within(seconds: float, project: str, entity: str | None, remembered: Pa
         try:
             import wandb
 
-            from rlhf.tracking.dashboard import send
+            from rlhf.report.dashboard import send
 
             owner = entity or wandb.Api(timeout=int(seconds)).default_entity
             if not owner:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import held, replaced, share, writing
 from rlhf.runs.checkpoints import full_disk
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.terminal import say
+from rlhf.system.files import held, replaced, share, writing
+from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
@@ -34,8 +34,8 @@ def run(config: Config) -> None:
 
 def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
     """Write a causal language model; returns how to load it, and a note. Raises: UserError if the model lacks that form."""
+    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.model.convert import OWN, export, why_own
-    from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_policy
 
     try:
@@ -54,9 +54,9 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
     """Write a sequence classifier with one label. Raises: UserError if no public class expresses it."""
     import torch
 
+    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.model.classifier import TextRewardModel, load_reward_model
     from rlhf.model.export_reward import export_reward
-    from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import be_quiet
 
     if config.export.form != "auto":

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
-from rlhf.files import held, writing
-from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.inputs import read_prompts
-from rlhf.terminal import say
-from rlhf.tracking.jsonl import parse_line
-from rlhf.tracking.progress import progress
+from rlhf.runs.jsonl import parse_line
+from rlhf.runs.progress import progress
+from rlhf.system.files import held, writing
+from rlhf.system.terminal import say
 
 Row = dict[str, Any]
 CHUNK = 32  # prompts answered between two writes
@@ -73,8 +73,8 @@ def begins_as_ours(path: Path) -> bool:
 
 def answer_file(config: Config, folder: Path, records: list[PromptRecord], model: Row, out: Path) -> None:
     """Answer every prompt that fits; `out` appears when all are answered. Raises: UserError if none fits."""
+    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.evaluation.answers import Drawing, fit_prompts, room_for
-    from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
 
     settings, device = config.generate, set_up(config)

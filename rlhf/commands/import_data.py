@@ -16,8 +16,8 @@ from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import listed
 from rlhf.data.records import one_line
 from rlhf.errors import UserError
-from rlhf.files import beside, disk_error, held, mend, swap
-from rlhf.terminal import say
+from rlhf.system.files import beside, disk_error, held, mend, swap
+from rlhf.system.terminal import say
 
 
 def run(config: ImportConfig) -> None:
@@ -30,7 +30,7 @@ def run(config: ImportConfig) -> None:
     from rlhf.data.importing.report import describe
     from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources, size_of
     from rlhf.data.storage import seal
-    from rlhf.tracking.progress import progress
+    from rlhf.runs.progress import progress
 
     assert config.out is not None
     out = Path(os.path.abspath(config.out))

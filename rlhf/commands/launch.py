@@ -20,9 +20,9 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
-from rlhf.interrupts import EXIT_CODE
-from rlhf.processes import launch_environment
-from rlhf.terminal import say
+from rlhf.system.interrupts import EXIT_CODE
+from rlhf.system.processes import launch_environment
+from rlhf.system.terminal import say
 
 LOOK_SECONDS = 0.1  # between two polls of the processes
 STOP_SECONDS = 60.0  # that the others have to stop, after one has stopped on a signal

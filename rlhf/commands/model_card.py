@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.files import read_json
 from rlhf.recipe import STAGES, ancestors
 from rlhf.runs.folders import is_complete, read_stage, stage_folder
 from rlhf.runs.records import read_record
-from rlhf.terminal import one_line
+from rlhf.system.files import read_json
+from rlhf.system.terminal import one_line
 
 NOT_MEASURED = (
     "whether people prefer its answers: the figures above come from models or from a simulated world",

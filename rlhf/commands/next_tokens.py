@@ -1,10 +1,10 @@
 """`rlhf next`: the most likely next tokens of a text, with their probabilities."""
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.errors import UserError
-from rlhf.precision import inference
 from rlhf.runs.folders import check_output, stage_folder
-from rlhf.terminal import say
+from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
@@ -14,8 +14,8 @@ def run(config: Config) -> None:
     if not config.next.text:
         raise UserError("next.text is not set: want a text, such as `rlhf next run=x -- The capital of France is`")
 
-    from rlhf.model.next_tokens import document_tokens, likeliest, show
-    from rlhf.tokenizer import load_tokenizer
+    from rlhf.data.tokenizer import load_tokenizer
+    from rlhf.engines.likely import document_tokens, likeliest, show
     from rlhf.training.setup import load_frozen, set_up
 
     with inference(config, set_up(config)) as device:

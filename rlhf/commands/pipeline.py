@@ -14,9 +14,6 @@ from rlhf.commands.report import write
 from rlhf.config import Config
 from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
-from rlhf.exits import report
-from rlhf.files import write_json
-from rlhf.interrupts import EXIT_CODE
 from rlhf.recipe import PIPELINE, ROUND_STAGES, STAGES
 from rlhf.runs.folders import (
     check_output,
@@ -33,7 +30,10 @@ from rlhf.runs.folders import (
 from rlhf.runs.records import read_record
 from rlhf.runs.sources import check_base, data_source, hash_sources, kinds_read
 from rlhf.runs.stage import has_begun
-from rlhf.terminal import say
+from rlhf.system.exits import report
+from rlhf.system.files import write_json
+from rlhf.system.interrupts import EXIT_CODE
+from rlhf.system.terminal import say
 
 LEAST_FREE_BYTES = 200 * 2**20  # with less free space a run would fail later
 

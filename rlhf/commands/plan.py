@@ -8,9 +8,9 @@ from typing import Any
 
 from rlhf.config import PlanConfig
 from rlhf.errors import UserError
-from rlhf.files import write_json
 from rlhf.planning.plan import GB, PARTS, make_plan, peak_bytes
-from rlhf.terminal import say
+from rlhf.system.files import write_json
+from rlhf.system.terminal import say
 
 
 def run(config: PlanConfig) -> None:

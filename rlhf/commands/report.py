@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import writing
 from rlhf.runs.folders import refuse_inside_stage, run_folder
-from rlhf.terminal import say
+from rlhf.system.files import writing
+from rlhf.system.terminal import say
 
 
 def rewrite_arguments(arguments: list[str]) -> list[str]:

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
-from rlhf.files import held, read_json, replaced, sha256_file, write_json
-from rlhf.precision import inference
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.inputs import read_comparisons, read_prompts
+from rlhf.runs.progress import progress
 from rlhf.runs.sources import data_source, of_split
-from rlhf.terminal import say
-from rlhf.tracking.progress import progress
+from rlhf.system.files import held, read_json, replaced, sha256_file, write_json
+from rlhf.system.terminal import say
 
 RECORD = "sample.json"
 SPARE = 3  # draws beyond K, to replace duplicates
@@ -152,8 +152,8 @@ def draw_tasks(
     config: Config, folder: Path, prompts: list[PromptRecord], policy_id: str
 ) -> tuple[list[Ranking], int, int]:
     """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and the number that do not fit the context."""
+    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.evaluation.answers import fit_prompts, room_for
-    from rlhf.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
 
     device = set_up(config)

@@ -12,7 +12,7 @@ from rlhf.config.setting import FromEnvironment
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.runs.folders import NAME, refuse_inside_stage
-from rlhf.terminal import say
+from rlhf.system.terminal import say
 
 SHORT = ("labelers", "labels_per_prompt")  # settings that may be given without their group
 LEAST_SECRET = 16  # characters of serve.token

@@ -24,12 +24,12 @@ from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, cell_config, run_cell
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
-from rlhf.files import write_json
 from rlhf.gold.truth import need_truth
 from rlhf.recipe import ancestors
 from rlhf.runs.folders import collect_parents, is_complete, read_stage, run_folder
 from rlhf.runs.sources import is_function, reward_folder, reward_sources
-from rlhf.terminal import say
+from rlhf.system.files import write_json
+from rlhf.system.terminal import say
 
 PARENTS = ancestors("ppo")
 LABELLED = ancestors("label")  # the stages that the cells of an audit study share

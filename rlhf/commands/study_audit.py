@@ -12,7 +12,7 @@ import numpy as np
 from rlhf.commands.study_cells import Cell
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.files import read_json
+from rlhf.system.files import read_json
 
 RIDGE = 1.0  # ridge penalty of the regression on all figures, in standardised units
 

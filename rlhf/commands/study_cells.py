@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.composing import compose_config
 from rlhf.config import Config
-from rlhf.files import read_json, write_json
+from rlhf.config.compose import compose_config
 from rlhf.runs.folders import is_complete
-from rlhf.terminal import say
+from rlhf.system.files import read_json, write_json
+from rlhf.system.terminal import say
 
 EVAL_PROMPTS = 256
 

@@ -12,21 +12,21 @@ import torch
 
 from rlhf.commands.study_cells import EVAL_PROMPTS, Cell, cached, cell_config, mean_interval
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
 from rlhf.evaluation.statistics import win_rate
 from rlhf.evaluation.truth_figures import judge_rows, totals
 from rlhf.gold.truth import need_truth
 from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.setup import held_out_prompts, make_reward
-from rlhf.precision import inference
 from rlhf.runs.folders import read_stage, settings_of
+from rlhf.runs.writers import read_jsonl
 from rlhf.stages import evaluate
 from rlhf.stages.pretrain import held_out_loss
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_frozen, set_up
 
 BEST_OF = (1, 2, 4, 8, 16, 32, 64)

@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf.checks import check_config
 from rlhf.commands.study_cells import Cell, cell_config, mean_interval
 from rlhf.config import Config
+from rlhf.config.checks import check_config
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.files import read_json
 from rlhf.planning.fitting import fit_loss_law, fit_parabola, fit_power
 from rlhf.planning.scaling import LossLaw
 from rlhf.planning.shapes import make_shape
 from rlhf.runs.folders import is_complete, read_stage
 from rlhf.stages import pretrain
-from rlhf.terminal import say
-from rlhf.tokenizer import load_tokenizer
+from rlhf.system.files import read_json
+from rlhf.system.terminal import say
 
 BUDGETS, WIDTHS = (1e11, 3e11, 9e11, 2.7e12), (32, 64, 96, 128)
 RESAMPLES = 500

@@ -10,23 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.chat_template import decode_response
 from rlhf.commands.study_cells import Cell, cached, cell_config
 from rlhf.commands.study_results import hashes
 from rlhf.config import Config
+from rlhf.config.precision import inference
+from rlhf.data.chat_template import decode_response
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.records import PromptRecord
+from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.evaluation.statistics import interval, win_points
 from rlhf.evaluation.truth_figures import judge_rows, totals
-from rlhf.files import read_json
 from rlhf.gold.corpus import few_shot
 from rlhf.gold.measures import MEASURES, measure
 from rlhf.gold.truth import need_truth
 from rlhf.gold.world import task_from_metadata
-from rlhf.precision import inference
 from rlhf.runs.folders import stage_folder
 from rlhf.stages import evaluate
-from rlhf.tokenizer import encode_texts, load_tokenizer
+from rlhf.system.files import read_json
 from rlhf.training.setup import load_frozen, set_up
 
 POLICIES = ("base", "few_shot", "sft", "ppo", "ppo_ptx")

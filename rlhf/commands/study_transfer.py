@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 
 from rlhf.commands.study_cells import Cell, cached, cell_config, mean_interval
 from rlhf.commands.study_results import hashes
-from rlhf.composing import compose_config
 from rlhf.config import Config
+from rlhf.config.compose import compose_config
+from rlhf.config.precision import inference
+from rlhf.data.tokenizer import encode_texts, load_tokenizer, separator_id
 from rlhf.evaluation.labelled_task import columns_of, load_task, option_scores, options_of
-from rlhf.files import read_json
 from rlhf.model.lstm import LSTMConfig, LSTMForCausalLM
-from rlhf.precision import inference
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints
 from rlhf.runs.folders import is_complete, stage_folder
 from rlhf.stages import pretrain
-from rlhf.terminal import say
-from rlhf.tokenizer import encode_texts, load_tokenizer, separator_id
+from rlhf.system.files import read_json
+from rlhf.system.terminal import say
 from rlhf.training.setup import load_policy, set_up
 from rlhf.training.state import put_weights
 

@@ -10,9 +10,9 @@ from typing import TextIO
 
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.report.watching import Watch, line, screen
 from rlhf.runs.folders import run_folder
-from rlhf.terminal import say, write
-from rlhf.tracking.watching import Watch, line, screen
+from rlhf.system.terminal import say, write
 
 # Seconds between two plain lines of a stage, and seconds without a lock after which a run counts as ended: a pipeline
 # takes some seconds from one stage to the next.

@@ -16,9 +16,9 @@ from rlhf.data.reading.rows import read_rows
 from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resolve_sources
 from rlhf.data.records import shown
 from rlhf.data.splits import uniform
+from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 from rlhf.errors import UserError
-from rlhf.files import sha256_file, write_json
-from rlhf.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
+from rlhf.system.files import sha256_file, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf.chat_template import encode_dialogue, encode_prompts, encode_responses
+from rlhf.data.chat_template import encode_dialogue, encode_prompts, encode_responses
 from rlhf.data.conversion.foreign import is_learned
 from rlhf.data.importers import SourceInfo, load_kind
 from rlhf.data.prompts import drop_oldest, encode_prompt_within

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from rlhf.chat_template import encode_response
 from rlhf.config.setting import listed
+from rlhf.data.chat_template import encode_response
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message, Ranking
 from rlhf.errors import UserError

@@ -11,14 +11,14 @@ Source: Radford et al. 2018, section 3.3 and figure 1.
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.composing import nearest
+from rlhf.config.compose import nearest
 from rlhf.data.conversion.paths import MISSING, lookup
 from rlhf.data.reading.readers import Reject, Row
 from rlhf.data.reading.rows import TableOptions, read_rows
 from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.splits import split_of
+from rlhf.data.tokenizer import END, ROLES, encode_texts, separator_id
 from rlhf.errors import UserError
-from rlhf.tokenizer import END, ROLES, encode_texts, separator_id
 
 MADE = ("<|delimiter|>", "<|extract|>")  # tokens for a vocabulary without our role tokens
 

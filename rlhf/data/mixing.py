@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.data.corpus import SPLITS, PackedCorpus
-from rlhf.files import sha256_file, write_json
+from rlhf.system.files import sha256_file, write_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlhf.terminal import printable
+from rlhf.system.terminal import printable
 
 _MOST_TURNS = 1000  # turns of a dialogue: encoding it takes time that grows with their square
 _SHOWN_NAMES = 30  # of responses, in a message

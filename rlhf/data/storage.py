@@ -25,7 +25,7 @@ from rlhf.data.reading.sources import MANIFEST, is_import
 from rlhf.data.records import KINDS, Message, Record, first_problem
 from rlhf.data.splits import SPLITS, with_split
 from rlhf.errors import UserError
-from rlhf.files import sha256_file, sync_folder, write_json
+from rlhf.system.files import sha256_file, sync_folder, write_json
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.records import Message, RankedResponse, Ranking
-from rlhf.files import write_jsonl
+from rlhf.system.files import write_jsonl
 
 RANK = "rank"  # the control's name in Label Studio: exports name it
 BETTER = "better"

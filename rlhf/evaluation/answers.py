@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.chat_template import end_ids, response_text
+from rlhf.data.chat_template import end_ids, response_text
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message
-from rlhf.model.generate import Key, sample
+from rlhf.engines.sampler import Key, sample
 
 
 @dataclass(frozen=True, slots=True)

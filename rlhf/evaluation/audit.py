@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf.chat_template import encode_response
 from rlhf.config import Config
+from rlhf.data.chat_template import encode_response
 from rlhf.data.items import Encode, Item
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message, PromptRecord, Ranking

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf.chat_template import response_text
 from rlhf.config import Config
+from rlhf.data.chat_template import response_text
 from rlhf.data.records import PromptRecord
+from rlhf.engines.sampler import sample_as_configured
 from rlhf.evaluation.statistics import Figures, interval, win_rate
 from rlhf.evaluation.text_figures import text_figures
 from rlhf.evaluation.truth_figures import interval_of, judge_rows, mean_of, totals
 from rlhf.gold.truth import Truth
-from rlhf.model.generate import sample_as_configured
 from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
-from rlhf.tracking.progress import progress
+from rlhf.runs.progress import progress
 
 
 def best_of_n_kl(n: int) -> float:

@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf.errors import UserError
-from rlhf.terminal import one_line
-from rlhf.tracking.jsonl import read_jsonl
+from rlhf.runs.jsonl import read_jsonl
+from rlhf.system.terminal import one_line
 
 ATTEMPTS = 5
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.config.setting import get
 from rlhf.config.stages import EvaluateConfig
 from rlhf.evaluation.benchmarks import describe_benchmarks, evaluate_benchmarks
@@ -18,11 +19,10 @@ from rlhf.evaluation.overlap import describe_overlap, evaluate_overlap
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
 from rlhf.evaluation.shots import describe_shots, evaluate_shots
 from rlhf.evaluation.statistics import Figures
-from rlhf.files import write_json
-from rlhf.precision import inference
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, needs_parent, run_folder, stage_folder
-from rlhf.terminal import say
+from rlhf.system.files import write_json
+from rlhf.system.terminal import say
 from rlhf.training.setup import set_up
 
 # The evaluation and its results as text, by the setting evaluate.<name> that turns it on.

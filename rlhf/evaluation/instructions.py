@@ -7,13 +7,13 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.prompts import load_prompts
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
 from rlhf.evaluation.rules import checks_of, follows
 from rlhf.evaluation.statistics import Figures, interval, ratio_interval, show
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
-from rlhf.tokenizer import load_tokenizer
 from rlhf.training.setup import load_frozen
 
 

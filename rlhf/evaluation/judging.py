@@ -16,8 +16,8 @@ from rlhf.errors import UserError
 from rlhf.evaluation.endpoint import Endpoint, shown_counts
 from rlhf.evaluation.statistics import Figures, interval, length_controlled, show
 from rlhf.runs.folders import run_folder, stage_folder
-from rlhf.terminal import say
-from rlhf.tracking.jsonl import read_jsonl
+from rlhf.runs.jsonl import read_jsonl
+from rlhf.system.terminal import say
 
 INSTRUCTION = (
     "You compare two answers to the same request. Judge how well each does what was asked: correctness and completeness first, then "

@@ -11,10 +11,10 @@ from rlhf.config.setting import listed
 from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
 from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
 from rlhf.errors import UserError
-from rlhf.files import sha256_file
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
 from rlhf.model.batching import by_length, right_pad
 from rlhf.ops.logprobs import token_logprobs
+from rlhf.system.files import sha256_file
 
 GOLD = "gold:"
 GOLD_EXAMPLES = 2000

@@ -14,6 +14,7 @@ from rlhf.data.comparisons import load_comparisons
 from rlhf.data.items import Item, join_rankings
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
 from rlhf.evaluation.statistics import Figures, figure, per_key, show, sum_by
@@ -21,8 +22,7 @@ from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.half import hold_frozen
 from rlhf.runs.folders import check_output
 from rlhf.runs.sources import reward_folder, reward_model_folder
-from rlhf.terminal import say
-from rlhf.tokenizer import load_tokenizer
+from rlhf.system.terminal import say
 
 SUBSETS = ("subset", "domain", "category", "section")  # keys that name a row's subset; the first one counts
 STYLES = 3  # of RM-Bench's chosen and rejected answers: concise, detailed, detailed with Markdown

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
+from rlhf.data.tokenizer import encode_texts
 from rlhf.evaluation.best_of import Asked, pick_best
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, response_batches
 from rlhf.evaluation.statistics import Figures, show, win_rate
 from rlhf.evaluation.truth_figures import totals
 from rlhf.ppo.rewards import Episodes, Reward
 from rlhf.ppo.rollout import response_logprobs
-from rlhf.tokenizer import encode_texts
 from rlhf.training.setup import load_frozen
 
 WEIGHTS = {"SENSIBLE": 3.0, "SPECIFIC": 1.0, "INTERESTING": 1.0}  # of the ranking

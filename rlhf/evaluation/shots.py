@@ -18,13 +18,13 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.labelled import Columns, Example
+from rlhf.data.tokenizer import encode_texts, separator_id
 from rlhf.evaluation.instructions import load_stage, models_of
 from rlhf.evaluation.labelled_task import columns_of, load_task, option_scores, options_of
 from rlhf.evaluation.statistics import Figures, wilson
 from rlhf.model.trunk import context_of
 from rlhf.runs.folders import run_folder
-from rlhf.tokenizer import encode_texts, separator_id
-from rlhf.tracking.progress import progress
+from rlhf.runs.progress import progress
 
 BETWEEN = "\n\n"
 

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
+from rlhf.cpu.products import computed_in
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
 from rlhf.model.masks import Documents, Mask
 from rlhf.model.positions import Rope, rotate
-from rlhf.ops.products import computed_in
 
 # On a CPU the backward pass of torch's attention in bfloat16 takes up to 4 times as long as in float32 below this number of
 # tokens (docs/PERFORMANCE.md). Its results are rounded to bfloat16 either way.

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from rlhf.chat_template import end_ids
+from rlhf.cpu.products import by_torch_alone
+from rlhf.data.chat_template import end_ids
+from rlhf.data.tokenizer import PAD
 from rlhf.errors import UserError
 from rlhf.model.architectures import special_ids
 from rlhf.model.classifier import EncoderClassifier, TextRewardModel
@@ -23,8 +25,6 @@ from rlhf.model.convert import OWN, find_form, to_transformers, why_own
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.heads import RewardModel
-from rlhf.ops.products import by_torch_alone
-from rlhf.tokenizer import PAD
 
 TOLERANCE = 1e-4  # largest difference of a score between our model and transformers' class
 PROBED = 24  # tokens of the longest probe row

@@ -9,9 +9,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
+from rlhf.config.precision import wants_bfloat16
+from rlhf.cpu.products import computed_in
 from rlhf.model.linear import Float32Linear
-from rlhf.ops.products import computed_in
-from rlhf.precision import wants_bfloat16
 
 
 def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:

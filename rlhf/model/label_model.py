@@ -8,11 +8,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf.errors import UserError
-from rlhf.files import read_json, write_json
 from rlhf.model.linear import Float32Linear
 from rlhf.model.loading import LAYER
 from rlhf.model.trunk import hidden_at, multiplies_plainly
 from rlhf.ops.logprobs import mean_nats
+from rlhf.system.files import read_json, write_json
 
 HEAD, RECORD = "label_head.safetensors", "label_head.json"  # next to the language model in its folder
 

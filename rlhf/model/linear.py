@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlhf.cpu.products import product
 from rlhf.ops.masked import upcast
-from rlhf.ops.products import product
 
 
 class Linear(nn.Linear):

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from rlhf.chat_template import ENDS, find_end_of_turn, use_completion
+from rlhf.cpu.products import by_torch_alone
+from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
+from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES
 from rlhf.errors import UserError, reading
-from rlhf.files import read_json, sha256_file
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
 from rlhf.model.convert import from_transformers, why_not_native
 from rlhf.model.loading import check_finite
 from rlhf.model.trunk import multiplies_plainly
-from rlhf.ops.products import by_torch_alone
-from rlhf.terminal import say
-from rlhf.tokenizer import CHAT_TEMPLATE, END, ROLES
+from rlhf.system.files import read_json, sha256_file
+from rlhf.system.terminal import say
 
 Native = Literal["auto"] | bool
 TOLERANCE = 1e-4  # largest difference of a logit in float32 between transformers' class and ours

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.chat_template import encode_scored
+from rlhf.data.chat_template import encode_scored
 from rlhf.data.records import Message
 from rlhf.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.ops.products import computed_in, outer, plain_product, serves
+from rlhf.cpu.products import computed_in, outer, plain_product, serves
 
 # Elements of the logits per chunk: about a CPU's cache; on a GPU enough to use it fully.
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**27

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.chat_template import decode_response, response_text
+from rlhf.data.chat_template import decode_response, response_text
 from rlhf.data.records import PromptRecord
 from rlhf.data.tasks import shown_prompt
 from rlhf.ops.kl import kl_estimate
 from rlhf.ppo.rewards import CombinedReward
 from rlhf.ppo.rollout import Prompts, Rollout
 from rlhf.ppo.setup import PpoRun
-from rlhf.tracking.metrics import Sums
+from rlhf.runs.metrics import Sums
 from rlhf.training.usage import update_flops, usage_metrics
 
 SAMPLES_SHOWN = 8  # rows of the samples table per evaluation

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhf.data.records import PromptRecord
+from rlhf.engines.sampler import Samples
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.fused_loss import is_plain
-from rlhf.model.generate import Samples
 from rlhf.model.trunk import hidden_at, logits_at, multiplies_plainly
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.chat_template import end_ids, response_text
 from rlhf.config import Config
+from rlhf.cpu.allocator import return_freed_memory
+from rlhf.data.chat_template import end_ids, response_text
 from rlhf.data.prompts import fitting_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampler import Samples, sample_as_configured
 from rlhf.errors import UserError
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.model.generate import Samples, sample_as_configured
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import hold_frozen
 from rlhf.model.heads import RewardConfig, RewardModel
@@ -29,14 +31,12 @@ from rlhf.ppo.actor_critic import ActorCritic, Reference, make_critic, turn_off_
 from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
 from rlhf.ppo.rollout import Prompts, Rollout, score_responses
-from rlhf.processes import Ranks
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.inputs import read_comparisons, read_prompts
 from rlhf.runs.sources import is_function, of_split, reward_folder, reward_model_folder, reward_sources
 from rlhf.runs.stage import Stage
-from rlhf.tokenizer import load_tokenizer
+from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, load_adapters, share_weights
-from rlhf.training.allocator import return_freed_memory
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, make_engine, shard_frozen
 from rlhf.training.loop import refuse_nonfinite

@@ -18,8 +18,8 @@ from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.invariants import Checked, check_first_minibatch
 from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.ppo.setup import PpoRun
-from rlhf.processes import gather
-from rlhf.tracking.metrics import Sums
+from rlhf.runs.metrics import Sums
+from rlhf.system.processes import gather
 from rlhf.training.engine import ZeroEngine
 from rlhf.training.loop import gradient_norm, refuse_nonfinite
 

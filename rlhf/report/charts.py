@@ -23,9 +23,9 @@ from rlhf.report.figures import (
     thin,
 )
 from rlhf.report.inline_svg import draw, interval_text
-from rlhf.tracking.metrics import find
-from rlhf.tracking.panels import CHARTS, Chart
-from rlhf.tracking.run_files import Points
+from rlhf.runs.metrics import find
+from rlhf.runs.panels import CHARTS, Chart
+from rlhf.runs.run_files import Points
 
 Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
 

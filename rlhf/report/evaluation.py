@@ -10,8 +10,8 @@ from rlhf.report.charts import Picture, make_calibration, make_histogram
 from rlhf.report.overview import judge_name
 from rlhf.report.studies import make_shots, make_study_pictures, spaced, study_tables
 from rlhf.report.tables import Table, cell, make_audit, make_external, make_labelled, share
-from rlhf.tracking.results import histogram
-from rlhf.tracking.run_files import RunFiles, decimal, entries, get, interval, number, percent, rows_of, visible
+from rlhf.runs.results import histogram
+from rlhf.runs.run_files import RunFiles, decimal, entries, get, interval, number, percent, rows_of, visible
 
 MODELS = ("base", "sft", "ppo", *BASELINES)
 TITLES = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}

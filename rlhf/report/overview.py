@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rlhf.tracking.jsonl import is_number
-from rlhf.tracking.run_files import (
+from rlhf.runs.jsonl import is_number
+from rlhf.runs.run_files import (
     RunFiles,
     StageFiles,
     decimal,

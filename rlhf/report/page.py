@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.files import write_text
 from rlhf.recipe import STAGES
 from rlhf.report import evaluation as report_evaluation
 from rlhf.report import overview as report_overview
@@ -17,7 +16,8 @@ from rlhf.report import samples as report_samples
 from rlhf.report import settings as report_setup
 from rlhf.report.charts import Picture, make_stage_figures
 from rlhf.report.figures import SERIES_COLOURS, Mark, save
-from rlhf.tracking.run_files import RunFiles, decimal, duration, memory, number, percent, read_run
+from rlhf.runs.run_files import RunFiles, decimal, duration, memory, number, percent, read_run
+from rlhf.system.files import write_text
 
 
 def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rlhf.report.studies import shot_rows
-from rlhf.tracking.run_files import decimal, entries, get, interval, number, percent, rows_of, visible
+from rlhf.runs.run_files import decimal, entries, get, interval, number, percent, rows_of, visible
 
 MOST_CLASSES = 20  # most classes of a confusion matrix that is shown
 

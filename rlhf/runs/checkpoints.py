@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, sync_folder, write_json, writing
 from rlhf.runs.records import read_record
-from rlhf.terminal import say
+from rlhf.system.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, sync_folder, write_json, writing
+from rlhf.system.terminal import say
 
 MANIFEST = "manifest.json"
 # torch.save's words for a full disk; safetensors says "os error 28".

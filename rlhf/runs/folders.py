@@ -20,12 +20,12 @@ from typing import Any
 
 from rlhf.config import Config, ParentsConfig
 from rlhf.config.model import shape_settings
+from rlhf.config.precision import precision_of
 from rlhf.config.setting import RESULT, flatten, get, listed, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.files import beside, sha256_file
-from rlhf.precision import precision_of
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.runs.records import read_record
+from rlhf.system.files import beside, sha256_file
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SCORED_STAGES = ("ppo", "rejection", "evaluate")  # they need the reward stage only as a reward source

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.errors import UserError
-from rlhf.files import read_json
+from rlhf.system.files import read_json
 
 Kind = Literal["stage", "manifest", "results"]
 

@@ -14,9 +14,9 @@ from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIX
 from rlhf.data.splits import record_split
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
-from rlhf.files import read_json, sha256_file
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
+from rlhf.system.files import read_json, sha256_file
 
 if TYPE_CHECKING:
     from rlhf.data.records import Record

@@ -16,13 +16,24 @@ from rlhf import __version__
 from rlhf.config import Config
 from rlhf.config.setting import ROUNDING, flatten, get, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.files import DISK_ERRORS, beside, disk_error, hash_files, locked, set_aside, share, swap, write_json, writing
-from rlhf.processes import is_first
 from rlhf.recipe import STAGES
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, full_disk, prune_checkpoints
 from rlhf.runs.folders import collect_parents, differences, hash_of, read_stage, run_folder, settings_of, stage_folder
 from rlhf.runs.lineage import git_state
-from rlhf.terminal import say
+from rlhf.system.files import (
+    DISK_ERRORS,
+    beside,
+    disk_error,
+    hash_files,
+    locked,
+    set_aside,
+    share,
+    swap,
+    write_json,
+    writing,
+)
+from rlhf.system.processes import is_first
+from rlhf.system.terminal import say
 
 # Files of a stage's folder that are not its output: they tell how it was run.
 RECORDS = ("stage.json", "config.yaml", "metrics.jsonl", "samples.jsonl", ".lock")
@@ -116,7 +127,7 @@ class Stage:
         else:
             shutil.rmtree(beside(self.folder), ignore_errors=True)
         if self.config.tracking.artifacts and self.config.tracking.kind == "wandb":
-            from rlhf.tracking.artifacts import publish
+            from rlhf.runs.artifacts import publish
 
             publish(self.folder, record, self.config.tracking.project)
         self._drop_checkpoints()

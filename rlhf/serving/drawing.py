@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlhf.chat_template import encode_prompt
 from rlhf.config.setting import LEAST_TEMPERATURE
+from rlhf.data.chat_template import encode_prompt
 from rlhf.data.splits import prompt_key
+from rlhf.data.tokenizer import encode_text
+from rlhf.engines.choosing import Choice, Key
 from rlhf.errors import UserError
-from rlhf.model.choosing import Choice, Key
 from rlhf.serving.engine import Engine, Generation
 from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel
 from rlhf.serving.streaming import merged
 from rlhf.serving.text import TextStream
-from rlhf.tokenizer import encode_text
 
 STOP_SECONDS = 0.1  # seconds between two searches for a stop string in a response that is not streamed
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.engines.choosing import Choice, Key
 from rlhf.errors import UserError
-from rlhf.model.choosing import Choice, Key
 from rlhf.serving.errors import RefusedError
 
 PIECES_PER_SECOND = 300  # pieces per second of all streams together: with more streams, each has longer pieces

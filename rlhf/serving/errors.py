@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rlhf.terminal import printable
+from rlhf.system.terminal import printable
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 

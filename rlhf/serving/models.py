@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.api import LoadedRun
-from rlhf.chat_template import end_ids
+from rlhf.data.chat_template import end_ids
 from rlhf.errors import UserError
 
 REPEATED = 4  # words of a phrase that counts as repetition

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from rlhf.data.tokenizer import encode_texts
 from rlhf.errors import UserError
 from rlhf.serving.drawing import Drawn, Piece, Wish, chat_prompt, encoded, text_prompt
 from rlhf.serving.engine import Engine, ModelFailedError
@@ -20,7 +21,6 @@ from rlhf.serving.errors import RefusedError
 from rlhf.serving.models import ServedModel, audit
 from rlhf.serving.schemas import ChatRequest, CompletionRequest, Sampling, ScoreRequest
 from rlhf.serving.streaming import Stream, client_gone, event
-from rlhf.tokenizer import encode_texts
 
 Body = dict[str, Any]
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
 from rlhf.data.records import Message, RankedResponse, Ranking, Text, first_problem
-from rlhf.model.next_tokens import document_tokens, show
+from rlhf.engines.likely import document_tokens, show
 from rlhf.serving.desk import Desk
 from rlhf.serving.drawing import Drawn, Wish, chat_prompt, encoded
 from rlhf.serving.engine import Engine, ModelFailedError

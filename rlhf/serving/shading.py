@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rlhf.model.settled import unpacked
+from rlhf.engines.settled import unpacked
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rlhf.data.records import KINDS, Demonstration, Ranking, Record, first_problem
 from rlhf.errors import UserError
-from rlhf.files import disk_error, writing
+from rlhf.system.files import disk_error, writing
 
 Labelled = TypeVar("Labelled", Ranking, Demonstration)
 # The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.

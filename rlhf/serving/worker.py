@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
+from rlhf.engines.likely import likeliest
+from rlhf.engines.sampler import default_batch
+from rlhf.engines.settled import unpacked
+from rlhf.engines.slots import COLUMN_BLOCK, Response, RunningBatch
 from rlhf.errors import UserError
-from rlhf.model.generate import default_batch
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import hold_frozen
-from rlhf.model.next_tokens import likeliest
 from rlhf.model.packed import packed_weights
-from rlhf.model.settled import unpacked
-from rlhf.model.slots import COLUMN_BLOCK, Response, RunningBatch
-from rlhf.precision import inference
 from rlhf.serving.shading import shade
-from rlhf.terminal import one_line, say
+from rlhf.system.terminal import one_line, say
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
 Task = tuple[int, str, tuple]  # number, name and arguments

@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.labelled import Example, encode_examples, find_marks
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.labelled_task import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification
-from rlhf.files import write_json, write_jsonl
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.label_model import LabelModel, transfer
 from rlhf.model.trunk import context_of
-from rlhf.precision import inference
 from rlhf.runs.folders import stage_folder
+from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.metrics import Sums
+from rlhf.system.files import write_json, write_jsonl
 from rlhf.training.batches import take_step, train_batches
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop, refuse_nonfinite

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.items import Item, token_encoder
 from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.model.batching import right_pad
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.rollout import response_logprobs
-from rlhf.precision import inference
-from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
+from rlhf.runs.metrics import Sums
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.metrics import Sums
+from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, save_output, share_weights
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw

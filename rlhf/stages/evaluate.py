@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf.chat_template import decode_response, end_ids, response_text
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.config.setting import listed
+from rlhf.data.chat_template import decode_response, end_ids, response_text
 from rlhf.data.prompts import fitting_prompts, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord
 from rlhf.data.tasks import shown_prompt
+from rlhf.data.tokenizer import encode_texts, load_tokenizer
+from rlhf.engines.sampler import Samples, sample_as_configured
 from rlhf.errors import UserError
 from rlhf.evaluation import external
 from rlhf.evaluation.best_of import Asked, pick_best
@@ -39,17 +42,14 @@ from rlhf.evaluation.truth_figures import (
     summarize_truth,
     truth_win_rates,
 )
-from rlhf.files import write_json, write_jsonl
 from rlhf.gold.corpus import talk
 from rlhf.gold.truth import Requests, make_truth
 from rlhf.gold.world import task_from_metadata
 from rlhf.model.classifier import load_reward_model
-from rlhf.model.generate import Samples, sample_as_configured
 from rlhf.model.half import hold_frozen
 from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
-from rlhf.precision import inference
 from rlhf.recipe import BASELINES
 from rlhf.runs.folders import (
     check_output,
@@ -61,12 +61,12 @@ from rlhf.runs.folders import (
     stage_folder,
     stages_of,
 )
+from rlhf.runs.progress import progress
+from rlhf.runs.results import log_results
 from rlhf.runs.sources import hash_sources, need_source, of_split, reward_sources
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.terminal import say
-from rlhf.tokenizer import encode_texts, load_tokenizer
-from rlhf.tracking.progress import progress
-from rlhf.tracking.results import log_results
+from rlhf.system.files import write_json, write_jsonl
+from rlhf.system.terminal import say
 from rlhf.training.setup import load_frozen, open_tracker, set_up
 
 

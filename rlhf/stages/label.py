@@ -9,24 +9,24 @@ import itertools
 import random
 from typing import Any
 
-from rlhf.chat_template import encode_prompts, response_text
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.agreement.judgements import pairwise_agreement
+from rlhf.data.chat_template import encode_prompts, response_text
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.items import Answer
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampler import sample_as_configured
 from rlhf.errors import UserError
-from rlhf.files import write_jsonl
 from rlhf.gold.labelers import Labeler, rank_responses, tune_noise
 from rlhf.gold.truth import Truth, need_truth
-from rlhf.model.generate import sample_as_configured
-from rlhf.precision import inference
 from rlhf.runs.folders import earlier_run, read_stage, run_folder, stage_folder
+from rlhf.runs.progress import progress
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.progress import progress
+from rlhf.system.files import write_jsonl
 from rlhf.training.setup import load_frozen, set_up
 
 PROMPTS_TOGETHER = 128  # prompts whose responses are sampled in one call

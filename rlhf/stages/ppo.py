@@ -27,10 +27,10 @@ from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.rollout import Experience
 from rlhf.ppo.setup import PpoRun, make_ppo_run
 from rlhf.ppo.update import optimize
+from rlhf.runs.metrics import Sums
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
-from rlhf.tracking.metrics import Sums
-from rlhf.tracking.writers import Tracker, read_jsonl
+from rlhf.runs.writers import Tracker, read_jsonl
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up
 

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhf.checks import batch_problems
 from rlhf.config import Config
+from rlhf.config.checks import batch_problems
+from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, pack_corpus
 from rlhf.data.mixing import Part, mix_corpora
+from rlhf.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
-from rlhf.files import sha256_file, write_json
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.moe import limited_experts
 from rlhf.model.pretrained import Adopted, adopt
 from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.precision import inference
-from rlhf.processes import Ranks, on_first_rank
 from rlhf.runs.folders import stage_folder
+from rlhf.runs.progress import progress
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
-from rlhf.tracking.progress import progress
+from rlhf.system.files import sha256_file, write_json
+from rlhf.system.processes import Ranks, on_first_rank
 from rlhf.training.adapters import save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, inverse_sqrt_schedule, make_adamw

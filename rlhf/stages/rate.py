@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf.chat_template import encode_prompts, encode_response
 from rlhf.config import Config
+from rlhf.config.precision import inference
+from rlhf.data.chat_template import encode_prompts, encode_response
 from rlhf.data.demonstrations import Row, encode_demonstrations
 from rlhf.data.records import Ranking
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.rating import QUALITIES, Rater, encode_ratings
 from rlhf.gold.labelers import Labeler, says_yes
 from rlhf.gold.truth import Truth, need_truth
 from rlhf.model.trunk import context_of
-from rlhf.precision import inference
-from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.inputs import read_comparisons, read_demonstrations
 from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import open_stage
 from rlhf.stages.sft import load_with_dropout, make_trainer
-from rlhf.tokenizer import load_tokenizer
+from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.demonstrations import encode_demonstrations
 from rlhf.data.records import Demonstration
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, draw_candidates
-from rlhf.files import write_text
 from rlhf.model.trunk import context_of
 from rlhf.ppo.setup import load_ppo_prompts, make_reward
-from rlhf.precision import inference
-from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
+from rlhf.runs.progress import progress
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.writers import read_jsonl
 from rlhf.stages.sft import load_with_dropout, make_trainer
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.progress import progress
-from rlhf.tracking.writers import read_jsonl
+from rlhf.system.files import write_text
+from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import load_frozen, set_up

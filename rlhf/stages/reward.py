@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.chat_template import response_text
 from rlhf.config import Config
+from rlhf.config.precision import inference
+from rlhf.data.chat_template import response_text
 from rlhf.data.items import Encode, Item, check_labelers, join_rankings
 from rlhf.data.prompts import fitting_prompts, prompts_of
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
 from rlhf.data.splits import record_half
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampler import sample_as_configured
 from rlhf.errors import UserError
 from rlhf.evaluation.audit import Audited, audit_reward_model
 from rlhf.evaluation.head_fit import fit_head, read_features
@@ -36,21 +39,18 @@ from rlhf.evaluation.scoring import (
     score_rows,
 )
 from rlhf.evaluation.verdict import decide, describe_audit
-from rlhf.files import write_json
 from rlhf.model.classifier import TextRewardModel
-from rlhf.model.generate import sample_as_configured
 from rlhf.model.heads import RewardModel
 from rlhf.model.loading import load_whole
 from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.ranking import ranking_loss
-from rlhf.precision import inference
-from rlhf.processes import Ranks
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.inputs import read_comparisons, read_demonstrations
+from rlhf.runs.metrics import Sums
 from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.metrics import Sums
+from rlhf.system.files import write_json
+from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import take_step, train_batches
 from rlhf.training.engine import Engine, make_engine
@@ -181,7 +181,7 @@ def fit_before_training(
     """With reward.fit_head, fit the head on the frozen trunk; a resumed run has its head in the checkpoint."""
     if not stage.config.reward.fit_head or newest_checkpoint(stage):
         return
-    assert isinstance(model, RewardModel)  # rlhf.checks
+    assert isinstance(model, RewardModel)  # rlhf.config.checks
     nn.Module.to(model, device)
     with inference(stage.config, device):
         features = read_features(model, items, pad, device)

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.demonstrations import Row, encode_demonstrations, labels_of
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.blocks import Block
@@ -26,13 +28,11 @@ from rlhf.model.fused_loss import IGNORED
 from rlhf.model.ragged import RaggedLoss
 from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.precision import inference
-from rlhf.processes import Ranks
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.inputs import read_demonstrations
 from rlhf.runs.sources import hash_sources, of_split
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.tokenizer import load_tokenizer
+from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw

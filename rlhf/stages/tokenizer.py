@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rlhf.chat_template import use_completion
 from rlhf.config import Config
+from rlhf.data.chat_template import use_completion
 from rlhf.data.corpus import iterate_documents
+from rlhf.data.tokenizer import train_tokenizer
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
-from rlhf.tokenizer import train_tokenizer
 
 
 def run(config: Config) -> None:

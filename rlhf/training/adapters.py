@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
+from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
-from rlhf.precision import wants_bfloat16
 from rlhf.runs.stage import Stage
 from rlhf.training.gather import gathered_state, save_model_checked
 from rlhf.training.zero import zero_stage

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import Stage
-from rlhf.tracking.metrics import Sums
 from rlhf.training.engine import Engine, ZeroEngine
 from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
 from rlhf.training.state import put_random_state, read_state, write_checkpoint

@@ -18,9 +18,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rlhf.config import Config
+from rlhf.config.precision import wants_bfloat16
 from rlhf.model.half import hold_frozen
-from rlhf.precision import wants_bfloat16
-from rlhf.processes import Ranks, connect_alone
+from rlhf.system.processes import Ranks, connect_alone
 from rlhf.training import gather
 from rlhf.training.optim import make_adamw
 from rlhf.training.state import PlainState, State

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.errors import UserError
-from rlhf.files import read_json, write_json
-from rlhf.processes import is_first
+from rlhf.system.files import read_json, write_json
+from rlhf.system.processes import is_first
 
 
 def is_partitioned(parameter: Tensor) -> bool:

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rlhf.cpu.threads import adapting_threads
 from rlhf.errors import UserError
-from rlhf.interrupts import finish_step, stop_requested
-from rlhf.processes import Ranks, on_first_rank, rank
 from rlhf.runs.checkpoints import (
     checkpoint_due,
     checkpoint_step,
@@ -24,11 +23,12 @@ from rlhf.runs.checkpoints import (
     latest_checkpoint,
     remove_checkpoint,
 )
+from rlhf.runs.progress import Progress, progress
 from rlhf.runs.stage import Stage
-from rlhf.tracking.progress import Progress, progress
-from rlhf.tracking.writers import Tracker
+from rlhf.runs.writers import Tracker
+from rlhf.system.interrupts import finish_step, stop_requested
+from rlhf.system.processes import Ranks, on_first_rank, rank
 from rlhf.training.setup import open_tracker
-from rlhf.training.threads import adapting_threads
 
 
 class StageLoop:

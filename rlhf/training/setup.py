@@ -13,15 +13,15 @@ import torch
 import transformers
 
 from rlhf.config import Config
+from rlhf.cpu.allocator import keep_freed_memory
+from rlhf.data.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.errors import UserError, reading
 from rlhf.model.half import hold_frozen
 from rlhf.model.loading import load_whole
-from rlhf.processes import connect
 from rlhf.runs.lineage import tracking_config
 from rlhf.runs.stage import Stage
-from rlhf.tokenizer import load_tokenizer, tokenizer_hash
-from rlhf.tracking.writers import Tracker, make_tracker
-from rlhf.training.allocator import keep_freed_memory
+from rlhf.runs.writers import Tracker, make_tracker
+from rlhf.system.processes import connect
 
 
 def set_up(config: Config) -> torch.device:

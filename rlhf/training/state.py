@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf.errors import UserError
-from rlhf.processes import gather, rank
 from rlhf.runs.checkpoints import save_checkpoint
 from rlhf.runs.stage import Stage
+from rlhf.system.processes import gather, rank
 from rlhf.training.gather import gathered, gathered_state
 from rlhf.training.optim import steps_on_device
 

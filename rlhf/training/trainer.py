@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, SequentialSampler
 from transformers import TrainerCallback
 
+from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
-from rlhf.interrupts import finish_step, request_stop, stop_requested
 from rlhf.model.fused_loss import IGNORED
-from rlhf.precision import wants_bfloat16
-from rlhf.processes import Ranks, forget_alone, gather, process_count, rank, share
+from rlhf.runs.metrics import find
 from rlhf.runs.stage import Stage
-from rlhf.tracking.metrics import find
+from rlhf.system.interrupts import finish_step, request_stop, stop_requested
+from rlhf.system.processes import Ranks, forget_alone, gather, process_count, rank, share
 from rlhf.training.loop import StageLoop, gradient_norm, refuse_nonfinite
 from rlhf.training.state import PlainState, put_random_state, put_weights, read_state, write_checkpoint
 from rlhf.training.usage import training_flops, usage_metrics

@@ -12,8 +12,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
+from rlhf.config.precision import precision_of
 from rlhf.model.moe import SwitchMLP
-from rlhf.precision import precision_of
 from rlhf.runs.stage import peak_rss_mb
 
 # 10^12 operations per second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first match counts.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.processes import Ranks
+from rlhf.system.processes import Ranks
 from rlhf.training.gather import gathered_state, slice_of_rank
 from rlhf.training.optim import steps_on_device
 from rlhf.training.state import State, on_cpu, put_weights

@@ -9,7 +9,7 @@ min(u, c * u / (u + n)) cores; what counts is steps per second against the same 
 
 Ways: `one` thread; `threads`: one per core, as torch comes; `passive`: the same with OMP_WAIT_POLICY=PASSIVE, so that a thread
 with nothing to do sleeps in place of spinning; `processes`: one process of one thread per core, data parallel; `adapting`: as
-training does with threads=0 (`rlhf/training/threads.py`).
+training does with threads=0 (`rlhf/cpu/threads.py`).
 """
 
 import argparse
@@ -29,9 +29,9 @@ def work(seconds: float, rank: int, processes: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from rlhf.cpu.allocator import keep_freed_memory
+    from rlhf.cpu.threads import adapting_threads
     from rlhf.model import GPTConfig, GPTForCausalLM
-    from rlhf.training.allocator import keep_freed_memory
-    from rlhf.training.threads import adapting_threads
 
     keep_freed_memory()
     threads = adapting_threads(0, torch.device("cpu"), processes)  # none where OMP_NUM_THREADS is set

@@ -78,8 +78,8 @@ def make_prompts(spec: Spec) -> list[list[int]]:
 
 
 def ours(spec: Spec, turns: Turns) -> None:
-    from rlhf.model.generate import sample
-    from rlhf.training.allocator import keep_freed_memory
+    from rlhf.cpu.allocator import keep_freed_memory
+    from rlhf.engines.sampler import sample
 
     keep_freed_memory()
     model = harness.ours_like(make_model(spec)).to(spec["device"]).eval()
@@ -234,7 +234,7 @@ def roofline(spec: Spec, threads: int) -> dict[str, float]:
     import torch
 
     sys.path.insert(0, str(harness.HERE.parents[1]))
-    from rlhf.ops.products import onednn_product
+    from rlhf.cpu.products import onednn_product
 
     torch.set_num_threads(threads)
     s, batch = spec["shape"], spec["batch"]

@@ -112,7 +112,7 @@ def corpus(clock: Clock, megabytes: float, home: Path) -> float:
     from import_speed import text
 
     from rlhf.data.corpus import pack_corpus
-    from rlhf.tokenizer import load_tokenizer
+    from rlhf.data.tokenizer import load_tokenizer
 
     ppo.make_tokenizer(home / "tokenizer", shape())
     random_ = random.Random(0)

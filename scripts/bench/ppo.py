@@ -38,7 +38,7 @@ def make_tokenizer(folder: Path, size: str) -> None:
     """A tokenizer with exactly the model's vocabulary."""
     import random
 
-    from rlhf.tokenizer import train_tokenizer
+    from rlhf.data.tokenizer import train_tokenizer
 
     shape = harness.SIZES[size]
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -77,9 +77,9 @@ def write_parents(config: Any, spec: Spec) -> None:
     """The stages that PPO builds on, as if they had been trained."""
     import torch
 
+    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.model.heads import RewardModel
     from rlhf.runs.stage import open_stage
-    from rlhf.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(spec["tokenizer"])
     convert = harness.ours_like if spec.get("native", True) else lambda model: model
@@ -102,12 +102,12 @@ def write_parents(config: Any, spec: Spec) -> None:
 
 
 def ours(spec: Spec, turns: Turns) -> None:
-    from rlhf.composing import compose_config
+    from rlhf.config.compose import compose_config
     from rlhf.data.records import PromptRecord
     from rlhf.ppo.setup import make_ppo_run
     from rlhf.runs.stage import open_stage
+    from rlhf.runs.writers import make_tracker
     from rlhf.stages.ppo import one_update
-    from rlhf.tracking.writers import make_tracker
     from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:

@@ -79,7 +79,7 @@ def make_tokenizer(size: str) -> Any:
 def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
-    from rlhf.composing import compose_config
+    from rlhf.config.compose import compose_config
     from rlhf.runs.stage import open_stage
     from rlhf.stages import sft
     from rlhf.training.setup import be_quiet
@@ -99,7 +99,7 @@ def ours(spec: Spec, turns: Turns) -> None:
                 f"sft.micro_batch_size={spec['batch']}",
             ]
         )
-        from rlhf.training.allocator import keep_freed_memory
+        from rlhf.cpu.allocator import keep_freed_memory
 
         keep_freed_memory()
         tokenizer = make_tokenizer(spec["size"])
@@ -115,8 +115,8 @@ def ours(spec: Spec, turns: Turns) -> None:
 
 def ours_bare(spec: Spec, turns: Turns) -> None:
     """Our model and loss in a bare loop."""
+    from rlhf.cpu.allocator import keep_freed_memory
     from rlhf.model.ragged import ragged_loss
-    from rlhf.training.allocator import keep_freed_memory
 
     keep_freed_memory()
     bare_loop(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, ragged_loss)

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.model import GPTConfig, GPTForCausalLM, kernels
-from rlhf.model.choosing import Choice, make_uniforms
-from rlhf.model.generate import _sample_transformers, sample
+from rlhf.cpu import kernels
+from rlhf.cpu.products import by_torch_alone, onednn_product
+from rlhf.engines.choosing import Choice, make_uniforms
+from rlhf.engines.sampler import _sample_transformers, sample
+from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.packed import packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.model.trunk import hidden_at
 from rlhf.ops.logprobs import entropy, token_logprobs
-from rlhf.ops.products import by_torch_alone, onednn_product
 from rlhf.ppo.rollout import response_logprobs
 from tests.presets import preset
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.tokenizer import train_tokenizer
+from rlhf.data.tokenizer import train_tokenizer
 
 TEXT = [
     "The cat sat on the mat, and the dog sat by the door.",

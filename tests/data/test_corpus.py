@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from rlhf.data import corpus as corpus_module
 from rlhf.data.corpus import PackedCorpus, cut_text, iterate_documents, pack_corpus
 from rlhf.data.reading import readers
+from rlhf.data.tokenizer import encode_text, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
-from rlhf.tokenizer import encode_text, token_byte_lengths, tokenizer_hash
 
 SEPARATOR = 1
 DOCUMENTS = [f"Document {i}: the cat sat on the mat number {i * i}. Émile said so." for i in range(400)]

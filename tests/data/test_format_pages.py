@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.commands import import_data
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
 from rlhf.data.importers import formats
 from rlhf.errors import UserError
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from rlhf.chat_template import decode_response, encode_prompt, encode_response
 from rlhf.data import items as module
+from rlhf.data.chat_template import decode_response, encode_prompt, encode_response
 from rlhf.data.items import check_labelers, join_rankings, labelers_of, token_encoder
 from rlhf.data.records import Ranking
+from rlhf.data.tokenizer import END, encode_text
 from rlhf.errors import UserError
-from rlhf.tokenizer import END, encode_text
 
 from .ranked import make_items
 

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from rlhf.checks import check_config
-from rlhf.composing import compose_config
+from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config
 from rlhf.data.corpus import PackedCorpus, pack_corpus
 from rlhf.data.mixing import Part, draw_order, mix_corpora
 from rlhf.errors import UserError

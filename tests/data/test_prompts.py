@@ -2,12 +2,12 @@ from collections import Counter
 
 import pytest
 
-from rlhf.chat_template import encode_prompt
+from rlhf.data.chat_template import encode_prompt
 from rlhf.data.demonstrations import encode_demonstrations, labels_of
 from rlhf.data.prompts import encode_prompt_within, load_prompts, prompts_of
 from rlhf.data.records import Demonstration, Message, PromptRecord
+from rlhf.data.tokenizer import encode_text
 from rlhf.errors import UserError
-from rlhf.tokenizer import encode_text
 
 SYSTEM, USER, ASSISTANT, END = 2, 3, 4, 5
 

@@ -19,8 +19,8 @@ from rlhf.data.corpus import iterate_documents
 from rlhf.data.demonstrations import encode_demonstrations, labels_of, load_demonstrations
 from rlhf.data.importers import load_all
 from rlhf.data.prompts import load_prompts
+from rlhf.data.tokenizer import train_tokenizer
 from rlhf.errors import UserError
-from rlhf.tokenizer import train_tokenizer
 from tests.data.importers.test_oasst import flat, plain
 
 

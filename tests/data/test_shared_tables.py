@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
 from rlhf.data.importing.assignments import Assignments
 from rlhf.data.importing.importer import Importer
 from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources

@@ -199,8 +199,8 @@ def test_native_tasks_are_rankings_without_a_ranking(tmp_path):
 def test_the_next_step_is_a_command_whose_settings_exist(tool, interface):
     import shlex
 
-    from rlhf.checks import check_config
-    from rlhf.composing import compose_config
+    from rlhf.config.checks import check_config
+    from rlhf.config.compose import compose_config
 
     command = next_step(Path("out"), tool, interface, 3).split("rlhf import ", 1)[1]
     config = compose_config(shlex.split(command), "import")
@@ -218,7 +218,7 @@ def test_csv_that_was_filled_in_comes_back_by_the_command_that_is_told(tmp_path,
     import shlex
 
     from rlhf.commands.import_data import run
-    from rlhf.composing import compose_config
+    from rlhf.config.compose import compose_config
     from rlhf.data.importers import load_kind
 
     tasks = [make_task("p-1", texts=["x" * 9, HTML, "=1+1, and\na line", ""]), make_task("p-2", texts=["yes", "no"])]

@@ -9,12 +9,12 @@ import pytest
 
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.splits import split_of
-from rlhf.files import write_jsonl
 from rlhf.gold.conversations import SCRIPTS, make_conversation
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk
 from rlhf.gold.judge import judge
 from rlhf.gold.speakers import answer
 from rlhf.gold.world import SPLITS, Task, task_from_metadata
+from rlhf.system.files import write_jsonl
 
 RIGHT = ("good", "plain", "rude", "rambling")
 

@@ -14,11 +14,11 @@ from rlhf.data.corpus import iterate_documents
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import record_split, split_of
-from rlhf.files import write_jsonl
 from rlhf.gold import corpus
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk, unique_tasks
 from rlhf.gold.speakers import DEMONSTRATION_MIX
 from rlhf.gold.world import SPLITS, Task, make_task, task_from_metadata
+from rlhf.system.files import write_jsonl
 
 SAMPLES = Path(__file__).parents[2] / "data"
 COUNTS = {"train": 400, "dev": 300, "test": 300}

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rlhf.chat_template import (
+from rlhf.data.chat_template import (
     decode_response,
     encode_dialogue,
     encode_prompt,
@@ -21,9 +21,9 @@ from rlhf.chat_template import (
     use_completion,
 )
 from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.tokenizer import encode_texts, load_tokenizer, tokenizer_hash, train_tokenizer
 from rlhf.errors import UserError
-from rlhf.limits import time_limit
-from rlhf.tokenizer import encode_texts, load_tokenizer, tokenizer_hash, train_tokenizer
+from rlhf.system.limits import time_limit
 from tests.model.chats import KINDS, TEXT, make_tokenizer
 
 CHAT = [
@@ -183,8 +183,8 @@ FOREIGN = {
 def test_a_template_that_takes_too_long_or_too_much_memory_or_writes_too_much_is_refused(template, monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_AS)
     if "more than 0.1 s" in FOREIGN[template]:
-        monkeypatch.setattr("rlhf.chat_template.SECONDS", 0.1)
-        monkeypatch.setattr("rlhf.limits.EVERY", 0.02)
+        monkeypatch.setattr("rlhf.data.chat_template.SECONDS", 0.1)
+        monkeypatch.setattr("rlhf.system.limits.EVERY", 0.02)
     tokenizer = copy.deepcopy(make_tokenizer("chatml"))
     tokenizer.chat_template = template
     for call in (find_end_of_turn, lambda tokenizer: encode_response(tokenizer, "a")):
@@ -202,7 +202,7 @@ def test_powers_are_told_from_text_and_several_templates_are_one_each():
 
 
 def test_the_time_limit_holds_in_a_thread_and_leaves_no_exception_behind(monkeypatch):
-    monkeypatch.setattr("rlhf.limits.EVERY", 0.02)
+    monkeypatch.setattr("rlhf.system.limits.EVERY", 0.02)
     told = []
 
     def work() -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf.chat_template import encode_prompt, encode_response
+from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.records import Message
+from rlhf.data.tokenizer import train_tokenizer
 from rlhf.errors import UserError
 from rlhf.model import RewardModel
 from rlhf.model.architectures import ARCHITECTURES
@@ -13,7 +14,6 @@ from rlhf.model.classifier import TextRewardModel
 from rlhf.model.convert import make_native_config
 from rlhf.model.export_reward import export_reward
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.tokenizer import train_tokenizer
 
 from ..presets import preset
 from .chats import make_tokenizer

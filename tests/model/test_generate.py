@@ -9,11 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
+from rlhf.cpu.products import by_torch_alone
+from rlhf.engines import decoder, graphs
+from rlhf.engines import sampler as generate
+from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
+from rlhf.engines.sampler import default_batch, sample, stream
 from rlhf.errors import UserError
-from rlhf.model import GPTConfig, GPTForCausalLM, decoder, generate, graphs
-from rlhf.model.choosing import Choice, _cut, choose_tokens, make_uniforms
-from rlhf.model.generate import default_batch, sample, stream
-from rlhf.ops.products import by_torch_alone
+from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.ppo.rollout import response_logprobs
 from tests.presets import preset
 

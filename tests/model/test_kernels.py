@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.model import kernels
-from rlhf.model.choosing import Choice, choose_tokens
-from rlhf.model.kernels import BLOCK, STEP, Seen, attend, draw, invert
-from rlhf.model.settled import CLOSE, choose_settled
-from rlhf.ops.products import by_torch_alone
+from rlhf.cpu import kernels
+from rlhf.cpu.kernels import BLOCK, STEP, Seen, attend, draw, invert
+from rlhf.cpu.products import by_torch_alone
+from rlhf.engines.choosing import Choice, choose_tokens
+from rlhf.engines.settled import CLOSE, choose_settled
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler named cc")
 

@@ -15,9 +15,9 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rlhf.engines.sampler import sample
 from rlhf.model import GPTForCausalLM
 from rlhf.model.convert import from_transformers
-from rlhf.model.generate import sample
 from rlhf.model.ragged import ragged_loss
 from rlhf.ppo.invariants import SAMPLER
 from tests.presets import preset

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf.cpu.products import by_torch_alone, onednn_product
+from rlhf.engines.decoder import PREFILL_ROWS
+from rlhf.engines.sampler import sample
 from rlhf.model import GPTConfig, GPTForCausalLM, packed
-from rlhf.model.decoder import PREFILL_ROWS
-from rlhf.model.generate import sample
 from rlhf.model.half import products_cast
 from rlhf.model.packed import packed_weights
-from rlhf.ops.products import by_torch_alone, onednn_product
 
 needs_product = pytest.mark.skipif(onednn_product() is None, reason="this torch has no packed product")
 PROMPTS = [[2 + i, 3, 5 + i % 7] * (1 + i % 3) for i in range(12)]
@@ -147,7 +147,7 @@ def test_short_answers_and_a_torch_without_the_product_do_without(monkeypatch):
     def never(*_: object) -> None:
         raise AssertionError("packed for a few tokens")
 
-    monkeypatch.setattr("rlhf.model.generate.packed_weights", never)
+    monkeypatch.setattr("rlhf.engines.sampler.packed_weights", never)
     assert len(answers(model, new=4).responses) == len(PROMPTS)
 
 

@@ -9,15 +9,15 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from rlhf.chat_template import encode_prompt, end_ids
+from rlhf.data.chat_template import encode_prompt, end_ids
+from rlhf.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
+from rlhf.engines.sampler import sample, stream
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
 from rlhf.model.checkpoint import read_checkpoint
-from rlhf.model.generate import sample, stream
 from rlhf.model.pretrained import adopt
 from rlhf.model.trunk import hidden_at, logits_at, multiplies_plainly
 from rlhf.ppo.rollout import response_logprobs
-from rlhf.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from tests.model.chats import make_tokenizer
 from tests.model.checkpoints import make_checkpoint
 

@@ -6,12 +6,14 @@ import random
 import pytest
 import torch
 
-from rlhf.model import GPTForCausalLM, kernels, packed, settled, slots
-from rlhf.model.choosing import Choice, _cut
-from rlhf.model.generate import sample
+from rlhf.cpu import kernels
+from rlhf.engines import settled, slots
+from rlhf.engines.choosing import Choice, _cut
+from rlhf.engines.sampler import sample
+from rlhf.engines.settled import CLOSE, _draw, gumbel_noise, make_noise_seeds
+from rlhf.engines.slots import Response, RunningBatch
+from rlhf.model import GPTForCausalLM, packed
 from rlhf.model.packed import packed_weights
-from rlhf.model.settled import CLOSE, _draw, gumbel_noise, make_noise_seeds
-from rlhf.model.slots import Response, RunningBatch
 from tests.model.test_generate import ALL, make
 from tests.presets import preset
 

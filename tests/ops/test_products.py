@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlhf.ops import products
-from rlhf.ops.products import PIECES, onednn_product, outer, plain_product, product, serves
+from rlhf.cpu import products
+from rlhf.cpu.products import PIECES, onednn_product, outer, plain_product, product, serves
 
 needs_product = pytest.mark.skipif(onednn_product() is None, reason="this torch has no such product")
 

@@ -137,7 +137,7 @@ def test_cache_logits_and_buffers_by_hand():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_cache_is_what_the_sampler_allocates(dtype):
-    from rlhf.model.decoder import Decoder
+    from rlhf.engines.decoder import Decoder
     from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 
     settings = ModelConfig(n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf import cli
-from rlhf.checks import check_config
 from rlhf.config import DEEPSPEED, PlanConfig
+from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
 from rlhf.planning import compute

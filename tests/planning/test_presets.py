@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from rlhf import cli
-from rlhf.checks import check_config
 from rlhf.config import PlanConfig
+from rlhf.config.checks import check_config
 from rlhf.planning import compute
 from rlhf.planning.plan import make_times
 from rlhf.planning.shapes import make_shape

@@ -12,18 +12,18 @@ import httpx
 import pytest
 import torch
 
-from rlhf.chat_template import encode_prompt
 from rlhf.commands.import_data import run as import_data
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
+from rlhf.data.chat_template import encode_prompt
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.records import Message
+from rlhf.data.tokenizer import encode_text
+from rlhf.engines.likely import likeliest, show
 from rlhf.errors import UserError
-from rlhf.model.next_tokens import likeliest, show
 from rlhf.serving.app import make_app
 from rlhf.serving.schemas import Verdict
 from rlhf.serving.store import LabelStore
-from rlhf.tokenizer import encode_text
 from rlhf.training.setup import load_policy
 from tests.serving.conftest import access, make_desk
 

@@ -60,7 +60,7 @@ class Run:
         return self.runs_dir / self.name
 
     def config(self, *more: str) -> Any:
-        from rlhf.composing import compose_config
+        from rlhf.config.compose import compose_config
 
         return compose_config([*self.overrides, f"runs_dir='{self.runs_dir}'", f"run={self.name}", *more])
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf.composing import compose_config
-from rlhf.interrupts import leave
+from rlhf.config.compose import compose_config
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Experience, Rollout
-from rlhf.processes import disconnect, gather
+from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
+from rlhf.runs.writers import make_tracker
 from rlhf.stages import ppo
-from rlhf.tracking.metrics import Sums
-from rlhf.tracking.writers import make_tracker
+from rlhf.system.interrupts import leave
+from rlhf.system.processes import disconnect, gather
 from rlhf.training.setup import set_up
 from tests.stages.conftest import collect
 

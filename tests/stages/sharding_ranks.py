@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from rlhf.composing import compose_config
-from rlhf.interrupts import leave
-from rlhf.processes import connect, disconnect, is_first
+from rlhf.config.compose import compose_config
 from rlhf.stages import pretrain, sft
+from rlhf.system.interrupts import leave
+from rlhf.system.processes import connect, disconnect, is_first
 from rlhf.training import trainer
 from rlhf.training.loop import StageLoop
 from tests.stages.state_bytes import measure_state

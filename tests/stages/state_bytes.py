@@ -10,7 +10,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.training.engine import import_deepspeed
 from rlhf.training.gather import is_partitioned

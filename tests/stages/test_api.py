@@ -36,7 +36,7 @@ def test_the_example_runs(gold_run, tmp_path, monkeypatch):
 
 
 def test_scores_are_the_reward_models(gold_run, run):
-    from rlhf.chat_template import encode_prompt, encode_response
+    from rlhf.data.chat_template import encode_prompt, encode_response
 
     model = load_reward_model(gold_run.folder / "reward" / "model", torch.device("cpu"))
     records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0][:4]

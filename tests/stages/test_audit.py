@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.chat_template import encode_prompt, encode_response
+from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.items import Item, Judgement
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation import audit as auditing
 from rlhf.evaluation.attacks import ATTACKS, NO_PHRASES, Material, collect_material
 from rlhf.evaluation.audit import AttackFigures, Audit, Audited, BestOfN, Picked, audit_reward_model
@@ -20,8 +21,7 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.report.page import make_page
 from rlhf.report.tables import make_audit
 from rlhf.runs.folders import read_stage
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.run_files import read_run
+from rlhf.runs.run_files import read_run
 from rlhf.training.setup import load_policy
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import benchmarks
-from rlhf.tokenizer import load_tokenizer
 from rlhf.training.setup import load_policy
 
 CPU = torch.device("cpu")

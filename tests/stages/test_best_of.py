@@ -23,8 +23,8 @@ from rlhf.evaluation.best_of import (
     expected_best,
     kl_excess,
 )
-from rlhf.files import read_json
 from rlhf.runs.folders import read_stage
+from rlhf.system.files import read_json
 from rlhf.training.setup import load_policy
 
 
@@ -255,8 +255,8 @@ def test_a_study_that_cannot_run_is_told(gold_run, settings, message):
 
 
 def test_every_detail_composes():
-    from rlhf.checks import check_config
-    from rlhf.composing import compose_config
+    from rlhf.config.checks import check_config
+    from rlhf.config.compose import compose_config
 
     for changed in DETAILS.values():
         check_config(compose_config(["experiment=gold", *changed]), "ppo")

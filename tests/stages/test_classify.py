@@ -8,21 +8,21 @@ import pytest
 import torch
 import transformers
 
-from rlhf.checks import check_config
 from rlhf.cli import main
 from rlhf.config import Config
+from rlhf.config.checks import check_config
 from rlhf.data.labelled import Columns, Example, Marks, classes_of, divide, encode_examples, find_marks, load_examples
+from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.evaluation.statistics import classification, wilson
-from rlhf.files import read_json
 from rlhf.gold.labelled import TASKS, labelled_rows
 from rlhf.model.label_model import LabelModel, transfer
 from rlhf.report.page import make_page
 from rlhf.runs.folders import read_stage
+from rlhf.runs.run_files import read_run
 from rlhf.stages import classify
-from rlhf.tokenizer import encode_text, load_tokenizer
-from rlhf.tracking.run_files import read_run
+from rlhf.system.files import read_json
 from rlhf.training.engine import make_engine
 from rlhf.training.setup import load_policy
 

@@ -9,17 +9,17 @@ import torch
 
 from rlhf.data.items import join_rankings, token_encoder
 from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.planning.memory import frozen_bytes
 from rlhf.planning.shapes import make_shape
 from rlhf.report.page import make_page
 from rlhf.runs.folders import hash_of, read_stage
+from rlhf.runs.run_files import read_run
 from rlhf.runs.stage import open_stage
+from rlhf.runs.writers import read_jsonl
 from rlhf.stages import dpo, evaluate
 from rlhf.stages.evaluate import finished_baselines
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.run_files import read_run
-from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 
 from .test_resume import EVERY_STEP, assert_same_weights, interrupt, values_by_step

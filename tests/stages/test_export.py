@@ -17,16 +17,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf.checks import check_config
 from rlhf.cli import main
 from rlhf.commands.export import run
+from rlhf.config.checks import check_config
 from rlhf.data.comparisons import load_comparisons
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import item_encoder, score_rows
-from rlhf.files import hash_files, read_json, write_json
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import read_stage
-from rlhf.tokenizer import load_tokenizer
+from rlhf.system.files import hash_files, read_json, write_json
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_the_policy_answers_alike_in_a_process_without_this_package(gold_run, ex
         return_tensors="pt",
         return_dict=True,
     )["input_ids"]
-    from rlhf.model.generate import sample
+    from rlhf.engines.sampler import sample
 
     expected = sample(
         ours,

@@ -9,7 +9,7 @@ from rlhf.evaluation import external
 from rlhf.evaluation.judging import judged_figures
 from rlhf.report.page import make_page
 from rlhf.report.tables import make_external
-from rlhf.tracking.run_files import read_run
+from rlhf.runs.run_files import read_run
 
 from .conftest import Run
 

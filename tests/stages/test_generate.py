@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.chat_template import decode_response, end_ids
 from rlhf.commands.generate import run
+from rlhf.data.chat_template import decode_response, end_ids
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import read_stage
-from rlhf.tokenizer import load_tokenizer
 from rlhf.training.setup import load_policy
 
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.chat_template import encode_prompt, encode_response
+from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import encode_demonstrations, labels_of, load_demonstrations
 from rlhf.data.prompts import load_prompts
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.rating import QUALITIES, Rater
 from rlhf.gold.labelers import make_labelers, says_yes
 from rlhf.gold.truth import Requests
 from rlhf.ppo.rewards import Episodes
 from rlhf.report.evaluation import make_evaluation
+from rlhf.runs.run_files import read_run
+from rlhf.runs.writers import read_jsonl
 from rlhf.stages.rate import draw_rating_rows, ordered_share, rate_all
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.run_files import read_run
-from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 from tests.stages.conftest import Run
 

@@ -14,12 +14,12 @@ from rlhf.config import Config
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.gold.judge import WEIGHTS
 from rlhf.runs.folders import is_complete, read_stage
 from rlhf.runs.sources import fractions
+from rlhf.runs.writers import read_jsonl
 from rlhf.stages.evaluate import costs
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 
 from .conftest import GOLD_STAGES, Run
@@ -172,7 +172,7 @@ def test_first_update_of_ppo_starts_at_the_sft_model(gold_run):
 def test_pretraining_beats_the_unigram_model(gold_run):
     """Bits per byte of a model that knows the frequencies of the held-out tokens themselves, and nothing else."""
     from rlhf.data.corpus import PackedCorpus
-    from rlhf.tokenizer import token_byte_lengths
+    from rlhf.data.tokenizer import token_byte_lengths
 
     corpus = PackedCorpus.load(gold_run.folder / "pretrain" / "corpus")
     tokenizer = load_tokenizer(gold_run.folder / "pretrain" / "model")

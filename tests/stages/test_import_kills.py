@@ -14,7 +14,7 @@ import pytest
 
 from rlhf.data.importers import load_all
 from rlhf.errors import UserError
-from rlhf.files import held
+from rlhf.system.files import held
 
 from .imports import DEMONSTRATION, RANKING, bytes_of, imported, refused, run, write
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf.checks import check_config
 from rlhf.commands.launch import environments, run_processes
-from rlhf.composing import compose_config
+from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config
 from rlhf.errors import UserError
-from rlhf.processes import LOST_PROCESS, disconnect, lost_another, on_first_rank, process_count, rank, share
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import is_complete
+from rlhf.system.processes import LOST_PROCESS, disconnect, lost_another, on_first_rank, process_count, rank, share
 
 from .conftest import Run
 
@@ -98,7 +98,7 @@ def test_a_signal_reaches_all(tmp_path):
         f"trap 'touch {tmp_path}/done-$RANK; exit 130' TERM; touch {tmp_path}/ready-$RANK; while :; do sleep 0.1; done"
     )
     code = (
-        "from rlhf.interrupts import interrupt_on_signals; interrupt_on_signals()\n"
+        "from rlhf.system.interrupts import interrupt_on_signals; interrupt_on_signals()\n"
         f"from rlhf.commands.launch import run_processes; run_processes(['sh', '-c', {ready!r}], 2)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})

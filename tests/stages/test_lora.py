@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.checks import check_config
-from rlhf.composing import compose_config
+from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config
+from rlhf.engines import sampler as generate
+from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
-from rlhf.model import generate
-from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.runs.stage import open_stage
+from rlhf.runs.writers import make_tracker
 from rlhf.stages import ppo, reward
-from rlhf.tracking.writers import make_tracker
 from rlhf.training.adapters import adapted_layers, add_adapters, gathered_state, merged
 from rlhf.training.setup import load_policy, set_up
 from tests.model.test_generate import KINDS, make

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlhf.cli import main
-from rlhf.files import hash_files
-from rlhf.tracking.writers import read_jsonl
+from rlhf.runs.writers import read_jsonl
+from rlhf.system.files import hash_files
 
 from .conftest import SMALL_MODEL, Run
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rlhf.commands.next_tokens import run
+from rlhf.data.tokenizer import encode_text, load_tokenizer
+from rlhf.engines.likely import document_tokens, likeliest, show
 from rlhf.errors import UserError
-from rlhf.model.next_tokens import document_tokens, likeliest, show
-from rlhf.tokenizer import encode_text, load_tokenizer
 from rlhf.training.setup import load_policy
 
 TEXT = "The colour of <|end|> the"

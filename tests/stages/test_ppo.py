@@ -18,10 +18,10 @@ from rlhf.ppo import update as ppo_update
 from rlhf.ppo.invariants import TOLERANCE, Checked, check_first_minibatch
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import Experience, Rollout, response_logprobs
+from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
+from rlhf.runs.writers import make_tracker
 from rlhf.stages import ppo
-from rlhf.tracking.metrics import Sums
-from rlhf.tracking.writers import make_tracker
 from rlhf.training.setup import load_policy, set_up
 from tests.oracles import token_values
 

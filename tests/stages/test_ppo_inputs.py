@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.checks import check_config
+from rlhf.config.checks import check_config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.errors import UserError
-from rlhf.files import read_json
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL
 from rlhf.ops.masked import whiten
@@ -17,6 +16,7 @@ from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.ppo.setup import PpoRun, by_ranking, load_ppo_prompts
 from rlhf.runs.sources import hash_sources
 from rlhf.stages import ppo
+from rlhf.system.files import read_json
 
 from .test_ppo import AT_ONCE, open_trainer, update
 

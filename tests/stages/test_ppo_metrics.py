@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.chat_template import decode_response
+from rlhf.data.chat_template import decode_response
 from rlhf.errors import UserError
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
@@ -26,9 +26,9 @@ from rlhf.ppo.rewards import CombinedReward
 from rlhf.ppo.rollout import Rollout
 from rlhf.ppo.setup import PpoRun
 from rlhf.runs.checkpoints import checkpoint_figure
+from rlhf.runs.metrics import DERIVED, METRICS
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
-from rlhf.tracking.metrics import DERIVED, METRICS
 from rlhf.training.setup import set_up
 from tests import oracles
 

@@ -14,8 +14,8 @@ from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.rollout import Experience, Rollout, response_logprobs
 from rlhf.runs.stage import open_stage
+from rlhf.runs.writers import make_tracker
 from rlhf.stages import ppo
-from rlhf.tracking.writers import make_tracker
 from rlhf.training.ema import Ema
 from rlhf.training.setup import load_policy, set_up
 
@@ -182,7 +182,7 @@ def test_the_run_ends_above_the_ceiling_and_keeps_the_policy(copy_until, capsys)
     run = copy_until("ppo")
     settings = [*SMALL, "ppo.episodes=320", "ppo.lr=5e-3", "kl.coef=0", "kl.ceiling=0.5"]
     folder = run.stage("ppo", *settings)
-    from rlhf.tracking.writers import read_jsonl
+    from rlhf.runs.writers import read_jsonl
 
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "objective/kl" in row]
     assert "above kl.ceiling=0.5" in capsys.readouterr().out
@@ -344,7 +344,7 @@ def test_gradient_checkpointing_changes_no_gradient(open_trainer):
 
 def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
     from rlhf.data.records import Message, PromptRecord
-    from rlhf.files import write_jsonl
+    from rlhf.system.files import write_jsonl
 
     turns = [("user", "What is the colour of the ball?"), ("assistant", "It is red."), ("user", "And of the box?")]
     records = [
@@ -406,8 +406,8 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     ],
 )
 def test_options_that_do_not_fit_are_refused(settings, message):
-    from rlhf.checks import check_config
-    from rlhf.composing import compose_config
+    from rlhf.config.checks import check_config
+    from rlhf.config.compose import compose_config
 
     with pytest.raises(UserError, match=message):
         check_config(compose_config(["experiment=gold", "ppo.critic_warmup_updates=0", *settings]), "ppo")

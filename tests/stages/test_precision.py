@@ -9,15 +9,15 @@ from torch import nn
 
 from rlhf.commands import chat, generate, sample, study_results
 from rlhf.commands.study_cells import Cell
+from rlhf.config.precision import inference
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.prompts import load_prompts
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import ResidualLinear
 from rlhf.model.heads import ScalarHead
-from rlhf.precision import inference
 from rlhf.recipe import PARENTS
 from rlhf.stages import evaluate, label, rejection, reward
-from rlhf.tokenizer import load_tokenizer
 from rlhf.training.setup import load_frozen
 
 HALF = ["precision=bfloat16", "device=cpu", "rollout.max_new_tokens=6", "rollout.batch_size=64"]

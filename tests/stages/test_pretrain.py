@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rlhf.checks import check_config
-from rlhf.composing import compose_config
+from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config
 from rlhf.data.corpus import PackedCorpus
 from rlhf.errors import UserError
 from rlhf.stages.pretrain import make_schedule

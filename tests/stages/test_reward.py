@@ -9,23 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.chat_template import encode_prompt, encode_response
 from rlhf.config import Config
+from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.items import Item, join_rankings, token_encoder
 from rlhf.data.prompts import prompts_of
 from rlhf.data.records import Ranking
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
 from rlhf.evaluation import scoring
 from rlhf.model.branches import joined_length
-from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import read_stage
 from rlhf.runs.stage import open_stage
+from rlhf.runs.writers import read_jsonl
 from rlhf.stages import reward
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.writers import read_jsonl
 from rlhf.training.batches import batches, items_seen
 from rlhf.training.engine import make_engine
 from rlhf.training.loop import open_loop

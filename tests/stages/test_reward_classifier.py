@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from rlhf.chat_template import decode_response
+from rlhf.data.chat_template import decode_response
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.runs.folders import read_stage
 from rlhf.runs.stage import open_stage
+from rlhf.runs.writers import make_tracker, read_jsonl
 from rlhf.stages import ppo
-from rlhf.tracking.writers import make_tracker, read_jsonl
 from rlhf.training.setup import set_up
 from tests.stages.conftest import collect
 

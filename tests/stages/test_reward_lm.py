@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.model.batching import right_pad
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.stages import reward
-from rlhf.tokenizer import load_tokenizer
 
 from ..presets import preset
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data.items import Item, Judgement
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report as report
 from rlhf.evaluation.reward_gold import gold_regression, standardised_regression
@@ -20,7 +21,6 @@ from rlhf.gold.judge import WEIGHTS
 from rlhf.gold.labelers import make_labelers
 from rlhf.model.classifier import load_reward_model
 from rlhf.stages import evaluate
-from rlhf.tokenizer import load_tokenizer
 
 from .test_reward import make_ranking
 
@@ -288,7 +288,7 @@ def test_what_the_figures_lack_is_said_before_any_policy_answers(
 
 def test_the_figures_are_the_models_own(gold_run, results):
     """From the saved model anew, one response at a time: the accuracy on training labelers and held-out ones."""
-    from rlhf.chat_template import encode_prompt, encode_response
+    from rlhf.data.chat_template import encode_prompt, encode_response
     from rlhf.data.comparisons import load_comparisons
 
     folder = gold_run.folder

@@ -8,14 +8,14 @@ import torch
 import transformers
 
 from rlhf.data.prompts import load_prompts
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.files import sha256_file, write_json
 from rlhf.model.classifier import TextRewardModel
 from rlhf.ppo.rewards import Episodes
 from rlhf.ppo.setup import make_reward
 from rlhf.runs.folders import hash_of, read_stage
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.writers import read_jsonl
+from rlhf.runs.writers import read_jsonl
+from rlhf.system.files import sha256_file, write_json
 
 from ..model.classifiers import WORDS, save_classifier
 from .conftest import Run

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.chat_template import decode_response, encode_prompts
-from rlhf.checks import check_config
 from rlhf.config import Config
+from rlhf.config.checks import check_config
+from rlhf.data.chat_template import decode_response, encode_prompts
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.records import PromptRecord
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
-from rlhf.files import write_json
-from rlhf.model.generate import sample
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
+from rlhf.runs.writers import read_jsonl
 from rlhf.stages.label import choose_prompts, responses_wanted
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.writers import read_jsonl
+from rlhf.system.files import write_json
 from rlhf.training.setup import load_policy
 
 from .conftest import Run

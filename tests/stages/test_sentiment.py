@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.chat_template import encode_prompt, end_ids
-from rlhf.checks import check_config
 from rlhf.cli import main
 from rlhf.commands.pipeline import show, stages_to_run, summarize
 from rlhf.commands.report import write
+from rlhf.config.checks import check_config
+from rlhf.data.chat_template import encode_prompt, end_ids
 from rlhf.data.comparisons import load_comparisons
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.classifier import load_reward_model
-from rlhf.tokenizer import load_tokenizer
 from tests.stages.conftest import Run
 from tests.stages.test_adopted import save
 from tests.stages.test_ppo import open_trainer

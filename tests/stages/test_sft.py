@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from rlhf.chat_template import encode_prompt, encode_response
+from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import of_split
 from rlhf.runs.stage import open_stage
+from rlhf.runs.writers import read_jsonl
 from rlhf.stages import sft
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.writers import read_jsonl
 from rlhf.training.setup import load_policy
 from rlhf.training.trainer import one_device
 

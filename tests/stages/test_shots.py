@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from rlhf.data.labelled import Columns, Example
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import external
 from rlhf.evaluation.shots import draw_examples, evaluate_shots, make_rows
-from rlhf.files import read_json
 from rlhf.report.evaluation import make_evaluation, make_pictures
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.run_files import read_run
+from rlhf.runs.run_files import read_run
+from rlhf.system.files import read_json
 from rlhf.training.setup import load_policy
 
 CHOICE = Columns("text", "label", choices=("a", "b"))

@@ -22,7 +22,7 @@ def cells(gold_run):
 
 
 def test_cells_differ_in_labels_and_noise_and_share_their_sft(gold_run, cells):
-    from rlhf.composing import compose_config
+    from rlhf.config.compose import compose_config
 
     config, found = cells
     assert len(found) == 12 and cells_to_run(config, found) == found

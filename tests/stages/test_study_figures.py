@@ -10,11 +10,11 @@ import pytest
 from rlhf.commands import study_results
 from rlhf.commands.study import PARENTS, make_cells
 from rlhf.commands.study_cells import Cell, mean_interval
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
 from rlhf.errors import UserError
-from rlhf.files import read_json, write_json
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import reward_folder
+from rlhf.system.files import read_json, write_json
 
 NOISE = 0.0125  # sd of gold on a study's held-out prompts
 

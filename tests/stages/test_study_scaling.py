@@ -10,13 +10,13 @@ import pytest
 from rlhf.commands import study_scaling
 from rlhf.commands.study_scaling import Run, estimate, parameters_of, resamples, scaling_choices, with_interval
 from rlhf.data.corpus import PackedCorpus
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.files import read_json
 from rlhf.planning.scaling import LossLaw
 from rlhf.report.evaluation import make_evaluation, make_pictures
+from rlhf.runs.run_files import read_run
 from rlhf.stages.pretrain import make_model
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.run_files import read_run
+from rlhf.system.files import read_json
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = ["study.kind=scaling", "study.seeds=[0]", "study.budgets=[4e9]", "study.widths=[8,16,24]"]

@@ -2,16 +2,16 @@
 
 import pytest
 
-from rlhf.checks import check_config
 from rlhf.commands import study_sizes
 from rlhf.commands.study import make_cells
 from rlhf.commands.study_cells import cell_config
+from rlhf.config.checks import check_config
 from rlhf.data.prompts import load_prompts
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.gold.measures import MEASURES
 from rlhf.report.studies import make_study_pictures
 from rlhf.runs.folders import stage_folder
-from rlhf.tokenizer import load_tokenizer
 
 GIVEN = ["study.kind=sizes", "study.seeds=[0]", "study.parents=[gold]", "evaluate.prompts=10", "evaluate.samples=2"]
 

@@ -5,12 +5,12 @@ import torch
 
 from rlhf.commands import study_transfer
 from rlhf.commands.study import make_cells
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
 from rlhf.evaluation.labelled_task import option_scores
-from rlhf.files import read_json
 from rlhf.report.evaluation import make_evaluation, make_pictures
 from rlhf.runs.folders import stage_folder
-from rlhf.tracking.run_files import read_run
+from rlhf.runs.run_files import read_run
+from rlhf.system.files import read_json
 from rlhf.training.setup import load_policy
 
 SMALL = [

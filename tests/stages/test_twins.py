@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rlhf import cli
-from rlhf.model.generate import sample
+from rlhf.engines.sampler import sample
 from rlhf.planning.shapes import make_shape
 from rlhf.runs.folders import read_stage
-from rlhf.tracking.writers import read_jsonl
+from rlhf.runs.writers import read_jsonl
 from rlhf.training.setup import load_policy
 
 TWINS = {

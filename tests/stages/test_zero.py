@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Experience, Rollout
+from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
-from rlhf.tracking.metrics import Sums
 from rlhf.training.setup import set_up
 from rlhf.training.state import read_state
 from tests.stages import zero_ranks
@@ -143,9 +143,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(sharded, way, near):
 AVERAGE = """
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from rlhf.composing import compose_config
-from rlhf.interrupts import leave
-from rlhf.processes import disconnect
+from rlhf.config.compose import compose_config
+from rlhf.system.interrupts import leave
+from rlhf.system.processes import disconnect
 from rlhf.training.ema import Ema
 from rlhf.training.engine import make_engine
 

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf.composing import compose_config
+from rlhf.config.compose import compose_config
 from rlhf.data.comparisons import load_comparisons
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampler import sample
 from rlhf.evaluation.scoring import item_encoder, score_items
-from rlhf.interrupts import leave
-from rlhf.model.generate import sample
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Experience, Rollout
-from rlhf.processes import disconnect, is_first, wait_for_all
+from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
-from rlhf.tokenizer import load_tokenizer
-from rlhf.tracking.metrics import Sums
+from rlhf.system.interrupts import leave
+from rlhf.system.processes import disconnect, is_first, wait_for_all
 from rlhf.training.engine import Engine, ZeroEngine, make_engine
 from rlhf.training.gather import gathered_state
 from rlhf.training.optim import decay_groups

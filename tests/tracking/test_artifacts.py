@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.tracking.artifacts import data_artifact, publish
+from rlhf.runs.artifacts import data_artifact, publish
 from tests.tracking.wandb_file import read_records, run_files
 from tests.tracking.wandb_server import serve
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.tracking import background
-from rlhf.tracking.background import Background
+from rlhf.runs import background
+from rlhf.runs.background import Background
 
 
 class Recorder:

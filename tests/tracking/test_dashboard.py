@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rlhf.cli import main
-from rlhf.tracking.dashboard import flow, make_specification, make_workspace, metric_pattern, sections
-from rlhf.tracking.metrics import find
-from rlhf.tracking.panels import CHARTS, TABLE_PANELS, TABLES, Chart
+from rlhf.report.dashboard import flow, make_specification, make_workspace, metric_pattern, sections
+from rlhf.runs.metrics import find
+from rlhf.runs.panels import CHARTS, TABLE_PANELS, TABLES, Chart
 from tests.tracking.wandb_server import serve
 
 WANTED = ("PPO", "Reward model", "DPO", "Labelled tasks", "SFT", "Pretraining", "Cost")

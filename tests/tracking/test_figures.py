@@ -21,8 +21,8 @@ from rlhf.report.figures import (
 )
 from rlhf.report.inline_svg import MAX_HOVERS, draw, nearest
 from rlhf.report.studies import make_choices, make_points
-from rlhf.tracking.jsonl import is_number
-from rlhf.tracking.panels import Chart
+from rlhf.runs.jsonl import is_number
+from rlhf.runs.panels import Chart
 
 
 @pytest.mark.parametrize(

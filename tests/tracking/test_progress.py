@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from rlhf.tracking import progress as module
-from rlhf.tracking.progress import format_figure, format_seconds, progress
+from rlhf.runs import progress as module
+from rlhf.runs.progress import format_figure, format_seconds, progress
 
 
 class Terminal(io.StringIO):

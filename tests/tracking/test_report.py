@@ -17,8 +17,8 @@ from rlhf.commands.report import rewrite_arguments
 from rlhf.report.evaluation import histograms, rank_agreement
 from rlhf.report.page import write_figures, write_report
 from rlhf.report.samples import level
-from rlhf.tracking.metrics import find
-from rlhf.tracking.run_files import decimal, prompt_text, read_points, read_run, visible
+from rlhf.runs.metrics import find
+from rlhf.runs.run_files import decimal, prompt_text, read_points, read_run, visible
 
 ATTACK = "</div><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"
 PARENTS = {
@@ -442,7 +442,7 @@ def test_words_and_numbers() -> None:
 
 def test_it_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, rlhf.report.page, rlhf.tracking.writers, rlhf.tracking.progress;"
+        "import sys, rlhf.report.page, rlhf.runs.writers, rlhf.runs.progress;"
         "print([m for m in ('torch', 'transformers', 'wandb', 'matplotlib', 'jinja2') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlhf.runs.lineage import git_state, tracking_config
-from rlhf.tracking.wandb_run import choose_mode, columns_of, flatten
-from rlhf.tracking.writers import make_tracker, read_jsonl
+from rlhf.runs.wandb_run import choose_mode, columns_of, flatten
+from rlhf.runs.writers import make_tracker, read_jsonl
 from tests.tracking.wandb_file import read_history, read_records, run_files
 from tests.tracking.wandb_server import serve
 
@@ -147,7 +147,7 @@ def test_a_stage_begun_again_without_a_checkpoint_keeps_its_run(tmp_path: Path, 
 SCRIPT = """
 import logging, sys, time
 from pathlib import Path
-from rlhf.tracking.writers import make_tracker
+from rlhf.runs.writers import make_tracker
 logging.basicConfig(format="%(message)s")
 started = time.monotonic()
 with make_tracker("wandb", folder=Path(sys.argv[1]), run="r", stage="sft", config={"seed": 1}) as writer:
@@ -191,7 +191,7 @@ def test_a_server_that_misbehaves_stops_nothing(tmp_path: Path, offline: None, m
 ONLINE = """
 import logging, sys
 from pathlib import Path
-from rlhf.tracking.writers import make_tracker
+from rlhf.runs.writers import make_tracker
 logging.basicConfig(format="%(message)s")
 config = {"stage": "sft", "parents": {"pretrain": "ab12"}}
 with make_tracker("wandb", folder=Path(sys.argv[1]), run="r", stage="sft", config=config) as writer:
@@ -262,7 +262,7 @@ def test_wandb_is_online_only_with_a_key(
 
 def test_online_without_a_key_asks_for_none(tmp_path: Path, offline: None) -> None:
     """A process of its own, since W&B remembers a key that it has seen; no terminal, no key, no .netrc."""
-    code = "import wandb; from rlhf.tracking.wandb_run import choose_mode; print(choose_mode(wandb))"
+    code = "import wandb; from rlhf.runs.wandb_run import choose_mode; print(choose_mode(wandb))"
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     environment |= {
         "WANDB_MODE": "online",

@@ -17,7 +17,7 @@ import pytest
 
 from rlhf.commands.watch import follow_live, follow_plain
 from rlhf.errors import UserError
-from rlhf.tracking.watching import Tail, Watch, is_locked, line, screen, sparkline
+from rlhf.report.watching import Tail, Watch, is_locked, line, screen, sparkline
 
 CONFIG = {"ppo": {"episodes": 640, "episodes_per_update": 64}}
 

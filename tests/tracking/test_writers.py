@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.tracking.writers import make_tracker, read_jsonl
+from rlhf.runs.writers import make_tracker, read_jsonl
 
 
 def tracker(folder: Path, kind: Any = "jsonl", resume_step: int = 0) -> Any:

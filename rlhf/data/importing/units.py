@@ -12,7 +12,7 @@ from rlhf.data.reading.readers import Meter, Reject, Row, open_bytes
 from rlhf.data.reading.rows import TableOptions, read_rows
 from rlhf.data.reading.sources import TABLE_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
-from rlhf.files import sha256_file
+from rlhf.system.files import sha256_file
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 4 << 20

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.data.reading.readers import Meter, Reject, Row, open_bytes
 from rlhf.data.reading.sources import ROW_SUFFIXES, Source, has_suffix
 from rlhf.errors import UserError
-from rlhf.terminal import say
+from rlhf.system.terminal import say
 
 HUB_SECONDS = 5  # seconds to wait for the hub's first answer
 

@@ -38,7 +38,7 @@ def convert(row: dict[str, Any]) -> list[Ranking]:
 def imported(path: Path, tmp_path: Path) -> list[Ranking]:
     """Through `rlhf import` as a whole, which joins the pairs of an item."""
     from rlhf.commands.import_data import run
-    from rlhf.composing import compose_config
+    from rlhf.config.compose import compose_config
     from rlhf.data.importers import load_kind
 
     out = tmp_path / "out"

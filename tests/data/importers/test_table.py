@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlhf.composing import compose_config
 from rlhf.config.commands import ColumnsConfig, WordsConfig
+from rlhf.config.compose import compose_config
 from rlhf.data.importers import BadRow, convert_row, formats, make_records
 from rlhf.data.importers.table import make_format
 from rlhf.data.importing.assignments import Assignments

@@ -1,0 +1,167 @@
+"""Two loops of sampling in C (`kernels.c`), compiled at first use by the machine's own compiler.
+
+They replace some dozens of small operations of torch per step: on a CPU these take more time than the arithmetic. The library is
+kept in the user's cache folder, one for each version of the source and each processor. Without a compiler, on other devices and
+in other precisions torch does the same, more slowly; nothing else changes.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.cpu import products
+
+SOURCE = Path(__file__).with_name("kernels.c")
+BLOCK, MOST_WIDTH = 128, 256  # as in kernels.c
+STEP = 16  # widths are multiples of the longest vectors, LANES in kernels.c, on every processor
+# The first that compiles and loads counts. OpenMP is not linked: its functions are those of torch's copy, so that both use
+# the same threads.
+FLAGS = (["-march=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"])
+COMMON = ["-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+COMPILE_SECONDS = 60
+_POINTER, _WHOLE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+def compiled() -> ctypes.CDLL | None:
+    """The compiled functions; None without a compiler and within `by_torch_alone`."""
+    return None if products.off else _load()
+
+
+@cache
+def _load() -> ctypes.CDLL | None:
+    for flags in FLAGS:
+        try:
+            return load_with(flags)
+        # no compiler, flag or home; CC is no command; or it does not load
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError):
+            continue
+    return None
+
+
+def load_with(flags: list[str]) -> ctypes.CDLL:
+    """The functions, compiled with these flags. Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError."""
+    loaded = ctypes.CDLL(str(_compile(flags)))
+    loaded.attend.argtypes = [*[_POINTER] * 9, *[_WHOLE] * 11, _REAL]
+    loaded.draw.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL, ctypes.c_int32]
+    loaded.invert.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL]
+    return loaded
+
+
+def _compile(flags: list[str]) -> Path:
+    """The compiled library, kept for the next process. Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError."""
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.stat()
+    if owner.st_uid != os.getuid() or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder}: others may write here")
+    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), *compiler, *flags, platform.machine(), _processor()])
+    path = folder / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            objects, shared = f"{work}/kernels.o", f"{work}/kernels.so"
+            _run([*compiler, *flags, *COMMON, "-c", str(SOURCE), "-o", objects])
+            _run([*compiler, "-shared", objects, "-lm", "-o", shared])
+            with open(shared, "rb") as file:
+                os.fchmod(file.fileno(), 0o700)  # whatever the umask
+                os.fsync(file.fileno())  # a process that loads a part of a library dies
+            Path(shared).replace(path)
+    return path
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
+
+
+def _processor() -> str:
+    """What the processor can do, which decides what `native` means."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+
+
+def can_attend(cache: Tensor) -> bool:
+    """Whether `attend` serves keys and values like these, (rows, heads, columns, width)."""
+    width = cache.shape[-1]
+    return _plain(cache) and width % STEP == 0 and width <= MOST_WIDTH and compiled() is not None
+
+
+class Seen(NamedTuple):
+    """The columns of the cache that new tokens fill and attend to, (N,) int64 each but the last."""
+
+    row: Tensor  # of the cache
+    place: Tensor  # the token's own column
+    leading: Tensor  # it attends to this many leading columns of its row
+    tail: range  # and to these
+
+
+def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], seen: Seen) -> Tensor:
+    """Attention of new tokens to a cache, (N, H * W): softmax(q K^T / sqrt(W)) V.
+
+    qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first. cache: keys and
+    values (B, KV, C, W) in float32.
+    """
+    functions = compiled()
+    assert functions is not None
+    q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in map(Tensor.float, qkv))
+    keys, values = cache
+    (tokens, heads, width), key_heads = q.shape, k.shape[1]
+    y = q.new_empty(tokens, heads * width)
+    pointers = (t.data_ptr() for t in (q, k, v, keys, values, y, seen.row, seen.place, seen.leading))
+    sizes = (seen.tail.start, seen.tail.stop, tokens, heads, key_heads, width)
+    strides = (q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1))
+    functions.attend(*pointers, *sizes, *strides, width**-0.5)
+    return y
+
+
+def can_draw(logits: Tensor) -> bool:
+    """Whether `draw` and `invert` serve logits like these, (B, V)."""
+    return _plain(logits) and logits.stride(-1) == 1 and compiled() is not None
+
+
+def draw(logits: Tensor, seeds: Tensor, temperature: float, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens (B,) with the largest logit / temperature + Gumbel noise, their log-probs (B,), and their leads (B,).
+
+    logits: (B, V) float32. seeds: (B, 2) int32, of the noise (`gumbel_noise` in rlhf/engines/settled.py); greedy: no noise. The
+    log-probs are those of softmax(logits / temperature); a lead is how much the second largest sum is smaller.
+    """
+    functions = compiled()
+    assert functions is not None
+    rows, size = logits.shape
+    tokens, seeds = torch.empty(rows, dtype=torch.int64, device=logits.device), seeds.contiguous()
+    logprobs, leads = logits.new_empty(2, rows).unbind()
+    tensors = (logits, seeds, tokens, logprobs, leads)
+    functions.draw(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature, greedy)
+    return tokens, logprobs, leads
+
+
+def invert(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The first tokens (B,) at which the cumulative sum of softmax(logits / temperature) exceeds `uniforms`, and their log-probs (B,).
+
+    logits: (B, V) float32. uniforms: (B,) float32 in [0, 1).
+    """
+    functions = compiled()
+    assert functions is not None
+    rows, size = logits.shape
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64, device=logits.device), logits.new_empty(rows)
+    block_sums, uniforms = logits.new_empty(rows, -(-size // BLOCK)), uniforms.contiguous()
+    tensors = (logits, uniforms, tokens, logprobs, block_sums)
+    functions.invert(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature)
+    return tokens, logprobs
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and not torch.compiler.is_compiling()

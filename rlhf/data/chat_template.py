@@ -1,0 +1,379 @@
+"""Chats as tokens, rendered with the tokenizer's own chat template, and the mask of the assistant's tokens.
+
+The assistant's text is found by rendering twice, with and without the turn; the template is only called, never parsed. Text
+in a message that spells a special token stays text: such spellings are marked before rendering, and a marked one is encoded
+as ordinary text.
+
+Completion (data.form=completion) is a template too: it writes prompt and response one after the other and nothing else, and no
+token ends a response. The stages therefore need no special case.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rlhf.data.tokenizer import encode_rendered, encode_texts
+from rlhf.errors import UserError
+from rlhf.system.limits import memory_limit, time_limit
+
+Turn = dict[str, Any]
+PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rendered after
+CONTEXT = "context"  # key of an assistant's turn that is not to be learned
+ENDS = "end_token_ids"  # where a tokenizer keeps its end tokens: a field of tokenizer_config.json
+COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+# Limits on the time (seconds), memory (bytes) and text of a rendering, since templates are not trusted.
+SECONDS, MEMORY, LENGTH = 10.0, 2**30, 10**7
+NOT_ONCE = "the chat template does not write what the assistant says once, as it is: use another tokenizer"
+
+
+# ------------------------------------------------------------------------------------------------ text to ids
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Spelling and id of every special token."""
+    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Spellings of special tokens in messages are broken by a character that no message contains."""
+
+    mark: str
+    special: re.Pattern[str]
+    ids: dict[str, int]
+
+    def put(self, text: str) -> str:
+        return self.special.sub(lambda m: f"{m[0][0]}{self.mark}{m[0][1:]}", text)
+
+
+def _make_marks(tokenizer: Any, texts: Sequence[str]) -> _Marks:
+    ids = special_tokens(tokenizer)
+    spellings = sorted((s for s in ids if len(s) > 1), key=len, reverse=True)
+    used = set().union(*map(set, texts)) if texts else set()
+    mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used)
+    return _Marks(mark, re.compile("|".join(map(re.escape, spellings)) or r"(?!)"), ids)
+
+
+def _encode_rendered(tokenizer: Any, texts: Sequence[str], marks: _Marks) -> list[list[int]]:
+    """Ids of rendered text; special tokens are recognised except marked ones. No BOS is added: the template writes it."""
+    plain = encode_rendered(tokenizer, [text for text in texts if marks.mark not in text])
+    rest = iter(plain)
+    return [_encode_marked(tokenizer, text, marks) if marks.mark in text else next(rest) for text in texts]
+
+
+def _encode_marked(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
+    """Encode the text between real special tokens as plain text; if pieces encode differently alone than in place (some
+    tokenizers begin every text with a space), a space breaks the spelling instead.
+    """
+    unlike = text.replace(marks.mark, "x")
+    if _piecewise(tokenizer, unlike, marks) == encode_rendered(tokenizer, [unlike])[0]:
+        return _piecewise(tokenizer, text, marks)
+    return encode_rendered(tokenizer, [text.replace(marks.mark, " ")])[0]
+
+
+def _piecewise(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
+    ids: list[int] = []
+    place = 0
+    for found in [*marks.special.finditer(text), None]:
+        piece = text[place : found.start() if found else len(text)].replace(marks.mark, "")
+        if piece:
+            ids += encode_texts(tokenizer, [piece])[0]
+        if found:
+            ids.append(marks.ids[found[0]])
+            place = found.end()
+    return ids
+
+
+# ---------------------------------------------------------------------------------------------- turns to text
+
+
+def _turns(prompt: Any) -> list[Turn]:
+    """Messages with keys or attributes `role` and `content`; a string is one user turn."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    pairs = ((m["role"], m["content"]) if isinstance(m, Mapping) else (m.role, m.content) for m in prompt)
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def _call(tokenizer: Any, turns: list[Turn], generate: bool) -> str:
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template: adopt it with model.pretrained, which gives it ours")
+    try:
+        template = tokenizer.chat_template
+        _check_powers("\n".join(template.values()) if isinstance(template, dict) else template)
+        with memory_limit(MEMORY), time_limit(SECONDS):
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
+    except TimeoutError:
+        raise UserError(
+            f"the chat template takes more than {SECONDS:g} s for a dialogue: use another tokenizer"
+        ) from None
+    except MemoryError:
+        raise UserError(
+            f"the chat template takes more than {MEMORY / 2**30:g} GiB of memory for a dialogue: use another tokenizer"
+        ) from None
+    except Exception as error:  # a template can raise anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"the chat template refuses a dialogue ({reason}): change its turns, or use another tokenizer"
+        ) from error
+    if len(text) > LENGTH:
+        raise UserError(
+            f"the chat template writes {len(text):,} characters for a dialogue, more than {LENGTH:,}: use "
+            "another tokenizer"
+        )
+    return text
+
+
+@lru_cache(maxsize=8)
+def _check_powers(template: str) -> None:
+    """Raises: ValueError for a template that computes a power: a large one takes hours in one step, which nothing can stop."""
+    from jinja2 import Environment
+
+    if any(token[1:] == ("operator", "**") for token in Environment().lex(template)):
+        raise ValueError("it computes a power with **")
+
+
+def _render(tokenizer: Any, turns: list[Turn], generate: bool) -> tuple[str, list[Turn]]:
+    """The text, and the turns as the template takes them: if it refuses them as they are, a system turn becomes part of the
+    first user turn, and neighbours of one role become one turn.
+
+    Raises: UserError if it refuses those too.
+    """
+    try:
+        return _call(tokenizer, turns, generate), turns
+    except UserError:
+        joined = _joined(turns)
+        if joined == turns:
+            raise
+        return _call(tokenizer, joined, generate), joined
+
+
+def _joined(turns: list[Turn]) -> list[Turn]:
+    if len(turns) > 1 and turns[0]["role"] == "system" and turns[1]["role"] == "user":
+        turns = [{**turns[0], "role": "user"}, *turns[1:]]
+    joined: list[Turn] = []
+    for turn in turns:
+        if joined and joined[-1]["role"] == turn["role"]:
+            joined[-1] = {**joined[-1], **turn, "content": f"{joined[-1]['content']}\n\n{turn['content']}"}
+        else:
+            joined.append(turn)
+    return joined
+
+
+def _marked(tokenizer: Any, chats: list[list[Turn]]) -> tuple[list[list[Turn]], _Marks]:
+    marks = _make_marks(tokenizer, [turn["content"] for chat in chats for turn in chat])
+    return [[{**turn, "content": marks.put(turn["content"])} for turn in chat] for chat in chats], marks
+
+
+# -------------------------------------------------------------------------------------------------- end tokens
+
+
+def end_ids(tokenizer: Any) -> list[int]:
+    """The tokens that end a response, the one that training uses first; empty for a completion."""
+    kept = tokenizer.init_kwargs.get(ENDS)
+    return [i for i in [tokenizer.eos_token_id] if i is not None] if kept is None else list(kept)
+
+
+def find_end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the template writes after the assistant's text, or None."""
+    marks = _make_marks(tokenizer, [])
+    after = _around(_call(tokenizer, [*PROBE, {"role": "assistant", "content": marks.mark}], False), marks)[1]
+    end = marks.special.search(after)
+    return marks.ids[end[0]] if end else None
+
+
+def _around(text: str, marks: _Marks) -> tuple[str, str]:
+    """The text before and after the mark. Raises: UserError if the template does not write it exactly once."""
+    before, mark, after = text.partition(marks.mark)
+    if not mark or marks.mark in after:
+        raise UserError(NOT_ONCE)
+    return before, after
+
+
+def _after_end(tokenizer: Any, text: str, start: int, stop: int, marks: _Marks) -> int | None:
+    """The position after the first end token of text[start:stop]; None without one."""
+    ends = set(end_ids(tokenizer))
+    return next((f.end() for f in marks.special.finditer(text, start, stop) if marks.ids[f[0]] in ends), None)
+
+
+# -------------------------------------------------------------------------------------------------- completion
+
+
+def use_completion(tokenizer: Any) -> None:
+    """Make prompts and responses raw text. If the tokenizer adds a BOS to every text, prompts begin with it."""
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + COMPLETION
+    tokenizer.init_kwargs[ENDS] = []
+
+
+def is_completion(tokenizer: Any) -> bool:
+    return str(tokenizer.chat_template).endswith(COMPLETION)
+
+
+# ------------------------------------------------------------------------------------------------------ public
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[str | Sequence[Any]]) -> list[list[int]]:
+    """Prompts as the template renders them, generation prompt included.
+
+    A prompt is a list of messages (with keys or attributes `role` and `content`); a string means one user turn.
+
+    Raises: UserError if the tokenizer has no template, or its template refuses a dialogue.
+    """
+    chats, marks = _marked(tokenizer, [_turns(prompt) for prompt in prompts])
+    return _encode_rendered(tokenizer, [_render(tokenizer, c, True)[0] for c in chats], marks)
+
+
+def encode_prompt(tokenizer: Any, messages: str | Sequence[Any]) -> list[int]:
+    """One prompt, see `encode_prompts`."""
+    return encode_prompts(tokenizer, [messages])[0]
+
+
+def encode_dialogue(
+    tokenizer: Any, messages: Sequence[Any], context: Collection[int] = ()
+) -> tuple[list[int], list[bool]]:
+    """The tokens of a dialogue, and the mask of the assistant's: in each of its turns, everything after the generation prompt
+    up to and including the end token.
+
+    context: positions of turns that are left out of the mask. The dialogue ends with the last turn's end token; if the
+    template writes none there, the tokenizer's is added.
+
+    Raises: UserError as `encode_prompts`, or if a turn cannot be found in the rendered text.
+    """
+    [turns], marks = _marked(tokenizer, [_turns(messages)])
+    for place in context:
+        turns[place][CONTEXT] = True
+    text, turns = _render(tokenizer, turns, False)
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    spans = [_find_turn(tokenizer, turns, i, text, marks) for i in answers]
+    last = bool(turns) and turns[-1]["role"] == "assistant"
+    if last:
+        text = text[: spans[-1][1]]
+    pieces = [text, *(text[:place] for span in spans for place in span)]
+    whole, *cuts = _encode_rendered(tokenizer, pieces, marks)
+    mask = [False] * len(whole)
+    for i, start, stop in zip(answers, cuts[::2], cuts[1::2], strict=True):
+        if CONTEXT in turns[i]:
+            continue
+        first, end = _common(whole, start), _common(whole, stop)
+        mask[first:end] = [True] * (end - first)
+    ends = end_ids(tokenizer)
+    if last and ends and (not whole or whole[-1] not in ends):
+        whole, mask = [*whole, ends[0]], [*mask, True]
+    return whole, mask
+
+
+def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[int]:
+    """A dialogue that ends with the assistant, as the template renders it; if the response was cut off (`ended` is false), up
+    to its last word.
+
+    Raises: UserError as `encode_prompts`.
+    """
+    [turns], marks = _marked(tokenizer, [_turns(messages)])
+    if ended:
+        return _encode_rendered(tokenizer, [_render(tokenizer, turns, False)[0]], marks)[0]
+    last = {**turns[-1], "content": turns[-1]["content"].rstrip() + marks.mark}
+    text, mark, _ = _render(tokenizer, [*turns[:-1], last], False)[0].rpartition(marks.mark)
+    if not mark:
+        raise UserError(NOT_ONCE)
+    return _encode_rendered(tokenizer, [text], marks)[0]
+
+
+def _common(whole: list[int], part: list[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
+
+
+def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: _Marks) -> tuple[int, int]:
+    """Where in the dialogue's text a turn of the assistant begins, after the generation prompt, and where its end token is
+    over.
+    """
+    if index:
+        before, through = _call(tokenizer, turns[:index], True), _call(tokenizer, turns[: index + 1], False)
+        if text.startswith(through) and through.startswith(before):
+            stop = _after_end(tokenizer, text, len(before), len(through), marks)
+            return len(before), len(through.rstrip()) if stop is None else stop
+    # The template renders earlier turns differently from the last one: compare with another text in this turn.
+    one, other = (
+        _call(tokenizer, [*turns[:index], {**turns[index], "content": marks.mark + c}, *turns[index + 1 :]], False)
+        for c in "ab"
+    )
+    start = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b) - 1
+    suffix = one[start + 2 :]
+    if not text.startswith(one[:start]) or not text.endswith(suffix):
+        raise UserError(f"the chat template hides what the assistant says in turn {index + 1}: set sft.turns=last")
+    stop = len(text) - len(suffix)
+    following = _after_end(tokenizer, text, stop, len(text), marks)
+    closed = following is not None and marks.special.sub("", text[stop:following]).strip() == ""
+    return start, following if closed and following is not None else stop
+
+
+@dataclass(slots=True)
+class _Frame:
+    """The text that the template writes around a response."""
+
+    prompt: str  # the text before
+    before: str
+    after: str  # up to and including the end token
+    strips: bool
+    ended: bool  # whether `after` has an end token
+    alone: bool  # whether a response encodes alone as it does after its prompt
+
+
+@lru_cache(maxsize=8)
+def _frame(tokenizer: Any, _: str) -> _Frame:
+    marks = _make_marks(tokenizer, [])
+    prompt = _call(tokenizer, PROBE, True)
+    texts = [
+        _call(tokenizer, [*PROBE, {"role": "assistant", "content": content}], False)
+        for content in (marks.mark, f"\n{marks.mark}\n")
+    ]
+    before, after = _around(texts[0], marks)
+    before = before[len(prompt) :] if before.startswith(prompt) else ""
+    end = _after_end(tokenizer, after, 0, len(after), marks)
+    after = after[:end] if end is not None else ""
+    whole, first, second = encode_rendered(tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"])
+    # a completion follows texts other than the probe's word
+    alone = is_completion(tokenizer) or whole == first + second
+    return _Frame(prompt, before, after, texts[0] == texts[1], end is not None, alone)
+
+
+def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -> list[list[int]]:
+    """Responses as the template writes them after a prompt, with the end token unless they were cut off."""
+    frame = _frame(tokenizer, str(tokenizer.chat_template))
+    marks = _make_marks(tokenizer, texts)
+    after = frame.after if ended else ""
+    pieces = [f"{frame.before}{marks.put(text.strip() if frame.strips else text)}{after}" for text in texts]
+    if frame.alone:
+        encoded = _encode_rendered(tokenizer, pieces, marks)
+    else:
+        first = len(encode_rendered(tokenizer, [frame.prompt])[0])
+        encoded = [ids[first:] for ids in _encode_rendered(tokenizer, [frame.prompt + p for p in pieces], marks)]
+    missing = [] if frame.ended or not ended else end_ids(tokenizer)[:1]
+    return [ids + missing for ids in encoded]
+
+
+def encode_response(tokenizer: Any, text: str, ended: bool = True) -> list[int]:
+    """One response, see `encode_responses`."""
+    return encode_responses(tokenizer, [text], ended)[0]
+
+
+def decode_response(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of a sampled response up to its first end token; other special tokens are left out.
+
+    Bytes that are not valid UTF-8 (a model may stop within a character) become U+FFFD.
+    """
+    ends, ids = set(end_ids(tokenizer)), [int(i) for i in ids]
+    until = next((place for place, i in enumerate(ids) if i in ends), len(ids))
+    return tokenizer.backend_tokenizer.decode(ids[:until], skip_special_tokens=True)
+
+
+def response_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """As `decode_response`, without the white space around what the assistant says; a completion keeps its own, which joins
+    it to the prompt.
+    """
+    text = decode_response(tokenizer, ids)
+    return text if is_completion(tokenizer) else text.strip()

@@ -1,0 +1,143 @@
+"""The progress of a long loop: a live line on a terminal, a plain line now and then in a log, or nothing.
+
+Set RLHF_PROGRESS=off to silence it. It draws on stderr, so that what a command prints stays clean; of several
+processes only the main one makes one. Metrics are not kept here (`writers.py`).
+"""
+
+import os
+import sys
+import time
+from typing import Any, Self, TextIO
+
+from rlhf.system.processes import is_first
+from rlhf.system.terminal import printable, say
+
+LIVE = "{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
+# Seconds between two plain lines.
+PLAIN_INTERVAL = 10.0
+
+
+def progress(
+    total: int | None, label: str, unit: str = "step", initial: int = 0, stream: TextIO | None = None
+) -> "Progress":
+    """Shows a loop of `total` units (None: unknown), `initial` of them done before this process began.
+
+    `update(n, **figures)` moves on and shows the figures given; the rate and the time left count only what
+    this process did. Use it as a context manager, or call `close()`.
+    """
+    stream = stream or sys.stderr
+    if not is_first() or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false"):
+        return Progress(total, label, unit, initial)
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        return _LiveProgress(total, label, unit, initial, stream)
+    return _PlainProgress(total, label, unit, initial, stream)
+
+
+class Progress:
+    """Counts without display; the two subclasses display."""
+
+    def __init__(self, total: int | None, label: str, unit: str, initial: int) -> None:
+        self.total, self.label, self.unit, self.initial = total, label, unit, initial
+        self.done = initial
+        self._figures: dict[str, str] = {}
+
+    def update(self, n: int = 1, **figures: float) -> None:
+        """Moves on by `n` units and shows `figures`, which stay until replaced."""
+        self.done += n
+        self._figures |= {name: format_figure(value) for name, value in figures.items()}
+
+    def close(self) -> None:
+        """Shows the last state; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+class _LiveProgress(Progress):
+    """One line that is redrawn: bar, rate, time left, figures."""
+
+    def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO) -> None:
+        from tqdm.std import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+        super().__init__(total, label, unit, initial)
+        # Some pseudo-terminals report a width of 0, and tqdm then draws nothing.
+        sized = os.get_terminal_size(stream.fileno()).columns > 0
+        self._bar: Any = tqdm(
+            total=total,
+            desc=printable(label),
+            unit=unit,
+            initial=initial,
+            file=stream,
+            ncols=None if sized else 80,
+            nrows=None if sized else 24,
+            dynamic_ncols=sized,
+            mininterval=0.2,
+            # redraw about once per second, even with few updates
+            miniters=1,
+            # A short bar, so that a narrow terminal still shows time left and figures.
+            bar_format=LIVE if total is not None else None,
+        )
+
+    def update(self, n: int = 1, **figures: float) -> None:
+        super().update(n, **figures)
+        self._bar.set_postfix_str("  ".join(f"{k} {v}" for k, v in self._figures.items()), refresh=False)
+        self._bar.update(n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _PlainProgress(Progress):
+    """Whole lines for logs and pipes: the first update, one every PLAIN_INTERVAL seconds, and the end."""
+
+    def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO) -> None:
+        super().__init__(total, label, unit, initial)
+        self._stream = stream
+        self._started = self._printed_at = time.monotonic()
+        self._printed: int | None = None
+
+    def update(self, n: int = 1, **figures: float) -> None:
+        super().update(n, **figures)
+        now = time.monotonic()
+        if self._printed is None or now - self._printed_at >= PLAIN_INTERVAL:
+            self._print(now)
+
+    def close(self) -> None:
+        if self.done != self._printed and (self._printed is not None or self.done != self.initial):
+            self._print(time.monotonic())
+
+    def _print(self, now: float) -> None:
+        self._printed, self._printed_at = self.done, now
+        seconds = now - self._started
+        rate = (self.done - self.initial) / seconds if seconds > 0 else 0.0
+        parts = [f"{self.label}: {self.unit} {self.done:,}"]
+        if self.total is not None:
+            parts[0] += f"/{self.total:,} ({100 * self.done / max(self.total, 1):.0f}%)"
+        if self.total is not None and self.done < self.total:
+            left = format_seconds((self.total - self.done) / rate) if rate > 0 else "?"
+            parts.append(f"{left} left")
+        else:
+            parts.append(f"{format_seconds(seconds)} taken")
+        parts.append(f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}")
+        parts += [f"{name} {value}" for name, value in self._figures.items()]
+        say("  ".join(parts), self._stream)
+
+
+def format_figure(value: float) -> str:
+    """At most four figures: 0.0312, 12.35, 18240, 3.1e-05."""
+    if isinstance(value, int) or (abs(value) < 1e9 and float(value).is_integer() and abs(value) >= 1000):
+        return f"{int(value)}"
+    return f"{float(value):.0f}" if 1e4 <= abs(value) < 1e9 else f"{float(value):.4g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """12 s, 3:05 (minutes) or 2:03:05 (hours)."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02} min"

@@ -1,0 +1,71 @@
+"""The final figures of results.json as metrics and tables, for dashboards.
+
+results.json is the record; figures that it lacks are left out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf.runs.jsonl import is_number
+from rlhf.runs.panels import TABLES
+from rlhf.runs.run_files import get, interval
+from rlhf.runs.writers import Tracker
+
+# Metric under eval/test/ by its path in results.json.
+PLACES: dict[str, tuple[str, ...]] = {
+    "accuracy": ("reward_model", "accuracy"),
+    "length_baseline": ("reward_model", "length_baseline"),
+    "noise_ceiling": ("reward_model", "noise_ceiling"),
+    "gold_order_accuracy": ("reward_model", "gold_order_accuracy"),
+    "labeler_agreement": ("reward_model", "labeler_agreement"),
+    "win_rate": ("gold", "win_rate_vs_sft"),
+    "win_rate_greedy": ("gold", "win_rate_greedy"),
+    "scores": ("reward", "ppo"),
+    "eos_fraction": ("ended", "ppo"),
+    "kl": ("kl_to_sft_nats",),
+    "bpb": ("pretrain_bits_per_byte",),
+    "gold/total": ("gold", "mean_score", "ppo"),
+}
+HELD_OUT_LABELERS = ("reward_model", "held_out_labelers", "accuracy")
+BINS = 24
+
+
+def log_results(tracker: Tracker, results: Mapping[str, Any], scores: Mapping[str, Sequence[Sequence[float]]]) -> None:
+    """Logs the figures under eval/test/, the calibration curve and the histograms of `scores`, {model: a list per prompt}."""
+    metrics = {
+        f"eval/test/{name}": value
+        for name, place in PLACES.items()
+        if (value := interval(get(results, *place))[0]) is not None
+    }
+    parts = get(results, "gold", "parts", "ppo")
+    if isinstance(parts, Mapping):
+        metrics |= {f"eval/test/gold/{name}": float(value) for name, value in parts.items() if is_number(value)}
+    if (strangers := interval(get(results, *HELD_OUT_LABELERS))[0]) is not None:
+        metrics["eval/held_out_labelers/accuracy"] = strangers
+    tracker.log(metrics, step=0)
+    tracker.table("calibration", TABLES["calibration"], list(calibration_rows(results)))
+    flat = {model: [score for row in rows for score in row] for model, rows in scores.items()}
+    bins = [(middle, model, share) for model, rows in histogram(flat).items() for middle, share in rows]
+    tracker.table("score_histogram", TABLES["score_histogram"], bins)
+    tracker.summary(metrics)
+
+
+def calibration_rows(results: Mapping[str, Any]) -> Iterator[tuple[float, str, float, int]]:
+    """(score gap, predicted or observed, share of wins, pairs)."""
+    for row in get(results, "reward_model", "calibration") or []:
+        for curve in ("predicted", "observed"):
+            yield row["gap"], curve, row[curve], row["n"]
+
+
+def histogram(scores: Mapping[Any, Sequence[float]]) -> dict[Any, list[tuple[float, float]]]:
+    """{name: (middle of a bin, share of its scores)}, all models over the same bins."""
+    import numpy as np
+
+    edges = np.histogram_bin_edges([score for values in scores.values() for score in values], BINS)
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    return {
+        model: list(zip(middles, (np.histogram(values, edges)[0] / len(values)).tolist(), strict=True))
+        if values
+        else []
+        for model, values in scores.items()
+    }

@@ -1,0 +1,207 @@
+"""A run's files for the report: read with tolerance, since a run may be incomplete, damaged or foreign.
+
+Also the report's formats of numbers and untrusted text. It computes nothing.
+"""
+
+import json
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.recipe import PIPELINE, STAGES
+from rlhf.runs.folders import under_way
+from rlhf.runs.jsonl import count_unreadable, is_number, read_jsonl
+from rlhf.runs.metrics import find
+from rlhf.runs.progress import format_seconds
+from rlhf.runs.records import read_what_is_there
+from rlhf.system.files import read_json
+
+TEXT_LIMIT = 1500
+
+Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
+
+
+@dataclass(slots=True)
+class StageFiles:
+    """The contents of one stage's folder; every part may be missing."""
+
+    name: str
+    status: str  # complete | unfinished | not started
+    record: dict[str, Any] = field(default_factory=dict)
+    points: Points = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    config: str = ""
+    gaps: int = 0  # values that were not finite
+    unreadable: int = 0  # lines of metrics.jsonl without values
+    damage: str | None = None  # of stage.json
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def read_points(rows: Iterable[dict[str, Any]]) -> Points:
+    """Known metrics by name, each against progress/step; null and non-numbers are gaps."""
+    points: Points = {}
+    for row in rows:
+        step = row.get("progress/step")
+        if step is None or not is_number(step):
+            continue
+        for name, value in row.items():
+            if is_number(value) and not name.startswith("progress/") and find(name) is not None:
+                xs, ys = points.setdefault(name, ([], []))
+                xs.append(step)
+                ys.append(value)
+    return points
+
+
+def read_stage(folder: Path) -> StageFiles:
+    """Reads a stage's folder; a missing one is a stage that was not started.
+
+    For a stage that is being replaced, this is the complete one, or its replacement if there is none.
+    """
+    name = folder.name
+    if not (folder / "stage.json").is_file():
+        folder = under_way(folder)
+    if not folder.is_dir():
+        return StageFiles(name, "not started")
+    record, damage = read_what_is_there(folder / "stage.json", "stage")
+    config = folder / "config.yaml"
+    rows = list(read_jsonl(folder / "metrics.jsonl"))
+    return StageFiles(
+        name,
+        "complete" if record.get("status") == "complete" else "unfinished",
+        record,
+        read_points(rows),
+        list(read_jsonl(folder / "samples.jsonl")),
+        config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        sum(value is None for row in rows for value in row.values()),
+        count_unreadable(folder / "metrics.jsonl"),
+        damage,
+    )
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """The contents of a run's folder; every part may be missing."""
+
+    name: str
+    stages: dict[str, StageFiles]
+    results: dict[str, Any] = field(default_factory=dict)  # evaluate/results.json
+    samples: list[dict[str, Any]] = field(default_factory=list)  # evaluate/samples.jsonl
+    studies: list[dict[str, Any]] = field(default_factory=list)  # study/*.json
+    pipeline: dict[str, Any] = field(default_factory=dict)  # pipeline.json
+    audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
+    labelled: dict[str, Any] = field(default_factory=dict)  # classify/results.json
+    damage: list[str] = field(default_factory=list)  # of its files, as texts
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Reads a run's folder. Raises: FileNotFoundError if it is not a folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such run folder")
+    stages = {name: read_stage(folder / name) for name in STAGES}
+    results, *damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
+    return RunFiles(
+        visible(folder.resolve().name, 100),
+        {
+            name: s
+            for name, s in stages.items()
+            if s.status != "not started" or (name in PIPELINE and not STAGES[name].gold_only)
+        },
+        results,
+        list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
+        [{"file": path.stem} | study for path in sorted(folder.glob("study/*.json")) if (study := read_json(path))],
+        read_json(folder / "pipeline.json"),
+        read_json(folder / "reward" / "audit.json"),
+        {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
+        read_json(folder / "classify" / "results.json"),
+        [text for text in (*(stage.damage for stage in stages.values()), *damage) if text is not None],
+    )
+
+
+def get(tree: Any, *path: str) -> Any:
+    """The value at a path of keys, or None."""
+    for key in path:
+        if not isinstance(tree, dict):
+            return None
+        tree = tree.get(key)
+    return tree
+
+
+def number(tree: Any, *path: str) -> float | None:
+    """As `get`, if the value is a number that can be shown; else None."""
+    value = get(tree, *path)
+    return value if is_number(value) else None
+
+
+def entries(tree: Any, *path: str) -> list[tuple[str, Any]]:
+    """As `get`, the keys and values of a mapping; else none."""
+    value = get(tree, *path)
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def rows_of(tree: Any, *path: str) -> list[dict[str, Any]]:
+    """As `get`, the mappings in a list; else none."""
+    value = get(tree, *path)
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def interval(tree: Any) -> tuple[float | None, float | None, float | None]:
+    """(value, low, high) of {"value" or "mean", "ci95": [low, high]}; a bare number has no interval."""
+    ci = get(tree, "ci95")
+    low, high = ci if isinstance(ci, list) and len(ci) == 2 and all(map(is_number, ci)) else (None, None)
+    if not isinstance(tree, dict):
+        return number(tree), low, high
+    value = number(tree, "value")
+    return number(tree, "mean") if value is None else value, low, high
+
+
+def estimate(tree: Any) -> tuple[float, float, float] | None:
+    """As `interval`, with the value itself for a missing end; None without a value."""
+    value, low, high = interval(tree)
+    return None if value is None else (value, value if low is None else low, value if high is None else high)
+
+
+# --- words and numbers --------------------------------------------------------------------------------------
+
+
+def visible(text: object, limit: int = TEXT_LIMIT) -> str:
+    """Untrusted text with an escape for every character that hides, reorders or breaks text, cut to `limit`."""
+    full = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
+    shown = "".join(f"⟨U+{ord(c):04X}⟩" if _misleads(c) else c for c in full[:limit])
+    return shown + (f" … ({len(full) - limit:,} more characters)" if len(full) > limit else "")
+
+
+def _misleads(c: str) -> bool:
+    if unicodedata.category(c) in ("Cc", "Cs"):
+        return c not in "\n\t"
+    return 0x202A <= ord(c) <= 0x202E or 0x2066 <= ord(c) <= 0x2069  # overrides of the text's direction
+
+
+def prompt_text(prompt: object) -> str:
+    """A prompt as text, from a string or a list of turns."""
+    if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
+        return visible("\n".join(f"{turn.get('role', '?')}: {turn.get('content', '')}" for turn in prompt))
+    return visible(prompt)
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def decimal(value: float | None, digits: int = 3, sign: bool = False) -> str:
+    """`digits` decimals with a true minus sign, a plus sign on request, and never -0."""
+    if value is None:
+        return "–"
+    return f"{round(value, digits) + 0.0:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+
+
+def memory(mb: float | None) -> str:
+    return "–" if mb is None else f"{mb / 1000:.2f} GB" if mb >= 1000 else f"{mb:.0f} MB"
+
+
+def duration(seconds: float | None) -> str:
+    return "–" if seconds is None else format_seconds(seconds)

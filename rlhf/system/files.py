@@ -1,0 +1,206 @@
+"""Hashing files, and writing them completely or not at all, also on a full disk."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+from rlhf.system.terminal import say
+
+# Errors of a disk that is full or not writable.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file. Raises: UserError for a pipe or a device, which may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: not a regular file (a pipe, socket or device): write its content to a file")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str]:
+    """{relative path: sha256} of every file below a folder, sorted; top-level names in `skip` are left out."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    names = ((p, p.relative_to(folder)) for p in files)
+    return {str(name): sha256_file(p) for p, name in names if name.parts[0] not in skip}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As `write_text`, for a value as JSON."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n", errors="backslashreplace")
+
+
+def write_text(path: Path, text: str, errors: str = "replace") -> None:
+    """Write a file atomically: a reader sees the old one or the new one, and a failed attempt leaves nothing.
+
+    Raises: UserError if the disk is full or refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", errors=errors) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise disk_error(error, path) from error
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> int:
+    """Write rows as JSON Lines; returns their number."""
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def beside(out: Path) -> Path:
+    """The folder in which the replacement of a folder is written."""
+    return out.with_name(f".{out.name}.new")
+
+
+def set_aside(out: Path) -> Path:
+    """The path of the old folder between the two renames of `swap`."""
+    return out.with_name(f".{out.name}.old")
+
+
+def swap(out: Path, new: Path | None = None) -> None:
+    """Replace the old folder by the complete new one. Raises: UserError if the system refuses."""
+    new, old = new or beside(out), set_aside(out)
+    try:
+        shutil.rmtree(old, ignore_errors=True)
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    except OSError as error:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise disk_error(error, out) from error
+    sync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def mend(out: Path) -> None:
+    """Undo or finish a replacement that was killed. Call it with the lock on `out`."""
+    old, new = set_aside(out), beside(out)
+    if old.exists() and not out.exists():
+        old.rename(out)
+        say(f"{out}: restored, since the command that was to replace it was killed")
+    for left in (old, new):
+        if left.exists():
+            say(f"removing {left}, which a killed command left behind")
+            shutil.rmtree(left)
+
+
+@contextlib.contextmanager
+def locked(lock: Path, place: Path, busy: str, setting: str = "runs_dir") -> Iterator[None]:
+    """Lock a file, by which processes of this package keep off `place`. busy: what another one does, and what to do then.
+
+    Raises: UserError if another one has the lock.
+    """
+    with writing(place, setting):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or lock.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                raise BlockingIOError  # it was released and removed between opening and locking
+        except BlockingIOError:
+            raise UserError(f"{place}: another process is {busy}") from None
+        yield
+
+
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Lock `out` against other processes of this package, and `mend` it. Raises: UserError if another one has the lock."""
+    lock = out.with_name(f".{out.name}.lock")
+    with locked(lock, out, "writing it: wait for it, or choose another place", "out"):
+        try:
+            mend(out)
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """A folder next to `out` to fill; it replaces `out` if the block succeeds, else it is removed.
+
+    Call it with the lock on `out`. Raises: UserError if the disk is full or not writable.
+    """
+    new = beside(out)
+    try:
+        new.mkdir(parents=True)
+        yield new
+        swap(out)
+    except OSError as error:
+        raise disk_error(error, Path(error.filename or out), "out") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def share(folder: Path) -> None:
+    """Give every file below a folder the mode that the umask gives new files.
+
+    safetensors writes through a temporary file, whose mode is 0600 whatever the umask.
+    """
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o777 == 0o600:
+            path.chmod(0o666 & ~mask)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is missing, damaged or contains something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+@contextlib.contextmanager
+def writing(path: Path, setting: str = "runs_dir") -> Iterator[None]:
+    """Raises: UserError as `disk_error` words it for an OSError within."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, setting) from error
+
+
+def disk_error(error: OSError, path: Path, setting: str = "runs_dir") -> UserError:
+    """One line for an error while writing that says what to do. setting: the setting that names the place."""
+    full = f"free space or choose another disk with {setting}=…; a run resumes from its last checkpoint"
+    refused = f"make the folder writable or choose another with {setting}=…"
+    remedy = {
+        errno.ENOSPC: full,
+        errno.EDQUOT: full,
+        errno.EFBIG: f"raise the limit on the size of files (ulimit -f), or {full}",
+        errno.EACCES: refused,
+        errno.EPERM: refused,
+        errno.EROFS: refused,
+    }.get(error.errno or 0, f"check the disk and {setting}=…, then run the same command again")
+    return UserError(f"{path}: cannot write: {error.strerror or error}: {remedy}")

@@ -1,0 +1,260 @@
+"""The one module that knows ranks: the processes of one launch, their connection, and what they agree on.
+
+A launch is started by torchrun, accelerate, deepspeed or `rlhf pipeline`. Each of its processes has a rank; rank 0 prints and
+writes for all. A process that runs alone is rank 0, and everything here then costs nothing. It is outside `rlhf.training` because the
+command line and the run folders need ranks too; torch is imported only inside the functions that communicate.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhf.errors import UserError
+from rlhf.system.rendezvous import is_loopback, open_store, stay_on_loopback
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import Store
+
+T = TypeVar("T")
+# Ranks wait while rank 0 packs a corpus or writes a large checkpoint; torch's own limit is 10 to 30 minutes.
+LONGEST_WAIT = timedelta(hours=12)
+BUCKET = 2**25  # elements of gradients that travel together: 128 MiB in float32
+# What a launcher sets for each process.
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How gloo and NCCL report a closed connection.
+LOST_PROCESS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+
+
+def process_count() -> int:
+    """Processes of this launch, over all nodes."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's number in its launch, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes for its launch."""
+    return rank() == 0
+
+
+def launch_problem() -> str | None:
+    """What is wrong with the launcher's variables, or None."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        value = os.environ.get(name, "0")
+        if not (value.isascii() and value.isdigit()):
+            return f"{name}={value}: want a whole number, as torchrun sets it: unset it to run as one process"
+    return None
+
+
+def launch_environment(number: int, processes: int, address: str, port: int) -> dict[str, str]:
+    """The variables of one of the processes of a launch on one machine."""
+    values = (number, processes, number, processes, address, port)
+    return dict(zip(LAUNCHER_VARIABLES, map(str, values), strict=True))
+
+
+def lost_another(error: Exception) -> bool:
+    """Whether an error only reports that another process of this launch is gone."""
+    return process_count() > 1 and any(sign in str(error) for sign in LOST_PROCESS)
+
+
+def connect(device: "torch.device") -> None:
+    """Connect the processes, if there are several and they are not connected yet."""
+    import torch
+    import torch.distributed as dist
+
+    if process_count() == 1 or dist.is_initialized():
+        return
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))  # this process's number on its own machine, and that of its GPU
+        count = torch.cuda.device_count()
+        if local >= count:
+            raise UserError(
+                f"process {local + 1} of this machine: it has {count} GPUs: start one process per GPU at most"
+            )
+        torch.cuda.set_device(local)
+    store = meet()
+    store.set_timeout(LONGEST_WAIT)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank(), world_size=process_count(), timeout=LONGEST_WAIT)
+
+
+def meet() -> "Store":
+    """The store of this launch, after all processes have joined. Raises: UserError if some do not, or its address is unset."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE={process_count()} without {' and '.join(missing)}: start the processes with torchrun or "
+            "launcher.processes, or unset WORLD_SIZE to run as one"
+        )
+    if rank() >= process_count():
+        raise UserError(f"RANK={rank()}: want 0 to {process_count() - 1}, since WORLD_SIZE={process_count()}")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if is_loopback(address) or os.environ.get("LOCAL_WORLD_SIZE") == str(process_count()):
+        stay_on_loopback()
+    return open_store(
+        address,
+        port,
+        rank(),
+        process_count(),
+        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        hosted=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def connect_alone(device: "torch.device") -> None:
+    """Open a connection of one process, which DeepSpeed needs even if there is no launcher."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def forget_alone() -> None:
+    """Undo what `connect_alone` put into the environment."""
+    if "RANK" not in os.environ:
+        os.environ.pop("LOCAL_RANK", None)
+
+
+def disconnect() -> bool:
+    """Close the connection after all processes have reached this point; returns whether there was one.
+
+    A process that was connected should then `leave()`: threads of the connection release their last tensors late, and abort the
+    process if the interpreter is already shutting down, in a few percent of launches. The launcher would report a failure
+    and stop the other processes, which may still be writing.
+    """
+    import sys
+
+    if "torch" not in sys.modules:  # no connection was opened
+        return False
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    wait_for_all()
+    dist.destroy_process_group()
+    return True
+
+
+def wait_for_all() -> None:
+    """Wait until all processes have reached this point."""
+    if process_count() > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def share(value: T, source: int = 0) -> T:
+    """The value of one rank, on every rank."""
+    if process_count() == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """A picklable value of every rank, in order of rank, on every rank."""
+    if process_count() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * process_count()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """The result of an action that only rank 0 runs; the others wait and get a copy.
+
+    Raises: UserError on every rank if rank 0's action raised it.
+    """
+    if process_count() == 1:
+        return action()
+    outcome: tuple[Any, str | None] = (None, None)
+    if is_first():
+        try:
+            outcome = (action(), None)
+        except UserError as error:
+            outcome = (None, str(error))
+    value, problem = share(outcome)
+    if problem is not None:
+        raise UserError(problem)
+    return value
+
+
+class Ranks:
+    """Sums and maxima over the processes of a run, on their device. With one process they return their argument."""
+
+    def __init__(self, device: "torch.device"):
+        self.device = device
+        self.rank, self.count = rank(), process_count()
+
+    def sum_tensor(self, x: "Tensor") -> "Tensor":
+        """The sum of a tensor over ranks, on every rank; `x` is not changed."""
+        if self.count == 1:
+            return x
+        import torch.distributed as dist
+
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    def sum_tensors(self, tensors: "list[Tensor]") -> "list[Tensor]":
+        """The sums of tensors of one type, in messages of up to BUCKET elements (of one tensor at least)."""
+        import torch
+
+        if self.count == 1:
+            return tensors
+        sums, bucket = [], []
+        for i, x in enumerate(tensors):
+            bucket.append(x)
+            if i + 1 == len(tensors) or sum(map(torch.numel, bucket)) + tensors[i + 1].numel() > BUCKET:
+                total = self.sum_tensor(torch.cat([t.flatten() for t in bucket]))
+                parts = total.split([t.numel() for t in bucket])
+                sums += [part.view(t.shape) for part, t in zip(parts, bucket, strict=True)]
+                bucket = []
+        return sums
+
+    def sum(self, x: "Tensor | float") -> float:
+        import torch
+
+        return float(x) if self.count == 1 else float(self.sum_tensor(self._one(torch.as_tensor(x))))
+
+    def max(self, x: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        if self.count == 1:
+            return float(x)
+        most = self._one(torch.tensor(float(x)))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most)
+
+    def _one(self, x: "Tensor") -> "Tensor":
+        import torch
+
+        return x.detach().to(self.device, torch.float64)
+
+    def merge(self, sums: Any) -> Any:
+        """`rlhf.runs.metrics.Sums` of all ranks, added up."""
+        total = type(sums)()
+        for state in gather(sums.state()):
+            total.merge(state)
+        return total

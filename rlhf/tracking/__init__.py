@@ -1,1 +1,0 @@
-"""Metrics and where they are written: the table of metrics, the writers, the progress line, the dashboard."""
