@@ -17,7 +17,7 @@ from rlhf.evaluation.instructions import describe_instructions, evaluate_instruc
 from rlhf.evaluation.judging import describe_judging, judge_answers
 from rlhf.evaluation.overlap import describe_overlap, evaluate_overlap
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
-from rlhf.evaluation.shots import describe_shots, evaluate_shots
+from rlhf.evaluation.labelled_task import describe_shots, evaluate_shots
 from rlhf.evaluation.statistics import Figures
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, needs_parent, run_folder, stage_folder

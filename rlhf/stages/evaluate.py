@@ -24,7 +24,7 @@ from rlhf.engines.sampler import Samples, sample_as_configured
 from rlhf.errors import UserError
 from rlhf.evaluation import external
 from rlhf.evaluation.best_of import Asked, pick_best
-from rlhf.evaluation.rating import describe_ratings, evaluate_generate_and_rate
+from rlhf.evaluation.best_of import describe_ratings, evaluate_generate_and_rate
 from rlhf.evaluation.reward_report import (
     describe,
     evaluate_reward_model,
@@ -33,8 +33,8 @@ from rlhf.evaluation.reward_report import (
 )
 from rlhf.evaluation.scoring import response_batches, score_answers_by
 from rlhf.evaluation.statistics import win_rate
-from rlhf.evaluation.text_figures import text_figures
-from rlhf.evaluation.trained_judge import compare_policies, describe_comparisons
+from rlhf.evaluation.statistics import text_figures
+from rlhf.evaluation.judging import compare_policies, describe_comparisons
 from rlhf.evaluation.truth_figures import (
     interval_of,
     judge_answers,

@@ -20,7 +20,7 @@ from rlhf.data.demonstrations import Row, encode_demonstrations
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.rating import QUALITIES, Rater, encode_ratings
+from rlhf.evaluation.best_of import QUALITIES, Rater, encode_ratings
 from rlhf.gold.labelers import Labeler, says_yes
 from rlhf.gold.truth import Truth, need_truth
 from rlhf.model.trunk import context_of

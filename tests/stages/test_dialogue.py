@@ -12,7 +12,7 @@ from rlhf.cli import main
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.splits import record_half, record_split
 from rlhf.errors import UserError
-from rlhf.evaluation.trained_judge import compare, describe_comparisons, pairs_of
+from rlhf.evaluation.judging import compare, describe_comparisons, pairs_of
 from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import fractions, reward_folder
 from rlhf.stages import reward

@@ -14,7 +14,7 @@ from rlhf.data.comparisons import load_comparisons
 from rlhf.data.demonstrations import encode_demonstrations, labels_of, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation.rating import QUALITIES, Rater
+from rlhf.evaluation.best_of import QUALITIES, Rater
 from rlhf.gold.labelers import make_labelers, says_yes
 from rlhf.gold.truth import Requests
 from rlhf.ppo.rewards import Episodes

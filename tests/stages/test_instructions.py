@@ -10,7 +10,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.evaluation import instructions
-from rlhf.evaluation.rules import RULES, checks_of, follows
+from rlhf.evaluation.instructions import RULES, checks_of, follows
 
 OURS = Path(__file__).parents[2] / "data" / "instructions.jsonl"
 

@@ -15,7 +15,7 @@ from rlhf.data.items import Item, Judgement
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report as report
-from rlhf.evaluation.reward_gold import gold_regression, standardised_regression
+from rlhf.evaluation.reward_report import gold_regression, standardised_regression
 from rlhf.evaluation.scoring import accuracy, share
 from rlhf.gold.judge import WEIGHTS
 from rlhf.gold.labelers import make_labelers
@@ -179,7 +179,7 @@ def gold_items(gold_run) -> list[Item]:
 
 
 def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
-    from rlhf.evaluation.reward_gold import true_utilities
+    from rlhf.evaluation.reward_report import true_utilities
     from rlhf.gold.truth import Requests
 
     truth = Requests()
@@ -199,7 +199,7 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
 
 
 def test_a_reward_that_is_politeness_is_seen_through(gold_run):
-    from rlhf.evaluation.reward_gold import judged_parts
+    from rlhf.evaluation.reward_report import judged_parts
     from rlhf.gold.truth import Requests
 
     truth = Requests()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhf.evaluation.text_figures import distinct, repetition, text_figures
+from rlhf.evaluation.statistics import distinct, repetition, text_figures
 
 
 def test_perplexity_is_over_all_tokens_and_a_prompt_is_the_unit():
