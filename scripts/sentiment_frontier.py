@@ -22,8 +22,8 @@ from rlhf.config.precision import inference
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import draw_candidates
+from rlhf.evaluation.policies import judge_rows, totals
 from rlhf.evaluation.statistics import interval
-from rlhf.evaluation.truth_figures import judge_rows, totals
 from rlhf.gold.truth import make_truth
 from rlhf.ppo.setup import make_reward
 from rlhf.runs.folders import stage_folder

@@ -17,15 +17,15 @@ from rlhf.data.corpus import PackedCorpus
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.evaluation.answers import draw, of_chat
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
+from rlhf.evaluation.policies import judge_rows, kl_rows, response_nats, score_by, totals
 from rlhf.evaluation.statistics import win_rate
-from rlhf.evaluation.truth_figures import judge_rows, totals
 from rlhf.gold.truth import need_truth
 from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.setup import held_out_prompts, make_reward
 from rlhf.runs.folders import read_stage, settings_of
 from rlhf.runs.writers import read_jsonl
-from rlhf.stages import evaluate
 from rlhf.stages.pretrain import held_out_loss
 from rlhf.training.setup import load_frozen, set_up
 
@@ -236,9 +236,7 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
 
     def answers_of(folder: Path, name: str) -> dict[str, Any]:
         with inference(of_cell, device):
-            drawn = evaluate.draw(
-                of_cell, load_frozen(of_cell, folder, device), prompts, evaluate.of_chat(tokenizer), tokenizer, name
-            )
+            drawn = draw(of_cell, load_frozen(of_cell, folder, device), prompts, of_chat(tokenizer), tokenizer, name)
         return drawn | {
             kind: judge_rows(truth, records, drawn[f"{prefix}texts"], drawn[f"{prefix}ended"])
             for kind, prefix in (("judged", ""), ("judged_greedy", "greedy_"))
@@ -261,8 +259,8 @@ def evaluate_cell(config: Config, cell: Cell) -> dict[str, float]:
     answers = {"prompts": prompts} | {k: v for k, v in ours.items() if not k.startswith("judged")}
     last = [row for row in read_jsonl(cell.ppo / "metrics.jsonl") if "objective/kl" in row][-1]
     with inference(of_cell, device):
-        nats = evaluate.response_nats(of_cell, answers, sft, tokenizer.pad_token_id, device)
-        kl = mean(evaluate.kl_rows(of_cell, answers, ppo, nats, tokenizer.pad_token_id, device))
+        nats = response_nats(of_cell, answers, sft, tokenizer.pad_token_id, device)
+        kl = mean(kl_rows(of_cell, answers, ppo, nats, tokenizer.pad_token_id, device))
     figures = {
         "win_rate": wins("judged"),
         "win_rate_greedy": wins("judged_greedy"),
@@ -301,5 +299,5 @@ def score_of(config: Config, tokenizer: Any, records: list[PromptRecord], answer
     plain = dataclasses.replace(config, ppo=dataclasses.replace(config.ppo, calibrated=True))
     reward, _ = make_reward(plain, tokenizer, device)
     with inference(plain, device):
-        scores = torch.tensor(evaluate.score_by(reward, answers, records)).flatten()
+        scores = torch.tensor(score_by(reward, answers, records)).flatten()
     return adjust_scores(plain, scores, torch.tensor(answers["ended"]).flatten()).mean().item()

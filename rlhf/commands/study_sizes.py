@@ -18,8 +18,9 @@ from rlhf.data.chat_template import decode_response
 from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts, load_tokenizer
+from rlhf.evaluation.answers import Reading, draw, of_chat
+from rlhf.evaluation.policies import judge_rows, totals
 from rlhf.evaluation.statistics import interval, win_points
-from rlhf.evaluation.truth_figures import judge_rows, totals
 from rlhf.gold.corpus import few_shot
 from rlhf.gold.measures import MEASURES, measure
 from rlhf.gold.truth import need_truth
@@ -138,14 +139,12 @@ def answer_all(config: Config, cell: Cell) -> dict[str, Any]:
     for name, stage in models.items():
         policy = load_frozen(of_cell, folders[stage], device)
         values["parameters"] = sum(p.numel() for p in policy.parameters())
-        asked, reading = prompts, evaluate.of_chat(tokenizer)
+        asked, reading = prompts, of_chat(tokenizer)
         if name == "few_shot":
             asked = few_shot_prompts(of_cell, cell.stages["world"], records, tokenizer)
-            reading = evaluate.Reading(
-                [tokenizer.bos_token_id], lambda ids: first_answer(decode_response(tokenizer, ids))
-            )
+            reading = Reading([tokenizer.bos_token_id], lambda ids: first_answer(decode_response(tokenizer, ids)))
         with inference(of_cell, device):
-            drawn = evaluate.draw(of_cell, policy, asked, reading, tokenizer, name)
+            drawn = draw(of_cell, policy, asked, reading, tokenizer, name)
         judged = judge_rows(truth, records, drawn["texts"], drawn["ended"])
         values[name] = {"totals": totals(judged)} | measure(tasks, drawn["texts"], judged)
     return values

@@ -1,13 +1,22 @@
-"""A policy's responses to a list of prompts, as text: for `rlhf sample`, `rlhf generate` and the API."""
+"""Responses of a policy to prompts, as text; and of every policy of a run, which `rlhf evaluate` compares."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from rlhf.data.chat_template import end_ids, response_text
+import torch
+
+from rlhf.config import Config
+from rlhf.data.chat_template import decode_response, end_ids, response_text
 from rlhf.data.prompts import encode_prompt_within
-from rlhf.data.records import Message
-from rlhf.engines.sampler import Key, sample
+from rlhf.data.records import Message, PromptRecord
+from rlhf.data.tokenizer import encode_texts
+from rlhf.engines.sampler import Key, Samples, sample, sample_as_configured
+from rlhf.gold.truth import Truth
+from rlhf.runs.progress import progress
+from rlhf.training.setup import load_frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +74,71 @@ def draw_answers(
         Answer(response_text(tokenizer, ids), ended, ids, row[: len(ids)])
         for ids, ended, row in zip(samples.responses, samples.ended.tolist(), samples.logprobs.tolist(), strict=True)
     ]
+
+
+# One policy's responses: {"prompts"} and what `draw` returns; one list per prompt.
+Answers = dict[str, list[Any]]
+
+
+def answer_all(
+    config: Config,
+    models: dict[str, Path],
+    records: list[PromptRecord],
+    prompts: list[list[int]],
+    tokenizer: Any,
+    device: torch.device,
+    truth: Truth | None = None,
+) -> dict[str, Answers]:
+    """Samples at temperature 1 and greedy responses of each policy.
+
+    If the truth knows how a text begins that asks for an answer, the base model is prompted twice: with the chat template, which
+    it has never seen, and with that text ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
+    """
+    answers, decode = {}, functools.partial(decode_response, tokenizer)
+    with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
+        for name, folder in models.items():
+            policy = load_frozen(config, folder, device)
+            policy_prompts, reading = prompts, of_chat(tokenizer)
+            if name == "base_prompted" and truth is not None:  # the beginning of a text like those it was trained on
+                texts = [truth.base_text(record) for record in records]
+                policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
+                reading = Reading([tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip())
+            drawn = draw(config, policy, policy_prompts, reading, tokenizer, name)
+            answers[name] = {"prompts": policy_prompts} | drawn
+            bar.update(len(prompts))
+    return answers
+
+
+class Reading(NamedTuple):
+    """Where a response ends, and its text."""
+
+    ends: list[int]
+    text: Callable[[list[int]], str]  # of the tokens without the end token
+
+
+def of_chat(tokenizer: Any) -> Reading:
+    return Reading(end_ids(tokenizer), functools.partial(response_text, tokenizer))
+
+
+def draw(
+    config: Config, policy: Any, prompts: list[list[int]], reading: Reading, tokenizer: Any, name: str
+) -> dict[str, Any]:
+    """{"ids", "texts", "ended"}: lists per prompt of `evaluate.samples` responses; and the greedy ones."""
+    count = config.evaluate.samples
+    repeated = [prompt for prompt in prompts for _ in range(count)]
+    keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
+    respond = functools.partial(sample_as_configured, config, policy, tokenizer, eos_token_id=reading.ends)
+    drawn = unpack(respond(repeated, keys=keys), reading, count)
+    greedy = unpack(respond(prompts, greedy=True), reading, 1)
+    return drawn | {f"greedy_{key}": value for key, value in greedy.items()}
+
+
+def unpack(samples: Samples, reading: Reading, count: int) -> dict[str, list[list[Any]]]:
+    ended = samples.ended.tolist()
+    texts = [reading.text(ids[:-1] if ids and ids[-1] in reading.ends else ids) for ids in samples.responses]
+    groups = range(0, len(texts), count)
+    return {
+        "ids": [samples.responses[i : i + count] for i in groups],
+        "texts": [texts[i : i + count] for i in groups],
+        "ended": [ended[i : i + count] for i in groups],
+    }

@@ -22,10 +22,10 @@ from rlhf.data.splits import prompt_key
 from rlhf.evaluation.answers import fit_prompts, room_for
 from rlhf.evaluation.attacks import ATTACKS, Material, collect_material
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
+from rlhf.evaluation.policies import judge_rows, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
 from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, score_rows, share, unwrapped
 from rlhf.evaluation.statistics import Figures, interval, per_key, ratio_interval
-from rlhf.evaluation.truth_figures import judge_rows, totals
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import TextRewardModel
 from rlhf.ppo.rewards import Episodes, Reward

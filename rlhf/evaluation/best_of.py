@@ -8,29 +8,27 @@ samples per prompt (Nakano et al. 2021, appendix I). `rlhf rejection` fine-tunes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
 import numpy as np
 import torch
+from torch import Tensor
+
 from rlhf.config import Config
 from rlhf.data.chat_template import response_text
 from rlhf.data.records import PromptRecord
+from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.sampler import sample_as_configured
-from rlhf.evaluation.statistics import Figures, interval, win_rate
-from rlhf.evaluation.statistics import text_figures
-from rlhf.evaluation.truth_figures import interval_of, judge_rows, mean_of, totals
+from rlhf.evaluation.policies import interval_of, judge_rows, mean_of, totals
+from rlhf.evaluation.scoring import RESPONSES_TOGETHER, response_batches
+from rlhf.evaluation.statistics import Figures, interval, show, text_figures, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
-from rlhf.runs.progress import progress
-from pathlib import Path
-from typing import Any
-from torch import Tensor
-from rlhf.data.tokenizer import encode_texts
-from rlhf.evaluation.scoring import RESPONSES_TOGETHER, response_batches
-from rlhf.evaluation.statistics import Figures, show, win_rate
-from rlhf.evaluation.truth_figures import totals
-from rlhf.ppo.rewards import Episodes, Reward
 from rlhf.ppo.rollout import response_logprobs
+from rlhf.ppo.setup import make_reward
+from rlhf.runs.progress import progress
 from rlhf.training.setup import load_frozen
 
 
@@ -172,7 +170,7 @@ class Asked(NamedTuple):
     prompts: list[list[int]]
     tokenizer: Any
     truth: Truth | None
-    gold: Any  # as `judge_answers` gives it
+    gold: Any  # as `judge_by_truth` gives it
 
 
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
@@ -302,3 +300,13 @@ def describe_ratings(results: dict[str, Any]) -> list[str]:
     ]
     over = ", ".join(f"over {name.replace('_', ' ')} {show(row)}" for name, row in results["over"].items())
     return [*rows, f"generate and rate: {over}; the filter dropped {results['dropped']:.1%} of its candidates"]
+
+
+def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:
+    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates."""
+    reward, _ = make_reward(config, asked.tokenizer, device)
+    best, scores = pick_best(config, asked, load_frozen(config, models["sft"], device), reward)
+    results = {"best_of_n": best}
+    if "rate" in models:
+        results["generate_and_rate"] = evaluate_generate_and_rate(config, asked, models, reward, scores, device)
+    return results

@@ -1,22 +1,24 @@
 """How often models follow instructions that a program can check: `evaluate.instructions`, offline."""
 
+import json
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
+
 import torch
+
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.prompts import load_prompts
+from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
+from rlhf.evaluation.attacks import WORD, sentences_of
 from rlhf.evaluation.statistics import Figures, interval, ratio_interval, show
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
 from rlhf.training.setup import load_frozen
-import json
-import re
-from collections.abc import Callable, Mapping
-from rlhf.data.records import PromptRecord
-from rlhf.evaluation.attacks import WORD, sentences_of
 
 
 def models_of(config: Config, base: bool = False) -> list[str]:

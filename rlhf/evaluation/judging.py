@@ -8,21 +8,20 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
 import torch
+
 from rlhf.config import Config
+from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.evaluation.endpoint import Endpoint, shown_counts
-from rlhf.evaluation.statistics import Figures, interval, length_controlled, show
-from rlhf.runs.folders import run_folder, stage_folder
-from rlhf.runs.jsonl import read_jsonl
-from rlhf.system.terminal import say
-from rlhf.data.records import PromptRecord
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import Scores, score_answers_by
 from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, prompts_needed, show
 from rlhf.model.classifier import load_reward_model
-from rlhf.runs.folders import stage_folder
-
+from rlhf.runs.folders import run_folder, stage_folder
+from rlhf.runs.jsonl import read_jsonl
+from rlhf.system.terminal import say
 
 INSTRUCTION = (
     "You compare two answers to the same request. Judge how well each does what was asked: correctness and completeness first, then "
@@ -34,7 +33,7 @@ POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
 OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samples.jsonl
 
 
-def judge_answers(config: Config, device: torch.device) -> Figures:
+def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
     """Win rates of the first of evaluate.judge_pair over the second. Raises: UserError without answers of both."""
     settings = config.evaluate
     ours, theirs = settings.judge_pair or ("ppo", "sft")

@@ -3,24 +3,24 @@
 import random
 from pathlib import Path
 from typing import Any
+
 import torch
+
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
 from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
-from rlhf.errors import UserError
-from rlhf.gold.labelled import CHOICES, TASKS, write_task
-from rlhf.model.batching import by_length, right_pad
-from rlhf.ops.logprobs import token_logprobs
-from rlhf.system.files import sha256_file
-from rlhf.data.labelled import Columns, Example
 from rlhf.data.tokenizer import encode_texts, separator_id
+from rlhf.errors import UserError
 from rlhf.evaluation.instructions import load_stage, models_of
 from rlhf.evaluation.statistics import Figures, wilson
+from rlhf.gold.labelled import CHOICES, TASKS, write_task
+from rlhf.model.batching import by_length, right_pad
 from rlhf.model.trunk import context_of
+from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import run_folder
 from rlhf.runs.progress import progress
-
+from rlhf.system.files import sha256_file
 
 GOLD = "gold:"
 GOLD_EXAMPLES = 2000

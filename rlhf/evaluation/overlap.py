@@ -22,8 +22,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import conversation
 from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import columns_of, load_task
-from rlhf.evaluation.statistics import Figures, wilson
-from rlhf.evaluation.statistics import ngrams
+from rlhf.evaluation.statistics import Figures, ngrams, wilson
 from rlhf.runs.folders import run_folder
 from rlhf.runs.sources import data_source, need_source, of_split
 

@@ -1,11 +1,30 @@
-"""Policies compared by the true score: means, parts, and win rates over SFT."""
+"""The policies of a run compared: scores by the reward, KL to SFT, and win rates, means and parts by the true score."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from rlhf.config import Config
 from rlhf.data.records import PromptRecord
+from rlhf.evaluation.answers import Answers
+from rlhf.evaluation.scoring import response_batches, score_answers_by
 from rlhf.evaluation.statistics import Figures, interval, win_rate
 from rlhf.gold.truth import Truth
+from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
+from rlhf.ppo.rollout import response_logprobs
+from rlhf.ppo.setup import make_reward
+from rlhf.runs.folders import (
+    read_stage,
+    rounds_before,
+    run_folder,
+    stage_folder,
+    stages_of,
+)
+from rlhf.runs.progress import progress
+from rlhf.runs.sources import reward_sources
+from rlhf.training.setup import load_frozen
 
 Judged = list[list[dict[str, float]]]  # the parts of each response, a list per prompt
 
@@ -20,7 +39,7 @@ def judge_rows(
     ]
 
 
-def judge_answers(
+def judge_by_truth(
     truth: Truth, records: Sequence[PromptRecord], answers: dict[str, Any]
 ) -> dict[str, dict[str, Judged]]:
     """{policy: {"samples" | "greedy": the judge's parts, a list per prompt}}."""
@@ -70,4 +89,110 @@ def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> dict[str
     return {
         key: win_rate(totals(judged[name][kind]), totals(judged["sft"][kind]))
         for key, kind in (("win_rate_vs_sft", "samples"), ("win_rate_greedy", "greedy"))
+    }
+
+
+Scores = dict[str, list[list[float]]]  # by policy, a list per prompt
+
+
+def score_answers(
+    config: Config,
+    answers: dict[str, Answers],
+    records: list[PromptRecord],
+    reward_model: Any,
+    tokenizer: Any,
+    device: torch.device,
+) -> tuple[Scores, Scores]:
+    """Scores of the samples of SFT, PPO and the baselines: by the run's own calibrated reward model, and by PPO's sources.
+
+    The two are the same if ppo.rewards, ppo.reward_weights and ppo.calibrated are not set, or if there is no reward model.
+    """
+    names = [name for name in answers if not name.startswith("base")]
+    scores, rewards = {}, {}
+    if reward_model is not None:
+        pad = tokenizer.pad_token_id
+        scores = {name: score_answers_by(reward_model, answers[name], records, pad, device) for name in names}
+    if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
+        reward, _ = make_reward(config, tokenizer, device)
+        rewards = {name: score_by(reward, answers[name], records) for name in names}
+    return scores or rewards, rewards or scores
+
+
+def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> list[list[float]]:
+    """A reward's scores of one policy's samples, a list per prompt."""
+    count = len(answers["ids"][0])
+    ids, texts, ended = ([x for row in answers[key] for x in row] for key in ("ids", "texts", "ended"))
+    repeated = [record for record in records for _ in range(count)]
+    prompts = [prompt for prompt in answers["prompts"] for _ in range(count)]
+    flat = reward(Episodes(repeated, prompts, ids, texts, torch.tensor(ended))).tolist()
+    return [flat[i : i + count] for i in range(0, len(flat), count)]
+
+
+def with_missing_eos(config: Config, answers: dict[str, Answers], scores: Scores) -> Scores:
+    """Scores with PPO's score clipping and its rule for responses without an end token."""
+
+    def adjusted(row: list[float], ended: list[bool]) -> list[float]:
+        return adjust_scores(config, torch.tensor(row), torch.tensor(ended)).tolist()
+
+    return {name: list(map(adjusted, rows, answers[name]["ended"])) for name, rows in scores.items()}
+
+
+def baseline_figures(baselines: dict[str, Path], kl: Scores, optimised: Scores, gold: Any) -> dict[str, Any]:
+    """Of each baseline: its stage's hash, its KL, and its win rates over the SFT model."""
+    return {
+        name: {
+            "stage": (read_stage(folder) or {})["hash"],
+            "kl_to_sft_nats": mean_of(kl[name]),
+            "rm_win_rate_vs_sft": win_rate(optimised[name], optimised["sft"]),
+        }
+        | ({} if gold is None else truth_win_rates(gold, name))
+        for name, folder in baselines.items()
+    }
+
+
+def nats_and_kl(
+    config: Config, answers: dict[str, Answers], models: dict[str, Path], pad: int, device: torch.device
+) -> tuple[Scores, Scores]:
+    """SFT's log-probs in nats of each policy's samples, and `kl_rows` of the samples of the other policies."""
+    nats, kl = {}, {}
+    with progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
+        for name, drawn in answers.items():
+            nats[name] = response_nats(config, drawn, models["sft"], pad, device)
+            bar.update()
+            if name != "sft":
+                kl[name] = kl_rows(config, drawn, models[name], nats[name], pad, device)
+                bar.update()
+    return nats, kl
+
+
+def response_nats(config: Config, answers: Answers, folder: Path, pad: int, device: torch.device) -> list[list[float]]:
+    """The log-prob in nats of each of a policy's samples under the model in `folder`, a list per prompt."""
+    model = load_frozen(config, folder, device)
+    pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
+    nats = torch.zeros(len(pairs))
+    for group, batch in response_batches(pairs, pad, device):
+        nats[group] = response_logprobs(model, *batch)[0].sum(1).cpu()
+    return [row.tolist() for row in nats.split([len(responses) for responses in answers["ids"]])]
+
+
+def kl_rows(
+    config: Config, answers: Answers, folder: Path, nats: list[list[float]], pad: int, device: torch.device
+) -> list[list[float]]:
+    """log pi - log pi_sft of each of a policy's samples, whose mean estimates the KL; `nats` are SFT's log-probs."""
+    policy_nats = response_nats(config, answers, folder, pad, device)
+    return [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(policy_nats, nats, strict=True)]
+
+
+def costs(config: Config) -> dict[str, Any]:
+    """Seed, held-out bits per byte, and the time and memory of each stage."""
+    folders = stages_of(run_folder(config))
+    for run in rounds_before(run_folder(config)):
+        folders |= {f"{run.name}/{stage}": folder for stage, folder in stages_of(run).items()}
+    records = {name: read_stage(folder) or {} for name, folder in folders.items() if folder.name != "evaluate"}
+    pretrain = read_stage(stage_folder(config, "pretrain")) or {}
+    return {
+        "pretrain_bits_per_byte": pretrain.get("summary", {}).get("bpb"),
+        "seed": config.seed,
+        "seconds": {name: record.get("seconds") for name, record in records.items()},
+        "peak_rss_mb": {name: record.get("peak_rss_mb") for name, record in records.items()},
     }

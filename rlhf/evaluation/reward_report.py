@@ -4,12 +4,15 @@ Accuracy is given with its bounds: the labelers' own agreement above, the length
 noiseless mean of the labelers is known too, and so are the parts of the true score.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
 import numpy as np
 import torch
+
 from rlhf.config import Config
 from rlhf.data.agreement.figures import ratio
 from rlhf.data.agreement.judgements import pairwise_agreement
@@ -28,17 +31,11 @@ from rlhf.evaluation.scoring import (
     share,
 )
 from rlhf.evaluation.statistics import Figures, per_key, ratio_interval, show
-from rlhf.gold.truth import make_truth
+from rlhf.gold.truth import Truth, make_truth
+from rlhf.gold.truth import utilities as labelers_mean
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.inputs import read_comparisons, read_demonstrations
 from rlhf.runs.sources import of_split
-import itertools
-from rlhf.data.items import Item
-from rlhf.evaluation.scoring import Scores, accuracy
-from rlhf.evaluation.statistics import Figures
-from rlhf.gold.labelers import mean_utility
-from rlhf.gold.truth import Truth
-
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
 HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; larger gaps are in the last bin
@@ -300,13 +297,6 @@ def judged_parts(truth: Truth, item: Item) -> list[dict[str, float]]:
     return [truth.judge(item.record, text, ended) for text, ended in item.answers]
 
 
-def true_utilities(config: Config, truth: Truth, item: Item) -> list[float]:
-    """The training labelers' noiseless mean utility of an item's answers."""
-    labelers = truth.labelers(config.gold.labeler_noise)
-    judged = judged_parts(truth, item)
-    return [mean_utility(labelers, parts, text) for parts, (text, _) in zip(judged, item.answers, strict=True)]
-
-
 def compare_with_truth(config: Config, truth: Truth, items: list[Item], scores: Scores) -> Figures:
     """The ceiling (the labelers' noiseless mean utility on the same pairs) and the accuracy on the judge's own order."""
     points = []
@@ -315,7 +305,7 @@ def compare_with_truth(config: Config, truth: Truth, items: list[Item], scores: 
         for (total, score), (lower, other) in itertools.permutations(answers, 2):
             if total > lower + 1e-9:
                 points.append(1.0 if score > other else 0.5 if score == other else 0.0)
-    utilities = [true_utilities(config, truth, item) for item in items]
+    utilities = [labelers_mean(truth, config.gold.labeler_noise, item.record, item.answers) for item in items]
     return {
         "noise_ceiling": accuracy(items, utilities)["value"],
         "gold_order_accuracy": round(sum(points) / len(points), 4) if points else None,
@@ -333,9 +323,10 @@ def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Sco
     x = np.array([[p[name] for name in truth.parts] for judged in parts for p in judged])
     prompts = np.repeat(np.arange(len(items)), [len(judged) for judged in parts])
     y = np.array([score for row in scores for score in row])
-    utilities = np.array([u for item in items for u in true_utilities(config, truth, item)])
-    learned, true = standardised_regression(x, y, prompts), standardised_regression(x, utilities, prompts)
-    labelers = truth.labelers(config.gold.labeler_noise)
+    noise = config.gold.labeler_noise
+    wanted = np.array([u for item in items for u in labelers_mean(truth, noise, item.record, item.answers)])
+    learned, true = standardised_regression(x, y, prompts), standardised_regression(x, wanted, prompts)
+    labelers = truth.labelers(noise)
     spread = x.std(0)
     rows: dict[str, Figures] = {}
     for k, name in enumerate(truth.parts):
@@ -369,20 +360,15 @@ def standardised_regression(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) 
 
     Source: Liang and Zeger 1986 (the sandwich), with the factor G / (G - 1) of G clusters.
     """
-    p = x.shape[1]
+    import statsmodels.api as sm
+
     varies = x.std(0) > 1e-9
-    weights, errors = np.full(p, np.nan), np.full(p, np.nan)
+    weights, errors = np.full(x.shape[1], np.nan), np.full(x.shape[1], np.nan)
     if not varies.any() or y.std() < 1e-9:
         return {"weights": weights, "errors": errors, "r2": 0.0}
     z = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0)
-    target = (y - y.mean()) / y.std()
-    inverse = np.linalg.pinv(z.T @ z)
-    solution = inverse @ z.T @ target
-    residuals = target - z @ solution
-    groups = np.unique(clusters, return_inverse=True)[1]
-    sums = np.zeros((groups.max() + 1, z.shape[1]))
-    np.add.at(sums, groups, z * residuals[:, None])
-    G = len(sums)
-    covariance = inverse @ (sums.T @ sums) @ inverse * (G / max(1, G - 1))
-    weights[varies], errors[varies] = solution, np.sqrt(np.diag(covariance).clip(0))
-    return {"weights": weights, "errors": errors, "r2": 1 - (residuals**2).mean()}
+    robust = {"groups": clusters, "use_correction": False}
+    fit = sm.OLS((y - y.mean()) / y.std(), z).fit(cov_type="cluster", cov_kwds=robust)
+    groups = len(np.unique(clusters))
+    weights[varies], errors[varies] = fit.params, fit.bse * math.sqrt(groups / max(1, groups - 1))
+    return {"weights": weights, "errors": errors, "r2": fit.rsquared}

@@ -1,11 +1,11 @@
 """Means with 95% intervals in which a prompt, not a sample, is the unit; the figures of a classifier."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-import numpy as np
-from collections import Counter
 
+import numpy as np
 
 RIDGE = 1e-3  # ridge of a logistic regression, so that it has a solution if one side always wins
 DETECTED = 2.8  # standard errors at which a 5% test detects an effect in 80% of samples: 1.96 + 0.84

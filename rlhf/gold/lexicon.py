@@ -44,5 +44,8 @@ class Sentiment:
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
         return [self._labeler(f"labeler-{i}", noise) for i in range(LABELERS + 1, LABELERS + 1 + count)]
 
+    def base_text(self, record: PromptRecord) -> None:
+        return None
+
     def _labeler(self, name: str, noise: float) -> Labeler:
         return Labeler(name, {"total": 1.0}, per_word=0.0, courtesy=0.0, noise=noise, worst=-1.0, best=1.0)

@@ -4,13 +4,15 @@ The stages and the evaluation use only this interface. True scores are not used 
 labelers' rankings.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.errors import UserError
+from rlhf.gold.corpus import talk
 from rlhf.gold.judge import WEIGHTS, judge
-from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers
+from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers, mean_utility
 from rlhf.gold.lexicon import Sentiment
 from rlhf.gold.world import task_from_metadata
 
@@ -32,6 +34,9 @@ class Truth(Protocol):
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
         """Further labelers, whose rankings are not used in training."""
 
+    def base_text(self, record: PromptRecord) -> str | None:
+        """The beginning of a text like those that the base was pretrained on, which asks for an answer; None if there is none."""
+
 
 class Requests:
     """The built-in world's requests, whose right answers their records contain."""
@@ -49,6 +54,17 @@ class Requests:
 
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
         return make_held_out_labelers(count, noise)
+
+    def base_text(self, record: PromptRecord) -> str | None:
+        return talk(task_from_metadata(record.metadata["gold"]))
+
+
+def utilities(
+    truth: Truth, noise: float, record: PromptRecord | Ranking, answers: Sequence[tuple[str, bool]]
+) -> list[float]:
+    """The training labelers' noiseless mean utility of answers (text, whether it ended) to one prompt."""
+    labelers = truth.labelers(noise)
+    return [mean_utility(labelers, truth.judge(record, text, ended), text) for text, ended in answers]
 
 
 def make_truth(config: Config) -> Truth | None:

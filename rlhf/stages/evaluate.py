@@ -4,77 +4,107 @@ If the run has a true score (gold.truth), every response is scored by it. With o
 the KL and the held-out accuracy of the reward model.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.config.setting import listed
-from rlhf.data.chat_template import decode_response, end_ids, response_text
+from rlhf.config.setting import get, listed
+from rlhf.config.stages import EvaluateConfig
 from rlhf.data.prompts import fitting_prompts, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord
 from rlhf.data.tasks import shown_prompt
-from rlhf.data.tokenizer import encode_texts, load_tokenizer
-from rlhf.engines.sampler import Samples, sample_as_configured
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation import external
-from rlhf.evaluation.best_of import Asked, pick_best
-from rlhf.evaluation.best_of import describe_ratings, evaluate_generate_and_rate
+from rlhf.evaluation.answers import Answers, answer_all
+from rlhf.evaluation.benchmarks import describe_benchmarks, evaluate_benchmarks
+from rlhf.evaluation.best_of import Asked, describe_ratings, evaluate_best_of
+from rlhf.evaluation.instructions import describe_instructions, evaluate_instructions
+from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, describe_comparisons, describe_judging
+from rlhf.evaluation.labelled_task import describe_shots, evaluate_shots
+from rlhf.evaluation.overlap import describe_overlap, evaluate_overlap
+from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
+from rlhf.evaluation.policies import (
+    Scores,
+    baseline_figures,
+    costs,
+    interval_of,
+    judge_by_truth,
+    mean_of,
+    nats_and_kl,
+    score_answers,
+    summarize_truth,
+    with_missing_eos,
+)
 from rlhf.evaluation.reward_report import (
     describe,
     evaluate_reward_model,
     score_distributions,
     unseen_demonstrations,
 )
-from rlhf.evaluation.scoring import response_batches, score_answers_by
-from rlhf.evaluation.statistics import win_rate
-from rlhf.evaluation.statistics import text_figures
-from rlhf.evaluation.judging import compare_policies, describe_comparisons
-from rlhf.evaluation.truth_figures import (
-    interval_of,
-    judge_answers,
-    mean_of,
-    summarize_truth,
-    truth_win_rates,
-)
-from rlhf.gold.corpus import talk
-from rlhf.gold.truth import Requests, make_truth
-from rlhf.gold.world import task_from_metadata
+from rlhf.evaluation.statistics import Figures, text_figures, win_rate
+from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.half import hold_frozen
-from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
-from rlhf.ppo.rollout import response_logprobs
-from rlhf.ppo.setup import make_reward
-from rlhf.recipe import BASELINES
+from rlhf.recipe import BASELINES, STAGES
 from rlhf.runs.folders import (
     check_output,
     is_complete,
     needs_parent,
-    read_stage,
-    rounds_before,
     run_folder,
     stage_folder,
-    stages_of,
 )
-from rlhf.runs.progress import progress
 from rlhf.runs.results import log_results
-from rlhf.runs.sources import hash_sources, need_source, of_split, reward_sources
+from rlhf.runs.sources import hash_sources, need_source, of_split
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say
-from rlhf.training.setup import load_frozen, open_tracker, set_up
+from rlhf.training.setup import open_tracker, set_up
+
+# The evaluation and its results as text, by the setting evaluate.<name> that turns it on.
+EVALUATIONS: dict[str, tuple[Callable[..., Figures], Callable[[Figures], list[str]]]] = {
+    "pairs": (evaluate_pairs, describe_pairs),
+    "instructions": (evaluate_instructions, describe_instructions),
+    "benchmarks": (evaluate_benchmarks, describe_benchmarks),
+    "shots": (evaluate_shots, describe_shots),
+    "overlap": (evaluate_overlap, describe_overlap),
+    "judge": (compare_by_endpoint, describe_judging),
+}
 
 
 def run(config: Config) -> None:
     """Run the stage and the evaluations of evaluate.pairs etc.; only the latter if the stage is complete or cannot run yet."""
-    if not external.asked(config) or external.stage_is_due(config):
+    if not asked(config) or stage_is_due(config):
         run_stage(config)
-    external.run_external(config)
+    run_external(config)
+
+
+def asked(config: Config) -> list[str]:
+    return [name for name in EVALUATIONS if get(config, f"evaluate.{name}") is not getattr(EvaluateConfig(), name)]
+
+
+def stage_is_due(config: Config) -> bool:
+    """Whether the evaluation stage has everything that it needs and is not complete."""
+    needed = [parent for parent in STAGES["evaluate"].parents if needs_parent(config, "evaluate", parent)]
+    return not is_complete(stage_folder(config, "evaluate")) and all(
+        is_complete(stage_folder(config, parent)) for parent in needed
+    )
+
+
+def run_external(config: Config) -> None:
+    """Run the evaluations that are turned on; write and print the results."""
+    for name in asked(config):
+        measure, describe = EVALUATIONS[name]
+        with inference(config, set_up(config)) as device:
+            results = measure(config, device)
+        path = run_folder(config) / "evaluations" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, results)
+        for line in describe(results):
+            say(f"evaluate: {line}")
+        say(f"evaluate: {path}")
 
 
 def run_stage(config: Config) -> None:
@@ -99,10 +129,10 @@ def run_stage(config: Config) -> None:
         # 2. Responses of every policy to the test prompts
         truth = make_truth(config)
         folders = {"sft": stage_folder(config, "sft"), "ppo": stage_folder(config, "ppo")} | baselines
-        if isinstance(truth, Requests):
+        if truth is not None and truth.base_text(records[0]) is not None:
             folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
         models = {name: folder / "model" for name, folder in folders.items()}
-        answers = answer_all(config, models, records, prompts, tokenizer, device)
+        answers = answer_all(config, models, records, prompts, tokenizer, device, truth)
         scores, rewards = score_answers(config, answers, records, reward_model, tokenizer, device)
         if reward_model is not None:
             results["reward_model"]["scores"] = score_distributions(
@@ -120,7 +150,7 @@ def run_stage(config: Config) -> None:
         lengths = {name: [list(map(len, row)) for row in answers[name]["ids"]] for name in scores}
         results["text"] = {name: text_figures(answers[name]["texts"], lengths[name], nats[name]) for name in scores}
         results["rm_win_rate_vs_sft"] = win_rate(optimised["ppo"], optimised["sft"])
-        gold = None if truth is None else judge_answers(truth, records, answers)
+        gold = None if truth is None else judge_by_truth(truth, records, answers)
         if truth is not None and gold is not None:
             results["gold"] = summarize_truth(truth, gold)
         if baselines:
@@ -177,190 +207,7 @@ def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, 
     return baselines
 
 
-# One policy's responses: {"prompts"} and what `draw` returns; one list per prompt.
-Answers = dict[str, list[Any]]
-
-
-def answer_all(
-    config: Config,
-    models: dict[str, Path],
-    records: list[PromptRecord],
-    prompts: list[list[int]],
-    tokenizer: Any,
-    device: torch.device,
-) -> dict[str, Answers]:
-    """Samples at temperature 1 and greedy responses of each policy.
-
-    The base model (built-in world only) is prompted twice: with the chat template, which it has never seen, and with a document
-    from its corpus ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
-    """
-    answers, decode = {}, functools.partial(decode_response, tokenizer)
-    with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
-        for name, folder in models.items():
-            policy = load_frozen(config, folder, device)
-            policy_prompts, reading = prompts, of_chat(tokenizer)
-            if name == "base_prompted":  # the beginning of a text like those it was trained on
-                texts = [talk(task_from_metadata(record.metadata["gold"])) for record in records]
-                policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
-                reading = Reading([tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip())
-            drawn = draw(config, policy, policy_prompts, reading, tokenizer, name)
-            answers[name] = {"prompts": policy_prompts} | drawn
-            bar.update(len(prompts))
-    return answers
-
-
-class Reading(NamedTuple):
-    """Where a response ends, and its text."""
-
-    ends: list[int]
-    text: Callable[[list[int]], str]  # of the tokens without the end token
-
-
-def of_chat(tokenizer: Any) -> Reading:
-    return Reading(end_ids(tokenizer), functools.partial(response_text, tokenizer))
-
-
-def draw(
-    config: Config, policy: Any, prompts: list[list[int]], reading: Reading, tokenizer: Any, name: str
-) -> dict[str, Any]:
-    """{"ids", "texts", "ended"}: lists per prompt of `evaluate.samples` responses; and the greedy ones."""
-    count = config.evaluate.samples
-    repeated = [prompt for prompt in prompts for _ in range(count)]
-    keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
-    respond = functools.partial(sample_as_configured, config, policy, tokenizer, eos_token_id=reading.ends)
-    drawn = unpack(respond(repeated, keys=keys), reading, count)
-    greedy = unpack(respond(prompts, greedy=True), reading, 1)
-    return drawn | {f"greedy_{key}": value for key, value in greedy.items()}
-
-
-def unpack(samples: Samples, reading: Reading, count: int) -> dict[str, list[list[Any]]]:
-    ended = samples.ended.tolist()
-    texts = [reading.text(ids[:-1] if ids and ids[-1] in reading.ends else ids) for ids in samples.responses]
-    groups = range(0, len(texts), count)
-    return {
-        "ids": [samples.responses[i : i + count] for i in groups],
-        "texts": [texts[i : i + count] for i in groups],
-        "ended": [ended[i : i + count] for i in groups],
-    }
-
-
-Scores = dict[str, list[list[float]]]  # by policy, a list per prompt
-
-
-def score_answers(
-    config: Config,
-    answers: dict[str, Answers],
-    records: list[PromptRecord],
-    reward_model: Any,
-    tokenizer: Any,
-    device: torch.device,
-) -> tuple[Scores, Scores]:
-    """Scores of the samples of SFT, PPO and the baselines: by the run's own calibrated reward model, and by PPO's sources.
-
-    The two are the same if ppo.rewards, ppo.reward_weights and ppo.calibrated are not set, or if there is no reward model.
-    """
-    names = [name for name in answers if not name.startswith("base")]
-    scores, rewards = {}, {}
-    if reward_model is not None:
-        pad = tokenizer.pad_token_id
-        scores = {name: score_answers_by(reward_model, answers[name], records, pad, device) for name in names}
-    if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
-        reward, _ = make_reward(config, tokenizer, device)
-        rewards = {name: score_by(reward, answers[name], records) for name in names}
-    return scores or rewards, rewards or scores
-
-
-def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> list[list[float]]:
-    """A reward's scores of one policy's samples, a list per prompt."""
-    count = len(answers["ids"][0])
-    ids, texts, ended = ([x for row in answers[key] for x in row] for key in ("ids", "texts", "ended"))
-    repeated = [record for record in records for _ in range(count)]
-    prompts = [prompt for prompt in answers["prompts"] for _ in range(count)]
-    flat = reward(Episodes(repeated, prompts, ids, texts, torch.tensor(ended))).tolist()
-    return [flat[i : i + count] for i in range(0, len(flat), count)]
-
-
-def with_missing_eos(config: Config, answers: dict[str, Answers], scores: Scores) -> Scores:
-    """Scores with PPO's score clipping and its rule for responses without an end token."""
-
-    def adjusted(row: list[float], ended: list[bool]) -> list[float]:
-        return adjust_scores(config, torch.tensor(row), torch.tensor(ended)).tolist()
-
-    return {name: list(map(adjusted, rows, answers[name]["ended"])) for name, rows in scores.items()}
-
-
-def baseline_figures(baselines: dict[str, Path], kl: Scores, optimised: Scores, gold: Any) -> dict[str, Any]:
-    """Of each baseline: its stage's hash, its KL, and its win rates over the SFT model."""
-    return {
-        name: {
-            "stage": (read_stage(folder) or {})["hash"],
-            "kl_to_sft_nats": mean_of(kl[name]),
-            "rm_win_rate_vs_sft": win_rate(optimised[name], optimised["sft"]),
-        }
-        | ({} if gold is None else truth_win_rates(gold, name))
-        for name, folder in baselines.items()
-    }
-
-
-def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:
-    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates."""
-    reward, _ = make_reward(config, asked.tokenizer, device)
-    best, scores = pick_best(config, asked, load_frozen(config, models["sft"], device), reward)
-    results = {"best_of_n": best}
-    if "rate" in models:
-        results["generate_and_rate"] = evaluate_generate_and_rate(config, asked, models, reward, scores, device)
-    return results
-
-
-def nats_and_kl(
-    config: Config, answers: dict[str, Answers], models: dict[str, Path], pad: int, device: torch.device
-) -> tuple[Scores, Scores]:
-    """SFT's log-probs in nats of each policy's samples, and `kl_rows` of the samples of the other policies."""
-    nats, kl = {}, {}
-    with progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
-        for name, drawn in answers.items():
-            nats[name] = response_nats(config, drawn, models["sft"], pad, device)
-            bar.update()
-            if name != "sft":
-                kl[name] = kl_rows(config, drawn, models[name], nats[name], pad, device)
-                bar.update()
-    return nats, kl
-
-
-def response_nats(config: Config, answers: Answers, folder: Path, pad: int, device: torch.device) -> list[list[float]]:
-    """The log-prob in nats of each of a policy's samples under the model in `folder`, a list per prompt."""
-    model = load_frozen(config, folder, device)
-    pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
-    nats = torch.zeros(len(pairs))
-    for group, batch in response_batches(pairs, pad, device):
-        nats[group] = response_logprobs(model, *batch)[0].sum(1).cpu()
-    return [row.tolist() for row in nats.split([len(responses) for responses in answers["ids"]])]
-
-
-def kl_rows(
-    config: Config, answers: Answers, folder: Path, nats: list[list[float]], pad: int, device: torch.device
-) -> list[list[float]]:
-    """log pi - log pi_sft of each of a policy's samples, whose mean estimates the KL; `nats` are SFT's log-probs."""
-    policy_nats = response_nats(config, answers, folder, pad, device)
-    return [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(policy_nats, nats, strict=True)]
-
-
 # --- the record ----------------------------------------------------------------------------------------------------
-
-
-def costs(config: Config) -> dict[str, Any]:
-    """Seed, held-out bits per byte, and the time and memory of each stage."""
-    folders = stages_of(run_folder(config))
-    for run in rounds_before(run_folder(config)):
-        folders |= {f"{run.name}/{stage}": folder for stage, folder in stages_of(run).items()}
-    records = {name: read_stage(folder) or {} for name, folder in folders.items() if folder.name != "evaluate"}
-    pretrain = read_stage(stage_folder(config, "pretrain")) or {}
-    return {
-        "pretrain_bits_per_byte": pretrain.get("summary", {}).get("bpb"),
-        "seed": config.seed,
-        "seconds": {name: record.get("seconds") for name, record in records.items()},
-        "peak_rss_mb": {name: record.get("peak_rss_mb") for name, record in records.items()},
-    }
 
 
 def write_samples(

@@ -176,7 +176,7 @@ def test_damaged_files_are_read_with_patience(server, gold_run, tmp_path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = Run(tmp_path / "runs", "x", gold_run.overrides)
-    found = judging.judge_answers(run.config(f"evaluate.judge='{server.url}'"), torch.device("cpu"))
+    found = judging.compare_by_endpoint(run.config(f"evaluate.judge='{server.url}'"), torch.device("cpu"))
     assert found["win_rate"] == {"value": 1.0, "ci95": found["win_rate"]["ci95"], "n": 1} and found["others"] == {}
 
 
@@ -265,7 +265,7 @@ def test_the_answers_of_a_run_are_judged(server, gold_run, tmp_path):
 def test_without_answers_it_says_what_to_run(gold_run, server):
     config = gold_run.config(f"evaluate.judge='{server.url}'", "evaluate.judge_pair=[dpo,sft]")
     with pytest.raises(UserError, match="no answers of both dpo and sft"):
-        judging.judge_answers(config, torch.device("cpu"))
+        judging.compare_by_endpoint(config, torch.device("cpu"))
     config = gold_run.config("evaluate.judge=host")
     with pytest.raises(UserError, match="want a base URL"):
-        judging.judge_answers(config, torch.device("cpu"))
+        judging.compare_by_endpoint(config, torch.device("cpu"))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rlhf.errors import UserError
-from rlhf.evaluation import external
 from rlhf.evaluation.overlap import choose_n, evaluate_overlap, find_overlap, words_of
 from rlhf.report.evaluation import make_evaluation
 from rlhf.runs.run_files import read_run
+from rlhf.stages import evaluate as external
 from rlhf.system.files import read_json
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"

@@ -179,15 +179,17 @@ def gold_items(gold_run) -> list[Item]:
 
 
 def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
-    from rlhf.evaluation.reward_report import true_utilities
-    from rlhf.gold.truth import Requests
+    from rlhf.gold.truth import Requests, utilities
 
     truth = Requests()
 
     items = gold_items(gold_run)
     config = gold_run.config()
     found = gold_regression(
-        config, truth, items, [[0.3 * u + 1 for u in true_utilities(config, truth, one)] for one in items]
+        config,
+        truth,
+        items,
+        [[0.3 * u + 1 for u in utilities(truth, config.gold.labeler_noise, one.record, one.answers)] for one in items],
     )
     labelers = make_labelers()
     for name, row in found["parts"].items():

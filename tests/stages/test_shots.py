@@ -6,10 +6,10 @@ import torch
 from rlhf.data.labelled import Columns, Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation import external
 from rlhf.evaluation.labelled_task import draw_examples, evaluate_shots, make_rows
 from rlhf.report.evaluation import make_evaluation, make_pictures
 from rlhf.runs.run_files import read_run
+from rlhf.stages import evaluate as external
 from rlhf.system.files import read_json
 from rlhf.training.setup import load_policy
 
