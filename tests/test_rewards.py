@@ -6,7 +6,7 @@ import torch
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
-from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, ModelReward, load_function, score_by_token
+from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, ModelReward, score_by_token
 from rlhf.runs.sources import hash_sources
 
 CPU = torch.device("cpu")
@@ -93,13 +93,13 @@ def test_a_function_in_a_file_is_found_by_its_path(tmp_path):
     with pytest.raises(
         UserError, match=r"pays.py:reward: takes \(p, r\) .* is called as f\(prompts, responses, metadata"
     ):
-        load_function(f"{path}:reward")
+        FunctionReward(f"{path}:reward", CPU)
     path.write_text("def reward(p, r, m):\n    return [1 / len(x) for x in r]\n")
     with pytest.raises(UserError, match=r"reward: raised ZeroDivisionError: division by zero \(pays.py:2\)"):
         FunctionReward(f"{path}:reward", CPU)(episodes(""))
     path.write_text("def reward(p, r, m:\n")
     with pytest.raises(UserError, match=r"cannot be imported \(SyntaxError"):
-        load_function(f"{path}:reward")
+        FunctionReward(f"{path}:reward", CPU)
 
 
 def test_a_functions_code_is_part_of_a_stages_data(tmp_path):
@@ -128,7 +128,7 @@ def test_a_functions_code_is_part_of_a_stages_data(tmp_path):
 )
 def test_a_function_that_is_not_there_is_told(name, message):
     with pytest.raises(UserError, match=message):
-        load_function(name)
+        FunctionReward(name, CPU)
 
 
 @pytest.mark.parametrize(("name", "message"), [("too_few", "1 numbers for 2"), ("no_number", "return one number")])

@@ -27,8 +27,9 @@ from rlhf.errors import UserError
 from rlhf.gold.truth import need_truth
 from rlhf.recipe import ancestors
 from rlhf.runs.folders import collect_parents, is_complete, read_stage, run_folder
-from rlhf.runs.sources import is_function, reward_folder, reward_sources
+from rlhf.runs.sources import reward_folder, reward_sources
 from rlhf.system.files import write_json
+from rlhf.system.plugins import is_function
 from rlhf.system.terminal import say
 
 PARENTS = ancestors("ppo")

@@ -3,12 +3,7 @@
 A source is called with `Episodes` and returns scores (B,) float32.
 """
 
-import importlib
-import importlib.util
-import inspect
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +14,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.ops.ppo import apply_missing_eos
-from rlhf.runs.sources import function_source
+from rlhf.system.plugins import load_named
 
 
 class Episodes(NamedTuple):
@@ -93,18 +88,12 @@ class FunctionReward:
     """
 
     def __init__(self, name: str, device: torch.device):
-        self.name, self.device, self.function = name, device, load_function(name)
+        self.name, self.device = name, device
+        self.function = load_named("reward function", name, ("prompts", "responses", "metadata"))
 
     def __call__(self, episodes: Episodes) -> Tensor:
         prompts = [[{"role": m.role, "content": m.content} for m in record.prompt] for record in episodes.records]
-        try:
-            returned = self.function(prompts, episodes.texts, [record.metadata for record in episodes.records])
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"reward function {self.name}: raised {type(error).__name__}: {error} "
-                f"({Path(last.filename).name}:{last.lineno}): correct the function"
-            ) from error
+        returned = self.function(prompts, episodes.texts, [record.metadata for record in episodes.records])
         scores = list(returned) if isinstance(returned, Iterable) else []
         if len(scores) != len(prompts):
             raise UserError(
@@ -115,40 +104,6 @@ class FunctionReward:
             return torch.tensor([float(score) for score in scores], dtype=torch.float32, device=self.device)
         except (TypeError, ValueError) as error:
             raise UserError(f"reward function {self.name}: {error}: return one number per response") from None
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """The function that `module:name` or `file.py:name` names; modules of the working directory are found too.
-
-    Raises: UserError if there is none, or it does not take three arguments.
-    """
-    place, _, attribute = name.rpartition(":")
-    source = function_source(name)
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(f"reward_function_{Path(place).stem}", source)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        function = getattr(module, attribute)
-    except Exception as error:  # a module's code can raise anything
-        raise UserError(
-            f"reward function {name}: cannot be imported ({type(error).__name__}: {error}): check module and name"
-        ) from error
-    if not callable(function):
-        raise UserError(f"reward function {name}: want a function, got a {type(function).__name__}")
-    try:
-        inspect.signature(function).bind([], [], [])
-    except TypeError as error:
-        raise UserError(
-            f"reward function {name}: takes {inspect.signature(function)} ({error}), is called as "
-            "f(prompts, responses, metadata): give it these arguments"
-        ) from None
-    except ValueError:  # a builtin without a signature
-        pass
-    return function
 
 
 class CombinedReward:

@@ -1,8 +1,6 @@
 """The data sources of a stage, and their hashes. Imports neither torch nor transformers."""
 
-import importlib.util
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +15,7 @@ from rlhf.errors import UserError
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
 from rlhf.system.files import read_json, sha256_file
+from rlhf.system.plugins import is_function, source_file
 
 if TYPE_CHECKING:
     from rlhf.data.records import Record
@@ -80,34 +79,6 @@ def hash_model(name: str | None, prefix: str) -> dict[str, str]:
         return {}
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     return {f"{prefix}{file.name}": sha256_file(file) for file in files}
-
-
-def is_function(name: str) -> bool:
-    """Whether a reward source is a Python function `module:name` rather than a run or folder."""
-    return ":" in name and not Path(name).exists()
-
-
-def function_source(name: str) -> Path | None:
-    """The source file of a reward function `module:name` or `file.py:name`; None if it has none.
-
-    Modules of the working directory are found too. Raises: UserError if there is no such module or file.
-    """
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise UserError(f"reward function {name!r}: want module:name or file.py:name")
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise UserError(f"reward function {name}: {place}: no such file: check the path")
-        return Path(place)
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        spec = importlib.util.find_spec(place)
-    except Exception as error:  # raised by a parent package, which find_spec imports
-        raise UserError(f"reward function {name}: cannot be imported ({type(error).__name__}: {error})") from error
-    if spec is None:
-        raise UserError(f"reward function {name}: cannot be imported (no module {place!r}): check module and name")
-    return Path(spec.origin) if spec.origin is not None and Path(spec.origin).is_file() else None
 
 
 def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
@@ -197,7 +168,7 @@ def hash_rewards(config: Config) -> dict[str, str]:
         if name is None:
             continue
         if is_function(name):
-            if (source := function_source(name)) is not None:
+            if (source := source_file("reward function", name)) is not None:
                 hashes[f"reward:{name}"] = sha256_file(source)
             continue
         folder = reward_folder(config, name)

@@ -1,0 +1,97 @@
+"""Functions from outside the package, named in settings as `module:name` or `file.py:name`."""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+
+
+def is_function(name: str) -> bool:
+    """Whether a name is that of a Python function `module:name` rather than a file, a folder or a hub id."""
+    return ":" in name and not Path(name).exists()
+
+
+def source_file(what: str, name: str) -> Path | None:
+    """The file of the function `module:name` or `file.py:name`; None for a built-in module.
+
+    what: for messages, such as "reward function". Modules of the working directory are found too. Raises: UserError if
+    there is no such module or file.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise UserError(f"{what} {name!r}: want module:name or file.py:name")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise UserError(f"{what} {name}: {place}: no such file: check the path")
+        return Path(place)
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(place)
+    except Exception as error:  # raised by a parent package, which find_spec imports
+        raise UserError(f"{what} {name}: cannot be imported ({type(error).__name__}: {error})") from error
+    if spec is None:
+        raise UserError(f"{what} {name}: cannot be imported (no module {place!r}): check module and name")
+    return Path(spec.origin) if spec.origin is not None and Path(spec.origin).is_file() else None
+
+
+def load_named(what: str, name: str, arguments: int | Sequence[str]) -> Callable[..., Any]:
+    """The function `module:name` or `file.py:name`; what it raises becomes a UserError of one line.
+
+    what: for messages, such as "reward function". arguments: how many it is called with, or their names; those that end
+    with "=" are passed by name.
+
+    Raises: UserError if there is no such function, or it cannot be called like this.
+    """
+    place, _, attribute = name.rpartition(":")
+    source = source_file(what, name)
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(f"plugin_{Path(place).stem}", str(source))
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        function = getattr(module, attribute)
+    except Exception as error:  # a module's code can raise anything
+        raise UserError(
+            f"{what} {name}: cannot be imported ({type(error).__name__}: {error}): check module and name"
+        ) from error
+    if not callable(function):
+        raise UserError(f"{what} {name}: want a function, got a {type(function).__name__}")
+    named = [f"argument {i + 1}" for i in range(arguments)] if isinstance(arguments, int) else list(arguments)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in function has none
+        return _in_one_line(what, name, function)
+    try:
+        positional = [argument for argument in named if not argument.endswith("=")]
+        signature.bind(*positional, **{a.removesuffix("="): a for a in named if a.endswith("=")})
+    except TypeError as error:
+        raise UserError(
+            f"{what} {name}: takes {signature} ({error}), is called as f({', '.join(named)}): give it these arguments"
+        ) from None
+    return _in_one_line(what, name, function)
+
+
+def _in_one_line(what: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{what} {name}: raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno}): "
+                "correct the function"
+            ) from error
+
+    return call
