@@ -17,7 +17,7 @@ from rlhf.evaluation.statistics import interval, show
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.report.figures import Curve, save, with_intervals
-from rlhf.runs.jsonl import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import read_json
 
 Results = dict[str, Any]

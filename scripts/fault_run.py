@@ -136,7 +136,7 @@ def kill_stage(
 
 def numbers(folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without figures of speed and memory."""
-    from rlhf.runs.jsonl import read_jsonl
+    from rlhf.runs.run_files import read_jsonl
 
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}

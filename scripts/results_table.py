@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.runs.folders import rounds_before
-from rlhf.runs.jsonl import read_jsonl
-from rlhf.runs.run_files import get
+from rlhf.runs.run_files import get, read_jsonl
 
 GOLD = "eval/dev/gold/total"
 

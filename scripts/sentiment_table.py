@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.runs.jsonl import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 
 HELD_OUT = "eval/dev/gold/total"
 HEADS = (

@@ -54,7 +54,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.recipe import ancestors
     from rlhf.runs.sources import hash_sources
     from rlhf.runs.stage import open_stage
-    from rlhf.runs.writers import make_tracker
+    from rlhf.runs.trackers import make_tracker
     from rlhf.stages.ppo import one_update
     from rlhf.training.setup import set_up
 

@@ -14,9 +14,8 @@ from rlhf.recipe import STAGES
 from rlhf.report.settings import make_skipped
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import is_whole
-from rlhf.runs.jsonl import truncate_jsonl
 from rlhf.runs.records import read_record
-from rlhf.runs.run_files import read_run
+from rlhf.runs.run_files import read_run, truncate_jsonl
 
 GOOD = {
     "stage": "sft", "status": "complete", "settings": {}, "parents": {}, "data": {}, "files": {}, "hash": "0" * 64,

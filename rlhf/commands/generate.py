@@ -18,8 +18,8 @@ from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.inputs import read_prompts
-from rlhf.runs.jsonl import parse_line
 from rlhf.runs.progress import progress
+from rlhf.runs.run_files import parse_line
 from rlhf.system.files import held, writing
 from rlhf.system.terminal import say
 

@@ -25,7 +25,7 @@ from rlhf.gold.truth import need_truth
 from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.setup import held_out_prompts, make_reward
 from rlhf.runs.folders import read_stage, settings_of
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.stages.pretrain import held_out_loss
 from rlhf.training.setup import load_frozen, set_up
 

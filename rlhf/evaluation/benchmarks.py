@@ -14,7 +14,7 @@ from rlhf.config.setting import listed
 from rlhf.errors import UserError, reason_of
 from rlhf.evaluation.instructions import load_stage, models_of
 from rlhf.evaluation.statistics import Figures, figure, show
-from rlhf.runs.jsonl import is_number
+from rlhf.runs.run_files import is_number
 
 BOOTSTRAPS = 1000  # bootstrap samples of metrics without a formula for their error
 

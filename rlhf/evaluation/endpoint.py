@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf.errors import UserError
-from rlhf.runs.jsonl import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.system.terminal import one_line
 
 ATTEMPTS = 5

@@ -20,7 +20,7 @@ from rlhf.evaluation.scoring import Scores, score_answers_by
 from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, prompts_needed, show
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import run_folder, stage_folder
-from rlhf.runs.jsonl import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.system.terminal import say
 
 INSTRUCTION = (

@@ -1,4 +1,4 @@
-"""The W&B dashboard as code: panels.py as a specification, and as a workspace of `wandb_workspaces`.
+"""The W&B dashboard as code: runs/charts.py as a specification, and as a workspace of `wandb_workspaces`.
 
 The specification is plain JSON that needs neither network nor account. Sending it needs a key; `rlhf dashboard`
 is the command.
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf.runs.charts import CHARTS, COST, TABLE_PANELS, TABLES, Chart, TablePanel, metric_pattern
 from rlhf.runs.metrics import X_AXES, find
-from rlhf.runs.panels import CHARTS, COST, TABLE_PANELS, TABLES, Chart, TablePanel
 from rlhf.system.files import read_json
 
 NAME = "RLHF: reward and KL"
@@ -62,11 +62,6 @@ def _panel_specification(panel: Chart | TablePanel, x: str) -> dict[str, Any]:
         assert metric is not None
         metrics.append({"name": name, "unit": metric.unit, "meaning": metric.meaning})
     return specification | {"kind": "lines", "x": panel.x or x, "log_y": panel.log_y, "metrics": metrics}
-
-
-def metric_pattern(names: tuple[str, ...]) -> str:
-    """A regular expression for exactly these metrics; `*` matches one word."""
-    return "^(" + "|".join(name.replace("*", "[^/]+") for name in names) + ")$"
 
 
 def make_workspace(project: str, entity: str) -> Any:

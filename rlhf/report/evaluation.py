@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf.recipe import BASELINES
-from rlhf.report.charts import Picture, make_calibration, make_histogram
 from rlhf.report.overview import judge_name
+from rlhf.report.pictures import Picture, make_calibration, make_histogram
 from rlhf.report.studies import make_shots, make_study_pictures, spaced, study_tables
 from rlhf.report.tables import Table, cell, make_audit, make_external, make_labelled, share
 from rlhf.runs.results import histogram

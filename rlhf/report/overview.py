@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rlhf.runs.jsonl import is_number
 from rlhf.runs.run_files import (
     RunFiles,
     StageFiles,
@@ -14,6 +13,7 @@ from rlhf.runs.run_files import (
     entries,
     get,
     interval,
+    is_number,
     memory,
     number,
     percent,

@@ -14,8 +14,8 @@ from rlhf.report import evaluation as report_evaluation
 from rlhf.report import overview as report_overview
 from rlhf.report import samples as report_samples
 from rlhf.report import settings as report_setup
-from rlhf.report.charts import Picture, make_stage_figures
 from rlhf.report.figures import SERIES_COLOURS, Mark, save
+from rlhf.report.pictures import Picture, make_stage_figures
 from rlhf.runs.run_files import RunFiles, decimal, duration, memory, number, percent, read_run
 from rlhf.system.files import write_text
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlhf.report.evaluation import MODELS
-from rlhf.runs.jsonl import is_number
-from rlhf.runs.run_files import RunFiles, entries, get, number, prompt_text, visible
+from rlhf.runs.run_files import RunFiles, entries, get, is_number, number, prompt_text, visible
 
 SHOWN_SAMPLES, MORE_SAMPLES = 4, 20
 ROLLOUT_PROMPTS, ROLLOUT_STEPS = 6, 6

@@ -8,8 +8,7 @@ from rlhf.config.setting import NOTHING, flatten, settings_in
 from rlhf.recipe import GOLD_STAGES, PIPELINE
 from rlhf.report.figures import MAX_POINTS, format_value
 from rlhf.report.samples import MORE_SAMPLES, SHOWN_SAMPLES
-from rlhf.runs.jsonl import is_number
-from rlhf.runs.run_files import RunFiles, entries, get, number, visible
+from rlhf.runs.run_files import RunFiles, entries, get, is_number, number, visible
 
 
 def settings_of(run: RunFiles) -> dict[str, Any]:

@@ -5,10 +5,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf.report.charts import Picture, make_legend
 from rlhf.report.figures import Curve, Mark, Point, Series, format_value, with_intervals
-from rlhf.runs.jsonl import is_number
-from rlhf.runs.run_files import RunFiles, entries, estimate, get, interval, number, rows_of, visible
+from rlhf.report.pictures import Picture, make_legend
+from rlhf.runs.run_files import RunFiles, entries, estimate, get, interval, is_number, number, rows_of, visible
 
 # The figures that are drawn of a study with one row per choice.
 CHOICE_FIGURES = (

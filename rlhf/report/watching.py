@@ -11,9 +11,8 @@ from typing import Any
 
 from rlhf.recipe import ROUND_STAGES, STAGES
 from rlhf.runs.folders import under_way
-from rlhf.runs.jsonl import is_number, parse_line
 from rlhf.runs.progress import format_figure, format_seconds
-from rlhf.runs.run_files import number
+from rlhf.runs.run_files import is_number, number, parse_line
 from rlhf.system.files import read_json
 from rlhf.system.terminal import printable
 

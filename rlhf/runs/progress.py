@@ -1,7 +1,7 @@
 """The progress of a long loop: a live line on a terminal, a plain line now and then in a log, or nothing.
 
 Set RLHF_PROGRESS=off to silence it. It draws on stderr, so that what a command prints stays clean; of several
-processes only the main one makes one. Metrics are not kept here (`writers.py`).
+processes only the main one shows it. Metrics are not kept here (`trackers.py`).
 """
 
 import os
@@ -57,29 +57,20 @@ class Progress:
 
 
 class _LiveProgress(Progress):
-    """One line that is redrawn: bar, rate, time left, figures."""
+    """tqdm's line: bar, rate, time left, figures."""
 
     def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO) -> None:
-        from tqdm.std import tqdm  # type: ignore[import-untyped,unused-ignore]
+        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
         super().__init__(total, label, unit, initial)
         # Some pseudo-terminals report a width of 0, and tqdm then draws nothing.
         sized = os.get_terminal_size(stream.fileno()).columns > 0
+        size: dict[str, Any] = {"dynamic_ncols": True} if sized else {"ncols": 80, "nrows": 24}
+        # miniters=1: redraw about once per second, even with few updates. A short bar leaves a narrow terminal room for figures.
         self._bar: Any = tqdm(
-            total=total,
-            desc=printable(label),
-            unit=unit,
-            initial=initial,
-            file=stream,
-            ncols=None if sized else 80,
-            nrows=None if sized else 24,
-            dynamic_ncols=sized,
-            mininterval=0.2,
-            # redraw about once per second, even with few updates
-            miniters=1,
-            # A short bar, so that a narrow terminal still shows time left and figures.
-            bar_format=LIVE if total is not None else None,
-        )
+            total=total, desc=printable(label), unit=unit, initial=initial, file=stream, mininterval=0.2, miniters=1,
+            bar_format=LIVE if total is not None else None, **size,
+        )  # fmt: skip
 
     def update(self, n: int = 1, **figures: float) -> None:
         super().update(n, **figures)
@@ -101,24 +92,22 @@ class _PlainProgress(Progress):
 
     def update(self, n: int = 1, **figures: float) -> None:
         super().update(n, **figures)
-        now = time.monotonic()
-        if self._printed is None or now - self._printed_at >= PLAIN_INTERVAL:
-            self._print(now)
+        if self._printed is None or time.monotonic() - self._printed_at >= PLAIN_INTERVAL:
+            self._print()
 
     def close(self) -> None:
-        if self.done != self._printed and (self._printed is not None or self.done != self.initial):
-            self._print(time.monotonic())
+        if self.done != (self.initial if self._printed is None else self._printed):
+            self._print()
 
-    def _print(self, now: float) -> None:
-        self._printed, self._printed_at = self.done, now
-        seconds = now - self._started
+    def _print(self) -> None:
+        self._printed, self._printed_at = self.done, time.monotonic()
+        seconds = self._printed_at - self._started
         rate = (self.done - self.initial) / seconds if seconds > 0 else 0.0
         parts = [f"{self.label}: {self.unit} {self.done:,}"]
         if self.total is not None:
             parts[0] += f"/{self.total:,} ({100 * self.done / max(self.total, 1):.0f}%)"
         if self.total is not None and self.done < self.total:
-            left = format_seconds((self.total - self.done) / rate) if rate > 0 else "?"
-            parts.append(f"{left} left")
+            parts.append(f"{format_seconds((self.total - self.done) / rate) if rate > 0 else '?'} left")
         else:
             parts.append(f"{format_seconds(seconds)} taken")
         parts.append(f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}")
@@ -128,16 +117,13 @@ class _PlainProgress(Progress):
 
 def format_figure(value: float) -> str:
     """At most four figures: 0.0312, 12.35, 18240, 3.1e-05."""
-    if isinstance(value, int) or (abs(value) < 1e9 and float(value).is_integer() and abs(value) >= 1000):
+    if isinstance(value, int) or (1000 <= abs(value) < 1e9 and float(value).is_integer()):
         return f"{int(value)}"
     return f"{float(value):.0f}" if 1e4 <= abs(value) < 1e9 else f"{float(value):.4g}"
 
 
 def format_seconds(seconds: float) -> str:
     """12 s, 3:05 (minutes) or 2:03:05 (hours)."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02} min"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02} min" if minutes else f"{rest} s"

@@ -6,10 +6,9 @@ results.json is the record; figures that it lacks are left out.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf.runs.jsonl import is_number
-from rlhf.runs.panels import TABLES
-from rlhf.runs.run_files import get, interval
-from rlhf.runs.writers import Tracker
+from rlhf.runs.charts import TABLES
+from rlhf.runs.run_files import get, interval, is_number
+from rlhf.runs.trackers import Tracker
 
 # Metric under eval/test/ by its path in results.json.
 PLACES: dict[str, tuple[str, ...]] = {

@@ -1,22 +1,23 @@
-"""A run's files for the report: read with tolerance, since a run may be incomplete, damaged or foreign.
+"""A run's files, read with tolerance, since a run may be incomplete, damaged or foreign: JSON Lines, stages, results.
 
 Also the report's formats of numbers and untrusted text. It computes nothing.
 """
 
 import json
+import os
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf.recipe import PIPELINE, STAGES
 from rlhf.runs.folders import under_way
-from rlhf.runs.jsonl import count_unreadable, is_number, read_jsonl
 from rlhf.runs.metrics import find
 from rlhf.runs.progress import format_seconds
 from rlhf.runs.records import read_what_is_there
 from rlhf.system.files import read_json
+from rlhf.system.terminal import say
 
 TEXT_LIMIT = 1500
 
@@ -38,7 +39,68 @@ class StageFiles:
     damage: str | None = None  # of stage.json
 
 
-# --- reading ------------------------------------------------------------------------------------------------
+# --- JSON Lines ---------------------------------------------------------------------------------------------
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file; a torn or foreign line is skipped, a missing file is empty."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if (row := parse_line(line)) is not None:
+                yield row
+
+
+def count_unreadable(path: Path) -> int:
+    """Complete lines of a JSON Lines file without an object; a last one without a line end may be incomplete."""
+    if not path.is_file():
+        return 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return sum(line.endswith("\n") and parse_line(line) is None for line in lines)
+
+
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """The object of one line; None if it is torn or contains something else. NaN and Infinity are read as null."""
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def truncate_jsonl(path: Path, key: str, last: int) -> dict[str, Any]:
+    """Keeps the lines of `path` whose integer `row[key]` is at most `last`, and returns the newest of them.
+
+    A run that stopped has written some steps after its last checkpoint, and perhaps half a line; the resumed run
+    writes those steps again. The file is replaced atomically.
+    """
+    newest: dict[str, Any] = {}
+    if not path.is_file():
+        return newest
+    if lost := count_unreadable(path):
+        say(f"{path}: {lost} lines cannot be read and are left out: the curves have gaps there")
+    temporary = path.with_name(path.name + ".kept")
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as out:
+        for row in read_jsonl(path):
+            if isinstance(row.get(key), int) and row[key] <= last:
+                out.write(encode_line(row))
+                newest = row
+    os.replace(temporary, path)
+    return newest
+
+
+def encode_line(row: Mapping[str, Any]) -> str:
+    # A lone surrogate cannot be UTF-8: the file's `backslashreplace` writes it as JSON's own escape.
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def is_number(value: object) -> bool:
+    """Whether a value read from JSON is a number that can be shown."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+# --- stages and runs ----------------------------------------------------------------------------------------
 
 
 def read_points(rows: Iterable[dict[str, Any]]) -> Points:

@@ -127,7 +127,7 @@ class Stage:
         else:
             shutil.rmtree(beside(self.folder), ignore_errors=True)
         if self.config.tracking.artifacts and self.config.tracking.kind == "wandb":
-            from rlhf.runs.artifacts import publish
+            from rlhf.runs.wandb_run import publish
 
             publish(self.folder, record, self.config.tracking.project)
         self._drop_checkpoints()

@@ -1,102 +1,90 @@
-"""One stage as one W&B run: the run's id, its configuration, its axes, its tables. Training never waits for it.
+"""One stage as one W&B run: the run's id, its configuration, its axes, its tables, its artifact. Training never waits for it.
 
-`background.py` runs it in a thread of its own. The run is published from metrics.jsonl and samples.jsonl: a resumed stage keeps its
-run id and logs again what these files contain. Offline that makes a new folder under wandb/, and the one before is removed;
-online only the steps that the server lacks are sent.
+`trackers.Background` runs it in a thread of its own. The run is published from metrics.jsonl and samples.jsonl: a resumed stage
+keeps its run id and logs again what these files contain. Offline that makes a new folder under wandb/, and the one before is
+removed; online only the steps that the server lacks are sent.
 """
 
+import hashlib
 import logging
 import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf.runs.background import Rows, Sink
+from rlhf.runs.charts import TABLES
+from rlhf.runs.lineage import tracking_config
 from rlhf.runs.metrics import X_AXES
-from rlhf.runs.panels import TABLES
+from rlhf.runs.trackers import Background, Rows
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which the stage continues without W&B: starting online, uploading the rest, and the thread that does so.
-INIT_TIMEOUT, FINISH_TIMEOUT = 20.0, 30.0
 # Dicts of a sample row whose entries become separate columns.
 SAMPLE_PARTS = ("parts", "gold")
 # Only in samples.jsonl, for the report: a list per row is not a column.
 NOT_COLUMNS = ("tokens", "kl_tokens")
+ARTIFACT_TYPES = {"world": "dataset", "label": "dataset", "tokenizer": "tokenizer", "evaluate": "results"}
 
 
 def seconds_allowed(name: str, default: float) -> float:
-    """A limit in seconds that the environment may lower or raise: RLHF_WANDB_INIT_SECONDS, RLHF_WANDB_FINISH_SECONDS."""
+    """A limit in seconds that the environment may lower or raise: RLHF_WANDB_INIT_SECONDS and the like."""
     try:
         return max(0.1, float(os.environ.get(name, default)))
     except ValueError:
         return default
 
 
-class Environment:
-    """W&B's variables while a run is open: its files next to the stage's, no output, no error reports.
-
-    Variables that the user has set are kept.
-    """
-
-    def __init__(self, home: Path) -> None:
-        # Tables are staged there; without these W&B writes to the user's home, which may be read-only.
-        wanted = {
-            "WANDB_DATA_DIR": str(home),
-            "WANDB_CACHE_DIR": str(home),
-            "WANDB_CONFIG_DIR": str(home),
-            "WANDB_ERROR_REPORTING": "false",
-            "WANDB_SILENT": "true",
-        }
-        self._set = {name: value for name, value in wanted.items() if name not in os.environ}
-        os.environ.update(self._set)
-
-    def restore(self) -> None:
-        for name, value in self._set.items():
-            if os.environ.get(name) == value:
-                os.environ.pop(name)
+# Seconds after which the stage continues without W&B: starting online, sending the rest, uploading a model.
+init_timeout = partial(seconds_allowed, "RLHF_WANDB_INIT_SECONDS", 20.0)
+finish_timeout = partial(seconds_allowed, "RLHF_WANDB_FINISH_SECONDS", 30.0)
+upload_timeout = partial(seconds_allowed, "RLHF_WANDB_UPLOAD_SECONDS", 600.0)
 
 
-class WandbSink(Sink):
-    """A W&B run. It raises wandb's errors, which the caller must catch."""
+class WandbRun:
+    """A W&B run, written by `trackers.Background`, which handles the errors of wandb that it raises."""
 
     def __init__(
-        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows]
+        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows] | None
     ) -> None:
-        """kept: the lines of metrics.jsonl and samples.jsonl that a resumed stage continues."""
-        self._folder = folder
+        """kept: the lines of metrics.jsonl and samples.jsonl that a stage continues; None opens a finished run again."""
+        self._folder, self._stage, self._name = folder, stage, run
         self._table: Any = None
         self._columns: list[str] = []
         self._step = 0  # of the last line: a table is logged at the same step
         self._first_step = 0  # the first one that the server lacks
         home = folder / "wandb"
         home.mkdir(parents=True, exist_ok=True)
-        self._environment = Environment(home)
+        # W&B's files belong next to the stage's, since the user's home may be read-only. The user's own variables are kept.
+        wanted = dict.fromkeys(("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(home))
+        wanted |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+        self._environment = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(self._environment)
         try:
-            self._start(run, stage, config, project, kept)
+            self._start(home, config, project, kept)
         except BaseException:
-            self._environment.restore()
+            self._restore_environment()
             raise
 
-    def _start(self, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows]) -> None:
-        run_id = open_run_id(self._folder)
-        home = self._folder / "wandb"
+    def _start(self, home: Path, config: dict[str, Any], project: str, kept: tuple[Rows, Rows] | None) -> None:
+        id_file = home / "run-id"
+        run_id = id_file.read_text(encoding="ascii", errors="replace").strip() if id_file.is_file() else ""
+        if not run_id:
+            run_id = secrets.token_hex(4)
+            id_file.write_text(run_id + "\n", encoding="ascii")
         # W&B names folders by the second, so the next name may be the same.
-        for folder in home.glob(f"offline-run-*-{run_id}"):
+        for folder in home.glob(f"offline-run-*-{run_id}") if kept is not None else ():
             folder.rename(folder.with_name(f"replaced-{folder.name}"))
-        self._run = start_run(self._folder, run_id, run, stage, config, project)
+        self._run = start_run(self._folder, run_id, self._name, self._stage, config, project)
+        if kept is None:
+            return
         for axis in ("progress/step", "progress/episodes", "progress/tokens"):
             self._run.define_metric(axis)
-        self._run.define_metric("*", step_metric=X_AXES.get(stage, "progress/step"))
+        self._run.define_metric("*", step_metric=X_AXES.get(self._stage, "progress/step"))
         self._first_step = 0 if self._run.offline else int(getattr(self._run, "starting_step", 0) or 0)
-        self._publish(*kept)
-        for folder in home.glob(f"replaced-offline-run-*-{run_id}"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _publish(self, metrics: Rows, samples: Rows) -> None:
-        """Log what the files contain, in the order of the steps."""
+        metrics, samples = kept
         at: dict[int, Rows] = {}
         for row in samples:
             at.setdefault(row["step"], []).append(row)
@@ -105,6 +93,13 @@ class WandbSink(Sink):
             if step in at:
                 self.samples(at.pop(step), step)
             self.log({name: value for name, value in row.items() if value is not None}, step)
+        for folder in home.glob(f"replaced-offline-run-*-{run_id}"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _restore_environment(self) -> None:
+        for name, value in self._environment.items():
+            if os.environ.get(name) == value:
+                os.environ.pop(name)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self._step = step
@@ -118,10 +113,9 @@ class WandbSink(Sink):
 
         if self._table is None:
             self._columns = columns_of(rows)
-            columns: list[str | int] = list(self._columns)
-            self._table = wandb.Table(columns=columns, log_mode="INCREMENTAL")
+            self._table = wandb.Table(columns=[*self._columns], log_mode="INCREMENTAL")
         for row in rows:
-            flat = flatten(row)
+            flat = flatten_sample(row)
             self._table.add_data(*(flat.get(name) for name in self._columns))
         self._run.log({"samples": self._table, "progress/step": step}, step=step)
 
@@ -134,26 +128,54 @@ class WandbSink(Sink):
     def summary(self, values: Mapping[str, float]) -> None:
         self._run.summary.update(dict(values))
 
+    def artifact(self, record: Mapping[str, Any]) -> None:
+        """The files of a complete stage with their lineage in the metadata; `record` is its stage.json.
+
+        Online, parents and data are inputs of the run too, so that W&B draws the graph; offline it allows no inputs.
+        """
+        import wandb
+
+        if not self._run.offline:
+            for parent, digest in record["parents"].items():
+                self._run.use_artifact(f"{self._name}-{parent}:{digest[:8]}")
+            for name, digest in record["data"].items():
+                self._run.use_artifact(data_artifact(name, digest))
+        lineage = {key: record[key] for key in ("stage", "hash", "parents", "data", "seed", "settings")}
+        kind = ARTIFACT_TYPES.get(self._stage, "model")
+        made = wandb.Artifact(f"{self._name}-{self._stage}", type=kind, metadata=lineage)
+        for name in record["files"]:
+            made.add_file(str(self._folder / name), name=name)
+        self._run.log_artifact(made, aliases=["latest", record["hash"][:8]])
+
     def finish(self, failed: bool) -> None:
-        finish_run(self._run, self._folder, failed, self._environment)
+        try:
+            self._run.finish(exit_code=int(failed))
+        finally:
+            self._restore_environment()
+        shutil.rmtree(self._folder / "wandb" / "artifacts" / "staging", ignore_errors=True)  # empty by now
 
 
-def finish_run(run: Any, folder: Path, failed: bool, environment: Environment) -> None:
-    try:
-        run.finish(exit_code=int(failed))
-    finally:
-        environment.restore()
-    shutil.rmtree(folder / "wandb" / "artifacts" / "staging", ignore_errors=True)  # empty by now
+def publish(folder: Path, record: Mapping[str, Any], project: str) -> None:
+    """A complete stage's output as a W&B artifact: only with tracking.artifacts, since models are large.
+
+    If W&B fails, a warning is printed and the stage continues. stage.json stays the record.
+    """
+    run, stage, config = str(record["run"]), str(record["stage"]), tracking_config(record)
+    limit = init_timeout() + upload_timeout()
+    view = Background("Weights & Biases", lambda: WandbRun(folder, run, stage, config, project, None), limit)
+    view.call("artifact", record)
+    view.finish(False)
 
 
-def open_run_id(folder: Path) -> str:
-    """The stage's run id: the stored one, or a new one if the stage starts in an empty folder."""
-    id_file = folder / "wandb" / "run-id"
-    if id_file.is_file() and (run_id := id_file.read_text(encoding="ascii", errors="replace").strip()):
-        return run_id
-    run_id = secrets.token_hex(4)
-    id_file.write_text(run_id + "\n", encoding="ascii")
-    return run_id
+def data_artifact(name: str, digest: str) -> Any:
+    """A data file of the user as an artifact with its hash, not its content: data may be private or large."""
+    import wandb
+
+    short = hashlib.sha256(name.encode()).hexdigest()[:8]
+    made = wandb.Artifact(f"data-{short}", type="dataset", metadata={"file": name, "sha256": digest})
+    with made.new_file("sha256.txt", encoding="utf-8") as file:
+        file.write(f"{digest}  {name}\n")
+    return made
 
 
 def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str, Any], project: str) -> Any:
@@ -174,10 +196,10 @@ def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str,
         x_disable_meta=True,
         x_disable_machine_info=True,
         x_save_requirements=False,
-        init_timeout=seconds_allowed("RLHF_WANDB_INIT_SECONDS", INIT_TIMEOUT),
-        finish_timeout=seconds_allowed("RLHF_WANDB_FINISH_SECONDS", FINISH_TIMEOUT),
+        init_timeout=init_timeout(),
+        finish_timeout=finish_timeout(),
     )
-    mode = choose_mode(wandb)
+    mode = choose_mode()
     try:
         return wandb.init(**options, mode=mode, settings=settings)
     except Exception as error:
@@ -193,8 +215,10 @@ def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str,
         return wandb.init(**options, mode="offline", settings=settings)
 
 
-def choose_mode(wandb: Any) -> Literal["online", "offline"] | None:
+def choose_mode() -> Literal["online", "offline"] | None:
     """Offline unless the user chose otherwise; None leaves it to WANDB_MODE. W&B then never prompts."""
+    import wandb
+
     chosen = os.environ.get("WANDB_MODE")
     if os.environ.get("WANDB_API_KEY"):
         return None if chosen else "online"
@@ -209,7 +233,7 @@ def columns_of(rows: Rows) -> list[str]:
     return [*TABLES["samples"], *parts]
 
 
-def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """A sample row with its parts as columns, without the lists that only the report reads."""
     flat = {name: value for name, value in row.items() if name not in (*SAMPLE_PARTS, *NOT_COLUMNS)}
     for group in SAMPLE_PARTS:

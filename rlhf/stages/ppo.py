@@ -28,9 +28,10 @@ from rlhf.ppo.rollout import Experience
 from rlhf.ppo.setup import PpoRun, make_ppo_run
 from rlhf.ppo.update import optimize
 from rlhf.runs.metrics import Sums
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import Tracker, read_jsonl
+from rlhf.runs.trackers import Tracker
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up
 

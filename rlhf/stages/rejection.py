@@ -20,9 +20,9 @@ from rlhf.model.trunk import context_of
 from rlhf.ppo.setup import load_ppo_prompts, make_reward
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.progress import progress
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.runs.writers import read_jsonl
 from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.system.files import write_text
 from rlhf.system.processes import Ranks

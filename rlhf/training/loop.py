@@ -25,7 +25,7 @@ from rlhf.runs.checkpoints import (
 )
 from rlhf.runs.progress import Progress, progress
 from rlhf.runs.stage import Stage
-from rlhf.runs.writers import Tracker
+from rlhf.runs.trackers import Tracker
 from rlhf.system.interrupts import finish_step, stop_requested
 from rlhf.system.processes import Ranks, on_first_rank, rank
 from rlhf.training.setup import open_tracker

@@ -20,7 +20,7 @@ from rlhf.model.half import hold_frozen
 from rlhf.model.loading import load_whole
 from rlhf.runs.lineage import tracking_config
 from rlhf.runs.stage import Stage
-from rlhf.runs.writers import Tracker, make_tracker
+from rlhf.runs.trackers import Tracker, make_tracker
 from rlhf.system.processes import connect
 
 

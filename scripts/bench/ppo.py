@@ -106,7 +106,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     from rlhf.data.records import PromptRecord
     from rlhf.ppo.setup import make_ppo_run
     from rlhf.runs.stage import open_stage
-    from rlhf.runs.writers import make_tracker
+    from rlhf.runs.trackers import make_tracker
     from rlhf.stages.ppo import one_update
     from rlhf.training.setup import set_up
 

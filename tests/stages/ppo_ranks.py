@@ -14,7 +14,7 @@ from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rollout import Experience, Rollout
 from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import make_tracker
+from rlhf.runs.trackers import make_tracker
 from rlhf.stages import ppo
 from rlhf.system.interrupts import leave
 from rlhf.system.processes import disconnect, gather

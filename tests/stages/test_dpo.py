@@ -15,9 +15,8 @@ from rlhf.planning.memory import frozen_bytes
 from rlhf.planning.shapes import make_shape
 from rlhf.report.page import make_page
 from rlhf.runs.folders import hash_of, read_stage
-from rlhf.runs.run_files import read_run
+from rlhf.runs.run_files import read_jsonl, read_run
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import read_jsonl
 from rlhf.stages import dpo, evaluate
 from rlhf.stages.evaluate import finished_baselines
 from rlhf.training.setup import load_policy

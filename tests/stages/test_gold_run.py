@@ -17,8 +17,8 @@ from rlhf.data.splits import record_split
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.gold.judge import WEIGHTS
 from rlhf.runs.folders import is_complete, read_stage
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import fractions
-from rlhf.runs.writers import read_jsonl
 from rlhf.stages.evaluate import costs
 from rlhf.training.setup import load_policy
 

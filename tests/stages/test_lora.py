@@ -18,7 +18,7 @@ from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import make_tracker
+from rlhf.runs.trackers import make_tracker
 from rlhf.stages import ppo, reward
 from rlhf.training.adapters import adapted_layers, add_adapters, gathered_state, merged
 from rlhf.training.setup import load_policy, set_up

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.cli import main
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import hash_files
 
 from .conftest import SMALL_MODEL, Run

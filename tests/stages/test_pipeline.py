@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from rlhf.commands import pipeline
 from rlhf.errors import UserError
 from rlhf.runs.folders import is_complete, read_stage
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 
 from .conftest import GOLD_STAGES, Run
 from .test_resume import interrupt

@@ -20,7 +20,7 @@ from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.rollout import Experience, Rollout, response_logprobs
 from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import make_tracker
+from rlhf.runs.trackers import make_tracker
 from rlhf.stages import ppo
 from rlhf.training.setup import load_policy, set_up
 from tests.oracles import token_values

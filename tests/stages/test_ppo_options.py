@@ -14,7 +14,7 @@ from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.rollout import Experience, Rollout, response_logprobs
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import make_tracker
+from rlhf.runs.trackers import make_tracker
 from rlhf.stages import ppo
 from rlhf.training.ema import Ema
 from rlhf.training.setup import load_policy, set_up
@@ -182,7 +182,7 @@ def test_the_run_ends_above_the_ceiling_and_keeps_the_policy(copy_until, capsys)
     run = copy_until("ppo")
     settings = [*SMALL, "ppo.episodes=320", "ppo.lr=5e-3", "kl.coef=0", "kl.ceiling=0.5"]
     folder = run.stage("ppo", *settings)
-    from rlhf.runs.writers import read_jsonl
+    from rlhf.runs.run_files import read_jsonl
 
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "objective/kl" in row]
     assert "above kl.ceiling=0.5" in capsys.readouterr().out

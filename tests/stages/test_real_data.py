@@ -7,7 +7,7 @@ import pytest
 
 from rlhf.commands import pipeline
 from rlhf.runs.folders import read_stage
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 
 from .conftest import SMALL_MODEL, Run
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from rlhf.errors import UserError
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import read_stage
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.training.loop import StageLoop
 
 from .conftest import Run

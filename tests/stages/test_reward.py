@@ -23,8 +23,8 @@ from rlhf.evaluation import scoring
 from rlhf.model.branches import joined_length
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import read_stage
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import read_jsonl
 from rlhf.stages import reward
 from rlhf.training.batches import batches, items_seen
 from rlhf.training.engine import make_engine

@@ -9,8 +9,9 @@ import torch
 from rlhf.data.chat_template import decode_response
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.runs.folders import read_stage
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import make_tracker, read_jsonl
+from rlhf.runs.trackers import make_tracker
 from rlhf.stages import ppo
 from rlhf.training.setup import set_up
 from tests.stages.conftest import collect

@@ -14,7 +14,7 @@ from rlhf.model.classifier import TextRewardModel
 from rlhf.ppo.rewards import Episodes
 from rlhf.ppo.setup import make_reward
 from rlhf.runs.folders import hash_of, read_stage
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import sha256_file, write_json
 
 from ..model.classifiers import WORDS, save_classifier

@@ -17,7 +17,7 @@ from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.stages.label import choose_prompts, responses_wanted
 from rlhf.system.files import write_json
 from rlhf.training.setup import load_policy

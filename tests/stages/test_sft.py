@@ -12,9 +12,9 @@ from rlhf.data.demonstrations import encode_demonstrations, load_demonstrations
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import of_split
 from rlhf.runs.stage import open_stage
-from rlhf.runs.writers import read_jsonl
 from rlhf.stages import sft
 from rlhf.training.setup import load_policy
 from rlhf.training.trainer import one_device

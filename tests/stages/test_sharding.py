@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rlhf.errors import UserError
 from rlhf.planning.memory import model_state_bytes
 from rlhf.runs.folders import read_stage
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.training.setup import load_policy
 from rlhf.training.trainer import ThenSpares, split_batch, with_spares
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rlhf.runs import checkpoints as saving
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
 from rlhf.runs.folders import read_stage
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.stages import ppo, reward
 from rlhf.training.trainer import StageCallback
 from tests.stages.conftest import Run

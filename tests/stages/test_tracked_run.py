@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlhf.runs.charts import TABLES
 from rlhf.runs.metrics import METRICS, find
-from rlhf.runs.panels import TABLES
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from tests.stages.conftest import Run, run_stage
 from tests.tracking.wandb_file import history_row, read_history, read_records, run_files
 from tests.tracking.wandb_server import serve

@@ -9,7 +9,7 @@ from rlhf import cli
 from rlhf.engines.sampler import sample
 from rlhf.planning.shapes import make_shape
 from rlhf.runs.folders import read_stage
-from rlhf.runs.writers import read_jsonl
+from rlhf.runs.run_files import read_jsonl
 from rlhf.training.setup import load_policy
 
 TWINS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.runs.artifacts import data_artifact, publish
+from rlhf.runs.wandb_run import data_artifact, publish
 from tests.tracking.wandb_file import read_records, run_files
 from tests.tracking.wandb_server import serve
 
@@ -50,9 +50,7 @@ def test_a_stage_is_an_artifact_with_its_lineage(tmp_path: Path, offline: None) 
 
 
 def test_data_is_known_by_its_hash_and_not_copied(offline: None) -> None:
-    import wandb
-
-    made = data_artifact(wandb, "demonstrations:d.jsonl", "ef" * 32)
+    made = data_artifact("demonstrations:d.jsonl", "ef" * 32)
     assert made.type == "dataset" and made.metadata["sha256"] == "ef" * 32
     assert list(made.manifest.entries) == ["sha256.txt"]
 

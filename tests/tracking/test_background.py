@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.runs import background
-from rlhf.runs.background import Background
+from rlhf.runs import trackers
+from rlhf.runs.trackers import Background
 
 
 class Recorder:
@@ -44,9 +44,9 @@ class Recorder:
 def test_calls_are_made_in_their_order() -> None:
     sink = Recorder()
     view = Background("View", lambda: sink, 5.0)
-    view.log({"a": 1.0}, 1)
-    view.samples([{}], 1)
-    view.summary({"a": 1.0})
+    view.call("log", {"a": 1.0}, 1)
+    view.call("samples", [{}], 1)
+    view.call("summary", {"a": 1.0})
     view.finish(True)
     assert sink.calls == [("log", {"a": 1.0}, 1), ("samples", [{}], 1), ("summary", {"a": 1.0}), ("finish", True)]
 
@@ -55,9 +55,9 @@ def test_a_table_that_fails_costs_no_number(caplog: pytest.LogCaptureFixture) ->
     sink = Recorder(fails=("samples",))
     view = Background("View", lambda: sink, 5.0)
     for step in range(3):
-        view.samples([{}], step)
-        view.table("t", [], [])
-        view.log({"a": 1.0}, step)
+        view.call("samples", [{}], step)
+        view.call("table", "t", [], [])
+        view.call("log", {"a": 1.0}, step)
     view.finish(False)
     assert [call[0] for call in sink.calls] == ["log"] * 3 + ["finish"]
     (told,) = [record.getMessage() for record in caplog.records]
@@ -67,7 +67,7 @@ def test_a_table_that_fails_costs_no_number(caplog: pytest.LogCaptureFixture) ->
 def test_a_number_that_fails_ends_it_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     view = Background("View", lambda: Recorder(fails=("log",)), 5.0)
     for step in range(3):
-        view.log({"a": 1.0}, step)
+        view.call("log", {"a": 1.0}, step)
     view.finish(False)
     (told,) = [record.getMessage() for record in caplog.records]
     assert "View could not log (ConnectionError: broken pipe)" in told
@@ -83,7 +83,7 @@ def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) 
     view = Background("View", start, 0.3)
     started = time.monotonic()
     for step in range(1000):
-        view.log({"a": 1.0}, step)
+        view.call("log", {"a": 1.0}, step)
     assert time.monotonic() - started < 0.2
     view.finish(False)
     assert 0.25 < time.monotonic() - started < 3
@@ -97,13 +97,13 @@ def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) 
 def test_a_service_that_does_not_keep_up_costs_no_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "QUEUE_CALLS", 10)
+    monkeypatch.setattr(trackers, "QUEUE_CALLS", 10)
     gate = threading.Event()
     sink = Recorder(gate=gate)
     with caplog.at_level(logging.WARNING):
         view = Background("View", lambda: sink, 5.0)
         for step in range(100):
-            view.log({"a": 1.0}, step)
+            view.call("log", {"a": 1.0}, step)
     threading.Timer(0.3, gate.set).start()
     view.finish(False)  # the queue is full now: the end waits for its place
     assert sink.calls[-1] == ("finish", False)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rlhf.report.charts import expand, make_figure, make_frontier, make_stage_figures
 from rlhf.report.figures import (
     Curve,
     Mark,
@@ -20,9 +19,10 @@ from rlhf.report.figures import (
     thin,
 )
 from rlhf.report.inline_svg import MAX_HOVERS, draw, nearest
+from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
 from rlhf.report.studies import make_choices, make_points
-from rlhf.runs.jsonl import is_number
-from rlhf.runs.panels import Chart
+from rlhf.runs.charts import Chart
+from rlhf.runs.run_files import is_number
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ POINTS = {
 
 
 def test_names_expand_to_the_metrics_at_hand() -> None:
-    assert expand("eval/*/loss", POINTS) == [("eval/dev/loss", "dev"), ("eval/heldout/loss", "held-out")]
-    assert expand("eval/*/gold/total", POINTS) == [("eval/dev/gold/total", "dev")]
-    assert expand("objective/kl=KL", POINTS) == [("objective/kl", "KL")]
-    assert expand("sft/loss", POINTS) == []
+    assert Chart("", ("eval/*/loss",)).expand(POINTS) == [("eval/dev/loss", "dev"), ("eval/heldout/loss", "held-out")]
+    assert Chart("", ("eval/*/gold/total",)).expand(POINTS) == [("eval/dev/gold/total", "dev")]
+    assert Chart("", ("objective/kl=KL",)).expand(POINTS) == [("objective/kl", "KL")]
+    assert Chart("", ("sft/loss",)).expand(POINTS) == []
 
 
 def test_a_chart_leaves_out_what_it_is_told_to() -> None:

@@ -442,7 +442,7 @@ def test_words_and_numbers() -> None:
 
 def test_it_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, rlhf.report.page, rlhf.runs.writers, rlhf.runs.progress;"
+        "import sys, rlhf.report.page, rlhf.runs.trackers, rlhf.runs.progress;"
         "print([m for m in ('torch', 'transformers', 'wandb', 'matplotlib', 'jinja2') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

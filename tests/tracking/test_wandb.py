@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from rlhf.runs.lineage import git_state, tracking_config
-from rlhf.runs.wandb_run import choose_mode, columns_of, flatten
-from rlhf.runs.writers import make_tracker, read_jsonl
+from rlhf.runs.run_files import read_jsonl
+from rlhf.runs.trackers import make_tracker
+from rlhf.runs.wandb_run import choose_mode, columns_of, flatten_sample
 from tests.tracking.wandb_file import read_history, read_records, run_files
 from tests.tracking.wandb_server import serve
 
@@ -147,7 +148,7 @@ def test_a_stage_begun_again_without_a_checkpoint_keeps_its_run(tmp_path: Path, 
 SCRIPT = """
 import logging, sys, time
 from pathlib import Path
-from rlhf.runs.writers import make_tracker
+from rlhf.runs.trackers import make_tracker
 logging.basicConfig(format="%(message)s")
 started = time.monotonic()
 with make_tracker("wandb", folder=Path(sys.argv[1]), run="r", stage="sft", config={"seed": 1}) as writer:
@@ -191,7 +192,7 @@ def test_a_server_that_misbehaves_stops_nothing(tmp_path: Path, offline: None, m
 ONLINE = """
 import logging, sys
 from pathlib import Path
-from rlhf.runs.writers import make_tracker
+from rlhf.runs.trackers import make_tracker
 logging.basicConfig(format="%(message)s")
 config = {"stage": "sft", "parents": {"pretrain": "ab12"}}
 with make_tracker("wandb", folder=Path(sys.argv[1]), run="r", stage="sft", config=config) as writer:
@@ -253,16 +254,14 @@ def test_wandb_that_cannot_start_is_told_once(
 def test_wandb_is_online_only_with_a_key(
     offline: None, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], mode: str | None
 ) -> None:
-    import wandb
-
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert choose_mode(wandb) == mode
+    assert choose_mode() == mode
 
 
 def test_online_without_a_key_asks_for_none(tmp_path: Path, offline: None) -> None:
     """A process of its own, since W&B remembers a key that it has seen; no terminal, no key, no .netrc."""
-    code = "import wandb; from rlhf.runs.wandb_run import choose_mode; print(choose_mode(wandb))"
+    code = "from rlhf.runs.wandb_run import choose_mode; print(choose_mode())"
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     environment |= {
         "WANDB_MODE": "online",
@@ -285,7 +284,7 @@ def test_online_without_a_key_asks_for_none(tmp_path: Path, offline: None) -> No
 def test_columns_hold_the_parts_and_no_lists() -> None:
     rows = [{"id": "p", "gold": {"total": 1.0}}, {"id": "q", "parts": {"kl_penalty": -0.5}, "kl_tokens": [1.0]}]
     assert columns_of(rows)[-2:] == ["gold/total", "parts/kl_penalty"]
-    assert flatten(rows[1]) == {"id": "q", "parts/kl_penalty": -0.5}
+    assert flatten_sample(rows[1]) == {"id": "q", "parts/kl_penalty": -0.5}
 
 
 def test_lineage_stands_at_the_top_of_the_configuration(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.runs.writers import make_tracker, read_jsonl
+from rlhf.runs.run_files import read_jsonl
+from rlhf.runs.trackers import make_tracker
 
 
 def tracker(folder: Path, kind: Any = "jsonl", resume_step: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""The report's pictures of the charts in `tracking/panels.py`, of results and of studies. `figures.py` draws them.
+"""The report's pictures of the charts in `runs/charts.py`, of results and of studies. `figures.py` draws them.
 
 For one run, colours distinguish the curves; for several, colours distinguish the runs and dashes the curves.
 """
@@ -23,8 +23,8 @@ from rlhf.report.figures import (
     thin,
 )
 from rlhf.report.inline_svg import draw, interval_text
+from rlhf.runs.charts import CHARTS, Chart
 from rlhf.runs.metrics import find
-from rlhf.runs.panels import CHARTS, Chart
 from rlhf.runs.run_files import Points
 
 Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
@@ -36,21 +36,6 @@ NOT_DRAWN = ("time/elapsed_s",)
 DOTS_UP_TO = 25
 HALF_WIDTH, HALF_HEIGHT = 580.0, 230.0
 TABLE_POINTS = 12
-
-
-def expand(chart_name: str, points: Points) -> list[tuple[str, str]]:
-    """The (metric, label) pairs that a name of a Chart matches among the given metrics.
-
-    A label is what follows `=`, else the split of an eval/ metric, else the last word of the name.
-    """
-    name, _, label = chart_name.partition("=")
-    pattern = re.compile(re.escape(name).replace(r"\*", "[^/]+"))
-    pairs = []
-    for metric in filter(pattern.fullmatch, points):
-        words = metric.split("/")
-        word = words[1].replace("heldout", "held-out") if words[0] == "eval" else words[-1]
-        pairs.append((metric, label or word.replace("_", " ")))
-    return pairs
 
 
 @dataclass(slots=True)
@@ -137,8 +122,7 @@ def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") ->
 
 def metrics_of(chart: Chart, runs: Runs) -> list[tuple[str, str]]:
     """The (metric, label) pairs that the chart shows of these runs."""
-    pairs = [pair for name in chart.names for _, points in runs for pair in expand(name, points)]
-    return [pair for pair in dict.fromkeys(pairs) if f"-{pair[0]}" not in chart.names]
+    return chart.expand(dict.fromkeys(metric for _, points in runs for metric in points))
 
 
 def make_legend(series: list[Series], named: bool, last: bool = True) -> list[dict[str, Any]]:
@@ -160,7 +144,7 @@ def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> 
     """
     shown = {*NOT_DRAWN}
     for chart in CHARTS.get(stage, ()):
-        shown |= {metric for name in chart.names for _, points in runs for metric, _ in expand(name, points)}
+        shown |= dict(metrics_of(chart, runs)).keys()
         if chart.x:
             yield from make_frontier(runs)
             continue
@@ -186,7 +170,7 @@ def make_frontier(runs: Runs) -> Iterator[Picture]:
 
     Held-out measurements if there are some, else the rollouts'. Source: Gao et al. 2022, figure 1.
     """
-    splits = sorted({metric.split("/")[1] for _, points in runs for metric, _ in expand("eval/*/kl", points)})
+    splits = sorted({metric.split("/")[1] for metric, _ in metrics_of(Chart("KL", ("eval/*/kl",)), runs)})
     sources = [(f"eval/{s}/kl", f"eval/{s}/scores", f"eval/{s}/gold/total", s) for s in splits]
     sources.append(("objective/kl", "objective/scores", "gold/total", "rollouts"))
     for kl, scores, gold, source in sources:

@@ -1,5 +1,7 @@
-"""The charts of each stage: one table, for the report's page (`report/charts.py`) and the W&B dashboard (`dashboard.py`)."""
+"""The charts of each stage: one table, for the report's page, W&B's workspace, TensorBoard's custom scalars and `rlhf watch`."""
 
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -11,11 +13,32 @@ class Chart(NamedTuple):
     half: bool = False  # half the width of the page instead of a third
     log_y: bool = False  # in W&B; the report has both axes
     x: str = ""  # the metric on the x axis, if it is not the stage's axis
+    watch: str = ""  # the label in `rlhf watch`, which shows only charts that have one
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names without labels and exclusions."""
         return tuple(name.partition("=")[0] for name in self.names if not name.startswith("-"))
+
+    def expand(self, metrics: Iterable[str]) -> list[tuple[str, str]]:
+        """The (metric, label) pairs of this chart among the given metrics.
+
+        A label is what follows `=`, else the split of an eval/ metric, else the last word of the name.
+        """
+        metrics, pairs = list(metrics), dict[str, str]()
+        for name in self.names:
+            pattern, _, label = name.partition("=")
+            for metric in filter(re.compile(metric_pattern((pattern,))).fullmatch, metrics):
+                words = metric.split("/")
+                word = words[1].replace("heldout", "held-out") if words[0] == "eval" else words[-1]
+                if f"-{metric}" not in self.names:
+                    pairs.setdefault(metric, label or word.replace("_", " "))
+        return list(pairs.items())
+
+
+def metric_pattern(names: tuple[str, ...]) -> str:
+    """A regular expression for exactly these metrics; `*` matches one word."""
+    return "^(" + "|".join(name.replace("*", "[^/]+") for name in names) + ")$"
 
 
 COST = (
@@ -27,17 +50,17 @@ COST = (
 TRAINING = (Chart("Learning rate", ("optim/lr",)), Chart("Gradient norm", ("optim/grad_norm",)), *COST)
 CHARTS: dict[str, tuple[Chart, ...]] = {
     "pretrain": (
-        Chart("Loss", ("pretrain/loss=training", "eval/*/loss"), log_y=True),
-        Chart("Bits per byte", ("eval/*/bpb",)),
+        Chart("Loss", ("pretrain/loss=training", "eval/*/loss"), log_y=True, watch="loss"),
+        Chart("Bits per byte", ("eval/*/bpb",), watch="bits per byte"),
         *TRAINING,
     ),
     "sft": (
-        Chart("Loss", ("sft/loss=training", "eval/*/loss")),
+        Chart("Loss", ("sft/loss=training", "eval/*/loss"), watch="loss"),
         *TRAINING,
     ),
     "reward": (
-        Chart("Loss", ("reward/loss=training", "eval/*/loss")),
-        Chart("Pair accuracy", ("reward/accuracy=training", "eval/*/accuracy")),
+        Chart("Loss", ("reward/loss=training", "eval/*/loss"), watch="loss"),
+        Chart("Pair accuracy", ("reward/accuracy=training", "eval/*/accuracy"), watch="accuracy"),
         Chart("Margin between winner and loser", ("reward/margin=training", "eval/*/margin")),
         Chart("What bounds the accuracy", ("eval/*/length_baseline", "eval/*/noise_ceiling", "eval/*/labeler_agreement",
                                            "eval/*/gold_order_accuracy")),
@@ -47,11 +70,11 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     ),
     "ppo": (
         Chart("Reward", ("objective/scores=score", "objective/rlhf_reward=score less KL", "eval/*/scores", "objective/scores/*"),
-              half=True),
+              half=True, watch="reward"),
         Chart("KL to the SFT model", ("objective/kl=KL", "objective/kl_k3=k3 estimate", "eval/*/kl"),
-              half=True),
+              half=True, watch="KL"),
         Chart("Reward against the root of KL", ("objective/scores", "gold/total"), x="objective/sqrt_kl"),
-        Chart("Gold score", ("gold/total=rollouts", "eval/*/gold/total")),
+        Chart("Gold score", ("gold/total=rollouts", "eval/*/gold/total"), watch="gold"),
         Chart("Gold score by part", ("gold/*", "-gold/total")),
         Chart("Win rate over SFT", ("eval/*/win_rate", "eval/*/win_rate_greedy")),
         Chart("KL coefficient", ("objective/kl_coef",)),
@@ -62,7 +85,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Approximate KL of the update", ("policy/approxkl_avg",)),
         Chart("Largest policy ratio", ("policy/ratio_max",)),
         Chart("Explained variance of the critic", ("val/explained_var",)),
-        Chart("Response length", ("rollout/response_len=rollouts", "eval/*/response_len")),
+        Chart("Response length", ("rollout/response_len=rollouts", "eval/*/response_len"), watch="length"),
         Chart("Responses that ended", ("rollout/eos_fraction=rollouts", "eval/*/eos_fraction")),
         Chart("Policy loss", ("loss/policy_avg",)),
         Chart("Value loss", ("loss/value_avg",)),
@@ -76,18 +99,19 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         *COST,
     ),
     "classify": (
-        Chart("Loss", ("classify/loss=training", "eval/*/loss")),
+        Chart("Loss", ("classify/loss=training", "eval/*/loss"), watch="loss"),
         Chart("Loss of the language model", ("classify/lm_loss",)),
-        Chart("Accuracy", ("classify/accuracy=training", "eval/*/accuracy", "eval/*/macro_f1")),
+        Chart("Accuracy", ("classify/accuracy=training", "eval/*/accuracy", "eval/*/macro_f1"), watch="accuracy"),
         *TRAINING,
     ),
     "dpo": (
-        Chart("Loss", ("dpo/loss=training", "eval/*/loss")),
-        Chart("Pair accuracy", ("dpo/accuracy=training", "eval/*/accuracy")),
+        Chart("Loss", ("dpo/loss=training", "eval/*/loss"), watch="loss"),
+        Chart("Pair accuracy", ("dpo/accuracy=training", "eval/*/accuracy"), watch="accuracy"),
         Chart("Margin between winner and loser", ("dpo/margin=training", "eval/*/margin")),
         *TRAINING,
     ),
 }  # fmt: skip
+CHARTS["judge"] = CHARTS["reward"]
 
 
 class TablePanel(NamedTuple):

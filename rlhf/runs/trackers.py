@@ -1,0 +1,338 @@
+"""Writes a stage's metrics and samples: JSON Lines in its folder, and optionally W&B or TensorBoard.
+
+The files are the record: the report, the tests and a resume read them. W&B and TensorBoard show the same numbers from a
+thread of their own, and may fail at any time without affecting training. `metrics.py` defines the metrics. Make one tracker
+per stage, on the main process only, and one of kind "silent" on every other process.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, TextIO, cast, get_args
+
+from rlhf.errors import UserError
+from rlhf.runs.charts import CHARTS, metric_pattern
+from rlhf.runs.metrics import check_names, derive
+from rlhf.runs.run_files import encode_line, read_jsonl, truncate_jsonl
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["wandb", "tensorboard", "jsonl", "off", "silent"]
+Rows = list[dict[str, Any]]
+SAMPLE_KEYS = ("id", "prompt", "response")
+# Seconds that finishing W&B may take in addition to W&B's own limits, and that closing TensorBoard may take.
+FINISH_MARGIN, TENSORBOARD_TIMEOUT = 5.0, 60.0
+# Calls that may wait while a service is slow; beyond that new ones are dropped, with a warning.
+QUEUE_CALLS = 20_000
+
+
+class Background:
+    """Calls a sink's methods in another thread, in order, so that no slow or broken service delays training.
+
+    A sink has log(row, step), samples(rows, step), table(name, columns, rows), summary(values) and finish(failed). `start` makes
+    it in the thread, since starting may hang too. If a table fails, a warning is printed once and tables stop; any other
+    call that fails stops the sink.
+    """
+
+    def __init__(self, name: str, start: Callable[[], Any], finish_timeout: float) -> None:
+        self._name, self._finish_timeout = name, finish_timeout
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUE_CALLS)
+        self._dropped = self._given_up = False
+        self._thread = threading.Thread(target=self._work, args=(start,), name=f"tracking {name}", daemon=True)
+        self._thread.start()
+
+    def _work(self, start: Callable[[], Any]) -> None:
+        doing, tables = "start", True
+        try:
+            sink = start()
+            while doing != "finish":
+                doing, arguments = self._queue.get()
+                is_table = doing in ("samples", "table")
+                if is_table and not tables:
+                    continue
+                try:
+                    getattr(sink, doing)(*arguments)
+                except Exception as error:
+                    # Online, a table needs responses from the service and a number does not.
+                    if not is_table:
+                        raise
+                    tables = False
+                    self._warn("show " + doing, error, "continuing without its tables")
+        except Exception as error:
+            self._warn(doing, error, "continuing without it")
+
+    def _warn(self, doing: str, error: Exception, consequence: str) -> None:
+        if not self._given_up:  # its end was reported
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            remedy = f"{consequence}, metrics.jsonl and samples.jsonl have everything"
+            logger.warning("%s could not %s (%s): %s", self._name, doing, reason, remedy)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Queues a call of the sink's method `name`; nothing is called once the sink has failed."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put_nowait((name, arguments))
+        except queue.Full:
+            if not self._dropped:
+                logger.warning("%s does not keep up: lines are dropped from it, metrics.jsonl has them", self._name)
+            self._dropped = True
+
+    def finish(self, failed: bool) -> None:
+        """Waits until everything is written, but at most `finish_timeout` seconds."""
+        until = time.monotonic() + self._finish_timeout
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):  # unlike a line, it waits for a free place in the queue
+                self._queue.put(("finish", (failed,)), timeout=self._finish_timeout)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._given_up = True
+            remedy = "continuing without it, metrics.jsonl has everything"
+            logger.warning("%s did not finish in %.0f s: %s", self._name, self._finish_timeout, remedy)
+
+
+class Tracker:
+    """Writes one stage's metrics and samples. A context manager; made by `make_tracker`."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        resume_step: int,
+        view: Callable[[], Background] | None = None,
+        with_samples: bool = True,
+    ) -> None:
+        """view: starts the service, after the files are open. with_samples: false keeps no generated text."""
+        self._folder, self._with_samples = folder, with_samples
+        self._warned: set[str] = set()
+        self._files: dict[str, TextIO] = {}
+        self._started = time.monotonic()
+        self._axes: dict[str, float] = {}
+        self._resume_step, self._kept, self._kept_samples = resume_step, set[str](), set[str]()
+        if folder is not None:
+            self._open(folder)
+        self._view = view() if view is not None else None
+
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
+        if self._resume_step > 0:
+            newest = truncate_jsonl(metrics, "progress/step", self._resume_step)
+            truncate_jsonl(samples, "step", self._resume_step)
+            # The clock continues from the end of the kept lines.
+            self._started -= float(newest.get("time/elapsed_s") or 0.0)
+            # A stage that was killed after its checkpoint logs that step's later lines again: see `log`.
+            for row in read_jsonl(metrics):
+                if row["progress/step"] == self._resume_step:
+                    self._kept |= row.keys()
+                    self._axes |= {name: row[name] for name in row if name.startswith("progress/")}
+            self._kept_samples = {str(row.get("id")) for row in read_jsonl(samples) if row["step"] == self._resume_step}
+        else:
+            metrics.unlink(missing_ok=True)
+            samples.unlink(missing_ok=True)
+        self._write("metrics.jsonl", [])
+
+    def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._folder is None:
+            return
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("a", encoding="utf-8", errors="backslashreplace")
+        self._files[name].writelines(encode_line(row) for row in rows)
+        self._files[name].flush()
+
+    def log(
+        self, metrics: Mapping[str, float], *, step: int, episodes: int | None = None, tokens: int | None = None
+    ) -> None:
+        """Writes one line. Several lines may share a step; log a step before its checkpoint is saved.
+
+        For the step from which a stage resumes, names that the file already has are skipped: a stage that was killed after
+        that step's checkpoint logs them again.
+
+        Values are numbers or one-element tensors. `time/elapsed_s` is added. A value that is not finite is
+        written as null, with one warning per name, so that the file stays valid JSON.
+        Raises: ValueError if the table of metrics lacks a name.
+        """
+        check_names(metrics)
+        if step == self._resume_step and self._kept:
+            metrics = {name: value for name, value in metrics.items() if name not in self._kept}
+            if not metrics:
+                return
+        row: dict[str, float | None] = {"progress/step": int(step)}
+        # A second line of a step, such as an evaluation, has the same value on every axis.
+        row |= self._axes if self._axes.get("progress/step") == step else {}
+        if episodes is not None:
+            row["progress/episodes"] = int(episodes)
+        if tokens is not None:
+            row["progress/tokens"] = int(tokens)
+        self._axes = cast("dict[str, float]", dict(row))
+        row["time/elapsed_s"] = round(time.monotonic() - self._started, 3)
+        row |= {name: self._finite(name, value) for name, value in derive(metrics).items()}
+        self._write("metrics.jsonl", [row])
+        if self._view is not None:
+            self._view.call("log", {name: value for name, value in row.items() if value is not None}, step)
+
+    def _finite(self, name: str, value: Any) -> float | None:
+        value = float(value)
+        if math.isfinite(value):
+            return float(value)
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning("%s is %s: written as null (only one warning per name)", name, value)
+        return None
+
+    def samples(self, step: int, rows: Rows) -> None:
+        """Writes generated text, one row per response: the table that grows while the policy changes.
+
+        Give the same held-out prompts each time, by `id`. Keys: id, prompt, response; score; kl, nats of the whole
+        response; length, response tokens; parts, {name: number} that the score is made of; gold, the judge's own
+        parts; tokens and kl_tokens, lists of the response's tokens as text and of logp - logp_ref for each, which
+        the report shades. All except the first three may be missing.
+        Raises: ValueError if a row lacks id, prompt or response, or its tokens and kl_tokens differ in number.
+        """
+        for row in rows:
+            missing = [key for key in SAMPLE_KEYS if key not in row]
+            if missing:
+                raise ValueError(f"samples at step {step}: a row lacks {', '.join(missing)}")
+            if len(row.get("tokens") or ()) != len(row.get("kl_tokens") or ()):
+                raise ValueError(f"samples at step {step}: tokens and kl_tokens must be as many")
+        if step == self._resume_step:
+            rows = [row for row in rows if str(row["id"]) not in self._kept_samples]
+        full = [{"step": int(step), "score": None, "kl": None} | self._clean("samples", row) for row in rows]
+        if self._with_samples:
+            self._write("samples.jsonl", full)
+        if self._view is not None:
+            self._view.call("samples", full, step)
+
+    def _clean(self, name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._clean(f"samples: {key}", one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._clean(name, one) for one in value]
+        return value if value is None or isinstance(value, str | int) else self._finite(name, value)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Shows a small table in the view; on disk it belongs to the stage's own results."""
+        if self._view is not None:
+            self._view.call("table", name, columns, rows)
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        """Shows the stage's final numbers in the view; on disk they belong to stage.json, which the stage writes.
+
+        Raises: ValueError if the table of metrics lacks a name.
+        """
+        check_names(values)
+        if self._view is not None:
+            self._view.call("summary", {name: float(value) for name, value in values.items()})
+
+    def finish(self, failed: bool = False) -> None:
+        """Closes everything; a second call does nothing."""
+        for file in self._files.values():
+            file.close()
+        view, self._folder, self._view = self._view, None, None
+        if view is not None:
+            view.finish(failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self.finish(failed=kind is not None)
+
+
+def make_tracker(
+    kind: Kind,
+    *,
+    folder: Path,
+    run: str,
+    stage: str,
+    config: dict[str, Any],
+    resume_step: int = 0,
+    project: str = "rlhf",
+) -> Tracker:
+    """Opens the records of one stage.
+
+    folder: of the stage; metrics.jsonl, samples.jsonl and wandb/ or tensorboard/ are written to it. "off" writes
+        metrics.jsonl alone, "silent" nothing.
+    resume_step: the step of the checkpoint that training goes on from. Lines after it are dropped, since
+        they will be written again; 0 empties the files.
+    W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
+    keeps its run id over a resume. Its failures give one warning and stop nothing.
+    Raises: UserError for an unknown kind, and for tensorboard if the package is missing.
+    """
+    if kind not in get_args(Kind):
+        raise UserError(f"tracking: got {kind!r}, want wandb, tensorboard, jsonl or off: set tracking to one of them")
+    if kind == "silent":
+        return Tracker(None, 0)
+    if kind == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(
+            "tracking=tensorboard: the package tensorboard is not installed: run pip install 'rlhf-recipe[tensorboard]', "
+            "or set tracking=jsonl"
+        )
+
+    def view() -> Background:
+        if kind == "tensorboard":
+            start = lambda: Tensorboard(folder, stage, config, resume_step)  # noqa: E731
+            return Background("TensorBoard", start, TENSORBOARD_TIMEOUT)
+        from rlhf.runs import wandb_run
+
+        # read before this process appends to the files
+        metrics = [row for row in read_jsonl(folder / "metrics.jsonl") if isinstance(row.get("progress/step"), int)]
+        samples = [row for row in read_jsonl(folder / "samples.jsonl") if isinstance(row.get("step"), int)]
+        return Background(
+            "Weights & Biases",
+            lambda: wandb_run.WandbRun(folder, run, stage, config, project, (metrics, samples)),
+            # a stage may end before W&B has started, so the wait covers both
+            wandb_run.init_timeout() + wandb_run.finish_timeout() + FINISH_MARGIN,
+        )
+
+    return Tracker(folder, resume_step, view if kind in ("wandb", "tensorboard") else None, with_samples=kind != "off")
+
+
+class Tensorboard:
+    """Event files under folder/tensorboard. A resumed stage makes TensorBoard drop the steps that are written again."""
+
+    def __init__(self, folder: Path, stage: str, config: Mapping[str, Any], resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        home = folder / "tensorboard"
+        if resume_step == 0:
+            for old in home.glob("events.out.tfevents.*"):
+                old.unlink()
+        purge = {"purge_step": resume_step + 1} if resume_step > 0 else {}
+        self._writer: Any = SummaryWriter(str(home), **purge)
+        charts = {chart.title: ["Multiline", [metric_pattern(chart.metrics)]] for chart in CHARTS.get(stage, ())}
+        if charts:
+            self._writer.add_custom_scalars({stage: charts})
+        lines = [f"    {key}: {value}" for key, value in config.items() if not isinstance(value, Mapping)]
+        self._writer.add_text("config", "\n".join(lines), resume_step)
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        for name, value in row.items():
+            if name != "progress/step":
+                self._writer.add_scalar(name, value, step)
+
+    def samples(self, rows: Rows, step: int) -> None:
+        for number, row in enumerate(rows):
+            text = "\n\n".join(f"{key}\n\n" + _as_code(row.get(key)) for key in ("prompt", "response", "score", "kl"))
+            self._writer.add_text(f"samples/{number}", text, step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        lines = ["\t".join(columns), *("\t".join(map(str, row)) for row in rows)]
+        self._writer.add_text(name, _as_code("\n".join(lines)), 0)
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        lines = [f"{name}\t{value:.6g}" for name, value in values.items()]
+        self._writer.add_text("summary", _as_code("\n".join(lines)), 0)
+
+    def finish(self, failed: bool) -> None:
+        self._writer.close()
+
+
+def _as_code(text: Any) -> str:
+    """A block of code in Markdown, which shows model output unchanged."""
+    return "\n".join(f"    {line}" for line in str(text).splitlines())
