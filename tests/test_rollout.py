@@ -224,7 +224,7 @@ class Successor(torch.nn.Module):
     """A policy over 29 tokens that gives the successor of each token, u + 1, the probability 1/2; others share the rest."""
 
     base_model = property(lambda self: self._trunk)
-    multiplies_plainly = True
+    plain_logits = True
 
     def _trunk(self, input_ids, use_cache):
         from types import SimpleNamespace

@@ -28,7 +28,8 @@ from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, scor
 from rlhf.evaluation.statistics import Figures, interval, per_key, ratio_interval
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import TextRewardModel
-from rlhf.ppo.rewards import Episodes, Reward
+from rlhf.model.interface import Episodes
+from rlhf.ppo.rewards import Reward
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
 from rlhf.runs.sources import of_split

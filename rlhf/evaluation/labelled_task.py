@@ -16,7 +16,7 @@ from rlhf.evaluation.instructions import load_stage, models_of
 from rlhf.evaluation.statistics import Figures, wilson
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
 from rlhf.model.batching import by_length, right_pad
-from rlhf.model.trunk import context_of
+from rlhf.model.interface import context_of
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import run_folder
 from rlhf.runs.progress import progress

@@ -38,7 +38,7 @@ def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
 def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
     """Whole prompts, of similar length, with at most `size` responses together (but at least one prompt)."""
 
-    def length(item: Item) -> int:  # token rows are joined if that is faster (`hidden_at`)
+    def length(item: Item) -> int:  # token rows are joined if that is faster (`LanguageModel.hidden`)
         return joined_length(item.rows) if isinstance(item.rows[0], list) else max(map(len, item.rows))
 
     part: list[Item] = []

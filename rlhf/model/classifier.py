@@ -15,15 +15,16 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf.data.items import Answer, Encode
 from rlhf.data.records import Message
 from rlhf.errors import UserError, reading
-from rlhf.model.batching import by_length
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
+from rlhf.model.interface import Episodes, score
 from rlhf.model.loading import check_sizes, load_whole
 from rlhf.model.rendering import TextEncoder, TextRow
 
 RECORD = "text_reward.json"  # the file that identifies the folder of a TextRewardModel
-SCORED_TOGETHER = 64  # rows per forward of score_texts
+SCORED_TOGETHER = 64  # rows per forward of `score`
 
 
 class EncoderClassifier(nn.Module):
@@ -48,6 +49,8 @@ class EncoderClassifier(nn.Module):
 class TextRewardModel(nn.Module):
     """r = gain (classifier(text) - shift), for prompt and response as text. Weights float32, every dropout 0."""
 
+    reads_text = True  # see rlhf/model/interface.py
+
     def __init__(self, network: Any, tokenizer: Any, gain: float = 1.0, shift: float = 0.0):
         super().__init__()
         self.network, self.tokenizer = network, tokenizer
@@ -62,6 +65,8 @@ class TextRewardModel(nn.Module):
         known = inspect.signature(network.forward).parameters
         has_types = getattr(network.config, "type_vocab_size", 0) > 1 or self.pads_left
         self._takes_types = has_types and "token_type_ids" in known and "token_type_ids" in tokenizer.model_input_names
+        # without a pad token, transformers' decoder classifiers cannot find the end of a padded row
+        self.together = 1 if pad is None else SCORED_TOGETHER
         for module in network.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -83,6 +88,19 @@ class TextRewardModel(nn.Module):
             network.config.pad_token_id = tokenizer.pad_token_id
         return cls(network, tokenizer)
 
+    def answer_encoder(self, tokenizer: Any, room: int) -> Encode:
+        """Rows in this model's own tokens, whatever the policy's."""
+
+        def encode(prompt: Sequence[Message], answers: Sequence[Answer]) -> tuple[list[Any], list[int]]:
+            return [self.encode(prompt, *answer) for answer in answers], [self.encoder.count(a) for a, _ in answers]
+
+        return encode
+
+    def rows(self, episodes: Episodes) -> list[TextRow]:
+        """Prompts and responses as text."""
+        answers = zip(episodes.records, episodes.texts, episodes.ended.tolist(), strict=True)
+        return [self.encode(record.prompt, *answer) for record, *answer in answers]
+
     def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
         """The input row of one response."""
         return self.encoder.encode(prompt, response, ended)
@@ -103,20 +121,9 @@ class TextRewardModel(nn.Module):
         raw = (output if isinstance(output, Tensor) else output.logits).squeeze(-1).float()
         return self.gain * (raw - self.shift) if calibrated else raw
 
-    @torch.no_grad()
     def score_rows(self, rows: Sequence[TextRow], calibrated: bool = True) -> Tensor:
-        """Scores (B,) float32 on the CPU, computed in groups of similar length."""
-        was_training = self.training
-        self.eval()
-        scores = torch.zeros(len(rows))
-        device = next(self.parameters()).device
-        # without a pad token, transformers' decoder classifiers cannot find the end of a padded row
-        together = 1 if self.network.config.pad_token_id is None else SCORED_TOGETHER
-        for group in by_length([len(row) for row in rows], together):
-            inputs = {name: x.to(device) for name, x in self.collate([rows[i] for i in group]).items()}
-            scores[group] = self(**inputs, calibrated=calibrated).cpu()
-        self.train(was_training)
-        return scores
+        """See `score`."""
+        return score(self, rows, calibrated)
 
     def score_texts(
         self, prompts: list[list[Message]], responses: list[str], ended: list[bool], calibrated: bool = True

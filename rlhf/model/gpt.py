@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from rlhf.model.attention import QKNorm
 from rlhf.model.blocks import BLOCKS, make_norm
+from rlhf.model.branches import join_rows
 from rlhf.model.fused_loss import IGNORED, compute_fused_loss, is_plain
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
@@ -32,6 +33,25 @@ class GPTPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = [kind.__name__ for kind in BLOCKS.values()]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    native = plain = True  # see rlhf/model/interface.py
+
+    @property
+    def context(self) -> int:
+        return self.config.context_length
+
+    def hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Last hidden states (N, D) of the tokens in `kept` (N,), row * T + position, of right-padded tokens (B, T).
+
+        A common prefix of several rows is read only once, if that saves time.
+        """
+        trunk: Any = self.base_model
+        if len(tokens) > 1 and len(kept) and self.config.window is None:  # a window counts distances within the row
+            rows, positions = kept // tokens.shape[1], kept % tokens.shape[1]
+            if (joined := join_rows(tokens, rows, positions, self.config.width)) is not None:
+                given = {"attention_mask": joined.mask, "position_ids": joined.positions}
+                at = joined.places(rows, positions)
+                return trunk(input_ids=joined.tokens, use_cache=False, kept=at, **given).last_hidden_state
+        return trunk(input_ids=tokens, use_cache=False, kept=kept).last_hidden_state
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -197,6 +217,10 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
         )
         return result.to_tuple() if return_dict is False else result
+
+    def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Logits (N, V) after the tokens in `kept`, see `hidden`."""
+        return self.lm_head(self.hidden(tokens, kept))
 
     def _balanced(self, loss: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The loss, plus the balance loss of a pretraining forward if the model has experts."""

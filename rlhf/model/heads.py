@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from rlhf.data.items import Encode, token_encoder
 from rlhf.errors import UserError
-from rlhf.model.gpt import GPTModel
+from rlhf.model.batching import right_pad
+from rlhf.model.interface import Episodes, lm
 from rlhf.model.linear import Float32Linear
 from rlhf.model.loading import load_whole
-from rlhf.model.trunk import hidden_at
 from rlhf.ops.logprobs import mean_nats
 from rlhf.ops.masked import masked_sum
 
@@ -49,7 +51,7 @@ def without_dropout(config: Any) -> None:
 
 def first_blocks(trunk: Any, count: int) -> Any:
     """The configuration of a trunk of its first `count` blocks. Raises: UserError if the model cannot be cut so."""
-    ours = isinstance(trunk, GPTModel)
+    ours = lm(trunk).native
     if not ours or count > trunk.config.n_layer:
         has = f"{trunk.config.num_hidden_layers} blocks" + ("" if ours else " and does not run natively")
         raise UserError(f"reward.layers={count}: the model has {has}: want null, or fewer blocks of a native model")
@@ -96,6 +98,7 @@ class RewardModel(PreTrainedModel):
     base_model_prefix = "trunk"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    reads_text, together = False, 128  # see rlhf/model/interface.py
 
     def __init__(self, config: RewardConfig):
         super().__init__(config)
@@ -119,10 +122,7 @@ class RewardModel(PreTrainedModel):
         source: a folder or hub name, or a loaded model, which is left as it is. layers: how many of the trunk's first
         blocks are kept; None: all.
         """
-        if isinstance(source, PreTrainedModel):
-            trunk: Any = source.base_model
-        else:
-            trunk = load_whole(AutoModel, source, headless=True)
+        trunk: Any = load_whole(AutoModel, source, headless=True) if isinstance(source, str) else source.base_model
         model = cls(RewardConfig(trunk=trunk.config if layers is None else first_blocks(trunk, layers)))
         nn.Module.to(model, device=trunk.device, dtype=trunk.dtype)
         state = trunk.state_dict()
@@ -173,7 +173,7 @@ class RewardModel(PreTrainedModel):
     def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The head's input per response, (B, D) float32: the raw score is w . features + b. Arguments as of `forward`."""
         real, kept = self._read_places(tokens, lengths)
-        hidden = hidden_at(self.trunk, tokens, kept).float().view(*real.shape, -1)
+        hidden = lm(self.trunk).hidden(tokens, kept).float().view(*real.shape, -1)
         return torch.where(real[..., None], hidden, 0.0).sum(1) / real.sum(1, keepdim=True)
 
     def _read_places(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +192,19 @@ class RewardModel(PreTrainedModel):
 
         The value at position t depends on tokens 0…t; it is the value before token t + 1 is chosen.
         """
-        return self._score(hidden_at(self.trunk, tokens, kept), calibrated)
+        return self._score(lm(self.trunk).hidden(tokens, kept), calibrated)
+
+    def answer_encoder(self, tokenizer: Any, room: int) -> Encode:
+        """Prompt and answers in the policy's tokens; a prompt is cut from the left to leave `room` for a response."""
+        return token_encoder(tokenizer, tokenizer.model_max_length, room)
+
+    def rows(self, episodes: Episodes) -> list[list[int]]:
+        """The tokens that were sampled, after their prompt's."""
+        return [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
+
+    def collate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
+        """{"tokens": (B, T), "lengths": (B,)}; what the padding contains changes no score."""
+        return dict(zip(("tokens", "lengths"), right_pad(rows, 0), strict=True))
 
     @property
     def gain(self) -> float:

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf.errors import UserError
+from rlhf.model.interface import lm
 from rlhf.model.linear import Float32Linear
 from rlhf.model.loading import LAYER
-from rlhf.model.trunk import hidden_at, multiplies_plainly
 from rlhf.ops.logprobs import mean_nats
 from rlhf.system.files import read_json, write_json
 
@@ -39,12 +39,12 @@ class LabelModel(nn.Module):
         last = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1] + lengths - 1
         if with_lm:
             hidden = self.lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            plain = multiplies_plainly(self.lm)
+            plain = lm(self.lm).plain
             logits = self.lm.get_output_embeddings()(hidden) if plain else self.lm(tokens, use_cache=False).logits
             nats = mean_nats(logits, tokens, lengths).view(examples, -1).mean(1)
             hidden = hidden.flatten(0, 1)[last]
         else:
-            hidden, nats = hidden_at(self.lm.base_model, tokens, last), torch.zeros(examples, device=tokens.device)
+            hidden, nats = lm(self.lm).hidden(tokens, last), torch.zeros(examples, device=tokens.device)
         rows = hidden.view(examples, -1, hidden.shape[-1])  # (N, rows, D)
         scores = self.head(self.dropout(rows)).squeeze(-1) if self.choices else self.head(self.dropout(rows.sum(1)))
         return scores, nats

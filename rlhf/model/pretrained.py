@@ -16,8 +16,8 @@ from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES
 from rlhf.errors import UserError, reading
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
 from rlhf.model.convert import from_transformers, why_not_native
+from rlhf.model.interface import lm
 from rlhf.model.loading import check_finite
-from rlhf.model.trunk import multiplies_plainly
 from rlhf.system.files import read_json, sha256_file
 from rlhf.system.terminal import say
 
@@ -74,7 +74,7 @@ def adopt(
         "licence": checkpoint.licence,
         "sha256": {path.name: sha256_file(path) for path in checkpoint.weight_files()},
         "native": not reason,
-        "plain_logits": multiplies_plainly(model),
+        "plain_logits": lm(model).plain,
         "end_token_ids": ends,
         "context": getattr(model.config, "max_position_embeddings", None),
         "notes": notes,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
-from rlhf.model.trunk import hidden_at
+from rlhf.model.interface import lm
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.ppo.rollout import before_responses, response_logprobs, unpacked
 from rlhf.runs.stage import Stage
@@ -50,7 +50,7 @@ class ActorCritic(nn.Module):
         starts (B,): the prompts' lengths; mask (B, A). None for what is not requested, and for values without a critic.
         """
         before = before_responses(starts, tokens.shape[1], mask)  # (N,)
-        hidden = hidden_at(self.policy.base_model, tokens, before) if self.shared else None  # (N, D)
+        hidden = lm(self.policy).hidden(tokens, before) if self.shared else None  # (N, D)
         logp = entropies = values = None
         if with_policy:
             where = tokens, starts, mask

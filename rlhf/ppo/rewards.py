@@ -4,28 +4,17 @@ A source is called with `Episodes` and returns scores (B,) float32.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
+from rlhf.model.interface import Episodes
 from rlhf.ops.ppo import apply_missing_eos
 from rlhf.system.plugins import load_named
-
-
-class Episodes(NamedTuple):
-    """B prompts with one response each, as tokens and as text."""
-
-    records: list[PromptRecord]
-    prompts: list[list[int]]
-    responses: list[list[int]]
-    texts: list[str]  # responses without their end token
-    ended: Tensor  # (B,) bool
-
 
 Reward = Callable[[Episodes], Tensor]
 

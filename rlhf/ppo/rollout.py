@@ -15,7 +15,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.engines.sampler import Samples
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.fused_loss import is_plain
-from rlhf.model.trunk import hidden_at, logits_at, multiplies_plainly
+from rlhf.model.interface import lm
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.ppo.rewards import Episodes, Reward, score_by_token
@@ -88,13 +88,14 @@ def response_logprobs(
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
     chosen = tokens.flatten()[before + 1]
-    plain, head = multiplies_plainly(policy), policy.get_output_embeddings()
+    model, head = lm(policy), policy.get_output_embeddings()
+    plain = model.plain
     if hidden is None and plain:
-        hidden = hidden_at(policy.base_model, tokens, before)
+        hidden = model.hidden(tokens, before)
     if hidden is not None and plain and is_plain(head):
         logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
     else:
-        logits = head(hidden) if plain else logits_at(policy, tokens, before)  # (N, V)
+        logits = head(hidden) if plain else model.logits(tokens, before)  # (N, V)
         logp = token_logprobs(logits, chosen)
         entropies = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
     return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)

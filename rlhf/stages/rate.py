@@ -23,7 +23,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.best_of import QUALITIES, Rater, encode_ratings
 from rlhf.gold.labelers import Labeler, says_yes
 from rlhf.gold.truth import Truth, need_truth
-from rlhf.model.trunk import context_of
+from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.inputs import read_comparisons, read_demonstrations
 from rlhf.runs.sources import hash_sources, of_split

@@ -41,8 +41,8 @@ from rlhf.evaluation.scoring import (
 from rlhf.evaluation.verdict import decide, describe_audit
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel
+from rlhf.model.interface import lm
 from rlhf.model.loading import load_whole
-from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.inputs import read_comparisons, read_demonstrations
@@ -166,7 +166,7 @@ def make_model(config: Config, start: Path | None = None) -> Any:
         model = TextRewardModel.from_base(settings.model)
     if settings.lm_coef:
         policy = load_policy(sft)
-        if not multiplies_plainly(policy):
+        if not lm(policy).plain:
             raise UserError(f"reward.lm_coef={settings.lm_coef}: this model scales or caps its logits: want 0")
         if not policy.config.tie_word_embeddings:  # the SFT model's own, since the reward model has none
             model.unembedding = (policy.get_output_embeddings().requires_grad_(False),)

@@ -25,8 +25,8 @@ from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.blocks import Block
 from rlhf.model.fused_loss import IGNORED
+from rlhf.model.interface import context_of
 from rlhf.model.ragged import RaggedLoss
-from rlhf.model.trunk import context_of
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.inputs import read_demonstrations

@@ -18,9 +18,9 @@ from rlhf.cpu.products import by_torch_alone, onednn_product
 from rlhf.engines.choosing import Choice, make_uniforms
 from rlhf.engines.sampler import _sample_transformers, sample
 from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model.interface import lm
 from rlhf.model.packed import packed_weights
 from rlhf.model.ragged import ragged_loss
-from rlhf.model.trunk import hidden_at
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ppo.rollout import response_logprobs
 from tests.presets import preset
@@ -141,7 +141,7 @@ def test_hidden_states_of_the_last_tokens_beat_those_of_all():
         hidden.flatten(0, 1).index_select(0, last).sum().backward()
 
     def fast() -> None:
-        hidden_at(shallow, tokens, last).sum().backward()
+        lm(shallow).hidden(tokens, last).sum().backward()
 
     assert speed_up(plain, fast) > 1.12
 

@@ -13,7 +13,7 @@ from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel
 from rlhf.model import masks as gpt_masks
 from rlhf.model.attention import SHORT, Attention, attend
 from rlhf.model.convert import from_transformers
-from rlhf.model.trunk import hidden_at
+from rlhf.model.interface import lm
 from tests.model.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.presets import preset
 
@@ -397,7 +397,7 @@ def states_and_gradients(model: GPTForCausalLM, tokens: torch.Tensor, weights: t
     if whole:
         hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)[KEPT]
     else:
-        hidden = hidden_at(model.model, tokens, KEPT)
+        hidden = lm(model.model).hidden(tokens, KEPT)
     (hidden * weights).sum().backward()
     return hidden.detach(), [p.grad.clone() for p in model.model.parameters()]
 
@@ -422,7 +422,7 @@ def test_the_last_block_computes_only_the_tokens_that_are_asked_for():
     model, rows = make("gpt2"), []
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
-    hidden_at(model.model, random_tokens(3, 12), KEPT)
+    lm(model.model).hidden(random_tokens(3, 12), KEPT)
     assert rows == [36, len(KEPT)]
 
 
@@ -430,12 +430,12 @@ def test_hidden_states_of_some_tokens_of_another_trunk(pair):
     theirs, ours = pair
     tokens = random_tokens(3, 12)
     with torch.no_grad():
-        found, expected = hidden_at(theirs.base_model, tokens, KEPT), hidden_at(ours.model, tokens, KEPT)
+        found, expected = lm(theirs.base_model).hidden(tokens, KEPT), lm(ours.model).hidden(tokens, KEPT)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_no_token_asked_for_has_a_gradient_of_zero():
     model = make("gpt2").train()
-    hidden = hidden_at(model.model, random_tokens(2, 5), torch.zeros(0, dtype=torch.int64))
+    hidden = lm(model.model).hidden(random_tokens(2, 5), torch.zeros(0, dtype=torch.int64))
     hidden.sum().backward()
     assert hidden.shape == (0, 32) and all(not p.grad.any() for p in model.model.parameters())

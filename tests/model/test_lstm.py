@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rlhf.model  # noqa: F401 (registers it)
+from rlhf.model.interface import lm
 from rlhf.model.lstm import LSTMConfig, LSTMForCausalLM
-from rlhf.model.trunk import multiplies_plainly
 from rlhf.ops.logprobs import token_logprobs
 
 
@@ -35,6 +35,6 @@ def test_loss_and_reading_back(model, tmp_path):
     tokens = torch.randint(0, 300, (2, 12))
     found = model(tokens, labels=tokens)
     wanted = -token_logprobs(found.logits[:, :-1], tokens[:, 1:]).mean()
-    assert found.loss.item() == pytest.approx(wanted.item(), abs=1e-5) and multiplies_plainly(model)
+    assert found.loss.item() == pytest.approx(wanted.item(), abs=1e-5) and lm(model).plain
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, found.logits)

@@ -15,8 +15,8 @@ from rlhf.engines.sampler import sample, stream
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
 from rlhf.model.checkpoint import read_checkpoint
+from rlhf.model.interface import lm
 from rlhf.model.pretrained import adopt
-from rlhf.model.trunk import hidden_at, logits_at, multiplies_plainly
 from rlhf.ppo.rollout import response_logprobs
 from tests.model.chats import make_tokenizer
 from tests.model.checkpoints import make_checkpoint
@@ -199,11 +199,11 @@ def test_logits_that_are_no_plain_product_come_from_the_models_own_forward(kind)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
-    assert multiplies_plainly(model) == (kind == "plain")
+    assert lm(model).plain == (kind == "plain")
     tokens = TOKENS % 61
     kept = torch.tensor([3, 25])
-    product = model.get_output_embeddings()(hidden_at(model.base_model, tokens, kept))
-    assert torch.allclose(product, logits_at(model, tokens, kept), atol=1e-4) == (kind == "plain")
+    product = model.get_output_embeddings()(lm(model).hidden(tokens, kept))
+    assert torch.allclose(product, lm(model).logits(tokens, kept), atol=1e-4) == (kind == "plain")
     mask = torch.ones(2, 5, dtype=torch.bool)
     logp, _ = response_logprobs(model, tokens, torch.tensor([10, 10]), mask)
     expected = torch.log_softmax(model(tokens).logits[:, 9:14], -1).gather(-1, tokens[:, 10:15, None])[..., 0]

@@ -1,0 +1,144 @@
+"""What the rest of the package asks of a model, whatever its class: `lm(model)` of a causal language model, and `RewardSource`
+of a reward model.
+
+Our GPT and RewardModel implement it themselves; `Foreign` gives it to any of transformers' causal language models, and
+TextRewardModel to any of its classifiers. Nothing else depends on the class of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf.model.batching import by_length
+
+if TYPE_CHECKING:
+    from rlhf.data.items import Encode
+    from rlhf.data.records import PromptRecord
+
+
+class LanguageModel(Protocol):
+    """A causal language model, or its trunk."""
+
+    native: bool  # our GPT: the sampler's cache, `kept` and `skip_logits` exist
+    plain: bool  # logits are the unembedding's product with the last hidden states, and nothing more
+
+    @property
+    def context(self) -> int | None:
+        """The longest row in tokens; None if its configuration does not state it."""
+
+    def hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Last hidden states (N, D) of the tokens that `kept` (N,) names by row * T + position.
+
+        tokens (B, T), right-padded, so that causal attention hides padding from every real token.
+        """
+
+    def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Logits (N, V) after the tokens in `kept`."""
+
+
+def lm(model: Any) -> LanguageModel:
+    """The interface of a causal language model or of a trunk, bare or inside an engine."""
+    bare = getattr(model, "module", model)
+    return bare if hasattr(bare, "native") else Foreign(bare)
+
+
+class Foreign:
+    """The interface of transformers' classes."""
+
+    native = False
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    @property
+    def context(self) -> int | None:
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def plain(self) -> bool:
+        """Models with soft-capping (Gemma 2) or logit scales (Cohere, Granite) are not; measured once, with three tokens."""
+        model = self.model
+        if (known := getattr(model, "plain_logits", None)) is not None:
+            return known
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            tokens = torch.tensor([[0, 1, 2]], device=model.device)
+            logits = model(input_ids=tokens, use_cache=False).logits
+            hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            product = model.get_output_embeddings()(hidden)
+        model.train(was_training)
+        model.plain_logits = bool(torch.allclose(product.float(), logits.float(), rtol=1e-4, atol=1e-5))
+        return model.plain_logits
+
+    def hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """All tokens go through the trunk."""
+        output = self.model.base_model(input_ids=tokens, use_cache=False)
+        return output.last_hidden_state.flatten(0, 1).index_select(0, kept)
+
+    def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """By the model's own forward, with its scaling or capping, unless the product is enough."""
+        if self.plain:
+            return self.model.get_output_embeddings()(self.hidden(tokens, kept))
+        return self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).index_select(0, kept)
+
+
+def context_of(model: Any, tokenizer: Any) -> int:
+    """The model's context in tokens; if its configuration does not state it, the tokenizer's maximum length."""
+    return lm(model).context or tokenizer.model_max_length
+
+
+# ------------------------------------------------------------------------------------------------ reward models
+
+
+class Episodes(NamedTuple):
+    """B prompts with one response each, as tokens and as text."""
+
+    records: list[PromptRecord]
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    texts: list[str]  # responses without their end token
+    ended: Tensor  # (B,) bool
+
+
+class RewardSource(Protocol):
+    """A reward model: texts or sampled responses to rows, rows to a batch, a batch to scores.
+
+    A row is what the model reads of one prompt and response: token ids of the policy's tokenizer, or of its own. `forward` takes
+    a batch and `calibrated`, and returns scores (B,).
+    """
+
+    reads_text: bool  # has a tokenizer of its own
+    together: int  # most rows of a batch in `score`
+    gain: float
+    shift: float
+
+    def answer_encoder(self, tokenizer: Any, room: int) -> Encode:
+        """Makes rows of texts; `tokenizer` is the policy's, `room` the tokens that are left for a response."""
+
+    def rows(self, episodes: Episodes) -> list[Any]:
+        """A row per sampled response."""
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """The batch of these rows: arguments of `forward`."""
+
+    def calibrate(self, gain: float, shift: float) -> None:
+        """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""
+
+
+@torch.no_grad()
+def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
+    """Scores (B,) float32 on the CPU of rows, in groups of similar length. model: a `RewardSource`, bare or inside an engine."""
+    bare: Any = getattr(model, "module", model)
+    was_training, device = model.training, next(bare.parameters()).device
+    model.eval()
+    scores = torch.zeros(len(rows))
+    for group in by_length([len(row) for row in rows], bare.together):
+        batch = {name: x.to(device) for name, x in bare.collate([rows[i] for i in group]).items()}
+        scores[group] = model(**batch, calibrated=calibrated).float().cpu()
+    model.train(was_training)
+    return scores
