@@ -17,9 +17,9 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.runs.inputs import read_prompts
 from rlhf.runs.progress import progress
 from rlhf.runs.run_files import parse_line
+from rlhf.runs.sources import read_prompts
 from rlhf.system.files import held, writing
 from rlhf.system.terminal import say
 

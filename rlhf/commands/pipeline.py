@@ -116,7 +116,7 @@ def check_before(config: Config) -> None:
 def read_labels(config: Config) -> None:
     """Read the user's data files, so that a bad line is reported now and not after pretraining."""
     from rlhf.data.items import check_labelers, names_of
-    from rlhf.runs.inputs import read_comparisons, read_demonstrations, read_prompts
+    from rlhf.runs.sources import read_comparisons, read_demonstrations, read_prompts
 
     data = config.data
     if data.demonstrations is not None:

@@ -14,9 +14,8 @@ from rlhf.data.splits import prompt_key
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.runs.inputs import read_comparisons, read_prompts
 from rlhf.runs.progress import progress
-from rlhf.runs.sources import data_source, of_split
+from rlhf.runs.sources import data_source, of_split, read_comparisons, read_prompts
 from rlhf.system.files import held, read_json, replaced, sha256_file, write_json
 from rlhf.system.terminal import say
 

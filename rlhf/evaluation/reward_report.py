@@ -34,8 +34,7 @@ from rlhf.evaluation.statistics import Figures, per_key, ratio_interval, show
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
 from rlhf.runs.folders import read_stage, stage_folder
-from rlhf.runs.inputs import read_comparisons, read_demonstrations
-from rlhf.runs.sources import of_split
+from rlhf.runs.sources import of_split, read_comparisons, read_demonstrations
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
 HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; larger gaps are in the last bin

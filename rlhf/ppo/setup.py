@@ -32,8 +32,14 @@ from rlhf.ppo.ptx import PretrainingBlocks
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, Reward, TextReward
 from rlhf.ppo.rollout import Prompts, Rollout, score_responses
 from rlhf.runs.folders import check_output, read_stage, stage_folder
-from rlhf.runs.inputs import read_comparisons, read_prompts
-from rlhf.runs.sources import of_split, reward_folder, reward_model_folder, reward_sources
+from rlhf.runs.sources import (
+    of_split,
+    read_comparisons,
+    read_prompts,
+    reward_folder,
+    reward_model_folder,
+    reward_sources,
+)
 from rlhf.runs.stage import Stage
 from rlhf.system.plugins import is_function
 from rlhf.system.processes import Ranks

@@ -19,7 +19,7 @@ from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, full_disk, prune_checkpoints
 from rlhf.runs.folders import collect_parents, differences, hash_of, read_stage, run_folder, settings_of, stage_folder
-from rlhf.runs.lineage import git_state
+from rlhf.runs.records import git_state
 from rlhf.system.files import (
     DISK_ERRORS,
     beside,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.runs.charts import TABLES
-from rlhf.runs.lineage import tracking_config
 from rlhf.runs.metrics import X_AXES
+from rlhf.runs.records import tracking_config
 from rlhf.runs.trackers import Background, Rows
 
 logger = logging.getLogger(__name__)

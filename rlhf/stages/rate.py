@@ -25,8 +25,7 @@ from rlhf.gold.labelers import Labeler, says_yes
 from rlhf.gold.truth import Truth, need_truth
 from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.inputs import read_comparisons, read_demonstrations
-from rlhf.runs.sources import hash_sources, of_split
+from rlhf.runs.sources import hash_sources, of_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import open_stage
 from rlhf.stages.sft import load_with_dropout, make_trainer
 from rlhf.system.processes import Ranks

@@ -45,9 +45,8 @@ from rlhf.model.interface import lm
 from rlhf.model.loading import load_whole
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
-from rlhf.runs.inputs import read_comparisons, read_demonstrations
 from rlhf.runs.metrics import Sums
-from rlhf.runs.sources import hash_sources, of_split
+from rlhf.runs.sources import hash_sources, of_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json
 from rlhf.system.processes import Ranks

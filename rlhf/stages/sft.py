@@ -29,8 +29,7 @@ from rlhf.model.interface import context_of
 from rlhf.model.ragged import RaggedLoss
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.inputs import read_demonstrations
-from rlhf.runs.sources import hash_sources, of_split
+from rlhf.runs.sources import hash_sources, of_split, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, save_output

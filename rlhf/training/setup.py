@@ -18,7 +18,7 @@ from rlhf.data.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.errors import UserError, reading
 from rlhf.model.half import hold_frozen
 from rlhf.model.loading import load_whole
-from rlhf.runs.lineage import tracking_config
+from rlhf.runs.records import tracking_config
 from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import Tracker, make_tracker
 from rlhf.system.processes import connect

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.runs.lineage import git_state, tracking_config
+from rlhf.runs.records import git_state, tracking_config
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.trackers import make_tracker
 from rlhf.runs.wandb_run import choose_mode, columns_of, flatten_sample
