@@ -1,0 +1,139 @@
+"""`rlhf watch`: a run followed by another process: what is new, what is left to do, and when it has ended."""
+
+import fcntl
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.commands.watch import draw_screen, follow, is_locked, look, sparkline
+from rlhf.errors import UserError
+
+
+def write_stage(run: Path, name: str, status: str, logged: int = 0, **record: Any) -> Path:
+    folder = run / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stage.json").write_text(json.dumps({"stage": name, "status": status} | record))
+    rows = [
+        {
+            "progress/step": i,
+            "time/elapsed_s": 3.0 * i,
+            "objective/scores": 0.1 * i,
+            "objective/kl": 0.5 * i,
+            "rollout/response_len": 20.0,
+        }
+        for i in range(1, logged + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """As a stage that runs holds it."""
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_a_line_tells_step_time_left_and_figures(tmp_path: Path) -> None:
+    folder = write_stage(tmp_path, "ppo", "running", logged=4)
+    with locked(folder):
+        assert is_locked(folder / ".lock")
+        (stage,) = look(tmp_path)
+        assert str(stage) == "ppo: running  update 4  reward 0.4  KL 2  length 20", "no guess without a known length"
+        write_stage(tmp_path, "ppo", "running", logged=4, steps=10)
+        (stage,) = look(tmp_path)
+        # 6 of 10 updates left at 3 s each.
+        assert str(stage) == "ppo: running  update 4/10 (40%)  18 s left  reward 0.4  KL 2  length 20"
+        shown = draw_screen(tmp_path, [stage], 60)
+        assert "◐ ppo" in shown[0] and any(text.startswith("━" * 22 + "─") for text in shown)  # 40% of 56
+        assert any(text.startswith("KL") and "▁" in text and "0.5 → 2" in text for text in shown)
+        assert max(map(len, shown)) <= 60
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"progress/step": 5, "objective/kl": 3}\n{"progress/step": 6, "obj')  # half a line
+        assert look(tmp_path)[0].step == 5
+    assert str(look(tmp_path)[0]).startswith("ppo: stopped")
+
+
+def test_a_sparkline_by_hand() -> None:
+    assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, 3.0, 0.0, 8.0], 2) == "▁█"  # means 2 and 4
+    assert sparkline([5.0, 5.0], 10) == "▁▁"
+
+
+def test_a_finished_run_is_told_and_left_at_once(tmp_path: Path) -> None:
+    write_stage(tmp_path, "sft", "complete", logged=3, seconds=75.0)
+    write_stage(tmp_path, "ppo", "complete", logged=10, seconds=30.0)
+    (tmp_path / "pipeline.json").write_text("{}")
+    out = io.StringIO()
+    started = time.monotonic()
+    follow(tmp_path, 0.05, True, out, live=False)
+    assert time.monotonic() - started < 2
+    assert out.getvalue().splitlines() == [
+        "sft: complete  step 3  1:15 min",
+        "ppo: complete  update 10  30 s  reward 1  KL 5  length 20",
+    ]
+
+
+def test_a_run_that_stopped_is_an_error_that_says_so(tmp_path: Path) -> None:
+    write_stage(tmp_path, "ppo", "running", logged=4)
+    with pytest.raises(UserError, match="ppo stopped at step 4 and no process works on it"):
+        follow(tmp_path, 0.02, True, io.StringIO(), live=False, patience=0.1)
+    follow(tmp_path, 0.02, False, io.StringIO(), live=False)  # a look, no waiting
+
+
+def test_the_live_view_is_drawn_over_itself(tmp_path: Path) -> None:
+    write_stage(tmp_path, "ppo", "complete", logged=10, seconds=30.0)
+    out = io.StringIO()
+    follow(tmp_path, 0.02, True, out, live=True, patience=0.1)
+    assert "\x1b[5A" in out.getvalue(), "the five lines are written again over the first ones"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_it_follows_a_run_from_another_process_to_its_end_or_an_interrupt(tmp_path: Path, interrupted: bool) -> None:
+    run = tmp_path / "x"
+    folder = write_stage(run, "ppo", "running", logged=1)
+    with locked(folder):
+        watcher = subprocess.Popen(
+            [sys.executable, "-m", "rlhf", "watch", "run=x", f"runs_dir={tmp_path}", "watch.every_seconds=0.05"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            # who runs the tests in the background has SIGINT ignored, which children inherit
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        assert watcher.stdout is not None
+        assert watcher.stdout.readline().startswith("ppo: running  update 1")
+        if interrupted:
+            watcher.send_signal(signal.SIGINT)
+        else:
+            write_stage(run, "ppo", "complete", logged=10, seconds=30.0)
+    (run / "pipeline.json").write_text("{}")
+    told, complaint = watcher.communicate(timeout=20)
+    assert watcher.returncode == 0 and complaint == ""
+    assert interrupted or "ppo: complete  update 10" in told
+
+
+def test_labelling_rounds_before_the_last_are_followed_too(tmp_path: Path) -> None:
+    run = tmp_path / "x"
+    write_stage(run, "sft", "complete", seconds=9.0)
+    assert [stage.title for stage in look(run)] == ["sft"]
+    write_stage(tmp_path / "x-round-1", "label", "complete", seconds=4.0)
+    ppo = write_stage(tmp_path / "x-round-1", "ppo", "running", logged=5)
+    (tmp_path / "x-round-two").mkdir()
+    with locked(ppo):
+        stages = look(run)
+        assert str(stages[-1]).startswith("x-round-1/ppo: running  update 5  reward 0.5")
+        assert draw_screen(run, stages, 100)[0] == "x  ● sft → ● x-round-1/label → ◐ x-round-1/ppo"
+    write_stage(run, "label", "complete", seconds=4.0)
+    assert [stage.title for stage in look(run)] == ["sft", "x-round-1/label", "x-round-1/ppo", "label"]
