@@ -136,7 +136,8 @@ class LoadedRun:
             raise UserError(
                 f"score: {len(prompts)} prompts for {len(responses)} responses: give one response per prompt"
             )
-        from rlhf.evaluation.scoring import item_encoder, score_rows
+        from rlhf.evaluation.scoring import item_encoder
+        from rlhf.model.interface import score
 
         model, rows = self.reward_model(), []
         self._config.rollout.max_new_tokens = self.max_new_tokens("reward")
@@ -147,7 +148,7 @@ class LoadedRun:
                 raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
             rows += encoded[0]
         with inference(self._config, self.device):
-            return score_rows(model, rows, self.tokenizer.pad_token_id, self.device).tolist()  # type: ignore[arg-type]
+            return score(model, rows).tolist()
 
     def _checked(self, stage: str) -> Path:
         folder = stage_folder(self._config, stage)

@@ -24,11 +24,10 @@ from rlhf.evaluation.attacks import ATTACKS, Material, collect_material
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
 from rlhf.evaluation.policies import judge_rows, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
-from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, score_rows, share, unwrapped
+from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, share, unwrapped
 from rlhf.evaluation.statistics import Figures, interval, per_key, ratio_interval
 from rlhf.gold.truth import make_truth
-from rlhf.model.classifier import TextRewardModel
-from rlhf.model.interface import Episodes
+from rlhf.model.interface import Episodes, score
 from rlhf.ppo.rewards import Reward
 from rlhf.ppo.rollout import response_logprobs
 from rlhf.ppo.setup import make_reward
@@ -103,15 +102,11 @@ class Audited:
 
     def scores(self, rows: Sequence[Any]) -> list[float]:
         """Calibrated scores of rows from the item encoder."""
-        return score_rows(self.model, rows, self.tokenizer.pad_token_id, self.device).tolist()
+        return score(self.model, rows).tolist()
 
     def reward(self, episodes: Episodes) -> torch.Tensor:
         """The reward model as a source of rewards."""
-        model = self.reward_model
-        if isinstance(model, TextRewardModel):
-            answers = zip(episodes.records, episodes.texts, episodes.ended.tolist(), strict=True)
-            return torch.tensor(self.scores([model.encode(record.prompt, *answer) for record, *answer in answers]))
-        return torch.tensor(self.scores([p + r for p, r in zip(episodes.prompts, episodes.responses, strict=True)]))
+        return score(self.model, self.reward_model.rows(episodes))
 
 
 def audit_reward_model(config: Config, models: Audited, records: Sequence[Ranking], strangers: set[str]) -> Audit:
@@ -120,7 +115,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     rng = random.Random(f"audit-{config.seed}")
     dev = sample_prompts(of_split(config, records, "dev"), limit * PROMPTS_PER_PAIR, rng)
     encode = item_encoder(config, models.reward_model, models.tokenizer)
-    items, scores = score_held_out(dev, encode, models.model, models.tokenizer.pad_token_id, models.device)
+    items, scores = score_held_out(dev, encode, models.model)
     figures = comparison_figures(
         records, {name for name in judged if name in strangers}, (items, scores), models.reward_model.gain
     )

@@ -182,8 +182,7 @@ def compare_policies(
     answers = {name: given for name, given in answers.items() if not name.startswith("base")}
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out = evaluate_reward_model(config, judge, tokenizer, device)
-    pad = tokenizer.pad_token_id
-    scores = {name: score_answers_by(judge, given, records, pad, device) for name, given in answers.items()}
+    scores = {name: score_answers_by(judge, given, records) for name, given in answers.items()}
     return {
         "held_out": {key: held_out[key] for key in HELD_OUT},
         "scores": {name: interval([sum(row) / len(row) for row in rows]) for name, rows in scores.items()},

@@ -18,7 +18,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
 from rlhf.evaluation.statistics import Figures, figure, per_key, show, sum_by
-from rlhf.model.classifier import TextRewardModel, load_reward_model
+from rlhf.model.classifier import load_reward_model
 from rlhf.model.half import hold_frozen
 from rlhf.runs.folders import check_output
 from rlhf.runs.sources import reward_folder, reward_model_folder
@@ -38,7 +38,7 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
     if name is None:
         check_output(folder, "reward")
     model = hold_frozen(config, load_reward_model(reward_model_folder(folder), device), device)
-    tokenizer = model.tokenizer if isinstance(model, TextRewardModel) else load_tokenizer(reward_model_folder(folder))
+    tokenizer = model.tokenizer if model.reads_text else load_tokenizer(reward_model_folder(folder))
     records, info = load_comparisons(config.evaluate.pairs, config.data.format, config.data.allow_partial)
     for line in info.describe():
         say(f"evaluate: {line}")
@@ -49,7 +49,7 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
             f"evaluate.pairs={config.evaluate.pairs}: no pair of different answers whose prompt fits the model: "
             "give other files"
         )
-    scores = score_each(model, items, tokenizer.pad_token_id, device)
+    scores = score_each(model, items)
     return {"model": str(folder), "left_out": len(records) - len(items)} | pair_figures(items, scores)
 
 

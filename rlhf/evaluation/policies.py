@@ -110,8 +110,7 @@ def score_answers(
     names = [name for name in answers if not name.startswith("base")]
     scores, rewards = {}, {}
     if reward_model is not None:
-        pad = tokenizer.pad_token_id
-        scores = {name: score_answers_by(reward_model, answers[name], records, pad, device) for name in names}
+        scores = {name: score_answers_by(reward_model, answers[name], records) for name in names}
     if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, tokenizer, device)
         rewards = {name: score_by(reward, answers[name], records) for name in names}

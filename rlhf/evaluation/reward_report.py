@@ -26,13 +26,13 @@ from rlhf.evaluation.scoring import (
     held_out_labelers,
     item_encoder,
     length_scores,
-    score_demonstrations,
     score_each,
     share,
 )
 from rlhf.evaluation.statistics import Figures, per_key, ratio_interval, show
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
+from rlhf.model.interface import score
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import of_split, read_comparisons, read_demonstrations
 
@@ -51,13 +51,13 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     records = read_comparisons(config)
     strangers = check_held_out(config, records)
     encode = item_encoder(config, model, tokenizer)
-    held_out = score_held_out(of_split(config, records, "test"), encode, model, tokenizer.pad_token_id, device)
+    held_out = score_held_out(of_split(config, records, "test"), encode, model)
     results = comparison_figures(records, strangers, held_out, model.gain)
     if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
     if strangers:
         theirs = [record for record in records if record.labeler in strangers]
-        everywhere = score_held_out(theirs, encode, model, tokenizer.pad_token_id, device)
+        everywhere = score_held_out(theirs, encode, model)
         results["held_out_labelers"]["accuracy_all_prompts"] = accuracy(*everywhere) if everywhere[0] else None
     truth = make_truth(config)
     if truth is not None:
@@ -68,12 +68,10 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     return results
 
 
-def score_held_out(
-    records: Sequence[Ranking], encode: Encode, model: Any, pad: int, device: torch.device
-) -> tuple[list[Item], Scores]:
+def score_held_out(records: Sequence[Ranking], encode: Encode, model: Any) -> tuple[list[Item], Scores]:
     """Every labeler's items of these rankings, with calibrated scores."""
     joined, _ = join_rankings(records, encode)
-    return joined, score_each(model, joined, pad, device)
+    return joined, score_each(model, joined)
 
 
 def comparison_figures(
@@ -239,7 +237,7 @@ def score_distributions(
     device: torch.device,
 ) -> Figures:
     """Histograms of calibrated scores: of SFT samples (`samples`, a list per prompt), and of `unseen_demonstrations`."""
-    written = score_demonstrations(model, demonstrations[0], tokenizer, device).tolist()
+    written = score(model, model.demonstration_rows(demonstrations[0], tokenizer)).tolist()
     drawn = [score for row in samples for score in row]
     lowest, highest = min(*written, *drawn), max(*written, *drawn)
     first = max(-HISTOGRAM_END, math.floor(lowest / HISTOGRAM_STEP) * HISTOGRAM_STEP)
@@ -301,9 +299,9 @@ def compare_with_truth(config: Config, truth: Truth, items: list[Item], scores: 
     points = []
     for item, s in zip(items, scores, strict=True):
         answers = zip((parts["total"] for parts in judged_parts(truth, item)), s, strict=True)
-        for (total, score), (lower, other) in itertools.permutations(answers, 2):
+        for (total, one), (lower, other) in itertools.permutations(answers, 2):
             if total > lower + 1e-9:
-                points.append(1.0 if score > other else 0.5 if score == other else 0.0)
+                points.append(1.0 if one > other else 0.5 if one == other else 0.0)
     utilities = [labelers_mean(truth, config.gold.labeler_noise, item.record, item.answers) for item in items]
     return {
         "noise_ceiling": accuracy(items, utilities)["value"],

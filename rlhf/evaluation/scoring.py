@@ -7,32 +7,22 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.demonstrations import encode_demonstrations
-from rlhf.data.items import Answer, Encode, Item, check_labelers, names_of, token_encoder
-from rlhf.data.records import Demonstration, Message, PromptRecord, Ranking
+from rlhf.data.items import Encode, Item, check_labelers, names_of
+from rlhf.data.records import PromptRecord, Ranking
 from rlhf.evaluation.statistics import ratio_interval
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.branches import joined_length
-from rlhf.model.classifier import TextRewardModel
+from rlhf.model.interface import Episodes, score
 
 Scores = list[list[float]]  # a list per item
 
-SCORED_TOGETHER = 128  # rows per forward
 RESPONSES_TOGETHER = 64  # rows per forward of a policy's log-probs
 
 
 def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
     """The encoder of prompts and answers for this model; `tokenizer` is the policy's."""
-    if not isinstance(model, TextRewardModel):
-        context = tokenizer.model_max_length
-        return token_encoder(tokenizer, context, min(config.rollout.max_new_tokens, context // 2))
-
-    def encode(prompt: Sequence[Message], answers: Sequence[Answer]) -> tuple[list[Any], list[int]]:
-        rows = [model.encode(prompt, text, ended) for text, ended in answers]
-        return rows, [model.encoder.count(text) for text, _ in answers]
-
-    return encode
+    return model.answer_encoder(tokenizer, min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2))
 
 
 def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
@@ -55,17 +45,9 @@ def unwrapped(model: Any) -> Any:
     return getattr(model, "module", model)
 
 
-def make_inputs(model: Any, rows: Sequence[Any], pad: int) -> dict[str, Tensor]:
-    """The arguments of the model's forward for rows of items; `pad` is the policy tokenizer's."""
-    reward_model = unwrapped(model)
-    if isinstance(reward_model, TextRewardModel):
-        return reward_model.collate(rows)
-    return dict(zip(("tokens", "lengths"), right_pad(list(rows), pad), strict=True))
-
-
-def score_items(model: Any, items: list[Item], pad: int, device: torch.device) -> Tensor:
+def score_items(model: Any, items: list[Item], device: torch.device) -> Tensor:
     """Raw scores (N, K) of items with up to K answers in one forward; 0 if an item has fewer."""
-    inputs = make_inputs(model, [row for item in items for row in item.rows], pad)
+    inputs = unwrapped(model).collate([row for item in items for row in item.rows])
     flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=False)
     return by_item(items, flat)
 
@@ -101,49 +83,19 @@ def response_batches(
         yield group, (tokens.to(device), starts.to(device), mask.to(device))
 
 
-@torch.no_grad()
-def score_rows(model: Any, rows: Sequence[Any], pad: int, device: torch.device, calibrated: bool = True) -> Tensor:
-    """Scores (B,) float32 on the CPU of rows (token lists, or a classifier's inputs), in groups of similar length."""
-    model.eval()
-    scores = torch.zeros(len(rows))
-    for group in by_length([len(row) for row in rows], SCORED_TOGETHER):
-        inputs = make_inputs(model, [rows[i] for i in group], pad)
-        scores[group] = model(**{k: x.to(device) for k, x in inputs.items()}, calibrated=calibrated).float().cpu()
-    return scores
-
-
-def score_each(model: Any, items: list[Item], pad: int, device: torch.device) -> Scores:
+def score_each(model: Any, items: list[Item]) -> Scores:
     """Calibrated scores, a list per item."""
-    flat = iter(score_rows(model, [row for item in items for row in item.rows], pad, device).tolist())
+    flat = iter(score(model, [row for item in items for row in item.rows]).tolist())
     return [[next(flat) for _ in item.rows] for item in items]
 
 
-def score_answers_by(
-    model: Any, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord], pad: int, device: torch.device
-) -> Scores:
+def score_answers_by(model: Any, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord]) -> Scores:
     """A reward model's calibrated scores of one policy's {"prompts", "ids", "texts", "ended"}, a list per prompt of `records`."""
-    ids, prompts = answers["ids"], answers["prompts"]
-    if isinstance(model, TextRewardModel):
-        asked = [record.prompt for record, responses in zip(records, ids, strict=True) for _ in responses]
-        texts, ended = ([x for row in answers[key] for x in row] for key in ("texts", "ended"))
-        flat = model.score_texts(asked, texts, ended).tolist()
-    else:
-        rows = [p + response for p, responses in zip(prompts, ids, strict=True) for response in responses]
-        flat = score_rows(model, rows, pad, device).tolist()
-    count = len(ids[0])
+    count = len(answers["ids"][0])
+    asked, prompts = ([x for x in each for _ in range(count)] for each in (records, answers["prompts"]))
+    ids, texts, ended = ([x for row in answers[key] for x in row] for key in ("ids", "texts", "ended"))
+    flat = score(model, model.rows(Episodes(asked, prompts, ids, texts, torch.tensor(ended)))).tolist()
     return [flat[i : i + count] for i in range(0, len(flat), count)]
-
-
-def score_demonstrations(
-    model: Any, records: Sequence[Demonstration], tokenizer: Any, device: torch.device, calibrated: bool = True
-) -> Tensor:
-    """Scores (B,) of demonstrations; `tokenizer` is the policy's."""
-    reward_model = unwrapped(model)
-    if isinstance(reward_model, TextRewardModel):
-        rows = [reward_model.encode(record.prompt, record.response) for record in records]
-        return reward_model.score_rows(rows, calibrated)
-    encoded = encode_demonstrations(records, tokenizer, tokenizer.model_max_length)
-    return score_rows(model, [e["prompt"] + e["response"] for e in encoded], tokenizer.pad_token_id, device, calibrated)
 
 
 def count_right(items: list[Item], scores: Scores) -> tuple[list[float], list[float]]:

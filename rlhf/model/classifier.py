@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.items import Answer, Encode
-from rlhf.data.records import Message
+from rlhf.data.records import Demonstration, Message
 from rlhf.errors import UserError, reading
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
 from rlhf.model.interface import Episodes, score
@@ -101,6 +101,10 @@ class TextRewardModel(nn.Module):
         answers = zip(episodes.records, episodes.texts, episodes.ended.tolist(), strict=True)
         return [self.encode(record.prompt, *answer) for record, *answer in answers]
 
+    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any) -> list[TextRow]:
+        """Prompt and response as text, whatever the policy's tokenizer."""
+        return [self.encode(record.prompt, record.response) for record in records]
+
     def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
         """The input row of one response."""
         return self.encoder.encode(prompt, response, ended)
@@ -121,16 +125,12 @@ class TextRewardModel(nn.Module):
         raw = (output if isinstance(output, Tensor) else output.logits).squeeze(-1).float()
         return self.gain * (raw - self.shift) if calibrated else raw
 
-    def score_rows(self, rows: Sequence[TextRow], calibrated: bool = True) -> Tensor:
-        """See `score`."""
-        return score(self, rows, calibrated)
-
     def score_texts(
         self, prompts: list[list[Message]], responses: list[str], ended: list[bool], calibrated: bool = True
     ) -> Tensor:
         """Scores (B,) float32 of responses as text; `ended` is false if the response was cut off."""
         rows = [self.encode(p, r, e) for p, r, e in zip(prompts, responses, ended, strict=True)]
-        return self.score_rows(rows, calibrated)
+        return score(self, rows, calibrated)
 
     def calibrate(self, gain: float, shift: float) -> None:
         """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""

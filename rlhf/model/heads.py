@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from rlhf.data.demonstrations import encode_demonstrations
 from rlhf.data.items import Encode, token_encoder
+from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.model.batching import right_pad
 from rlhf.model.interface import Episodes, lm
@@ -201,6 +203,11 @@ class RewardModel(PreTrainedModel):
     def rows(self, episodes: Episodes) -> list[list[int]]:
         """The tokens that were sampled, after their prompt's."""
         return [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
+
+    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any) -> list[list[int]]:
+        """Prompt and response in the policy's tokens, as SFT reads them."""
+        encoded = encode_demonstrations(records, tokenizer, tokenizer.model_max_length)
+        return [row["prompt"] + row["response"] for row in encoded]
 
     def collate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
         """{"tokens": (B, T), "lengths": (B,)}; what the padding contains changes no score."""

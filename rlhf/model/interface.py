@@ -17,7 +17,7 @@ from rlhf.model.batching import by_length
 
 if TYPE_CHECKING:
     from rlhf.data.items import Encode
-    from rlhf.data.records import PromptRecord
+    from rlhf.data.records import Demonstration, PromptRecord
 
 
 class LanguageModel(Protocol):
@@ -123,6 +123,9 @@ class RewardSource(Protocol):
     def rows(self, episodes: Episodes) -> list[Any]:
         """A row per sampled response."""
 
+    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any) -> list[Any]:
+        """A row per demonstration that fits; `tokenizer` is the policy's."""
+
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of these rows: arguments of `forward`."""
 
@@ -134,11 +137,11 @@ class RewardSource(Protocol):
 def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
     """Scores (B,) float32 on the CPU of rows, in groups of similar length. model: a `RewardSource`, bare or inside an engine."""
     bare: Any = getattr(model, "module", model)
-    was_training, device = model.training, next(bare.parameters()).device
-    model.eval()
+    was_training, device = bare.training, next(bare.parameters()).device
+    bare.eval()
     scores = torch.zeros(len(rows))
     for group in by_length([len(row) for row in rows], bare.together):
         batch = {name: x.to(device) for name, x in bare.collate([rows[i] for i in group]).items()}
         scores[group] = model(**batch, calibrated=calibrated).float().cpu()
-    model.train(was_training)
+    bare.train(was_training)
     return scores

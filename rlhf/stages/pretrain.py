@@ -22,7 +22,7 @@ from rlhf.data.mixing import Part, mix_corpora
 from rlhf.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-from rlhf.model.interface import context_of
+from rlhf.model.interface import context_of, lm
 from rlhf.model.moe import limited_experts
 from rlhf.model.pretrained import Adopted, adopt
 from rlhf.ops.logprobs import token_logprobs
@@ -126,7 +126,7 @@ def check_continuation(config: Config, model: Any, length: int) -> None:
     """Raises: UserError for settings that continued pretraining of an adopted model does not support."""
     for problem in batch_problems(config, length, f"the model's context of {length} tokens, or less than it"):
         raise UserError(problem)
-    if config.pretrain.isolate_documents and not isinstance(model, GPTForCausalLM):
+    if config.pretrain.isolate_documents and not lm(model).native:
         raise UserError(
             "pretrain.isolate_documents: transformers' class does not keep documents apart: leave it out, or use "
             "model.native=true"
@@ -254,7 +254,7 @@ def make_trainer(stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, d
 
     class PretrainTrainer(StageTrainer, Trainer):
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            ours = {"skip_logits": True} if isinstance(getattr(model, "module", model), GPTForCausalLM) else {}
+            ours = {"skip_logits": True} if lm(model).native else {}
             return super().compute_loss(model, inputs | ours, *args, **kwargs)
 
     return PretrainTrainer(

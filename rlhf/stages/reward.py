@@ -31,17 +31,15 @@ from rlhf.evaluation.scoring import (
     held_out_labelers,
     item_encoder,
     length_baseline,
-    make_inputs,
     micro_batches,
     pad_weights,
-    score_demonstrations,
     score_items,
-    score_rows,
+    unwrapped,
 )
 from rlhf.evaluation.verdict import decide, describe_audit
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel
-from rlhf.model.interface import lm
+from rlhf.model.interface import Episodes, lm, score
 from rlhf.model.loading import load_whole
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
@@ -117,7 +115,7 @@ def train_reward_model(config: Config, name: str) -> None:
 
 def write_model(model: Any, tokenizer: Any, stage: Stage) -> None:
     """Write the stage's model folder. All processes must call it."""
-    if isinstance(model, RewardModel):
+    if not model.reads_text:
         return save_output(model, tokenizer, stage)
     state = gathered_state(model)  # in bfloat16 under ZeRO: the optimizer's float32 weights
     if state is not None:
@@ -174,13 +172,10 @@ def make_model(config: Config, start: Path | None = None) -> Any:
     return model
 
 
-def fit_before_training(
-    stage: Stage, model: RewardModel | TextRewardModel, items: list[Item], pad: int, device: torch.device
-) -> None:
+def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, device: torch.device) -> None:
     """With reward.fit_head, fit the head on the frozen trunk; a resumed run has its head in the checkpoint."""
     if not stage.config.reward.fit_head or newest_checkpoint(stage):
         return
-    assert isinstance(model, RewardModel)  # rlhf.config.checks
     nn.Module.to(model, device)
     with inference(stage.config, device):
         features = read_features(model, items, pad, device)
@@ -244,12 +239,12 @@ def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], 
     zero = torch.zeros((), device=device)
     for part, counts in parts_of_rank(config, batch, engine.ranks):
         rows = [row for item in part for row in item.rows]
-        scores, nats = score_and_read(engine, part, pad) if lm_coef else (score_items(engine, part, pad, device), zero)
+        scores, nats = score_and_read(engine, part, pad) if lm_coef else (score_items(engine, part, device), zero)
         weights = pad_weights(part, device) * counts
         loss, figures = ranking_loss(scores, weights, denominator=len(batch))
         loss = loss + lm_coef * nats.sum() * counts / len(batch)
         refuse_nonfinite(
-            stage, {"reward/loss": loss, "scores": scores}, make_inputs(engine.module, rows, pad) | {"scores": scores}
+            stage, {"reward/loss": loss, "scores": scores}, engine.module.collate(rows) | {"scores": scores}
         )
         engine.backward(loss)
         if counts:
@@ -257,13 +252,13 @@ def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], 
             if lm_coef:
                 sums.add("reward/lm_loss", nats.sum().item(), len(part))
     rows = [row for item in batch for row in item.rows]
-    sums.merge(take_step(stage, engine, lr, config.reward.max_grad_norm, make_inputs(engine.module, rows, pad)).state())
+    sums.merge(take_step(stage, engine, lr, config.reward.max_grad_norm, engine.module.collate(rows)).state())
     return sums
 
 
 def score_and_read(engine: Engine, items: list[Item], pad: int) -> tuple[Tensor, Tensor]:
     """Scores (N, K) of items, and the language model's loss (N,) of each: the mean over its rows of their mean nats per token."""
-    inputs = make_inputs(engine.module, [row for item in items for row in item.rows], pad)
+    inputs = engine.module.collate([row for item in items for row in item.rows])
     scores, nats = engine(**{name: x.to(engine.device) for name, x in inputs.items()}, calibrated=False, with_lm=True)
     counts = torch.tensor([len(item.rows) for item in items], device=engine.device)
     return by_item(items, scores), by_item(items, nats).sum(1) / counts
@@ -286,7 +281,7 @@ def evaluate_items(model: Any, items: list[Item], pad: int, device: torch.device
     model.eval()
     sums = Sums()
     for part in micro_batches(items, EVALUATED_TOGETHER):
-        scores = score_items(model, part, pad, device)
+        scores = score_items(model, part, device)
         _, figures = ranking_loss(scores, pad_weights(part, device), denominator=1)
         add_figures(sums, part, scores, figures)
     return {name.removeprefix("reward/"): value for name, value in sums.reduce().items()}
@@ -332,7 +327,8 @@ def calibrate(
     the standard deviation of the scores of SFT samples (Ziegler et al. 2019, section 2.1). `tokenizer` is the policy's;
     of `records` only the prompts of the training split are used, not the judgements.
     """
-    shift = score_demonstrations(model, demonstrations, tokenizer, device, calibrated=False).mean().item()
+    bare = unwrapped(model)
+    shift = score(model, bare.demonstration_rows(demonstrations, tokenizer), calibrated=False).mean().item()
     prompts = prompts_of(of_split(config, records, "train"))[: config.reward.calibration_samples]
     raw = score_samples(config, model, tokenizer, prompts, device)
     deviation = raw.std(correction=0).item()
@@ -341,7 +337,7 @@ def calibrate(
             "reward: the model gives every SFT sample the same score, so there is nothing to optimise: "
             "train it longer (reward.epochs, reward.lr) or on more comparisons"
         )
-    getattr(model, "module", model).calibrate(gain=1.0 / deviation, shift=shift)
+    bare.calibrate(gain=1.0 / deviation, shift=shift)
     return 1.0 / deviation, shift
 
 
@@ -356,10 +352,6 @@ def score_samples(
     prompt_ids = [ids for _, ids, _ in fitting]
     keys = [("calibrate", i) for i in range(len(prompt_ids))]
     samples = sample_as_configured(config, policy, tokenizer, prompt_ids, keys=keys, max_new_tokens=length)
-    bare = getattr(model, "module", model)  # without its engine
-    if isinstance(bare, TextRewardModel):
-        messages = [list(record.prompt) for record, _, _ in fitting]
-        texts = [response_text(tokenizer, ids) for ids in samples.responses]
-        return bare.score_texts(messages, texts, samples.ended.tolist(), calibrated=False)
-    rows = [prompt + response for prompt, response in zip(prompt_ids, samples.responses, strict=True)]
-    return score_rows(model, rows, tokenizer.pad_token_id, device, calibrated=False)
+    texts = [response_text(tokenizer, ids) for ids in samples.responses]
+    episodes = Episodes([record for record, _, _ in fitting], prompt_ids, samples.responses, texts, samples.ended)
+    return score(model, unwrapped(model).rows(episodes), calibrated=False)

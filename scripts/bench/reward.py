@@ -72,7 +72,7 @@ def ours(spec: Spec, turns: Turns) -> None:
         batch = [items[(turn * spec["prompts"] + i) % len(items)] for i in range(spec["prompts"])]
         for part in micro_batches(batch, spec["micro"]):
             with autocast:
-                scores = score_items(model, part, harness.PAD, device)
+                scores = score_items(model, part, device)
             loss, _ = ranking_loss(scores, pad_weights(part, device), denominator=len(batch))
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -12,6 +12,7 @@ from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.model.classifier import EncoderClassifier, TextRewardModel, load_reward_model
 from rlhf.model.heads import RewardModel
+from rlhf.model.interface import score
 from rlhf.model.rendering import TextEncoder, render_prompt
 from rlhf.ops.ranking import pair_weights, ranking_loss
 
@@ -97,7 +98,7 @@ def test_learns_which_answer_is_better_in_a_few_steps(model):
     test_rows, test_weights = batch(40)
 
     def measure() -> tuple[float, float]:
-        figures = ranking_loss(model.score_rows(test_rows).view(-1, 3), test_weights)[1]
+        figures = ranking_loss(score(model, test_rows).view(-1, 3), test_weights)[1]
         return figures["loss"].item(), figures["accuracy"].item()
 
     before, _ = measure()
@@ -148,7 +149,7 @@ def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
     assert len(long) == limit and "snow" in tokenizer.decode(long.ids)
     assert "white" not in tokenizer.decode(long.ids), "the response loses its end"
     assert long.ids.count(kept[-1]) <= kept.count(kept[-1])
-    assert torch.isfinite(model.score_rows([row, long])).all()
+    assert torch.isfinite(score(model, [row, long])).all()
 
 
 def test_the_longest_input_is_as_long_as_there_are_positions(model):
@@ -157,7 +158,7 @@ def test_the_longest_input_is_as_long_as_there_are_positions(model):
     assert model.encoder.limit == (None if relative else 40)
     row = model.encode(user("coal " * 100), "red")
     assert len(row) > 100 if relative else len(row) == 40
-    assert torch.isfinite(model.score_rows([row])).all()
+    assert torch.isfinite(score(model, [row])).all()
 
 
 # --- how text becomes input ----------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from rlhf.config.checks import check_config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.scoring import item_encoder, score_rows
+from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
+from rlhf.model.interface import score
 from rlhf.runs.folders import read_stage
 from rlhf.system.files import hash_files, read_json, write_json
 
@@ -47,7 +48,7 @@ def test_the_reward_model_scores_alike_in_plain_transformers(gold_run, exported)
     pairs = [(r.prompt, answer.text) for r in records for answer in r.responses]
     encode = item_encoder(gold_run.config(), ours, tokenizer)
     rows = [row for prompt, text in pairs for row in encode(prompt, [(text, True)])[0]]
-    expected = score_rows(ours, rows, tokenizer.pad_token_id, torch.device("cpu"))
+    expected = score(ours, rows)
 
     theirs = AutoModelForSequenceClassification.from_pretrained(exported["reward"]).eval()
     read = AutoTokenizer.from_pretrained(exported["reward"])

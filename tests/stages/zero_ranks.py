@@ -125,7 +125,7 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
         )
     shares = share_held(engine)
     weights = gathered_state(engine.module)
-    scores = score_items(engine.eval(), items[:3], tokenizer.pad_token_id, device).tolist()
+    scores = score_items(engine.eval(), items[:3], device).tolist()
     if weights is not None:
         save_file(weights, out / f"{way}-reward.safetensors")
     return {"reward": metrics, "reward_shares": shares, "scores": scores}
