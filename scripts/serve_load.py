@@ -129,7 +129,7 @@ class Sampler:
         from rlhf.engines.sampler import sample
 
         start, before = time.perf_counter(), time.process_time()
-        drawn = sample(self.policy, self.prompts, batch_size=self.batch, settled=True, **self.settings)
+        drawn = sample(self.policy, self.prompts, batch_size=self.batch, **self.settings)
         return Round(sum(map(len, drawn.responses)), time.perf_counter() - start, time.process_time() - before)
 
 

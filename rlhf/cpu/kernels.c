@@ -28,7 +28,6 @@
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 static const ints LANE_NUMBERS = {NUMBERS};
 
@@ -95,19 +94,6 @@ INLINE floats exp_of(floats x)
     y = y * r * r + r + 1.0f;
     ints power = (__builtin_convertvector(n, ints) + 127) << 23; /* the bits of 2^n */
     return pick(x < broadcast(-87.0f), broadcast(0.0f), y * (floats)power);
-}
-
-/* ln x for normal x > 0 to 2e-7: x = 2^n m with m in [sqrt(1/2), sqrt(2)), and ln m = 2 artanh((m - 1) / (m + 1)). */
-INLINE floats log_of(floats x)
-{
-    const int32_t root = 0x3f3504f3; /* the bits of sqrt(1/2) */
-    ints bits = (ints)x - root, n = bits >> 23;
-    floats m = (floats)((bits & 0x7fffff) + root), whole = __builtin_convertvector(n, floats);
-    floats s = (m - 1.0f) / (m + 1.0f), t = s * s;
-    floats y = t * (2.0f / 9) + 2.0f / 7;
-    y = y * t + 2.0f / 5;
-    y = y * t + 2.0f / 3;
-    return whole * 0.693359375f + (2.0f * s + (s * t * y - whole * 2.12194440e-4f));
 }
 
 /* One query's attention in progress: y = sum_j e^(s_j - top) V_j and total = sum_j e^(s_j - top) over the columns so far. */
@@ -218,26 +204,6 @@ void attend(const float *q, const float *k, const float *v, float *keys, float *
     }
 }
 
-/* `_mix` of rlhf/engines/settled.py. */
-INLINE words mixed(words x)
-{
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-/* Gumbel noise of the LANES tokens from `first`, as `gumbel_noise` of rlhf/engines/settled.py. */
-INLINE floats noise_of(int64_t first, uint32_t seed, uint32_t other)
-{
-    const ints whole = (ints)mixed(mixed(((words)LANE_NUMBERS + (uint32_t)first) * 0x9e3779b1u + seed) ^ other);
-    floats v = (__builtin_convertvector(whole, floats) + 2147483648.5f) * 0x1p-32f;
-    v = pick(v < broadcast(0x1p-33f), broadcast(0x1p-33f), pick(v > broadcast(1 - 0x1p-24f), broadcast(1 - 0x1p-24f), v));
-    const floats u = 1.0f - v; /* rounded, which ln(1 - v) = ln(u) v / (1 - u) corrects */
-    const ints none = u == broadcast(1.0f);
-    const floats e = pick(none, v, -log_of(u) * v / pick(none, broadcast(1.0f), 1.0f - u));
-    return -log_of(e);
-}
-
 /* A row of logits in vectors, divided by the temperature and padded by -INFINITY; `scaled` reads it. */
 typedef struct {
     const float *logits;
@@ -257,40 +223,6 @@ INLINE Row row_of(const float *logits, int64_t size, float temperature)
 
 /* The tokens from j, a multiple of LANES, on. */
 INLINE floats scaled(const Row *row, int64_t j) { return j < row->full ? load(row->logits + j) / row->temperature : row->rest; }
-
-/* Per row: the token with the largest logit / temperature + noise (no noise if greedy), its log-prob under softmax(logits /
-   temperature), and by how much it leads the second largest. seeds: two per row. */
-void draw(const float *logits, const uint32_t *seeds, int64_t *tokens, float *logprobs, float *leads, int64_t rows, int64_t size,
-          int64_t stride, float temperature, int32_t greedy)
-{
-#pragma omp parallel for schedule(static) if (rows * size > 20000)
-    for (int64_t b = 0; b < rows; b++) {
-        const Row row = row_of(logits + b * stride, size, temperature);
-        floats high = broadcast(-INFINITY), total = {0};
-        floats best = high, second = high; /* per lane: the two largest noisy logits */
-        ints winner = {0};                 /* per lane: the token of the largest */
-        for (int64_t j = 0; j < size; j += LANES) {
-            const floats x = scaled(&row, j), noisy = greedy ? x : x + noise_of(j, seeds[2 * b], seeds[2 * b + 1]);
-            const ints better = noisy > best;
-            second = pick(better, best, pick(noisy > second, noisy, second));
-            best = pick(better, noisy, best);
-            winner = pick_ints(better, LANE_NUMBERS + (int32_t)j, winner);
-            high = pick(x > high, x, high);
-        }
-        int lane = 0;
-        for (int i = 1; i < LANES; i++)
-            lane = best[i] > best[lane] ? i : lane;
-        float runner_up = second[lane];
-        for (int i = 0; i < LANES; i++)
-            runner_up = i != lane && best[i] > runner_up ? best[i] : runner_up;
-        const float top = highest_of(high);
-        for (int64_t j = 0; j < size; j += LANES)
-            total += exp_of(scaled(&row, j) - top);
-        tokens[b] = winner[lane];
-        logprobs[b] = row.logits[winner[lane]] / temperature - top - logf(sum(total));
-        leads[b] = best[lane] - runner_up;
-    }
-}
 
 /* Per row: the first token at which the cumulative sum of p = softmax(logits / temperature) exceeds the row's uniform number,
    and its log-prob. First the block of tokens, then the token in it. block_sums: room for the sums of a row's blocks, per row. */

@@ -53,7 +53,6 @@ def load_with(flags: list[str]) -> ctypes.CDLL:
     """The functions, compiled with these flags. Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError."""
     loaded = ctypes.CDLL(str(_compile(flags)))
     loaded.attend.argtypes = [*[_POINTER] * 9, *[_WHOLE] * 11, _REAL]
-    loaded.draw.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL, ctypes.c_int32]
     loaded.invert.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL]
     return loaded
 
@@ -128,24 +127,8 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], see
 
 
 def can_draw(logits: Tensor) -> bool:
-    """Whether `draw` and `invert` serve logits like these, (B, V)."""
+    """Whether `invert` serves logits like these, (B, V)."""
     return _plain(logits) and logits.stride(-1) == 1 and compiled() is not None
-
-
-def draw(logits: Tensor, seeds: Tensor, temperature: float, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens (B,) with the largest logit / temperature + Gumbel noise, their log-probs (B,), and their leads (B,).
-
-    logits: (B, V) float32. seeds: (B, 2) int32, of the noise (`gumbel_noise` in rlhf/engines/settled.py); greedy: no noise. The
-    log-probs are those of softmax(logits / temperature); a lead is how much the second largest sum is smaller.
-    """
-    functions = compiled()
-    assert functions is not None
-    rows, size = logits.shape
-    tokens, seeds = torch.empty(rows, dtype=torch.int64, device=logits.device), seeds.contiguous()
-    logprobs, leads = logits.new_empty(2, rows).unbind()
-    tensors = (logits, seeds, tokens, logprobs, leads)
-    functions.draw(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature, greedy)
-    return tokens, logprobs, leads
 
 
 def invert(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

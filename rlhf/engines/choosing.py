@@ -33,7 +33,6 @@ class Choice:
     temperature: float = 1.0
     top_p: float = 1.0
     greedy: bool = False
-    settled: bool = False  # the choice does not depend on rounding: see `rlhf.engines.settled`
 
     def __post_init__(self) -> None:
         problems = []
@@ -48,14 +47,13 @@ class Choice:
 
 def make_uniforms(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
     """Uniform numbers (len(keys), steps) float32 in [0, 1), a function of (seed, key, step) only."""
-    words = make_words(seed, keys, steps)
-    return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
-
-
-def make_words(seed: int, keys: Sequence[Key], steps: int) -> Any:
-    """Random words (len(keys), steps) uint64, a function of (seed, key, step) only."""
     hashes = np.array([hashed(seed, key) for key in keys], dtype=np.uint64)
-    return words_at(hashes[:, None], np.arange(steps, dtype=np.uint64))
+    return _as_uniforms(hashes[:, None], np.arange(steps, dtype=np.uint64))
+
+
+def uniforms_at(hashes: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """The uniform numbers (B,) of one step per row; hashes: `hashed(seed, key)`."""
+    return _as_uniforms(np.array(hashes, dtype=np.uint64), np.array(steps, dtype=np.uint64))
 
 
 def hashed(seed: int, key: Key) -> int:
@@ -63,15 +61,16 @@ def hashed(seed: int, key: Key) -> int:
     return int.from_bytes(blake2b(repr((seed, key)).encode(), digest_size=8).digest(), sys.byteorder)
 
 
-def words_at(hashes: Any, steps: Any) -> Any:
-    """Random words for hashes of (seed, key) and steps from 0, both uint64 arrays that broadcast.
+def _as_uniforms(hashes: Any, steps: Any) -> Tensor:
+    """Uniform numbers for hashes of (seed, key) and steps from 0, both uint64 arrays that broadcast.
 
     A counter-based generator: the mixing function of Steele et al. 2014 (splitmix64) over hash + step.
     """
     x = hashes + (steps + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    words = x ^ (x >> np.uint64(31))
+    return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:

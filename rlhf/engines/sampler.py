@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from rlhf.data.chat_template import end_ids
 from rlhf.engines.choosing import Choice, Key, choose_tokens, make_uniforms
 from rlhf.engines.decoder import Decoder, Prompts, cached_in
 from rlhf.engines.graphs import make_decoder
-from rlhf.engines.settled import choose_settled, make_noise_seeds
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import products_cast
@@ -56,12 +54,9 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
     every = _steps_between_looks(eos.device)
     rows = torch.arange(len(uniforms), device=eos.device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
-    generated = torch.zeros(uniforms.shape[:2], dtype=torch.int64, device=eos.device)  # each row's response so far
     logits = decoder.prefill()
     for step in range(uniforms.shape[1]):
-        tokens_of = partial(_tokens_of, decoder, rows, generated, step)
-        tokens, logp = choose_settled(logits, uniforms[:, step], choice, tokens_of, decoder.model)
-        generated[rows, step] = tokens
+        tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
         ended = ended | torch.isin(tokens, eos)
         yield rows, tokens, logp, ended
         if step + 1 == uniforms.shape[1]:
@@ -74,12 +69,6 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
             kept = decoder.drop(ended & (ended.cumsum(0) > carried - live))
             rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
         logits = decoder.step(tokens)
-
-
-def _tokens_of(decoder: Decoder, rows: Tensor, generated: Tensor, step: int, row: int) -> Tensor:
-    """A row's prompt and its response so far (T,)."""
-    prompt = decoder.tokens[rows[row], : int(decoder.lengths[row]) - step]
-    return torch.cat((prompt, generated[rows[row], :step]))
 
 
 def _steps_between_looks(device: torch.device) -> int:
@@ -116,15 +105,12 @@ def _sample_native(
 class _ChooseByUniform(LogitsProcessor):
     """Leaves only the token that inverse transform sampling picks, so that `generate` takes it by argmax."""
 
-    def __init__(self, model: Any, uniforms: Tensor, width: int, lengths: Tensor, choice: Choice):
-        self.model, self.uniforms, self.width, self.lengths, self.choice = model, uniforms, width, lengths, choice
+    def __init__(self, uniforms: Tensor, width: int, choice: Choice):
+        self.uniforms, self.width, self.choice = uniforms, width, choice
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        def tokens_of(row: int) -> Tensor:
-            return input_ids[row, self.width - int(self.lengths[row]) :]
-
         step = input_ids.shape[1] - self.width
-        tokens, _ = choose_settled(scores, self.uniforms[:, step], self.choice, tokens_of, self.model)
+        tokens, _ = choose_tokens(scores, self.uniforms[:, step], self.choice)
         return torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
 
 
@@ -147,7 +133,7 @@ def _sample_transformers(
             max_new_tokens=steps,
             eos_token_id=eos.tolist() or None,
             pad_token_id=pad,
-            logits_processor=LogitsProcessorList([_ChooseByUniform(model, uniforms, width, lengths, choice)]),
+            logits_processor=LogitsProcessorList([_ChooseByUniform(uniforms, width, choice)]),
         )
     finally:
         model.generation_config = generation_config
@@ -177,30 +163,27 @@ def sample(
     keys: Sequence[Key] | None = None,
     seed: int = 0,
     batch_size: int | None = None,
-    settled: bool = False,
 ) -> Samples:
     """One response to each prompt, drawn token by token from softmax(logits / temperature).
 
     keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its
     index).
     batch_size: prompts decoded together; None fits the key-value cache to the processor. The order of the
-    prompts and the batch change samples only through rounding of the logits; with `settled` not even
-    through that, see `rlhf.engines.settled`. The log-probs are those of the full softmax at `temperature`; for
-    models that are not ours a forward recomputes them. Dropout is off while sampling; afterwards every module
-    has its former training flag.
+    prompts and the batch change samples only through rounding of the logits. The log-probs are those of the full
+    softmax at `temperature`; for models that are not ours a forward recomputes them. Dropout is off while sampling;
+    afterwards every module has its former training flag.
 
     Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for
     sampling settings out of range, and for keys that do not match the prompts.
     """
-    choice = Choice(temperature, top_p, greedy, settled)
+    choice = Choice(temperature, top_p, greedy)
     _check_room(model, prompts, max_new_tokens)
     keys = range(len(prompts)) if keys is None else keys
     if len(keys) != len(prompts):
         raise UserError(f"sampling: {len(keys)} keys for {len(prompts)} prompts: give one key per prompt")
     device = next(model.parameters()).device
     eos = _as_tensor(eos_token_id, device)
-    numbers = make_noise_seeds if settled else make_uniforms
-    uniforms = numbers(seed, keys, max_new_tokens).to(device)
+    uniforms = make_uniforms(seed, keys, max_new_tokens).to(device)
     native = isinstance(model, GPTForCausalLM)
     decode: Any = _sample_native if native else _sample_transformers
     size = batch_size or default_batch(model, max(map(len, prompts), default=1) + max_new_tokens)

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.cpu.kernels import Seen, attend
-from rlhf.engines.choosing import Choice, Key, hashed
+from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
 from rlhf.engines.decoder import QKV, Decoder
 from rlhf.engines.sampler import rows_carried
-from rlhf.engines.settled import choose_settled, noise_seeds_at, unpacked
 from rlhf.model import packed
 from rlhf.model.gpt import GPTForCausalLM
 
@@ -33,7 +32,7 @@ class Response:
     """One response in progress."""
 
     prompt: list[int]
-    choice: Choice  # settled
+    choice: Choice
     seed: int
     key: Key
     max_new_tokens: int
@@ -142,7 +141,7 @@ class Slots(Decoder):
         self._view(self.live + len(prompts))
         self.column = int(lengths.max())
         tokens = torch.tensor([[*p, *[0] * (self.column - len(p))] for p in prompts], device=self.device)
-        with unpacked(self.model) if self.packed else nullcontext():
+        with packed.unpacked(self.model) if self.packed else nullcontext():
             return self._logits(self._prefill_rows(slice(self.live, None), tokens, lengths))
 
     def leave(self, row: int) -> None:
@@ -236,17 +235,13 @@ class RunningBatch:
         alike: dict[tuple, list[int]] = {}
         for row, one in enumerate(responses):
             alike.setdefault((one.choice.temperature, one.choice.top_p, one.choice.greedy), []).append(row)
-        seeds = noise_seeds_at([one.hash for one in responses], [len(one.tokens) for one in responses])
-        seeds = seeds.to(self.device)
+        uniforms = uniforms_at([one.hash for one in responses], [len(one.tokens) for one in responses])
+        uniforms = uniforms.to(self.device)
         for rows in alike.values():
             part = [responses[row] for row in rows]
             of_all = len(rows) == len(responses)
-            of_rows, numbers = (logits, seeds) if of_all else (logits[rows], seeds[rows])
-
-            def tokens_of(row: int, part: list[Response] = part) -> Tensor:
-                return torch.tensor(part[row].prompt + part[row].tokens, device=self.device)
-
-            tokens, logp = choose_settled(of_rows, numbers, part[0].choice, tokens_of, self.model)
+            of_rows, numbers = (logits, uniforms) if of_all else (logits[rows], uniforms[rows])
+            tokens, logp = choose_tokens(of_rows, numbers, part[0].choice)
             for i, (one, token, value) in enumerate(zip(part, tokens.tolist(), logp.tolist(), strict=True)):
                 if one.alternatives:
                     one.tops.append(_likeliest(of_rows[i], one))

@@ -68,7 +68,6 @@ def draw_answers(
         temperature=how.temperature,
         greedy=how.greedy,
         batch_size=how.batch_size,
-        settled=True,
     )
     return [
         Answer(response_text(tokenizer, ids), ended, ids, row[: len(ids)])

@@ -78,6 +78,19 @@ def is_packed(layer: nn.Module) -> bool:
     return "forward" in vars(layer)
 
 
+@contextmanager
+def unpacked(model: nn.Module) -> Iterator[None]:
+    """A context in which layers that multiply by packed copies of their weights use the weights themselves."""
+    packed = [(vars(module), vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+    for values, _ in packed:
+        del values["forward"]
+    try:
+        yield
+    finally:
+        for values, forward in packed:
+            values["forward"] = forward
+
+
 def _packed(layer: Any, rows: int, multiply: Any, mlp: MLP | None) -> Callable[[Tensor], Tensor]:
     """The layer's forward, or, if it is the first of an MLP, gelu of it in the MLP's form."""
     weight, bias = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows), layer.bias

@@ -56,7 +56,7 @@ class Drawn:
         self, engine: Engine, model: ServedModel, prompts: Sequence[list[int]], keys: Sequence[Key], wish: Wish
     ):
         greedy = wish.temperature < LEAST_TEMPERATURE
-        choice = Choice(1.0 if greedy else wish.temperature, wish.top_p, greedy=greedy, settled=True)
+        choice = Choice(1.0 if greedy else wish.temperature, wish.top_p, greedy=greedy)
         self.engine, self.model = engine, model
         self.seed = secrets.randbits(32) if wish.seed is None else wish.seed
         self.prompt_tokens = sum(map(len, prompts))

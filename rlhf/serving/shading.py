@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rlhf.engines.settled import unpacked
+from rlhf.model.packed import unpacked
 
 
 @torch.inference_mode()

@@ -22,12 +22,11 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.engines.likely import likeliest
 from rlhf.engines.sampler import default_batch
-from rlhf.engines.settled import unpacked
 from rlhf.engines.slots import COLUMN_BLOCK, Response, RunningBatch
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import hold_frozen
-from rlhf.model.packed import packed_weights
+from rlhf.model.packed import packed_weights, unpacked
 from rlhf.serving.shading import shade
 from rlhf.system.terminal import one_line, say
 

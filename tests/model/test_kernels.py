@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from rlhf.cpu import kernels
-from rlhf.cpu.kernels import BLOCK, STEP, Seen, attend, draw, invert
+from rlhf.cpu.kernels import BLOCK, STEP, Seen, attend, invert
 from rlhf.cpu.products import by_torch_alone
 from rlhf.engines.choosing import Choice, choose_tokens
-from rlhf.engines.settled import CLOSE, choose_settled
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler named cc")
 
@@ -101,49 +100,18 @@ def test_more_threads_change_nothing():
     q, k, v = normal(32, 8, 64), normal(32, 8, 64, seed=1), normal(32, 8, 64, seed=2)
     cache = (normal(32, 8, 200, 64, seed=3), normal(32, 8, 200, 64, seed=4))
     seen = Seen(torch.arange(32), torch.full((32,), 199), torch.full((32,), 200), range(0))
-    logits, seeds, uniforms = normal(32, 5000), torch.arange(64, dtype=torch.int32).view(32, 2), torch.rand(32)
+    logits, uniforms = normal(32, 5000), torch.rand(32)
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(
-                [attend((q, k, v), cache, seen), *draw(logits, seeds, 1.0, False), *invert(logits, uniforms, 1.0)]
-            )
+            found.append([attend((q, k, v), cache, seen), *invert(logits, uniforms, 1.0)])
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
 
 
 # -------------------------------------------------------------------------------------------- drawn tokens
-
-
-@needs_compiler
-@pytest.mark.parametrize("size", [2, 15, 16, 100, 1024, 5003])
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.0])
-@pytest.mark.parametrize("greedy", [False, True])
-def test_a_settled_draw_is_torchs(size, temperature, greedy):
-    logits = 4 * normal(64, size)
-    seeds = torch.randint(-(2**31), 2**31, (64, 2), generator=torch.Generator().manual_seed(1)).int()
-    choice = Choice(temperature, greedy=greedy, settled=True)
-
-    def never(row: int) -> Tensor:
-        raise AssertionError(f"row {row} is close")
-
-    far = draw(logits, seeds, temperature, greedy)[2] > 3 * CLOSE / min(temperature, 1.0)
-    assert far.float().mean() > 0.9
-    found = choose_settled(logits[far], seeds[far], choice, never, None)
-    with by_torch_alone():
-        wanted = choose_settled(logits[far], seeds[far], choice, never, None)
-    assert torch.equal(found[0], wanted[0])
-    assert torch.allclose(found[1], wanted[1], atol=2e-6, rtol=2e-6)
-
-
-@needs_compiler
-def test_the_lead_is_the_distance_to_the_second():
-    logits = torch.tensor([[0.0, 5.0, 4.5, -1.0] + [-9.0] * 40, [3.0, 3.0] + [-2.0] * 42])
-    tokens, logprobs, leads = draw(logits, torch.zeros(2, 2, dtype=torch.int32), 0.5, True)
-    assert tokens[0] == 1 and leads.tolist() == pytest.approx([1.0, 0.0])
-    assert logprobs.tolist() == pytest.approx([(2 * r).log_softmax(0).max().item() for r in logits], abs=1e-6)
 
 
 @needs_compiler
@@ -168,23 +136,21 @@ def test_a_token_without_probability_is_never_drawn():
     logits[:, [7, 200]] = 0.0
     tokens, logprobs = invert(logits, torch.tensor([0.0, 0.49, 0.5, 1 - 2**-24]), 1.0)
     assert tokens.tolist() == [7, 7, 200, 200] and logprobs.tolist() == pytest.approx([-math.log(2)] * 4)
-    drawn = draw(logits, torch.arange(8, dtype=torch.int32).view(4, 2), 1.0, False)[0]
-    assert set(drawn.tolist()) <= {7, 200}
 
 
 @needs_compiler
 def test_torchs_default_precision_and_device_change_nothing():
     """A result of another precision would be too small for what the loops write."""
-    logits, seeds, uniforms = normal(4, 300), torch.arange(8, dtype=torch.int32).view(4, 2), torch.rand(4)
-    wanted = (*draw(logits, seeds, 1.0, False), *invert(logits, uniforms, 1.0))
+    logits, uniforms = normal(4, 300), torch.rand(4)
+    wanted = invert(logits, uniforms, 1.0)
     try:
         torch.set_default_dtype(torch.float64)
-        found = (*draw(logits, seeds, 1.0, False), *invert(logits, uniforms, 1.0))
+        found = invert(logits, uniforms, 1.0)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(map(torch.equal, found, wanted)) and [t.dtype for t in found] == [t.dtype for t in wanted]
     with torch.device("meta"):
-        found = (*draw(logits, seeds, 1.0, False), *invert(logits, uniforms, 1.0))
+        found = invert(logits, uniforms, 1.0)
     assert all(map(torch.equal, found, wanted))
 
 
@@ -192,11 +158,8 @@ def test_torchs_default_precision_and_device_change_nothing():
 def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_log_prob():
     logits = normal(3, 100)
     logits[1, 40] = torch.nan
-    for tokens, logprobs, *_ in (
-        invert(logits, torch.full((3,), 0.9), 1.0),
-        draw(logits, torch.zeros(3, 2, dtype=torch.int32), 1.0, False),
-    ):
-        assert tokens.ge(0).all() and tokens.lt(100).all() and logprobs.isnan().tolist() == [False, True, False]
+    tokens, logprobs = invert(logits, torch.full((3,), 0.9), 1.0)
+    assert tokens.ge(0).all() and tokens.lt(100).all() and logprobs.isnan().tolist() == [False, True, False]
 
 
 # ------------------------------------------------------------------------------------------- sizes of vectors
@@ -210,11 +173,10 @@ def test_older_processors_compute_the_same(flags, tmp_path, monkeypatch):
     cache = (normal(5, 2, 150, 48, seed=1), normal(5, 2, 150, 48, seed=2))
     qkv = (3 * normal(5, 6, 48), normal(5, 2, 48, seed=4), normal(5, 2, 48, seed=5))
     seen = Seen(torch.arange(5), torch.full((5,), 140), torch.tensor([1, 2, 70, 139, 1]), range(140, 141))
-    logits, seeds = 3 * normal(9, 1003), torch.arange(18, dtype=torch.int32).view(9, 2)
+    logits = 3 * normal(9, 1003)
 
     def results() -> list[Tensor]:
-        drawn = [*draw(logits, seeds, 0.7, False), *draw(logits, seeds, 1.3, True)]
-        return [attend(qkv, cache, seen), *drawn, *invert(logits, torch.linspace(0, 0.99, 9), 1.1)]
+        return [attend(qkv, cache, seen), *invert(logits, torch.linspace(0, 0.99, 9), 1.1)]
 
     native = results()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
