@@ -25,6 +25,7 @@ from rlhf.commands.table import (
     WITHOUT_GROUPS,
     uses,
 )
+from rlhf.config import removed
 from rlhf.config.adopting import (
     check_adopting,
     refuse_as_group,
@@ -90,7 +91,7 @@ def interrupted(command: str) -> str:
     """The message of an interrupted command: how to resume, if it can."""
     if command == "pipeline" or command in STAGES:
         return "interrupted: run the same command again, it resumes from the last checkpoint"
-    if command in ("generate", "study"):
+    if command == "generate":
         return "interrupted: run the same command again, it continues where it stopped"
     return "interrupted"
 
@@ -110,6 +111,8 @@ def _dispatch(arguments: list[str]) -> None:
     command, overrides = arguments[0], arguments[1:]
     if command in ("report", "serve"):
         overrides = module_of(command).rewrite_arguments(overrides)
+    if command in removed.COMMANDS:
+        raise UserError(f"`rlhf {command}` is gone: {removed.COMMANDS[command]}")
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}{nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
     if any(flag in overrides for flag in ("-h", "--help")):

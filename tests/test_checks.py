@@ -121,14 +121,6 @@ def test_every_setting_accepts_its_default_and_refuses_what_no_setting_of_its_ty
         (["ppo.rewards=5"], "ppo.rewards=5: want a name or a list of names, or null"),
         (["ppo.rewards=[]"], "ppo.rewards=[]: want a name or a list of names, or null"),
         (["ppo.reward_weights=[abc]"], "ppo.reward_weights=['abc']: want a number or a list of numbers, or null"),
-        (
-            ["study.seeds=x"],
-            "study.seeds=x: want a seed or a list of different seeds, each from 0 to 4294967295, or null",
-        ),
-        (
-            ["study.seeds=[1,1]"],
-            "study.seeds=[1, 1]: want a seed or a list of different seeds, each from 0 to 4294967295, or null",
-        ),
         (["data.corpus=5"], "data.corpus=5: want a file, a folder or a hub id, or a list of these, or null"),
         (["data.encoding=utf-88"], "data.encoding=utf-88: want an encoding that Python knows, such as utf-8"),
         (
@@ -152,7 +144,6 @@ def test_a_value_from_the_command_line_that_does_not_fit(settings, said):
     "settings",
     [
         ["ppo.rewards=[null,'module:f']", "ppo.reward_weights=[1,0.5]"],
-        ["study.seeds=3"],
         ["data.held_out_labelers=[7,anna]"],
         ["data.corpus=[a.txt,b.txt]"],
         ["reward.labeler_weights={anna: 2, ben: 0}"],
@@ -253,10 +244,3 @@ def test_what_a_classifier_cannot_have_is_refused_beside_its_name(group):
     assert problems(group, **{f"{group}__epochs": 0}) == [
         f"{group}.epochs=0: nothing would be trained: want 1 or more, or {group}.fit_head=true"
     ]
-
-
-def test_a_study_of_scaling_pretrains_its_models():
-    assert problems("study", study__kind="scaling", model__pretrained="some/model") == [
-        "study.kind=scaling: pretrains models of its own widths: want model.pretrained=null"
-    ]
-    check_config(with_settings(study__kind="scaling"), "study")

@@ -288,7 +288,7 @@ def test_schema_keys_are_dotted_and_hold_the_defaults():
 
 
 def test_a_command_composes_other_settings_while_it_runs(call, monkeypatch):
-    """As a study does for its cells."""
+    """As the pipeline does for its stages."""
     seen: list = []
 
     def run(config):
@@ -302,6 +302,18 @@ def test_a_command_composes_other_settings_while_it_runs(call, monkeypatch):
     assert seen == [(0.25, 0.5, given, given)]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["study", "study.kind=details"], "`rlhf study` is gone: use `python scripts/studies/<kind>.py`, such as"),
+        (["ppo", "study.kind=details"], "setting 'study.kind' is gone: use the options of `python scripts/studies/"),
+    ],
+)
+def test_what_is_gone_is_one_line_with_what_to_use(call, arguments, said):
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "") and err.startswith(f"rlhf: error: {said}") and err.count("\n") == 1
+
+
 # --- settings that a command does not use ---
 
 
@@ -310,9 +322,9 @@ SETTINGS = [key for key, value in cli.schema_keys().items() if not is_dataclass(
 
 @pytest.mark.parametrize("key", SETTINGS)
 def test_every_setting_is_used_by_some_command_and_refused_by_all_others(key):
-    alone = [name for name in cli.COMMANDS if name not in ("pipeline", "study", "plan", "import")]
+    alone = [name for name in cli.COMMANDS if name not in ("pipeline", "plan", "import")]
     users = [name for name in alone if cli.uses(name, key)]
-    assert users or cli.uses("pipeline", key) or cli.uses("study", key)
+    assert users or cli.uses("pipeline", key)
     for command in alone:
         if command in users:
             cli.check_used([f"{key}=1"], command)
@@ -328,7 +340,6 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others(key):
         (["evaluate", "rollout.temperature=2"], "rollout.temperature: `rlhf evaluate` does not use it; ppo, chat do: leave"),
         (["rejection", "rollout.temperature=2"], "rollout.temperature: `rlhf rejection` does not use it"),
         (["label", "rollout.temperature=2"], "rollout.temperature: `rlhf label` does not use it"),
-        (["ppo", "study.kind=details"], "study.kind: `rlhf ppo` does not use it; study does"),
         (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt: only format=table uses columns.* and words.*: add"),
     ],
 )  # fmt: skip

@@ -73,7 +73,6 @@ READERS = [
     "export",
     "generate",
     "sample",
-    "study",
     "pipeline",
     "evaluate",
     "rejection",
@@ -91,7 +90,6 @@ READERS = [
 def test_every_command_that_reads_a_damaged_record_says_so_in_one_line(tmp_path, capsys, command, name):
     for stage in STAGES:
         damage(tmp_path / "x" / stage / "stage.json", DAMAGE[name])
-    more = ["study.kind=details"] if command == "study" else []
     with pytest.raises(SystemExit) as ended:
         main(
             [
@@ -103,7 +101,6 @@ def test_every_command_that_reads_a_damaged_record_says_so_in_one_line(tmp_path,
                 "device=cpu",
                 "tracking=off",
                 "--shared-settings",
-                *more,
             ]
         )
     [line] = capsys.readouterr().err.splitlines()
@@ -116,7 +113,6 @@ def test_the_report_and_watch_show_what_is_there_and_name_what_is_damaged(tmp_pa
         "sft/stage.json",
         "evaluate/results.json",
         "pipeline.json",
-        "study/details.json",
         "sft/metrics.jsonl",
         "sft/samples.jsonl",
         "sft/config.yaml",

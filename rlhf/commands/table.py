@@ -8,7 +8,6 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pipeline": ("rlhf.commands.pipeline", "all stages, from raw text to an aligned model and its report",
                  ("tracking", "checkpoints", "parents", "launcher", "sharding")),
     **{name: row for name, row in _STAGES.items() if name not in GOLD_STAGES},
-    "study": ("rlhf.commands.study", "compare PPO's choices on the gold world over several seeds", ("study",)),
     "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page", ("report",)),
     "watch": ("rlhf.commands.watch", "follow a run from another terminal", ("watch",)),
     "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard, or write its specification offline",
@@ -49,8 +48,8 @@ _ALSO_READ = {
     "sample": ("rollout.max_new_tokens", "rollout.batch_size", "parents", "gold.enabled"),
 }
 # Commands that read the settings of several, or have a schema of their own.
-OF_SEVERAL = ("pipeline", "study", "plan", "import")
-FORWARDING = ("pipeline", "study")  # they get their overrides from Hydra and pass them to their stages
+OF_SEVERAL = ("pipeline", "plan", "import")
+FORWARDING = ("pipeline",)  # gets its overrides from Hydra and passes them to its stages
 # Marks overrides meant for several commands: those that this one does not use are ignored.
 SHARED_FLAG = "--shared-settings"
 CONFIG_GROUPS = ("model", "experiment", "tracking")

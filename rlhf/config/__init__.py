@@ -35,7 +35,6 @@ from rlhf.config.stages import (
     RewardConfig,
     RolloutConfig,
     SftConfig,
-    StudyConfig,
 )
 from rlhf.recipe import GOLD_STAGES, PARENTS
 
@@ -160,7 +159,6 @@ class Config:
     dpo: DpoConfig = group(DpoConfig)
     classify: ClassifyConfig = group(ClassifyConfig)
     evaluate: EvaluateConfig = group(EvaluateConfig)
-    study: StudyConfig = group(StudyConfig, changes=NOTHING)
     gold: GoldConfig = group(GoldConfig)
     tracking: TrackingConfig = group(TrackingConfig, changes=NOTHING)
     checkpoints: CheckpointConfig = group(CheckpointConfig, changes=NOTHING)

@@ -86,14 +86,6 @@ def _relations(config: Config, command: str) -> Iterator[str]:
             f"gold.responses_min={config.gold.responses_min}: want at most gold.responses_max="
             f"{config.gold.responses_max}"
         )
-    single_requests = config.gold.truth == "judge" and config.model.pretrained is None and not config.gold.conversations
-    if command == "study" and config.study.kind == "sizes" and not single_requests:
-        yield (
-            "study.kind=sizes: pretrains on the built-in world's single requests: want gold.truth=judge, "
-            "gold.conversations=0 and model.pretrained=null"
-        )
-    if command == "study" and config.study.kind == "scaling" and config.model.pretrained is not None:
-        yield "study.kind=scaling: pretrains models of its own widths: want model.pretrained=null"
     yield from _sharding_problems(config)
     yield from _launch_problems(config, command)
     yield from _reward_relations(config)

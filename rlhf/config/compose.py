@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf.config import Config, PlanConfig
 from rlhf.config.commands import ImportConfig
+from rlhf.config.removed import replacement
 from rlhf.config.setting import FromEnvironment
 from rlhf.errors import UserError
 
@@ -113,7 +114,7 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
 
     register_schema(config_name(command))
     ours = GlobalHydra.instance()
-    running, ours.hydra = ours.hydra, None  # a study composes its cells' settings while Hydra runs the study
+    running, ours.hydra = ours.hydra, None  # the pipeline composes its stages' settings while Hydra runs the pipeline
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
             composed = compose(config_name(command), overrides=overrides)
@@ -148,6 +149,8 @@ def nearest_key(key: str, known: list[str]) -> str:
 
 
 def unknown_setting(key: str, known: list[str]) -> str:
+    if (instead := replacement(key)) is not None:
+        return f"setting {key!r} is gone: {instead}"
     return f"unknown setting {key!r}{nearest_key(key, known)}: `rlhf <command> --cfg job` shows all"
 
 

@@ -1,4 +1,14 @@
 """Commands and settings of earlier versions, with what to use instead: the one table behind the error messages."""
 
-COMMANDS: dict[str, str] = {}  # {"name": "use this instead"}
-SETTINGS: dict[str, str] = {}  # {"group.name": "use this instead"}
+# Of a command or setting that is gone: what to use instead. A row of a whole group of settings has the group's name.
+COMMANDS: dict[str, str] = {
+    "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own",
+}
+SETTINGS: dict[str, str] = {
+    "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",
+}
+
+
+def replacement(key: str) -> str | None:
+    """What to use instead of a removed setting, or of one whose group was removed."""
+    return SETTINGS.get(key) or SETTINGS.get(key.partition(".")[0])

@@ -91,11 +91,6 @@ KINDS = {
     "numbers": Kind("a number or a list of numbers", _one_or_list(_is_number)),
     "counts": Kind("a whole number of 0 or more, or a list of different ones", _different(_is_count)),
     "shares": Kind("a list of numbers above 0", lambda v: isinstance(v, list) and _one_or_list(_is_positive)(v)),
-    "sizes": Kind("a number above 0 or a list of different ones", _different(_is_positive)),
-    "seeds": Kind(
-        f"a seed or a list of different seeds, each from 0 to {MAX_SEED}",
-        _different(lambda v: _is_count(v) and v <= MAX_SEED),
-    ),
     "weights": Kind(
         "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
         lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.setting import LEAST_TEMPERATURE, MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, setting
+from rlhf.config.setting import LEAST_TEMPERATURE, MAX_SEED, NOTHING, ROUNDING, setting
 
 PAPER_TOKENS = 300_000_000_000  # Brown et al. 2020, table 2.1
 
@@ -331,32 +331,6 @@ class EvaluateConfig:
         kind="prices",
         changes=NOTHING,
     )
-
-
-@dataclass(slots=True)
-class StudyConfig:
-    """`rlhf study`: PPO's choices compared on the gold world, over several seeds."""
-
-    kind: str | None = setting(
-        None,
-        "frontier: reward against KL for several coefficients; details: one choice changed at a time; audit: what an audit predicts; "
-        "transfer: what pretraining gives a labelled task; scaling: loss by parameters and tokens at equal compute; "
-        "prompts: PPO on prompts that the reward model knows or does not know; sizes: InstructGPT's evidence at three widths",
-        choices=("frontier", "details", "audit", "transfer", "scaling", "prompts", "sizes"),
-    )
-    seeds: Any = setting(None, "seeds of the PPO runs; none: 0, 1 and 2", kind="seeds")
-    parents: Any = setting(
-        None, "runs whose stages the study builds on, one per seed; none: this run for all", kind="names"
-    )
-    updates: int = setting(30, "PPO updates of each run of study.kind=frontier and audit", min=1)
-    cells: Any = setting(
-        None, "choices that details, prompts, sizes, audit or transfer compares; none: all", kind="names"
-    )
-    budgets: Any = setting(
-        None, "FLOPs C = 6 N D of study.kind=scaling; none: 1e11, 3e11, 9e11 and 2.7e12", kind="sizes"
-    )
-    widths: Any = setting(None, "widths of the models of study.kind=scaling; none: 32, 64, 96 and 128", kind="sizes")
-    processes: int = setting(1, "PPO runs at the same time", min=1, max=MAX_PROCESSES)
 
 
 @dataclass(slots=True)

@@ -8,13 +8,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM, GPTModel
 from rlhf.model.heads import RewardConfig, RewardModel
-from rlhf.model.lstm import LSTMConfig, LSTMForCausalLM
 
 AutoConfig.register(GPTConfig.model_type, GPTConfig, exist_ok=True)
 AutoModel.register(GPTConfig, GPTModel, exist_ok=True)
 AutoModelForCausalLM.register(GPTConfig, GPTForCausalLM, exist_ok=True)
-AutoConfig.register(LSTMConfig.model_type, LSTMConfig, exist_ok=True)
-AutoModelForCausalLM.register(LSTMConfig, LSTMForCausalLM, exist_ok=True)
 AutoConfig.register(RewardConfig.model_type, RewardConfig, exist_ok=True)
 AutoModel.register(RewardConfig, RewardModel, exist_ok=True)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf.recipe import BASELINES
+from rlhf.report.figures import Curve, Mark, with_intervals
 from rlhf.report.overview import judge_name
 from rlhf.report.pictures import Picture, make_calibration, make_histogram
-from rlhf.report.studies import make_shots, make_study_pictures, spaced, study_tables
-from rlhf.report.tables import Table, cell, make_audit, make_external, make_labelled, share
+from rlhf.report.tables import Table, cell, make_audit, make_external, make_labelled, share, shot_rows
 from rlhf.runs.results import histogram
 from rlhf.runs.run_files import RunFiles, decimal, entries, get, interval, number, percent, rows_of, visible
 
@@ -37,7 +37,7 @@ REWARD_FIGURES = (
 
 
 def make_evaluation(run: RunFiles) -> dict[str, Any]:
-    """The tables of one run's evaluation, and of its audit, studies and other evaluations."""
+    """The tables of one run's evaluation, of its audit and of other evaluations."""
     results = run.results
     means, parts = get(results, "gold", "mean_score"), get(results, "gold", "parts")
     models = [model for model in MODELS if model in ("sft", "ppo") or number(means, model) is not None]
@@ -58,7 +58,6 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
         "judge": judge_name(results),
         "tables": make_tables(run),
         "calibration": calibration_rows(run),
-        "studies": list(study_tables(run)),
         "json": visible(json.dumps(results, indent=1, ensure_ascii=False), 20_000) if results else "",
     }
 
@@ -127,7 +126,8 @@ def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
         yield row(titled(name), tree, "kl_to_sft_nats", number(results, "reward", name), score)
     for title, best in [("best of", get(results, "best_of_n")), *entries(results, "generate_and_rate", "picked")]:
         if best:
-            name, score = f"{spaced(title)} {number(best, 'n') or 0:g}", get(best, "score") or get(best, "gold")
+            name = f"{visible(title.replace('_', ' '), 60)} {number(best, 'n') or 0:g}"
+            score = get(best, "score") or get(best, "gold")
             yield row(name, best, "kl_estimate_nats", number(best, "reward"), score)
 
 
@@ -183,7 +183,7 @@ def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
 
 
 def make_pictures(runs: list[RunFiles]) -> list[Picture]:
-    """Calibration, histograms and studies, all runs on the same axes."""
+    """Calibration, histograms and in-context learning, the first two of all runs on the same axes."""
     pictures = [
         make_calibration([(run.name, calibration_rows(run)) for run in runs]),
         make_histogram(histograms(runs)),
@@ -191,6 +191,18 @@ def make_pictures(runs: list[RunFiles]) -> list[Picture]:
     for run in runs:
         of_run = f" ({run.name})" if len(runs) > 1 else ""
         pictures.append(make_shots(run.evaluations.get("shots"), f"In-context learning{of_run}"))
-        for study in run.studies:
-            pictures += make_study_pictures(study, of_run)
     return [picture for picture in pictures if picture is not None]
+
+
+def make_shots(results: Any, title: str) -> Picture | None:
+    """Accuracy by examples in the prompt, a line per model with its 95% interval."""
+    series = [
+        with_intervals(name, [point for _, point in rows], colour)
+        for colour, (name, rows) in enumerate(shot_rows(results))
+    ]
+    majority = number(results, "majority")
+    marks = [] if majority is None else [Mark("most frequent label", majority)]
+    curve = Curve(series, marks, x_name="examples in the prompt", label=title, y_name="accuracy")
+    note = "The same held-out examples and draws for every model; 95% intervals."
+    unit = "accuracy, over examples in the prompt"
+    return Picture(title, curve, "evaluate", unit, note=note, half=True) if series else None

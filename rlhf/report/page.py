@@ -1,6 +1,6 @@
 """report.html: the results of a run, or of several on the same axes, as one self-contained page.
 
-It reads only the runs' files (stage.json, metrics.jsonl, samples.jsonl, config.yaml, evaluate/, study/), never a model, and
+It reads only the runs' files (stage.json, metrics.jsonl, samples.jsonl, config.yaml, evaluate/), never a model, and
 leaves out what does not exist yet, so an incomplete run has a report too. Model output is untrusted text: the template
 escapes everything, and the page's content policy allows neither scripts nor requests.
 """

@@ -71,8 +71,6 @@ def make_skipped(run: RunFiles) -> list[str]:
         notes.append("No evaluation: win rates, calibration, histograms and rank agreement are missing.")
     elif get(run.results, "gold") is None:
         notes.append("No true score: win rates and parts by it are missing; the reward model's are shown.")
-    if not run.studies:
-        notes.append("No study in study/: the frontier over several policies is missing.")
     before = [name for name, row in entries(run.pipeline, "stages") if get(row, "state") == "complete before"]
     if before:
         notes.append(

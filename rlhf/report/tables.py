@@ -1,10 +1,10 @@
 """The report's tables of text: reward/audit.json, classify/results.json, evaluations/<name>.json."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rlhf.report.studies import shot_rows
-from rlhf.runs.run_files import decimal, entries, get, interval, number, percent, rows_of, visible
+from rlhf.report.figures import Point
+from rlhf.runs.run_files import decimal, entries, estimate, get, interval, number, percent, rows_of, visible
 
 MOST_CLASSES = 20  # most classes of a confusion matrix that is shown
 
@@ -231,3 +231,15 @@ def disagreements(judged: Any) -> list[str]:
         for name, other in items_of(judged, "others")
         if get(other, "disagrees") is True
     ]
+
+
+def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], Point]]]]:
+    """(model, (row, (K, accuracy and its interval)) of each K) from evaluate.shots."""
+    for name, of_model in entries(results, "models"):
+        rows = [
+            (row, (k, *accuracy))
+            for row in rows_of(of_model)
+            if (k := number(row, "shots")) is not None and (accuracy := estimate(get(row, "accuracy")))
+        ]
+        if rows:
+            yield visible(str(name), 60), rows

@@ -152,7 +152,6 @@ class RunFiles:
     stages: dict[str, StageFiles]
     results: dict[str, Any] = field(default_factory=dict)  # evaluate/results.json
     samples: list[dict[str, Any]] = field(default_factory=list)  # evaluate/samples.jsonl
-    studies: list[dict[str, Any]] = field(default_factory=list)  # study/*.json
     pipeline: dict[str, Any] = field(default_factory=dict)  # pipeline.json
     audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
@@ -175,7 +174,6 @@ def read_run(folder: Path) -> RunFiles:
         },
         results,
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
-        [{"file": path.stem} | study for path in sorted(folder.glob("study/*.json")) if (study := read_json(path))],
         read_json(folder / "pipeline.json"),
         read_json(folder / "reward" / "audit.json"),
         {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},

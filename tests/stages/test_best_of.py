@@ -1,8 +1,8 @@
-"""Best-of-n by hand, its curve, and what is built on it: evaluation's baseline, rejection sampling, the studies."""
+"""Best-of-n by hand, its curve, and what is built on it: evaluation's baseline, rejection sampling."""
 
 import json
 import math
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -11,9 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from rlhf.commands.study import DETAILS, make_cells
-from rlhf.commands.study_cells import mean_interval
-from rlhf.errors import UserError
 from rlhf.evaluation.best_of import (
     SHARES,
     best_index,
@@ -144,14 +141,6 @@ def test_the_best_is_the_first_of_the_highest():
     assert best_index([0.5, 2.0, 2.0, -1.0]) == 1
 
 
-def test_intervals_over_seeds_by_hand():
-    # mean 2, standard deviation 1, error 1/sqrt 3, t(.975, 2) = 4.302653
-    found = mean_interval([1.0, 2.0, 3.0])
-    assert found["mean"] == 2.0 and found["n"] == 3
-    assert found["ci95"] == pytest.approx([2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)], abs=1e-5)
-    assert mean_interval([1.0])["ci95"] is None
-
-
 def test_evaluation_has_the_best_of_n_beside_ppo(gold_run):
     results = read_json(gold_run.folder / "evaluate" / "results.json")
     best = results["best_of_n"]
@@ -173,90 +162,3 @@ def test_rejection_sampling_trains_on_the_best(copy_until, gold_run):
     before, after = (load_policy(p / "model") for p in (gold_run.folder / "sft", folder))
     assert any(not p.equal(q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
     assert read_stage(folder)["status"] == "complete"
-
-
-SMALL_STUDY = ["ppo.critic_warmup_updates=0", "kl.target=null", "study.seeds=[0]", "evaluate.samples=1"]
-SMALL_DETAILS = [
-    *SMALL_STUDY,
-    "study.kind=details",
-    "study.cells=[default,epochs_1]",
-    "ppo.episodes=64",
-    "evaluate.prompts=8",
-    "evaluate.best_of=2",
-]
-
-
-def test_details_runs_what_is_missing_and_reports_every_choice(gold_run, tmp_path, capfd, monkeypatch):
-    run = gold_run.copy(tmp_path, None, "gold")
-    overrides = [*run.overrides, *SMALL_DETAILS]
-    monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: overrides)
-    run.stage("study", *SMALL_DETAILS)
-    said = capfd.readouterr().out
-    assert "2 runs of PPO with 64 episodes, 0 done; about" in said and "minutes" in said
-    study = read_json(run.folder / "study" / "details.json")
-    assert set(study["rows"]) == {"default", "epochs_1"}
-    for row in study["rows"].values():
-        assert row["win_rate"]["n"] == 1 and 0 <= row["win_rate"]["mean"] <= 1
-        assert row["bpb"]["mean"] > 0 and row["kl"]["ci95"] is None
-    gap = study["rows"]["epochs_1"]["difference"]["gold"]["mean"]
-    assert gap == pytest.approx(study["rows"]["epochs_1"]["gold"]["mean"] - study["rows"]["default"]["gold"]["mean"])
-    run.stage("study", *SMALL_DETAILS)
-    assert "2 done" in capfd.readouterr().out
-    assert read_json(run.folder / "study" / "details.json") == study
-    with pytest.raises(
-        UserError, match=r"ppo was run with other settings \(ppo.episodes 64 -> 128\): add overwrite=true"
-    ):
-        make = [o.replace("ppo.episodes=64", "ppo.episodes=128") for o in overrides]
-        monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: make)
-        run.stage("study", *make[len(run.overrides) :])
-    # overwrite=true replaces a cell when its new run is complete, not before
-    started: list[tuple[str, ...]] = []
-    monkeypatch.setattr("rlhf.commands.study.run_cell", lambda cell: started.append(cell.overrides) or 1)
-    with pytest.raises(UserError, match="the cell failed with exit code 1"):
-        run.stage("study", *make[len(run.overrides) :], "overwrite=true")
-    assert started and all(overrides[-1] == "overwrite=true" for overrides in started)
-    assert len(list((run.folder / "study" / "details").glob("*/ppo/model/model.safetensors"))) == 2
-
-
-@pytest.mark.long
-def test_frontier_has_a_curve_a_coefficient_and_best_of_n(gold_run, tmp_path, monkeypatch):
-    run = gold_run.copy(tmp_path, None, "gold")
-    settings = [
-        *SMALL_STUDY,
-        "study.kind=frontier",
-        "study.updates=4",
-        "ppo.episodes_per_update=32",
-    ]
-    monkeypatch.setattr("rlhf.commands.study.forwarded_overrides", lambda: [*run.overrides, *settings])
-    run.stage("study", *settings)
-    study = read_json(run.folder / "study" / "frontier.json")
-    assert set(study["curves"]) == {"kl_coef_0.0", "kl_coef_0.03", "kl_coef_0.1", "kl_coef_0.3"}
-    path = study["curves"]["kl_coef_0.0"]["mean"]
-    assert [step["update"] for step in path] == [0, 2, 4]
-    assert path[0]["kl"]["mean"] < 0.01 < path[-1]["kl"]["mean"]
-    best = study["best_of_n"]
-    assert [row["n"] for row in best] == [1, 2, 4, 8, 16, 32, 64]
-    assert all(a["score"]["mean"] <= b["score"]["mean"] for a, b in pairwise(best))
-    assert all(-0.05 < row["kl_estimate"]["mean"] < row["kl"] + 0.05 for row in best), "it is unbiased, not bounded"
-    assert len(study["points"]) == 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["study.parents=[a,b]"], "want one run for each of study.seeds"),
-        (["study.cells=[bogus]"], "'bogus': want some of default, critic_sft"),
-        (["run=empty"], "has no finished reward to build a study on"),
-    ],
-)
-def test_a_study_that_cannot_run_is_told(gold_run, settings, message):
-    with pytest.raises(UserError, match=message):
-        make_cells(gold_run.config("study.kind=details", *settings), [])
-
-
-def test_every_detail_composes():
-    from rlhf.config.checks import check_config
-    from rlhf.config.compose import compose_config
-
-    for changed in DETAILS.values():
-        check_config(compose_config(["experiment=gold", *changed]), "ppo")

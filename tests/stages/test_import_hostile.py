@@ -283,4 +283,4 @@ def test_no_stage_reads_labels_without_saying_whether_a_partial_import_will_do()
         "load(need_source(config, kind), config.data.format, config.data.allow_partial)"
         in (rlhf / "runs" / "inputs.py").read_text()
     )
-    assert len(found) >= 7 and {name for name, _ in forgotten} == {"study_results.py", "study_sizes.py"}, forgotten
+    assert len(found) >= 5 and not forgotten, forgotten

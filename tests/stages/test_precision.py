@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.commands import chat, generate, sample, study_results
-from rlhf.commands.study_cells import Cell
+from rlhf.commands import chat, generate, sample
 from rlhf.config.precision import inference
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.prompts import load_prompts
@@ -16,7 +15,6 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import ResidualLinear
 from rlhf.model.heads import ScalarHead
-from rlhf.recipe import PARENTS
 from rlhf.stages import evaluate, label, rejection, reward
 from rlhf.training.setup import load_frozen
 
@@ -90,18 +88,3 @@ def test_commands_that_answer(gold_run, seen, tmp_path):
     asked = load_prompts(str(prompts))[0]
     sample.draw_tasks(gold_run.config(*HALF, "sample.responses=2"), gold_run.folder / "sft", asked, "any")
     assert_half(seen, scored=False)
-
-
-def test_study(gold_run, tmp_path, seen, monkeypatch):
-    monkeypatch.setattr(study_results, "EVAL_PROMPTS", 2)
-    monkeypatch.setattr(study_results, "BEST_OF", (1, 2))
-    ppo = gold_run.copy(tmp_path, None, "default-seed0")
-    overrides = (*gold_run.overrides, f"runs_dir='{tmp_path}'", "run=default-seed0", *HALF)
-    stages = {stage: gold_run.folder / stage for stage in PARENTS}
-    cell = Cell("default", 0, gold_run.folder, tmp_path, overrides, stages)
-    assert len(study_results.best_of_curve(cell)) == 2
-    assert_half(seen, scored=True)
-    seen.clear()
-    config = ppo.config("evaluate.samples=1", "pretrain.eval_sequences=4")
-    assert study_results.evaluate_cell(config, cell)["bpb"] > 0
-    assert_half(seen, scored=True)

@@ -114,7 +114,7 @@ def test_the_table_compares_every_policy_by_the_truth(sentiment_run):
 
 
 def test_best_of_n_is_compared_with_the_best_policy_of_its_kl(sentiment_run, capsys, monkeypatch):
-    """scripts/sentiment_frontier.py; its arithmetic is in tests/test_sentiment_frontier.py."""
+    """scripts/studies/sentiment_optimum.py; its arithmetic is in tests/test_sentiment_frontier.py."""
     script = ROOT / "scripts" / "sentiment_frontier.py"
     settings = [*sentiment_run.overrides, "run=run", f"runs_dir={sentiment_run.runs_dir}"]
     monkeypatch.setattr("sys.argv", [str(script), "--passages=3", "--samples=5", *settings])

@@ -3,7 +3,6 @@
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,6 @@ from rlhf.report.figures import (
 )
 from rlhf.report.inline_svg import MAX_HOVERS, draw, nearest
 from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
-from rlhf.report.studies import make_choices, make_points
 from rlhf.runs.charts import Chart
 from rlhf.runs.run_files import is_number
 
@@ -189,32 +187,3 @@ def test_a_picture_of_its_own_has_title_legend_and_real_colours(tmp_path: Path, 
     for shown in ("ppo: Reward", "score", "level", "#2a5f99", "#c8641f", "#ecece7"):
         assert shown in text, shown
     assert "var(--" not in text and "#0000" not in text
-
-
-def test_choices_are_dots_with_intervals_and_names(tmp_path: Path) -> None:
-    rows: dict[str, Any] = {"default": {"rate": {"value": 0.6, "ci95": [0.5, 0.7]}}}
-    assert make_choices({"rows": rows}, "Win rate", "rate", "share") is None, "nothing to compare it with"
-    rows |= {"no_whitening": {"rate": {"value": 0.4, "ci95": [0.3, 0.5]}}, "one_seed": {"rate": {"value": 0.5}}}
-    picture = make_choices({"rows": rows}, "Win rate", "rate", "share")
-    assert picture is not None
-    assert [(mark.label, mark.y) for mark in picture.curve.marks] == [("default", 0.6)]
-    svg = picture.svg
-    assert svg.count("<circle") == 2 * 3, "each dot, and once more under the pointer"
-    for shown in (">no whitening</text>", "rotate(-32", "0.4 [0.3, 0.5]", ">0.5</text>"):
-        assert shown in svg, shown
-    assert picture.table == [
-        ("share", [("default", "0.6 [0.5, 0.7]"), ("no whitening", "0.4 [0.3, 0.5]"), ("one seed", "0.5")])
-    ]
-    assert picture.log_svg == ""
-    for form in ("svg", "png"):
-        assert save(picture.curve, tmp_path / f"a.{form}", "Win rate").stat().st_size > 3000
-
-
-def test_a_frontier_joins_what_no_other_policy_beats() -> None:
-    points = [{"kl": 1.0, "gold": 0.5}, {"kl": 3.0, "gold": 0.6}, {"kl": 2.0, "gold": 0.7}, {"kl": 9.0}]
-    picture = make_points({"points": points}, "Sweep", "gold", "gold score")
-    assert picture is not None
-    line, dots = picture.curve.series
-    assert (line.xs, line.ys) == ([1.0, 2.0], [0.5, 0.7])  # at KL 3 a policy is worse than the one at 2
-    assert dots.xs == [1.0, 2.0, 3.0] and not dots.line
-    assert make_points({"points": points[:1]}, "Sweep", "gold", "gold score") is None

@@ -344,52 +344,6 @@ def test_histograms_share_their_bins_and_ranks_agree(tmp_path: Path) -> None:
     assert list(rank_agreement(run)) == [("sft", pytest.approx(1.0), 25), ("ppo", pytest.approx(-1.0), 25)]
 
 
-def test_a_study_is_drawn_and_told(tmp_path: Path) -> None:
-    (tmp_path / "study").mkdir()
-    path = [
-        {"update": i, "kl": {"mean": float(i), "ci95": None, "n": 1}, "gold": {"mean": 0.5 + 0.1 * i}} for i in range(3)
-    ]
-    best = [{"n": 1, "kl": 0.0, "gold": {"mean": 0.5}}, {"n": 4, "kl": 0.64, "gold": {"mean": 0.6}}]
-    (tmp_path / "study/frontier.json").write_text(
-        json.dumps(
-            {
-                "title": "Frontier: <b>",
-                "curves": {"kl_coef_0.1": {"mean": path}},
-                "best_of_n": best,
-                "points": [{"kl": 1}],
-            }
-        )
-    )
-    rows = {
-        "default": {"win_rate": {"mean": 0.61, "ci95": [0.55, 0.67], "n": 3}},
-        "no_whitening": {"win_rate": {"mean": 0.5}},
-    }
-    (tmp_path / "study/details.json").write_text(json.dumps({"title": "What each choice buys", "rows": rows}))
-    runs = [
-        {"parent": "large-0", "figures": {"mean_flips": flips}, "gold_gain": gain}
-        for flips, gain in ((0.1, 0.2), (0.3, 0.05), (None, 0.1), (0.2, "much"))
-    ]
-    (tmp_path / "study/audit.json").write_text(json.dumps({"title": "What the audit predicts", "runs": runs}))
-    (tmp_path / "study/torn.json").write_text("{")
-    text = write_report(tmp_path).read_text(encoding="utf-8")
-    check_page(text)
-    for shown in (
-        "Frontier: true reward",
-        "kl coef 0.1",
-        "best of n",
-        "What each choice buys",
-        "no whitening",
-        "0.610",
-        "What each choice buys: win rate over SFT",
-        "pairs flipped by the attacks",
-        ">default</text>",  # the level, and the name below the axis
-        "0.61 [0.55, 0.67]",  # under the pointer
-    ):
-        assert shown in text, shown
-    assert "What each choice buys: true reward" not in text, "nobody measured it"
-    assert "No study in study/" not in text
-
-
 def test_figures_are_files_of_their_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "demo")
     paths = write_figures([run], tmp_path / "figures", "svg")

@@ -1,6 +1,6 @@
 """Print finished runs of experiment=sentiment as the table of docs/RESULTS.md.
 
-    python scripts/sentiment_table.py runs/seed-0 runs/seed-1 runs/seed-2
+    python scripts/studies/sentiment_table.py runs/seed-0 runs/seed-1 runs/seed-2
 
 Below the table, per run: the true score of the held-out passages at each evaluation during PPO, update 0 being the base model.
 """

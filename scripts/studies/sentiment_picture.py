@@ -1,6 +1,6 @@
 """Draw PPO of `experiment=sentiment`: true score and KL by update, and one against the other beside best-of-n.
 
-    python scripts/sentiment_picture.py --run preset=runs/s0 --run "constant rate=runs/s0-const" --out docs/img/sentiment.png
+    python scripts/studies/sentiment_picture.py --run preset=runs/s0 --run "constant rate=runs/s0-const" --out docs/img/sentiment.png
 
 The first run gives the evaluated points. Needs matplotlib.
 """

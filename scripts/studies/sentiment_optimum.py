@@ -1,6 +1,6 @@
 """How far above best-of-n can any policy be at best-of-n's KL? Prints a Markdown table for a run of experiment=sentiment.
 
-    python scripts/sentiment_frontier.py [--passages 64] [--samples 64] experiment=sentiment run=seed-0 [overrides of the run …]
+    python scripts/studies/sentiment_optimum.py [--passages 64] [--samples 64] experiment=sentiment run=seed-0 [overrides of the run …]
 
 The base model continues each held-out passage N times. A policy over these N is a weight w_j for each, and its KL to the base
 is the mean over passages of sum_j w_j log(N w_j). Of all policies with that KL the one with the highest mean reward is

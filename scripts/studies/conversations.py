@@ -1,6 +1,6 @@
 """Print the tables on conversations of docs/RESULTS.md: means over the runs with 95% intervals by Student's t.
 
-    python scripts/conversation_table.py runs/talk-0 runs/talk-1 runs/talk-2 --picture docs/img/conversations.png
+    python scripts/studies/conversations.py runs/talk-0 runs/talk-1 runs/talk-2 --picture docs/img/conversations.png
 
 The runs are of experiment=gold-dialogue with evaluate.baselines=[rate]. The last table and the picture pool the test prompts of all runs.
 """
@@ -12,13 +12,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from rlhf.commands.study_cells import mean_interval
-from rlhf.evaluation.statistics import interval, show
+from harness import draw, mean_interval, read, rows, show
+
+from rlhf.evaluation.statistics import interval
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
-from rlhf.report.figures import Curve, save, with_intervals
-from rlhf.runs.run_files import read_jsonl
-from rlhf.system.files import read_json
 
 Results = dict[str, Any]
 PICKED = {
@@ -34,8 +32,7 @@ PARTS = ("correct", "complete", "polite", "safe")
 def over_runs(runs: list[Results], *keys: str) -> str:
     """The mean over the runs of the figure that the keys lead to."""
     figures: list[Any] = [functools.reduce(operator.getitem, keys, run) for run in runs]
-    over = mean_interval(figures)
-    return show(over | {"value": over["mean"]})
+    return show(mean_interval(figures))
 
 
 def print_policies(runs: list[Results]) -> None:
@@ -80,9 +77,9 @@ def read_scores(folders: list[Path]) -> Scores:
     """The parts of the gold score of one sample per test prompt, by kind of conversation and policy."""
     scores: Scores = defaultdict(lambda: defaultdict(list))
     for run in folders:
-        prompts = read_jsonl(run / "world" / "prompts.jsonl")
+        prompts = rows(run / "world" / "prompts.jsonl")
         tasks = {row["id"]: task_from_metadata(row["metadata"]["gold"]) for row in prompts}
-        for row in read_jsonl(run / "evaluate" / "samples.jsonl"):
+        for row in rows(run / "evaluate" / "samples.jsonl"):
             task = tasks[row["id"]]
             for policy, text in row["responses"].items():
                 scores[task.conversation or "single request"][policy].append(judge(task, text))
@@ -112,18 +109,19 @@ def ends(values: list[float]) -> tuple[float, float, float]:
     return figure["value"], max(0.0, low), min(1.0, high)
 
 
-def draw(scores: Scores, path: Path) -> None:
+def draw_kinds(scores: Scores, path: Path) -> None:
     """`correct` of SFT and PPO by kind of conversation."""
-    kinds = sorted(scores, key=lambda kind: -ends([parts["correct"] for parts in scores[kind]["ppo"]])[0])
-    series = []
-    for colour, policy in enumerate(("sft", "ppo")):
-        points = [
-            (i + 0.16 * colour, *ends([parts["correct"] for parts in scores[kind][policy]]))
-            for i, kind in enumerate(kinds)
-        ]
-        series.append(with_intervals(SINGLE[policy], points, colour, line=False))
-    title = "Correct last answers by kind of conversation"
-    save(Curve(series, x_name="", label=title, y_name="share correct", names=kinds), path, title)
+
+    def figure(kind: str, policy: str) -> dict[str, Any]:
+        mean, low, high = ends([parts["correct"] for parts in scores[kind][policy]])
+        return {"mean": mean, "ci95": [low, high]}
+
+    kinds = sorted(scores, key=lambda kind: -figure(kind, "ppo")["mean"])
+    series = {
+        SINGLE[policy]: [(i + 0.16 * place, figure(kind, policy)) for i, kind in enumerate(kinds)]
+        for place, policy in enumerate(("sft", "ppo"))
+    }
+    draw(path, series, "", "share of correct last answers", kinds, line=False)
 
 
 def main() -> None:
@@ -131,13 +129,13 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--picture", type=Path, help="an SVG or PNG file to write")
     given = parser.parse_args()
-    runs = [read_json(folder / "evaluate" / "results.json") for folder in given.runs]
+    runs = [read(folder / "evaluate" / "results.json") for folder in given.runs]
     print_policies(runs)
     print_figures(runs)
     scores = read_scores(given.runs)
     print_conversations(scores)
     if given.picture:
-        draw(scores, given.picture)
+        draw_kinds(scores, given.picture)
 
 
 if __name__ == "__main__":

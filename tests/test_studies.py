@@ -1,4 +1,4 @@
-"""scripts/sentiment_frontier.py: best-of-n against the best policy of the same KL, both as weights of the same samples."""
+"""scripts/studies/sentiment_optimum.py: best-of-n against the best policy of the same KL, both as weights of the same samples."""
 
 import math
 import runpy

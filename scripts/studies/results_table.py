@@ -1,6 +1,6 @@
 """Print the figures of finished gold runs as the Markdown table of the README, with means if there are several.
 
-    python scripts/results_table.py runs/demo runs/seed-1 runs/seed-2
+    python scripts/studies/results_table.py runs/demo runs/seed-1 runs/seed-2
 
 The row "during training" shows whether PPO was stable, over all labelling rounds: the largest KL of an update, the lowest gold
 score, and the critic's explained variance at the end.
@@ -115,5 +115,5 @@ def main(folders: list[str]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: python scripts/results_table.py RUN_FOLDER …")
+        sys.exit("usage: python scripts/studies/results_table.py RUN_FOLDER …")
     main(sys.argv[1:])

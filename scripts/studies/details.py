@@ -1,0 +1,115 @@
+"""One choice of PPO changed at a time: critic, whitening, epochs, clipping, ptx, KL control, calibration, averaging, baselines.
+
+    python scripts/studies/details.py --out runs/details --seeds 1 2 3 --parents runs/seed-1 runs/seed-2 runs/seed-3 threads=1
+
+Each cell is PPO on the parent's world, SFT model and reward model, evaluated on 256 dev prompts. Prints means over seeds with 95%
+intervals by Student's t, and differences from the default, paired by seed; the picture shows the win rates.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness import (
+    Cell,
+    cached,
+    dev_prompts,
+    draw,
+    make_cells,
+    mean_interval,
+    over_seeds,
+    parse,
+    rows,
+    run,
+    show,
+    table,
+)
+
+WITHOUT_CRITIC = ("ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
+CHOICES: dict[str, Sequence[str]] = {
+    "default": (),
+    "critic_sft": ("ppo.critic=sft",),
+    "critic_random": ("ppo.critic=random",),
+    "no_whitening": ("ppo.whiten_advantages=false",),
+    "epochs_1": ("ppo.epochs=1",),
+    "epochs_4": ("ppo.epochs=4",),
+    "no_clip": ("ppo.clip_range=null",),
+    "no_clip_epochs_4": ("ppo.clip_range=null", "ppo.epochs=4"),
+    "ptx": ("ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25"),
+    "adaptive_kl": ("kl.target=1.5", "kl.horizon=512"),
+    "no_calibration": ("ppo.calibrated=false",),
+    "no_average": ("ppo.ema_decay=null",),
+    "reinforce": ("ppo.advantages=reinforce", "ppo.epochs=1", "ppo.clip_range=null", *WITHOUT_CRITIC[1:]),
+    "rloo": ("ppo.advantages=rloo", *WITHOUT_CRITIC),
+    "grpo": ("ppo.advantages=grpo", *WITHOUT_CRITIC, "kl.penalty=loss"),
+}
+TAKEN = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
+EVALUATION = ("evaluate.prompts=256", "evaluate.best_of=0")
+NAMES = {
+    "win_rate": "win rate", "win_rate_greedy": "greedy", "gold": "gold", "correct": "`correct`", "kl": "KL",
+    "score": "learned reward", "bpb": "bits per byte", "explained_var": "explained variance",
+}  # fmt: skip
+DIFFERENCES = {"win_rate": "win rate", "gold": "gold", "kl": "KL", "score": "learned reward",
+               "gap": "learned less true gain", "bpb": "bits per byte"}  # fmt: skip
+
+
+def figures(cell: Cell) -> dict[str, float]:
+    """The figures of a finished cell."""
+    results, gold = cell.results(), cell.results()["gold"]
+    last = [row for row in rows(cell.home / "ppo" / "metrics.jsonl") if "objective/kl" in row][-1]
+    found = {
+        "win_rate": gold["win_rate_vs_sft"]["value"],
+        "win_rate_greedy": gold["win_rate_greedy"]["value"],
+        "gold": gold["mean_score"]["ppo"],
+        "correct": gold["correct"]["ppo"]["value"],
+        "kl": results["kl_to_sft_nats"],
+        "score": results["reward_without_eos_rule"]["ppo"],
+        "bpb": cached(cell.home / "bits_per_byte.json", lambda: bits_per_byte(cell)),
+    }
+    # The learned gain beyond the true gain, both in standard deviations of SFT's answers.
+    spread = statistics.pstdev(row["gold"]["sft"] for row in rows(cell.home / "evaluate" / "samples.jsonl"))
+    learned = found["score"] - results["reward_without_eos_rule"]["sft"]
+    found["gap"] = learned - (found["gold"] - gold["mean_score"]["sft"]) / spread
+    return found | ({"explained_var": last["val/explained_var"]} if "val/explained_var" in last else {})
+
+
+def bits_per_byte(cell: Cell) -> float:
+    """Of the pretraining text that was held out, under the PPO model."""
+    import rlhf
+    from rlhf.config.compose import compose_config
+    from rlhf.data.corpus import PackedCorpus
+    from rlhf.stages.pretrain import held_out_loss
+
+    loaded, corpus = rlhf.load(cell.home), PackedCorpus.load(cell.parent / "pretrain" / "corpus")
+    blocks = corpus.blocks("heldout", loaded.tokenizer.model_max_length)
+    config: Any = compose_config(list(cell.steps[0][1:]))
+    return held_out_loss(config, loaded.policy("ppo"), blocks, loaded.tokenizer)["bpb"]
+
+
+def compare(choices: Mapping[str, Sequence[str]], asked: Any) -> None:
+    """Run the cells, then print the tables and draw the picture."""
+    steps = {"ppo": (), "evaluate": lambda parent: (*EVALUATION, dev_prompts(asked, parent))}
+    cells = make_cells(asked, choices, TAKEN, steps)
+    run(cells, asked.processes)
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for cell in cells:
+        found.setdefault(cell.name, {})[cell.seed] = figures(cell)
+    means = over_seeds(found)
+    table(
+        ["choice", *NAMES.values()],
+        [[name, *(show(row[k]["mean"] if k in row else None) for k in NAMES)] for name, row in means.items()],
+    )
+    base_name = next(iter(found))
+    lines = []
+    for name, by_seed in found.items():
+        if name != base_name:
+            pairs = [(figures, found[base_name][seed]) for seed, figures in by_seed.items()]
+            lines.append([name, *(show(mean_interval([a[k] - b[k] for a, b in pairs]), sign="+") for k in DIFFERENCES)])
+    table([f"minus {base_name}", *DIFFERENCES.values()], lines)
+    points = [(float(i), row["win_rate"]) for i, row in enumerate(means.values())]
+    level = means[base_name]["win_rate"]["mean"]
+    draw(asked.picture, {"win rate": points}, "choice", "win rate over SFT", list(means), line=False, level=level)
+
+
+if __name__ == "__main__":
+    compare(CHOICES, parse(__doc__))
