@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "sentiment_frontier.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "studies" / "sentiment_optimum.py"
 frontier = runpy.run_path(str(SCRIPT))
 best_of_weights, kl_of, optimum, predicted, table = (
     frontier[name] for name in ("best_of_weights", "kl_of", "optimum", "predicted", "table")

@@ -263,6 +263,9 @@ class EvaluateConfig:
     """The final figures."""
 
     prompts: int = setting(512, "held-out prompts", min=1)
+    split: str = setting(
+        "test", "split of the prompts; dev: to choose settings without test prompts", choices=("test", "dev")
+    )
     samples: int = setting(3, "responses per prompt at temperature 1", min=1)
     baselines: Any = setting(
         None, "optional stages that `rlhf pipeline` runs too, to compare PPO with: rejection, dpo, rate", kind="names"

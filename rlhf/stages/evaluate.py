@@ -172,16 +172,17 @@ def run_stage(config: Config) -> None:
 def load_test_prompts(
     config: Config, tokenizer: Any, source: Any, say: Callable[[str], None] = say
 ) -> tuple[list[PromptRecord], list[list[int]]]:
-    """The first `evaluate.prompts` prompts of the test split that fit the context, and their tokens."""
+    """The first `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    fitting = fitting_prompts(tokenizer, of_split(config, records, "test"), room)
+    fitting = fitting_prompts(tokenizer, of_split(config, records, config.evaluate.split), room)
     chosen = list(itertools.islice(fitting, config.evaluate.prompts))
     cut = sum(was_cut for _, _, was_cut in chosen)
-    say(f"{len(chosen)} test prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
+    say(f"{len(chosen)} {config.evaluate.split} prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
     if not chosen:
         raise UserError(
-            "evaluate: no prompt of the test split fits the context: raise data.test, or add shorter prompts"
+            f"evaluate: no prompt of the {config.evaluate.split} split fits the context: raise data.{config.evaluate.split}, or add "
+            "shorter prompts"
         )
     return [record for record, _, _ in chosen], [ids for _, ids, _ in chosen]
 

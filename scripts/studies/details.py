@@ -13,7 +13,6 @@ from typing import Any
 from harness import (
     Cell,
     cached,
-    dev_prompts,
     draw,
     make_cells,
     mean_interval,
@@ -44,7 +43,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "grpo": ("ppo.advantages=grpo", *WITHOUT_CRITIC, "kl.penalty=loss"),
 }
 TAKEN = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
-EVALUATION = ("evaluate.prompts=256", "evaluate.best_of=0")
+EVALUATION = ("evaluate.split=dev", "evaluate.prompts=256", "evaluate.best_of=0")
 NAMES = {
     "win_rate": "win rate", "win_rate_greedy": "greedy", "gold": "gold", "correct": "`correct`", "kl": "KL",
     "score": "learned reward", "bpb": "bits per byte", "explained_var": "explained variance",
@@ -88,8 +87,7 @@ def bits_per_byte(cell: Cell) -> float:
 
 def compare(choices: Mapping[str, Sequence[str]], asked: Any) -> None:
     """Run the cells, then print the tables and draw the picture."""
-    steps = {"ppo": (), "evaluate": lambda parent: (*EVALUATION, dev_prompts(asked, parent))}
-    cells = make_cells(asked, choices, TAKEN, steps)
+    cells = make_cells(asked, choices, TAKEN, {"ppo": (), "evaluate": EVALUATION})
     run(cells, asked.processes)
     found: dict[str, dict[int, dict[str, float]]] = {}
     for cell in cells:

@@ -81,11 +81,9 @@ def make_cells(
     asked: Any,
     choices: Mapping[str, Sequence[str]],
     taken: Sequence[str],
-    steps: Mapping[str, Callable[[Path], Sequence[str]] | Sequence[str]],
+    steps: Mapping[str, Sequence[str]],
 ) -> list[Cell]:
-    """A cell per choice and seed. choices: overrides by name; taken: the parent's stages; steps: commands, each with further overrides
-    or a function of the parent that gives them.
-    """
+    """A cell per choice and seed. choices: overrides by name; taken: the parent's stages; steps: commands, with defaults."""
     unknown = [name for name in asked.cells if name not in choices]
     if unknown:
         sys.exit(f"--cells {unknown[0]}: want some of {', '.join(choices)}")
@@ -98,7 +96,7 @@ def make_cells(
             parents = [f"parents.{stage}='{parent / stage}'" for stage in taken]
             own = [f"runs_dir='{asked.out}'", f"run={name}-seed{seed}", f"seed={seed}", "tracking=jsonl"]
             shared = [*asked.overrides, *choices[name], *parents, *own]
-            commands = tuple((c, *shared, *(more(parent) if callable(more) else more)) for c, more in steps.items())
+            commands = tuple((command, *defaults, *shared) for command, defaults in steps.items())
             cells.append(Cell(name, seed, parent, asked.out / f"{name}-seed{seed}", commands))
     return cells
 
@@ -143,17 +141,6 @@ def run_cell(cell: Cell) -> int:
                 return code
     print(f"{cell.home.name}: done", flush=True)
     return 0
-
-
-def dev_prompts(asked: Any, parent: Path) -> str:
-    """The override by which `rlhf evaluate` answers a parent's dev prompts in place of its test prompts: settings are chosen on dev."""
-    path = asked.out / f"dev-{parent.name}.jsonl"
-    if not path.exists():
-        of_dev = [row for row in rows(parent / "world" / "prompts.jsonl") if row["metadata"]["split"] == "dev"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(row | {"metadata": row["metadata"] | {"split": "test"}}) + "\n" for row in of_dev)
-        path.write_text(text, encoding="utf-8")
-    return f"data.prompts='{path}'"
 
 
 def cached(path: Path, make: Callable[[], Any]) -> Any:
