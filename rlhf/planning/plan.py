@@ -1,6 +1,6 @@
 """The plan of a configuration: bytes per GPU, stage and part, whether they fit, hours, compute-optimal sizes.
 
-Adds up the closed forms of `shapes`, `memory`, `compute` and `scaling` as the stages use them.
+Adds up the closed forms of `shapes`, `formulas` and `scaling` as the stages use them.
 """
 
 import copy
@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.config import DEEPSPEED, PlanConfig
 from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
-from rlhf.planning import compute, memory, scaling
+from rlhf.planning import formulas, scaling
 from rlhf.planning.shapes import Shape, make_shape, read_shape
 
 STAGES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
@@ -88,71 +88,45 @@ def micro_batches(config: PlanConfig) -> dict[str, int]:
 
 def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     """Bytes per GPU by part at the peak of a stage (PPO: of a phase), and `host`, bytes per GPU in the host's memory."""
-    shape, dtype, gpus = shape_of(config), config.dtype, config.gpus
+    shape, dtype, gpus, rows = shape_of(config), config.dtype, config.gpus, micro_batches(config)[stage]
     zero, offload = DEEPSPEED[config.deepspeed]
-    rows, longest = micro_batches(config)[stage], sequence_of(config)
-    ppo = stage.startswith("ppo")
-    language, scalar = shape.language_model, shape.scalar_model
-    critic = critic_parameters(config, shape)
+    longest = sequence_of(config)
+    answer = min(longest, config.rollout.max_new_tokens)
+    language, scalar, critic = shape.language_model, shape.scalar_model, critic_parameters(config, shape)
     trained = {"pretrain": language, "sft": language, "reward": scalar}.get(stage, language + critic)
-    held = memory.model_state_bytes(trained, gpus, zero, dtype, offload=offload)
+    held = formulas.model_state_bytes(trained, gpus, zero, dtype, offload=offload)
     parts = {**dict.fromkeys(PARTS, 0), **held}
     if zero == 3:
-        parts["gathered"] = memory.gathered_bytes(shape, dtype)
-    if ppo:
-        unembedding = 0 if shape.tied else shape.embedding
-        frozen = [(language, shape.linear_layers + unembedding)] + [(scalar, shape.linear_layers)] * reward_models(
-            config
-        )
-        parts["frozen"] = sum(memory.frozen_bytes(*counts, gpus, zero, dtype) for counts in frozen)
-    if stage in ("pretrain", "sft", "reward", "ppo update"):
-        parts["buffers"] = memory.buffer_bytes(trained, gpus, zero, dtype, config.sharding.bucket_elements)
-        parts |= _training(config, stage, rows, longest)
-    else:
+        parts["gathered"] = formulas.gathered_bytes(shape, dtype)
+    if stage.startswith("ppo"):
+        policy_linear = shape.linear_layers + (0 if shape.tied else shape.embedding)
+        frozen = [(language, policy_linear)] + [(scalar, shape.linear_layers)] * reward_models(config)
+        parts["frozen"] = sum(formulas.frozen_bytes(*counts, gpus, zero, dtype) for counts in frozen)
+    if stage in ("ppo rollout", "ppo score"):  # no gradients: one block's activations
+        wide = longest - answer if stage == "ppo rollout" else longest
         parts["gradients"] = 0  # freed by the step before
-        parts |= _inference(config, stage, rows, longest)
-        if stage == "ppo rollout" and zero == 3:  # the policy is gathered whole once per rollout
-            parts["gathered"] = memory.ELEMENT[dtype] * language
+        parts["activations"] = rows * wide * formulas.working_bytes(shape, dtype)
+        parts["logits"] = formulas.ELEMENT[dtype] * rows * answer * shape.vocab_size
+        if stage == "ppo rollout":
+            parts["logits"] = formulas.sampling_logit_bytes(rows, shape.vocab_size, dtype)
+            parts["kv_cache"] = formulas.kv_cache_bytes(shape, rows, longest - 1, dtype)
+            if zero == 3:  # the policy is gathered whole once per rollout
+                parts["gathered"] = formulas.ELEMENT[dtype] * language
+        return parts
+    tokens = block_length(config) if stage == "pretrain" else longest
+    dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)
+    how = {"checkpointing": config.gradient_checkpointing, "fused": config.fused_attention}
+    kept = formulas.activation_bytes(shape, rows, tokens, dtype, dropout=dropout, **how)
+    # Of one trunk, also in PPO, which computes critic and policy together only under ZeRO.
+    both = stage == "ppo update" and config.deepspeed != "none" and critic > shape.width + 1
+    scored = {"reward": 0, "ppo update": rows * answer}.get(stage, rows * tokens)
+    parts["activations"], parts["logits"] = kept * (1 + both), formulas.logit_bytes(scored, shape.vocab_size)
+    parts["buffers"] = formulas.buffer_bytes(trained, gpus, zero, dtype, config.sharding.bucket_elements)
     return parts
 
 
-def _training(config: PlanConfig, stage: str, rows: int, longest: int) -> dict[str, int]:
-    """Memory of forward and backward: of one trunk, also in PPO, which computes critic and policy together only under ZeRO."""
-    shape = shape_of(config)
-    tokens = block_length(config) if stage == "pretrain" else longest
-    dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)
-    kept = memory.activation_bytes(
-        shape,
-        rows,
-        tokens,
-        config.dtype,
-        fused=config.fused_attention,
-        dropout=dropout,
-        checkpointing=config.gradient_checkpointing,
-    )
-    sharded = config.deepspeed != "none"
-    both = stage == "ppo update" and sharded and critic_parameters(config, shape) > shape.width + 1
-    scored = {"reward": 0, "ppo update": rows * min(longest, config.rollout.max_new_tokens)}.get(stage, rows * tokens)
-    return {"activations": kept * (2 if both else 1), "logits": memory.logit_bytes(scored, shape.vocab_size)}
-
-
-def _inference(config: PlanConfig, stage: str, rows: int, longest: int) -> dict[str, int]:
-    """Memory of a forward without gradients: one block's activations, and when sampling the cache and a step's logits."""
-    shape, dtype = shape_of(config), config.dtype
-    answer = min(longest, config.rollout.max_new_tokens)
-    wide = longest - answer if stage == "ppo rollout" else longest
-    parts = {"activations": rows * wide * memory.working_bytes(shape, dtype)}
-    if stage == "ppo score":
-        return {**parts, "logits": memory.ELEMENT[dtype] * rows * answer * shape.vocab_size}
-    return {
-        **parts,
-        "logits": memory.sampling_logit_bytes(rows, shape.vocab_size, dtype),
-        "kv_cache": memory.kv_cache_bytes(shape, rows, longest - 1, dtype),
-    }
-
-
 def stages_of(config: PlanConfig) -> tuple[str, ...]:
-    """The stages that are planned: an adopted model is pretrained only if tokens are set for that."""
+    """The planned stages: an adopted model is pretrained only if tokens are set for that."""
     return STAGES if pretraining_tokens(config) else STAGES[1:]
 
 
@@ -216,16 +190,13 @@ def suggest(config: PlanConfig) -> list[str]:
         for name in DEEPSPEED
     ]
     ladder.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
-    smaller = smaller_batches(config)
-    overrides = [] if smaller is None else [smaller]
-    here = next((one for one in ladder if largest(one)[1] <= room(config)), None)
-    if here is not None:
-        overrides.append(_as_overrides(here))
+    overrides = [smaller] if (smaller := smaller_batches(config)) else []
+    if here := next((one for one in ladder if largest(one)[1] <= room(config)), None):
+        return [*overrides, _as_overrides(here)]
     counts = [(count, one) for one in ladder if (count := fewest_gpus(one)) is not None]
-    if counts:
+    if counts and not overrides:
         count, one = min(counts, key=lambda pair: pair[0])
-        if here is None and smaller is None:
-            overrides.append(_as_overrides(replace(one, gpus=count)))
+        return [_as_overrides(replace(one, gpus=count))]
     return overrides
 
 
@@ -239,7 +210,7 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     shape, context, longest = shape_of(config), block_length(config), sequence_of(config)
     flops_a_gpu = config.mfu * 1e12 * (config.peak_tflops or PEAK_TFLOPS[config.dtype])
     speed = config.gpus * flops_a_gpu
-    pretrain = compute.training_flops(shape, pretraining_tokens(config), context)
+    pretrain = formulas.TRAINING_PASSES * formulas.shape_flops(shape, pretraining_tokens(config), context)
 
     answer = min(longest - 1, config.rollout.max_new_tokens)
     prompt = longest - answer
@@ -247,32 +218,23 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     episodes = updates * config.ppo.episodes_per_update
     tokens, answers = float(episodes * longest), float(episodes * answer)
     critics = 0 if config.ppo.advantages != "gae" or config.ppo.shared_critic else 1
-    language = compute.forward_flops(shape, tokens, longest, logits=answers)
-    scalar = compute.forward_flops(shape, tokens, longest, scalar=True)
+    language = formulas.shape_flops(shape, tokens, longest, logits=answers)
+    scalar = formulas.shape_flops(shape, tokens, longest, scalar=True)
     score = language + (critics + reward_models(config)) * scalar
-    update = 3.0 * config.ppo.epochs * (language + critics * scalar)
+    update = formulas.TRAINING_PASSES * config.ppo.epochs * (language + critics * scalar)
 
+    # With a cache every token is computed once and attends to those before it.
+    rollout = episodes * formulas.shape_flops(shape, longest, (longest + 1) / 2, logits=answer)
     share = -(-config.ppo.episodes_per_update // config.gpus)
     rows = min(config.rollout.batch_size, share)
-    decode = compute.decode_seconds(
-        shape,
-        rows,
-        prompt,
-        answer,
-        memory.ELEMENT[config.dtype] * shape.language_model,
-        memory.kv_cache_bytes(shape, rows, longest, config.dtype),
-        flops=flops_a_gpu,
-        bandwidth=config.bandwidth_gb * GB,
-    )
-    return {
-        "pretrain": {"flops": pretrain, "hours": pretrain / speed / 3600},
-        "ppo rollout": {
-            "flops": compute.generation_flops(shape, episodes, prompt, answer),
-            "hours": updates * -(-share // rows) * decode / 3600,
-        },
-        "ppo score": {"flops": score, "hours": score / speed / 3600},
-        "ppo update": {"flops": update, "hours": update / speed / 3600},
-    }
+    weights = formulas.ELEMENT[config.dtype] * shape.language_model
+    cache = formulas.kv_cache_bytes(shape, rows, longest, config.dtype)
+    rates = {"flops": flops_a_gpu, "bandwidth": config.bandwidth_gb * GB}
+    decode = formulas.decode_seconds(shape, rows, prompt, answer, weights, cache, **rates)
+    computed = {"pretrain": pretrain, "ppo score": score, "ppo update": update}
+    times = {name: {"flops": flops, "hours": flops / speed / 3600} for name, flops in computed.items()}
+    times["ppo rollout"] = {"flops": rollout, "hours": updates * -(-share // rows) * decode / 3600}
+    return {name: times[name] for name in ("pretrain", "ppo rollout", "ppo score", "ppo update")}
 
 
 def make_optimal(config: PlanConfig) -> dict[str, Any]:
@@ -282,7 +244,7 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
         return {}  # an adopted model is not pretrained
     budget = 6.0 * parameters * tokens
     optimal: dict[str, Any] = {"budget_flops": budget, "loss": scaling.PUBLISHED.loss(parameters, tokens)}
-    for number, frontier in scaling.make_frontiers().items():
+    for number, frontier in scaling.FRONTIERS.items():
         flops = frontier.flops(parameters)
         of_model = {"model_flops": flops, "model_tokens": frontier.tokens(flops)}
         of_budget = {"budget_parameters": frontier.parameters(budget), "budget_tokens": frontier.tokens(budget)}
@@ -308,10 +270,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "deepspeed": config.deepspeed,
             "checkpointing": config.gradient_checkpointing,
             "lora_rank": config.lora.rank,
-            "dtype": config.dtype,
-            "gpu_memory_gb": config.gpu_memory_gb,
-            "memory_margin": config.memory_margin,
-            "mfu": config.mfu,
+            **{name: getattr(config, name) for name in ("dtype", "gpu_memory_gb", "memory_margin", "mfu")},
             "peak_tflops": config.peak_tflops or PEAK_TFLOPS[config.dtype],
             "bandwidth_gb": config.bandwidth_gb,
         },

@@ -1,11 +1,9 @@
 """Cost of training, as metrics: the fraction of the device's peak rate that it reaches (MFU), and peak memory.
 
-The operations are counted from the model's weights (a multiply-add is two). Operations that gradient checkpointing
-repeats are not counted.
+The operations are those of `rlhf.planning.formulas` for the model's own weights.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.config import Config
 from rlhf.config.precision import precision_of
 from rlhf.model.moe import SwitchMLP
+from rlhf.planning.formulas import TRAINING_PASSES, pass_flops
 from rlhf.runs.stage import peak_rss_mb
 
 # 10^12 operations per second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first match counts.
@@ -48,27 +47,30 @@ def known_peak(name: str, half: bool) -> float | None:
 
 
 def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
-    """Operations of a forward pass over `tokens` tokens in rows of `context`: 2 per token and weight that multiplies (of
-    several experts only one counts), and 4 n_layer D context per token for attention, D the width of the queries.
+    """Operations of a forward pass over `tokens` tokens in rows of `context`: `formulas.pass_flops` of the model's weights.
 
-    Source: Kaplan et al. 2020, equation 2.2; Chowdhery et al. 2022, appendix B.
+    Of several experts only one counts.
     """
     model = getattr(model, "module", model)  # of an engine
-    weights = sum(_size(module.weight) for module in model.modules() if _multiplies(module))
-    idle = [expert for layer in model.modules() if isinstance(layer, SwitchMLP) for expert in layer.experts[1:]]
-    weights -= sum(_size(part.weight) for expert in idle for part in expert.modules() if _multiplies(part))
+    idle = {id(part) for layer in model.modules() if isinstance(layer, SwitchMLP)
+            for expert in layer.experts[1:] for part in expert.modules()}  # fmt: skip
+    weights = sum(
+        int(getattr(module.weight, "ds_numel", 0)) or module.weight.numel()  # of a slice under ZeRO-3 the whole
+        for module in model.modules()
+        if isinstance(module, nn.Linear | Conv1D) and id(module) not in idle
+    )
     config = getattr(model, "config", None)
     config = getattr(config, "trunk", None) or config  # of a reward model
     layers, heads, width = (
         float(getattr(config, name, 0) or 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
     width = heads * (getattr(config, "head_dim", None) or 0) or width
-    return (2.0 * weights + 4.0 * layers * width * context) * tokens
+    return pass_flops(weights * tokens, layers * width, tokens, context)
 
 
 def training_flops(model: nn.Module, tokens: float, context: float) -> float:
-    """Operations of forward and backward: three forwards."""
-    return 3.0 * forward_flops(model, tokens, context)
+    """Operations of forward and backward."""
+    return TRAINING_PASSES * forward_flops(model, tokens, context)
 
 
 def update_flops(
@@ -91,14 +93,6 @@ def update_flops(
     return sum(forward_flops(model, tokens, context) for model in once) + passes * sum(
         training_flops(model, tokens, context) for model in trained
     )
-
-
-def _multiplies(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
-
-
-def _size(weight: Any) -> int:
-    return int(getattr(weight, "ds_numel", 0)) or int(weight.numel())  # of a slice under ZeRO-3 the whole
 
 
 def usage_metrics(

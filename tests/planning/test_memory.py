@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.model import ModelConfig
-from rlhf.planning import memory
-from rlhf.planning.memory import model_state_bytes
+from rlhf.planning import formulas
+from rlhf.planning.formulas import model_state_bytes
 from rlhf.planning.shapes import make_shape
 
 
@@ -46,9 +46,9 @@ def test_shards_make_a_whole_and_more_never_hold_more(parameters, world, zero, d
 def test_a_block_of_the_paper_keeps_34_and_5_bytes(heads, width, tokens):
     # Korthikanti et al. 2022, equation 1: s b h (34 + 5 a s / h), less what they leave out: norms' statistics, 16 bytes
     shape = make_shape(ModelConfig(n_head=heads, width=width, dropout=0.1), 50257)
-    kept = memory.block_activation_bytes(shape, tokens, "bf16", fused=False)
+    kept = formulas.block_activation_bytes(shape, tokens, "bf16", fused=False)
     assert kept - 16 == 34 * width + 5 * heads * tokens
-    assert memory.block_activation_bytes(shape, tokens, "bf16", fused=True) - 16 == 34 * width + 4 * heads
+    assert formulas.block_activation_bytes(shape, tokens, "bf16", fused=True) - 16 == 34 * width + 4 * heads
 
 
 def measure_saved(model, tokens) -> int:
@@ -107,15 +107,15 @@ def test_activations_are_what_autograd_keeps(kind, less):
     tokens = torch.randint(0, 64, (rows, length))
     measured = measure_saved(GPTModel(config).train(), tokens)
     shape = make_shape(settings, 64)
-    counted = memory.activation_bytes(shape, rows, length, "fp32", checkpointing=False, fused=True)
+    counted = formulas.activation_bytes(shape, rows, length, "fp32", checkpointing=False, fused=True)
     assert 0.995 <= counted / measured <= 1.005 + less  # the rest: token ids, positions, rotary factors
 
 
 def test_checkpointing_keeps_inputs_and_one_block():
     shape = make_shape(ModelConfig(n_layer=10, n_head=4, width=64), 50)
-    whole = memory.activation_bytes(shape, 1, 1, "bf16", checkpointing=False, fused=True)
-    less = memory.activation_bytes(shape, 1, 1, "bf16", checkpointing=True, fused=True)
-    block = memory.block_activation_bytes(shape, 1, "bf16", fused=True)
+    whole = formulas.activation_bytes(shape, 1, 1, "bf16", checkpointing=False, fused=True)
+    less = formulas.activation_bytes(shape, 1, 1, "bf16", checkpointing=True, fused=True)
+    block = formulas.block_activation_bytes(shape, 1, "bf16", fused=True)
     # 10 blocks + the last norm's input and output (2 * 128); 10 inputs of 128, the one block less its own input, the same
     assert (whole, less) == (10 * block + 256, 10 * 128 + block - 128 + 256)
 
@@ -123,16 +123,20 @@ def test_checkpointing_keeps_inputs_and_one_block():
 def test_cache_logits_and_buffers_by_hand():
     shape = make_shape(ModelConfig(n_layer=3, n_head=4, n_kv_head=2, width=8), 100)
     # 2 (keys, values) * 3 layers * 2 heads * 2 wide * 5 rows * 7 tokens * 2 bytes
-    assert memory.kv_cache_bytes(shape, 5, 7, "bf16") == 2 * 3 * 4 * 35 * 2 == 1680
-    assert memory.logit_bytes(10, 100) == 12_000
-    assert memory.sampling_logit_bytes(5, 100, "bf16") == 500 * 18
-    assert memory.frozen_bytes(10, 8, 4, 2, "bf16") == 20 and memory.frozen_bytes(10, 8, 4, 3, "bf16") == 6
+    assert formulas.kv_cache_bytes(shape, 5, 7, "bf16") == 2 * 3 * 4 * 35 * 2 == 1680
+    assert formulas.logit_bytes(10, 100) == 12_000
+    assert formulas.sampling_logit_bytes(5, 100, "bf16") == 500 * 18
+    assert formulas.frozen_bytes(10, 8, 4, 2, "bf16") == 20 and formulas.frozen_bytes(10, 8, 4, 3, "bf16") == 6
     # without ZeRO the 2 parameters outside linear layers stay in float32
-    assert memory.frozen_bytes(10, 8, 4, 0, "bf16") == 8 * 2 + 2 * 4 and memory.frozen_bytes(10, 8, 4, 0, "fp32") == 40
-    assert memory.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process talks to nobody
-    assert memory.buffer_bytes(1000, 2, 0, "bf16", 100) == 4000  # all gradients once more
-    assert memory.buffer_bytes(1000, 2, 2, "bf16", 100) == 400 and memory.buffer_bytes(1000, 2, 3, "fp32", 100) == 400
-    assert memory.gathered_bytes(shape, "bf16") == 2 * (2 * shape.block + 800)
+    assert (
+        formulas.frozen_bytes(10, 8, 4, 0, "bf16") == 8 * 2 + 2 * 4 and formulas.frozen_bytes(10, 8, 4, 0, "fp32") == 40
+    )
+    assert formulas.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process talks to nobody
+    assert formulas.buffer_bytes(1000, 2, 0, "bf16", 100) == 4000  # all gradients once more
+    assert (
+        formulas.buffer_bytes(1000, 2, 2, "bf16", 100) == 400 and formulas.buffer_bytes(1000, 2, 3, "fp32", 100) == 400
+    )
+    assert formulas.gathered_bytes(shape, "bf16") == 2 * (2 * shape.block + 800)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -145,7 +149,7 @@ def test_the_cache_is_what_the_sampler_allocates(dtype):
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
         decoder = Decoder(GPTForCausalLM(config), [[1] * 10, [1] * 20], 44, 0)
     allocated = sum(side.untyped_storage().nbytes() for pair in decoder.cache for side in pair)
-    assert memory.kv_cache_bytes(make_shape(settings, 64), 2, 63, dtype) == allocated
+    assert formulas.kv_cache_bytes(make_shape(settings, 64), 2, 63, dtype) == allocated
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -168,7 +172,7 @@ def test_frozen_models_hold_what_is_planned(precision, deepspeed, tied):
         shard_frozen(config, model, torch.device("cpu"))
         allocated = sum(p.untyped_storage().nbytes() for p in model.parameters())
         zero, dtype = DEEPSPEED[deepspeed][0], "bf16" if precision == "bfloat16" else "fp32"
-        assert allocated == memory.frozen_bytes(parameters, linear, 1, zero, dtype)
+        assert allocated == formulas.frozen_bytes(parameters, linear, 1, zero, dtype)
 
 
 def test_frozen_models_in_bfloat16_compute_what_autocast_does():

@@ -12,7 +12,7 @@ from rlhf.config import DEEPSPEED, PlanConfig
 from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
-from rlhf.planning import compute
+from rlhf.planning import formulas
 from rlhf.planning.plan import (
     PARTS,
     STAGES,
@@ -123,14 +123,14 @@ def test_what_is_suggested_fits(model, deepspeed):
 def test_flops_and_hours_by_hand():
     shape = make_shape(ModelConfig(n_layer=2, n_head=2, width=8, bias=False), 10)
     # matrices of a block: 4 * 64 + 2 * 8 * 32 = 768; 2 * (2 * 768 + 80) = 3232 a token, and 4 * 2 * 8 * 16 for attention
-    assert compute.forward_flops(shape, 1, 16) == 3232 + 1024
-    assert compute.forward_flops(shape, 3, 16, scalar=True) == 3 * (2 * (1536 + 8) + 1024)
-    assert compute.forward_flops(shape, 3, 16, logits=1) == 3 * (2 * 1536 + 1024) + 160
-    assert compute.training_flops(shape, 1, 16) == 3 * 4256
+    assert formulas.shape_flops(shape, 1, 16) == 3232 + 1024
+    assert formulas.shape_flops(shape, 3, 16, scalar=True) == 3 * (2 * (1536 + 8) + 1024)
+    assert formulas.shape_flops(shape, 3, 16, logits=1) == 3 * (2 * 1536 + 1024) + 160
+    assert formulas.TRAINING_PASSES * formulas.shape_flops(shape, 1, 16) == 3 * 4256
     # a prompt of 1 and an answer of 2: tokens see 1, 2 and 3 positions; 2 tokens go through the unembedding
-    assert compute.generation_flops(shape, 1, 1, 2) == 3 * 3072 + 4 * 2 * 8 * (1 + 2 + 3) + 2 * 160
+    assert formulas.shape_flops(shape, 3, 2, logits=2) == 3 * 3072 + 4 * 2 * 8 * (1 + 2 + 3) + 2 * 160
     # reading 100 bytes of weights and half of... (4 + 3) / 10 of 20 bytes of cache at 1 byte a second, 6 times
-    slow = compute.decode_seconds(shape, 1, 4, 6, 100, 20, flops=1e12, bandwidth=1.0)
+    slow = formulas.decode_seconds(shape, 1, 4, 6, 100, 20, flops=1e12, bandwidth=1.0)
     assert slow == pytest.approx(6 * 114, abs=1e-6)
 
 

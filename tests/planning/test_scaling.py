@@ -1,14 +1,40 @@
 """Compute-optimal sizes against what Hoffmann et al. 2022 print: tables 2, 3 and A3, figure 4 and section D.4."""
 
 import math
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.planning.scaling import OFF_LINE, PUBLISHED, TABLE, LossLaw, make_frontiers
+from rlhf.planning.scaling import FRONTIERS, PUBLISHED, LossLaw
 
-FRONTIERS = make_frontiers()
+# Printed projections: parameters, FLOPs, tokens. Source: Hoffmann et al. 2022, table 3 (approach 1) and table A3 (2 and 3).
+TABLE: dict[int, tuple[tuple[float, float, float], ...]] = {
+    1: (
+        (400e6, 1.92e19, 8.0e9), (1e9, 1.21e20, 20.2e9), (10e9, 1.23e22, 205.1e9), (67e9, 5.76e23, 1.5e12),
+        (175e9, 3.85e24, 3.7e12), (280e9, 9.90e24, 5.9e12), (520e9, 3.43e25, 11.0e12), (1e12, 1.27e26, 21.2e12),
+        (10e12, 1.30e28, 216.2e12),
+    ),
+    2: (
+        (400e6, 1.84e19, 7.7e9), (1e9, 1.20e20, 20.0e9), (10e9, 1.32e22, 219.5e9), (67e9, 6.88e23, 1.7e12),
+        (175e9, 4.54e24, 4.3e12), (280e9, 1.18e25, 7.1e12), (520e9, 4.19e25, 13.4e12), (1e12, 1.59e26, 26.5e12),
+        (10e12, 1.75e28, 292.0e12),
+    ),
+    3: (
+        (400e6, 2.21e19, 9.2e9), (1e9, 1.62e20, 27.1e9), (10e9, 2.46e22, 410.1e9), (67e9, 1.71e24, 4.1e12),
+        (175e9, 1.26e24, 12.0e12), (280e9, 3.52e25, 20.1e12), (520e9, 1.36e26, 43.5e12), (1e12, 5.65e26, 94.1e12),
+        (10e12, 8.55e28, 1425.5e12),
+    ),
+}  # fmt: skip
+OFF_LINE = 67e9
+
+
+@pytest.mark.parametrize("approach", [1, 2])
+def test_frontiers_are_the_least_squares_of_the_printed_projections(approach):
+    on_line = [(math.log(c), math.log(n)) for n, c, _ in TABLE[approach] if n != OFF_LINE]
+    a, log_k = statistics.linear_regression(*zip(*on_line, strict=True))
+    assert (FRONTIERS[approach].a, FRONTIERS[approach].k) == pytest.approx((a, math.exp(log_k)), rel=1e-12)
 
 
 @pytest.mark.parametrize(("approach", "printed"), [(1, 0.50), (2, 0.49), (3, 0.46)])

@@ -11,7 +11,7 @@ from rlhf.data.items import join_rankings, token_encoder
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.planning.memory import frozen_bytes
+from rlhf.planning.formulas import frozen_bytes
 from rlhf.planning.shapes import make_shape
 from rlhf.report.page import make_page
 from rlhf.runs.folders import hash_of, read_stage

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.errors import UserError
-from rlhf.planning.memory import model_state_bytes
+from rlhf.planning.formulas import model_state_bytes
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.training.setup import load_policy

@@ -1,7 +1,7 @@
-"""Bytes on one GPU, by part: model states, activations, logits, KV cache, communication buffers.
+"""Operations and bytes as closed formulas of sizes, for `rlhf plan` and for the MFU that training logs.
 
-Pure functions of sizes; `rlhf.planning.plan` adds up those of a stage. Not counted: the CUDA context, the
-allocator's fragmentation and the optimizer's temporaries, for which `memory_margin` keeps a share free.
+A multiply-add counts as two operations. Bytes are those on one GPU; not counted: the CUDA context, the allocator's
+fragmentation and the optimizer's temporaries, for which `memory_margin` keeps a share free.
 """
 
 from rlhf.planning.shapes import Shape
@@ -10,6 +10,63 @@ from rlhf.planning.shapes import Shape
 # precision also its float32 weights). Source: Rajbhandari et al. 2020, section 3.1.
 STATE_BYTES = {"bf16": (2, 2, 4 + 4 + 4), "fp32": (4, 4, 4 + 4)}
 ELEMENT = {"bf16": 2, "fp32": 4}
+# A forward and a backward take as many operations as this many forwards (Chowdhery et al. 2022, appendix B).
+TRAINING_PASSES = 3.0
+
+
+# --- operations ---------------------------------------------------------------------------------------------
+
+
+def pass_flops(multiplied: float, attention_width: float, tokens: float, context: float) -> float:
+    """Operations of a forward pass over `tokens` tokens, each of which attends to `context` positions.
+
+    2 N per token, N the weights that multiply, and 4 n_layer D context per token for attention, D the width of the queries.
+    multiplied: the sum of N over the tokens; attention_width: n_layer D. Banded layers count as dense ones, because they are
+    computed so. Operations that checkpointing repeats are not counted, by the definition of MFU.
+
+    Source: Kaplan et al. 2020, table 1 and equation 2.2; Chowdhery et al. 2022, appendix B.
+    """
+    return 2.0 * multiplied + 4.0 * attention_width * context * tokens
+
+
+def shape_flops(
+    shape: Shape, tokens: float, context: float, *, logits: float | None = None, scalar: bool = False
+) -> float:
+    """`pass_flops` of a shape: the unembedding at `logits` tokens (all if not given), or with `scalar` a scalar head.
+
+    Of several experts one counts.
+    """
+    head = shape.width * tokens if scalar else shape.embedding * (tokens if logits is None else logits)
+    blocks = (shape.n_layer * shape.block_matrices + shape.routers) * tokens
+    return pass_flops(blocks + head, shape.n_layer * shape.query_width, tokens, context)
+
+
+def decode_seconds(
+    shape: Shape,
+    rows: int,
+    prompt: int,
+    answer: int,
+    weight_bytes: float,
+    cache_bytes: float,
+    *,
+    flops: float,
+    bandwidth: float,
+) -> float:
+    """Seconds in which one GPU samples one batch of `rows` responses.
+
+    The prompt runs at `flops` operations per second; each of the `answer` steps then takes as long as its operations or as
+    reading the weights and the cache (half full on average beyond the prompt), whichever is longer. cache_bytes: of the
+    full cache; bandwidth: bytes per second.
+
+    Source: Pope et al. 2022, section 2 (the roofline of a decoding step).
+    """
+    prefill = shape_flops(shape, rows * prompt, prompt, logits=rows) / flops
+    middle = prompt + answer / 2
+    read = (weight_bytes + cache_bytes * middle / (prompt + answer)) / bandwidth
+    return prefill + answer * max(read, shape_flops(shape, rows, middle) / flops)
+
+
+# --- bytes --------------------------------------------------------------------------------------------------
 
 
 def model_state_bytes(
@@ -24,8 +81,7 @@ def model_state_bytes(
 
     Source: Rajbhandari et al. 2020, section 5 and figure 1; Ren et al. 2021 (ZeRO-Offload), section 3.
     Differs: in float32 too, DeepSpeed's optimizer keeps a copy of the weights that it updates. Without ZeRO, bf16 is
-    autocast's: the 2 bytes of `weights` are its casts (the sampler's are as many), and gradients are those of the float32
-    weights, 4 bytes.
+    autocast's: the 2 bytes of `weights` are its casts, and gradients are those of the float32 weights, 4 bytes.
     """
     weights, gradients, optimizer = STATE_BYTES[dtype]
     share = -(-parameters // world)
