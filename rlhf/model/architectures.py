@@ -1,13 +1,15 @@
-"""transformers' architectures that our GPT can express: how configurations and tensors are converted in both directions.
+"""The table of transformers' architectures that our GPT can express: how configurations and tensors are converted in both
+directions.
 
-Numbers never change, only names and layouts: converting in both directions gives the same tensors. One entry of
-`ARCHITECTURES` describes one architecture completely.
+Numbers never change, only names and layouts: converting in both directions gives the same tensors. One row of
+`ARCHITECTURES` describes one architecture completely; `register_architecture` adds a row from outside the package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,13 +39,18 @@ def rows(*sizes: int) -> Layout:
     return Layout(torch.cat, lambda ours: list(ours.split(sizes)))  # type: ignore[arg-type]
 
 
+def _nothing(_: Any) -> Any:
+    return []
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """shape: the values (one, or a tuple of them) that our configuration must have to be written as this architecture.
+    """One row of the table.
 
+    shape: the values (one, or a tuple of them) that our configuration must have to be written as this architecture.
     names: of the fields that mean the same, ours to theirs. read: their configuration to our other fields. write: ours to
-    their other fields. problems: why their configuration cannot be expressed, as text. entries: the names of each tensor.
-    square: heads of width / n_head, as many keys as queries.
+    their other fields. problems: why their configuration cannot be expressed, as texts. entries: the names of each tensor.
+    misfits: why our configuration cannot be written, as texts, beyond `shape`.
     """
 
     config_class: Any
@@ -54,23 +61,51 @@ class Architecture:
     write: Callable[[GPTConfig], Fields]
     problems: Callable[[Any], list[str]]
     entries: Callable[[GPTConfig], Iterator[Entry]]
-    square: bool = False
+    misfits: Callable[[GPTConfig], list[str]] = _nothing
 
     def our_fields(self, config: Any) -> Fields:
+        """The fields of our configuration for theirs."""
         fixed = {name: value for name, value in self.shape.items() if not isinstance(value, tuple)}
         same = {ours: getattr(config, theirs) for ours, theirs in (COMMON | self.names).items()}
         return {**fixed, **same, **special_ids(config), **self.read(config)}
 
     def their_fields(self, c: GPTConfig) -> Fields:
+        """The fields of their configuration for ours."""
         same = {theirs: getattr(c, ours) for ours, theirs in (COMMON | self.names).items()}
         return {**same, **special_ids(c), **self.write(c)}
+
+
+ARCHITECTURES: dict[str, Architecture] = {}  # by transformers' model type; export tries them in this order
+
+
+def register_architecture(model_type: str, architecture: Architecture) -> None:
+    """Add an architecture: checkpoints of this model type then run as our GPT, and export writes them back.
+
+    Call it from the function that `model.architecture` names (docs/extending.md).
+    """
+    ARCHITECTURES[model_type] = architecture
+
+
+def why_not_native(config: Any) -> list[str]:
+    """Why our GPT cannot express a checkpoint's configuration, as texts; empty if it can."""
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        return [f"{kind} is none of {', '.join(ARCHITECTURES)}"]
+    return ARCHITECTURES[kind].problems(config)
 
 
 COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
 
 
 def special_ids(config: Any) -> Fields:
+    """Pad, begin and end token of a configuration or a tokenizer."""
     return {name: getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+
+
+def _square(c: GPTConfig) -> list[str]:
+    """Heads of width / n_head, as many keys as queries."""
+    wrong = [f"n_kv_head is {c.n_kv_head}"] if c.n_kv_head != c.n_head else []
+    return wrong + ([f"head_dim is {c.head_dim}"] if c.head_dim * c.n_head != c.width else [])
 
 
 # ---------------------------------------------------------------------------------------------- GPT and GPT-2
@@ -83,6 +118,14 @@ _GPT_NAMES = {
     "width": "n_embd",
     "dropout": "resid_pdrop",
     "norm_eps": "layer_norm_epsilon",
+}
+_GPT_SHAPE = {
+    "positions": "learned",
+    "norm": "layernorm",
+    "mlp": "gelu",
+    "bias": True,
+    "qkv_bias": True,
+    "qk_norm": False,
 }
 
 
@@ -105,7 +148,11 @@ def _gpt2_problems(c: Any) -> list[str]:
     return problems
 
 
-def _gpt_entries(tokens: str, positions: str, last_norm: bool) -> Callable[[GPTConfig], Iterator[Entry]]:
+def _gpt1_misfits(c: GPTConfig) -> list[str]:
+    return _square(c) + ([f"mlp_width is {c.mlp_width}, not 4 width"] if c.mlp_width != 4 * c.width else [])
+
+
+def _gpt_entries(tokens: str, positions: str, last_norm: bool, c: GPTConfig) -> Iterator[Entry]:
     """GPT's and GPT-2's tensors: matrices are stored transposed there."""
     pairs = (
         ("norm_1", "ln_1"),
@@ -115,32 +162,46 @@ def _gpt_entries(tokens: str, positions: str, last_norm: bool) -> Callable[[GPTC
         ("mlp.up", "mlp.c_fc"),
         ("mlp.down", "mlp.c_proj"),
     )
-
-    def entries(c: GPTConfig) -> Iterator[Entry]:
-        yield "model.embed_tokens.weight", (f"transformer.{tokens}.weight",), SAME
-        yield "model.embed_positions.weight", (f"transformer.{positions}.weight",), SAME
-        yield "lm_head.weight", ("lm_head.weight",), SAME
-        for kind in ("weight", "bias"):
-            if last_norm:
-                yield f"model.norm.{kind}", (f"transformer.ln_f.{kind}",), SAME
-            for layer in range(c.n_layer):
-                for ours, theirs in pairs:
-                    layout = TRANSPOSED if kind == "weight" and not theirs.startswith("ln") else SAME
-                    yield f"model.layers.{layer}.{ours}.{kind}", (f"transformer.h.{layer}.{theirs}.{kind}",), layout
-
-    return entries
+    yield "model.embed_tokens.weight", (f"transformer.{tokens}.weight",), SAME
+    yield "model.embed_positions.weight", (f"transformer.{positions}.weight",), SAME
+    yield "lm_head.weight", ("lm_head.weight",), SAME
+    for kind in ("weight", "bias"):
+        if last_norm:
+            yield f"model.norm.{kind}", (f"transformer.ln_f.{kind}",), SAME
+        for layer in range(c.n_layer):
+            for ours, theirs in pairs:
+                layout = TRANSPOSED if kind == "weight" and not theirs.startswith("ln") else SAME
+                yield f"model.layers.{layer}.{ours}.{kind}", (f"transformer.h.{layer}.{theirs}.{kind}",), layout
 
 
-_GPT_SHAPE = {
-    "positions": "learned",
-    "norm": "layernorm",
-    "mlp": "gelu",
-    "bias": True,
-    "qkv_bias": True,
-    "qk_norm": False,
-}
+register_architecture("gpt2", Architecture(
+    transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"}, _GPT_NAMES, _read_gpt,
+    lambda c: {**_write_gpt(c), "n_inner": c.mlp_width, "activation_function": "gelu_new"}, _gpt2_problems,
+    partial(_gpt_entries, "wte", "wpe", True), _square,
+))  # fmt: skip
+register_architecture("openai-gpt", Architecture(
+    transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"}, _GPT_NAMES, _read_gpt,
+    _write_gpt, lambda c: [] if c.afn == "gelu" else [f"afn is {c.afn!r}, wanted 'gelu'"],
+    partial(_gpt_entries, "tokens_embed", "positions_embed", False), _gpt1_misfits,
+))  # fmt: skip
 
 # ------------------------------------------------------------------------------------- Llama and what shares its shape
+
+
+_LLAMA_NAMES = {
+    "context_length": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "dropout": "attention_dropout",
+    "norm_eps": "rms_norm_eps",
+}
+_LLAMA_SHAPE = {
+    "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "block": "pre", "bias": False, "rotary_share": 1.0,
+    "qkv_bias": False, "qk_norm": False,
+}  # fmt: skip
 
 
 def window(c: Any) -> int | None:
@@ -156,41 +217,29 @@ def _rope_problems(c: Any) -> list[str]:
     return [] if kind == "default" else [f"rope_type is {kind!r}: only unscaled rotary positions convert"]
 
 
-_LLAMA_NAMES = {
-    "context_length": "max_position_embeddings",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "dropout": "attention_dropout",
-    "norm_eps": "rms_norm_eps",
-}
-
-
-def _read_llama(c: Any) -> Fields:
+def read_llama(c: Any) -> Fields:
+    """The context is as long as the window masks nothing."""
     return {
-        # up to which the window masks nothing
         "context_length": min(c.max_position_embeddings, window(c) or c.max_position_embeddings),
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         "rope_theta": c.rope_parameters["rope_theta"],
     }
 
 
-def _write_llama(c: GPTConfig) -> Fields:
+def write_llama(c: GPTConfig) -> Fields:
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
     return {"head_dim": c.head_dim, "hidden_act": "silu", "rope_parameters": rope}
 
 
 def _write_qwen2(c: GPTConfig) -> Fields:
     """Its configuration has no head_dim, though its class reads one."""
-    fields = _write_llama(c)
+    fields = write_llama(c)
     if c.head_dim * c.n_head == c.width:
         del fields["head_dim"]
     return fields
 
 
-def _llama_problems(c: Any) -> list[str]:
+def llama_problems(c: Any) -> list[str]:
     problems = _rope_problems(c)
     if c.hidden_act != "silu":
         problems.append(f"hidden_act is {c.hidden_act!r}, wanted 'silu'")
@@ -199,7 +248,7 @@ def _llama_problems(c: Any) -> list[str]:
     return problems
 
 
-def _llama_entries(c: GPTConfig) -> Iterator[Entry]:
+def llama_entries(c: GPTConfig) -> Iterator[Entry]:
     """Our fused matrices are theirs, stacked in rows."""
     qkv = rows(c.head_dim * c.n_head, c.head_dim * c.n_kv_head, c.head_dim * c.n_kv_head)
     projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -222,20 +271,28 @@ def _llama_entries(c: GPTConfig) -> Iterator[Entry]:
             yield f"model.layers.{layer}.{ours}", tuple(f"model.layers.{layer}.{name}" for name in theirs), layout
 
 
-_LLAMA_SHAPE = {
-    "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "block": "pre", "bias": False, "rotary_share": 1.0,
-    "qkv_bias": False, "qk_norm": False,
-}  # fmt: skip
+def llama_like(config_class: Any, model_class: Any, write: Any = write_llama, **shape: Any) -> Architecture:
+    """A row for an architecture with Llama's fields and tensors; `shape`: what differs."""
+    shape = {**_LLAMA_SHAPE, **shape}
+    return Architecture(
+        config_class, model_class, shape, _LLAMA_NAMES, read_llama, write, llama_problems, llama_entries
+    )
+
+
+register_architecture("llama", llama_like(transformers.LlamaConfig, transformers.LlamaForCausalLM))
+register_architecture("mistral", llama_like(
+    transformers.MistralConfig, transformers.MistralForCausalLM, lambda c: {**write_llama(c), "sliding_window": None}
+))  # fmt: skip
+register_architecture("qwen2", llama_like(
+    transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _write_qwen2, qkv_bias=True
+))  # fmt: skip
+register_architecture("qwen3", llama_like(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, qk_norm=True))
 
 # ----------------------------------------------------------------------------------------- Cohere, which is PaLM's block
 
 
-def _write_cohere(c: GPTConfig) -> Fields:
-    return {**_write_qwen2(c), "logit_scale": 1.0, "use_qk_norm": False}
-
-
 def _cohere_problems(c: Any) -> list[str]:
-    problems = _llama_problems(c)
+    problems = llama_problems(c)
     if c.logit_scale != 1.0:
         problems.append(f"logit_scale is {c.logit_scale}, wanted 1")
     if c.use_qk_norm:
@@ -259,10 +316,16 @@ def _cohere_entries(c: GPTConfig) -> Iterator[Entry]:
         q, k, v = parts.split(ours)
         return [reorder(q, order.argsort()), reorder(k, order.argsort()), v]
 
-    for ours, theirs, layout in _llama_entries(c):
+    for ours, theirs, layout in llama_entries(c):
         if "norm_2" not in ours:
             yield ours, theirs, Layout(join, split) if ours.endswith("qkv.weight") else layout
 
+
+register_architecture("cohere", Architecture(
+    transformers.CohereConfig, transformers.CohereForCausalLM, {**_LLAMA_SHAPE, "norm": "layernorm", "block": "one_norm"},
+    {**_LLAMA_NAMES, "norm_eps": "layer_norm_eps"}, read_llama,
+    lambda c: {**_write_qwen2(c), "logit_scale": 1.0, "use_qk_norm": False}, _cohere_problems, _cohere_entries,
+))  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------- GPT-NeoX
 
@@ -288,15 +351,12 @@ def _read_neox(c: Any) -> Fields:
 
 
 def _write_neox(c: GPTConfig) -> Fields:
+    rope = {"rope_type": "default", "rope_theta": c.rope_theta, "partial_rotary_factor": c.rotary_share}
     return {
         "hidden_act": "gelu" if c.mlp == "gelu_erf" else "gelu_new",
         "use_parallel_residual": c.block == "parallel",
         "attention_dropout": c.dropout,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": c.rope_theta,
-            "partial_rotary_factor": c.rotary_share,
-        },
+        "rope_parameters": rope,
     }
 
 
@@ -351,46 +411,8 @@ def _neox_entries(c: GPTConfig) -> Iterator[Entry]:
                 yield f"model.layers.{layer}.{ours}.{kind}", (f"gpt_neox.layers.{layer}.{theirs}.{kind}",), layout
 
 
-# -------------------------------------------------------------------------------------------------- the table
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "gpt2": Architecture(
-        transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"}, _GPT_NAMES, _read_gpt,
-        lambda c: {**_write_gpt(c), "n_inner": c.mlp_width, "activation_function": "gelu_new"}, _gpt2_problems,
-        _gpt_entries("wte", "wpe", last_norm=True), square=True,
-    ),
-    "openai-gpt": Architecture(
-        transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"}, _GPT_NAMES,
-        _read_gpt, _write_gpt, lambda c: [] if c.afn == "gelu" else [f"afn is {c.afn!r}, wanted 'gelu'"],
-        _gpt_entries("tokens_embed", "positions_embed", last_norm=False), square=True,
-    ),
-    "llama": Architecture(
-        transformers.LlamaConfig, transformers.LlamaForCausalLM, _LLAMA_SHAPE, _LLAMA_NAMES,
-        _read_llama, _write_llama, _llama_problems, _llama_entries,
-    ),
-    "mistral": Architecture(
-        transformers.MistralConfig, transformers.MistralForCausalLM, _LLAMA_SHAPE, _LLAMA_NAMES,
-        _read_llama, lambda c: {**_write_llama(c), "sliding_window": None}, _llama_problems, _llama_entries,
-    ),
-    "qwen2": Architecture(
-        transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**_LLAMA_SHAPE, "qkv_bias": True}, _LLAMA_NAMES,
-        _read_llama, _write_qwen2, _llama_problems, _llama_entries,
-    ),
-    "qwen3": Architecture(
-        transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**_LLAMA_SHAPE, "qk_norm": True}, _LLAMA_NAMES,
-        _read_llama, _write_llama, _llama_problems, _llama_entries,
-    ),
-    "cohere": Architecture(
-        transformers.CohereConfig, transformers.CohereForCausalLM,
-        {**_LLAMA_SHAPE, "norm": "layernorm", "block": "one_norm"}, {**_LLAMA_NAMES, "norm_eps": "layer_norm_eps"},
-        _read_llama, _write_cohere, _cohere_problems, _cohere_entries,
-    ),
-    "gpt_neox": Architecture(
-        transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM,
-        {
-            "positions": "rotary", "norm": "layernorm", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel"),
-            "bias": True, "qkv_bias": True, "qk_norm": False,
-        },
-        _NEOX_NAMES, _read_neox, _write_neox, _neox_problems, _neox_entries, square=True,
-    ),
-}  # fmt: skip
+register_architecture("gpt_neox", Architecture(
+    transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM,
+    {**_GPT_SHAPE, "positions": "rotary", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel")}, _NEOX_NAMES,
+    _read_neox, _write_neox, _neox_problems, _neox_entries, _square,
+))  # fmt: skip

@@ -1,18 +1,25 @@
-"""Weights to and from transformers' architectures, and export to a folder in the original architecture."""
+"""Models leave: weights to and from transformers' architectures, and folders that plain transformers loads, of policies and of
+reward models."""
 
 from __future__ import annotations
 
+import copy
 import json
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.cpu.products import by_torch_alone
+from rlhf.data.chat_template import end_ids
+from rlhf.data.tokenizer import PAD
 from rlhf.errors import UserError
-from rlhf.model.architectures import ARCHITECTURES, special_ids
+from rlhf.model.architectures import ARCHITECTURES, special_ids, why_not_native
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.model.interface import lm
 
 OWN = "rlhf"  # the form of models that no public class can express: model type rlhf_gpt
 # Fields of a checkpoint's configuration that describe the file, not the model.
@@ -25,6 +32,14 @@ PASSING = (
     "auto_map",
     "_name_or_path",
 )
+TOLERANCE = 1e-4  # largest difference of a score between our model and transformers' class
+PROBED = 24  # tokens of the longest probe row
+
+
+def check_form(form: str) -> None:
+    """Raises: UserError if export.form names no architecture."""
+    if form not in ("auto", OWN, *ARCHITECTURES):
+        raise UserError(f"export.form={form}: unknown: choose auto, {', '.join(ARCHITECTURES)} or {OWN}")
 
 
 def misfits(config: Any, form: str) -> list[str]:
@@ -36,13 +51,7 @@ def misfits(config: Any, form: str) -> list[str]:
         value = getattr(config, name)
         if value not in (wanted if isinstance(wanted, tuple) else (wanted,)):
             wrong.append(f"{name} is {value!r}, {form} has {wanted!r}")
-    if architecture.square and config.n_kv_head != config.n_head:
-        wrong.append(f"n_kv_head is {config.n_kv_head}, {form} has n_head={config.n_head}")
-    if architecture.square and config.head_dim * config.n_head != config.width:
-        wrong.append(f"head_dim is {config.head_dim}, {form} has width / n_head")
-    if form == "openai-gpt" and config.mlp_width != 4 * config.width:
-        wrong.append(f"mlp_width is {config.mlp_width}, {form} has 4 width")
-    return wrong
+    return wrong + [f"{problem}, unlike {form}" for problem in architecture.misfits(config)]
 
 
 def find_form(config: Any) -> str:
@@ -55,14 +64,6 @@ def find_form(config: Any) -> str:
 def why_own(config: Any) -> str:
     """Why our configuration cannot be written in the nearest architecture, as text."""
     return min((misfits(config, form) for form in ARCHITECTURES), key=len)[0]
-
-
-def why_not_native(config: Any) -> list[str]:
-    """Why our GPT cannot express a checkpoint's configuration, as text; empty if it can."""
-    kind = config.model_type
-    if kind not in ARCHITECTURES:
-        return [f"{kind} is none of {', '.join(ARCHITECTURES)}"]
-    return ARCHITECTURES[kind].problems(config)
 
 
 def make_native_config(config: Any) -> GPTConfig:
@@ -78,18 +79,18 @@ def make_native_config(config: Any) -> GPTConfig:
 
 
 def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
-    """Our GPT with the weights of one of transformers' classes, copied.
+    """Our GPT with the weights of one of transformers' causal language models, copied.
 
     Raises: UserError for an architecture or a variant that ours does not express.
     """
     config = make_native_config(model.config)
-    architecture = ARCHITECTURES[model.config.model_type]
-    if not isinstance(model, architecture.model_class):
-        wanted = architecture.model_class.__name__
-        raise UserError(f"convert from {model.config.model_type}: a {type(model).__name__}: want a {wanted}")
     theirs = model.state_dict()
-    state = {ours: layout.join([theirs[n] for n in names]) for ours, names, layout in architecture.entries(config)}
-    return _build(GPTForCausalLM(config), state, model)
+    entries = ARCHITECTURES[model.config.model_type].entries(config)
+    return _build(
+        GPTForCausalLM(config),
+        {name: layout.join([theirs[n] for n in names]) for name, names, layout in entries},
+        model,
+    )
 
 
 def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
@@ -117,13 +118,13 @@ def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
 
 def _build(model: Any, state: dict[str, torch.Tensor], like: PreTrainedModel) -> Any:
     """Fill a new model with a state dict, with the other model's dtype and device; evaluation mode."""
-    torch.nn.Module.to(model, device=like.device, dtype=like.dtype)
+    nn.Module.to(model, device=like.device, dtype=like.dtype)
     model.load_state_dict(state)
     model.generation_config = GenerationConfig.from_dict(like.generation_config.to_dict())  # type: ignore[union-attr]
     return model.eval()
 
 
-# ----------------------------------------------------------------------------------------------------- export
+# ---------------------------------------------------------------------------------------------------- policies
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str | PathLike, form: str = "auto") -> str:
@@ -135,13 +136,18 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str 
 
     Raises: UserError if the model does not fit the form.
     """
-    if form not in ("auto", OWN, *ARCHITECTURES):
-        raise UserError(f"export: form {form!r} is unknown: choose auto, {', '.join(ARCHITECTURES)} or {OWN}")
-    converted, written = _as_form(model, form)
-    ids = special_ids(tokenizer)
-    generation_config = converted.generation_config
-    ends = _all_ends(generation_config, ids["eos_token_id"])
-    converted.generation_config = GenerationConfig(**{**ids, "eos_token_id": ends})
+    check_form(form)
+    kind = model.config.model_type
+    if not lm(model).native and form not in ("auto", kind):
+        raise UserError(f"export: a {kind} model is saved as it is, not as {form!r}: choose form auto")
+    written = kind if not lm(model).native else find_form(model.config) if form == "auto" else form
+    converted: Any = model if written in (OWN, kind) else to_transformers(model, written)  # type: ignore[arg-type]
+    ids, generation_config = special_ids(tokenizer), converted.generation_config
+    known = getattr(generation_config, "eos_token_id", None)
+    ends = [ids["eos_token_id"], *(known if isinstance(known, list) else [known])]  # the tokenizer's first
+    ends = list(dict.fromkeys(i for i in ends if i is not None))
+    end = ends if len(ends) > 1 else next(iter(ends), None)
+    converted.generation_config = GenerationConfig(**{**ids, "eos_token_id": end})
     try:
         converted.save_pretrained(out)
     finally:
@@ -153,19 +159,142 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str 
     return written
 
 
-def _all_ends(generation: Any, end: int | None) -> int | list[int] | None:
-    """Every end token of the model, the tokenizer's first; a number if there is only one."""
-    known = getattr(generation, "eos_token_id", None)
-    ends = [end, *(known if isinstance(known, list) else [known])]
-    ends = list(dict.fromkeys(i for i in ends if i is not None))
-    return ends if len(ends) > 1 else next(iter(ends), None)
+# ----------------------------------------------------------------------------------------------- reward models
 
 
-def _as_form(model: PreTrainedModel, form: str) -> tuple[PreTrainedModel, str]:
-    if not isinstance(model, GPTForCausalLM):
-        kind = model.config.model_type
-        if form not in ("auto", kind):
-            raise UserError(f"export: a {kind} model is saved as it is, not as {form!r}: choose form auto")
-        return model, kind
-    form = find_form(model.config) if form == "auto" else form
-    return (model, OWN) if form == OWN else (to_transformers(model, form), form)
+class Exported(NamedTuple):
+    """The result of `export_reward`."""
+
+    class_name: str
+    offset: float  # score = logit + offset
+
+
+def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
+    """Write a reward model as `AutoModelForSequenceClassification` with one label, with its tokenizer.
+
+    The head of these classes is `score` of the last token that is not the pad token. Gain and shift of the calibration go into
+    the weights. Most classes have a head without bias. Then the constant goes into the bias of the last norm, which nothing else
+    uses; if the norm has none either (RMSNorm), it is left out and stated: a constant changes neither an order nor a difference.
+
+    tokenizer: the policy's. Raises: UserError for a model that no public class expresses.
+    """
+    if model.reads_text:
+        result: Any = copy.deepcopy(model.network)
+        tokenizer = model.tokenizer
+        if not hasattr(result, "config_class"):
+            raise UserError(f"export: no class of transformers scores with the encoder of a {result.config.model_type}")
+        offset = fold(_head(result), model.gain, model.shift, None)
+    elif model.config.read_tokens > 1:
+        raise UserError(
+            f"export: no class of transformers reads a score at {model.config.read_tokens} tokens (reward.read_tokens)"
+        )
+    else:
+        result, norm = _with_score_head(model)
+        tokenizer = copy.deepcopy(tokenizer)
+        _give_pad(result, tokenizer)
+        end_at_end_token(tokenizer)
+        head = _head(result)
+        with torch.no_grad():
+            head.weight.copy_(model.head.weight)
+        offset = fold(head, model.gain, model.shift - model.head.bias.item(), norm)
+        _check(model, result, tokenizer, offset)
+    result.config.score_offset = offset
+    result.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return Exported(type(result).__name__, offset)
+
+
+@torch.no_grad()
+def fold(head: nn.Linear, gain: float, shift: float, norm: nn.Module | None) -> float:
+    """Fold gain (w . h + b - shift) into the weights; returns the constant that cannot be folded.
+
+    norm: a layer whose output only the head reads.
+    """
+    head.weight.mul_(gain)
+    if head.bias is not None:
+        head.bias.sub_(shift).mul_(gain)
+        return 0.0
+    place = getattr(norm, "bias", None)
+    square = float(head.weight.double().square().sum())
+    if place is None or square == 0.0:
+        return -gain * shift
+    place.add_(head.weight[0] * (-gain * shift / square))  # w . (h + c w / |w|^2) = w . h + c
+    return 0.0
+
+
+def _with_score_head(model: Any) -> tuple[Any, nn.Module | None]:
+    """transformers' class on a copy of the trunk, whose head is still random; and, of our GPT's architectures, the LayerNorm
+    whose output is the last hidden state.
+    """
+    trunk, native = model.trunk, lm(model.trunk).native
+    if native:
+        form = find_form(trunk.config)
+        if form == OWN:
+            raise UserError(
+                f"export: no class of transformers expresses this reward model's trunk: {why_own(trunk.config)}"
+            )
+        ours = GPTForCausalLM(trunk.config)
+        ours.model.load_state_dict(trunk.state_dict())
+        trunk = to_transformers(ours, form).base_model
+    settings: Any = copy.deepcopy(trunk.config)
+    settings.num_labels = 1
+    try:
+        result: Any = AutoModelForSequenceClassification.from_config(settings, trust_remote_code=False)
+        result.base_model.load_state_dict(trunk.state_dict())
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"export: transformers has no sequence classifier of a {settings.model_type}: {str(error).splitlines()[0]}"
+        ) from error
+    norms = [m for m in result.base_model.modules() if isinstance(m, nn.LayerNorm)]
+    return result.float().eval(), norms[-1] if native and norms else None
+
+
+def _head(model: Any) -> nn.Linear:
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1]
+    if not heads:
+        raise UserError(f"export: {type(model).__name__} has no linear layer with one output")
+    return heads[-1]
+
+
+def _give_pad(model: Any, tokenizer: Any) -> None:
+    """A pad token that is no end token: these classes read the last token that is not pad, which must be the end token."""
+    if tokenizer.pad_token_id in (end_ids(tokenizer) or [tokenizer.eos_token_id]):
+        tokenizer.add_special_tokens({"pad_token": PAD})
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for name, value in special_ids(tokenizer).items():
+        setattr(model.config, name, value)
+
+
+def end_at_end_token(tokenizer: Any) -> None:
+    """Make a rendered dialogue end with the last turn's end token, at which the score is read.
+
+    Many templates write a newline after it (SmolLM2, Qwen), at which the logit has no meaning.
+    """
+    template, ends = tokenizer.chat_template, [tokenizer.decode([i]) for i in end_ids(tokenizer)]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    if not isinstance(template, str) or not ends:
+        return
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False)
+    if not rendered.endswith(tuple(ends)) and rendered.rstrip().endswith(tuple(ends)):
+        tokenizer.chat_template = "{% filter trim %}" + template + "{% endfilter %}"
+
+
+@torch.no_grad()
+@by_torch_alone()
+def _check(model: Any, result: Any, tokenizer: Any, offset: float) -> None:
+    """Raises: UserError if a padded probe batch has other scores."""
+    generator = torch.Generator().manual_seed(0)
+    most = min(PROBED, lm(model.trunk).context or PROBED)
+    lengths = torch.tensor([most, most // 2, max(1, most // 3)])
+    tokens = torch.randint(0, model.trunk.get_input_embeddings().num_embeddings, (3, most), generator=generator)
+    tokens[tokens == tokenizer.pad_token_id] = (end_ids(tokenizer) or [tokenizer.eos_token_id])[0]
+    mask = torch.arange(most) < lengths[:, None]
+    ours = model(tokens, lengths)
+    theirs = result(input_ids=tokens.where(mask, tokenizer.pad_token_id), attention_mask=mask.long()).logits[:, 0]
+    difference = float((ours - theirs - offset).abs().max() / ours.abs().max().clamp(min=1.0))
+    if not difference <= TOLERANCE:
+        raise UserError(
+            f"export: scores of a probe batch differ by {difference:.1e} in {type(result).__name__}, more than "
+            f"{TOLERANCE}: it does not express this reward model"
+        )
