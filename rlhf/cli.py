@@ -48,10 +48,12 @@ from rlhf.config.compose import (
     to_settings,
     unknown_setting,
 )
+from rlhf.config.setting import listed
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
 from rlhf.system.exits import check_launch, ending
 from rlhf.system.interrupts import interrupt_on_signals, leave
+from rlhf.system.plugins import load_named
 from rlhf.system.processes import disconnect
 from rlhf.system.terminal import accept_any_text, say, write
 
@@ -227,6 +229,8 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
     def start(config: Any) -> None:
         for name_of_text, text in texts.items():
             setattr(getattr(config, command), name_of_text, text)
+        for plugin in listed(getattr(config, "plugins", None)):
+            load_named("plugins", plugin, 0)()
         module_of(command).run(config)
 
     if not flags and ours == plain and command not in FORWARDING:

@@ -35,14 +35,12 @@ def run(config: Config) -> None:
 def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
     """Write a causal language model; returns how to load it, and a note. Raises: UserError if the model lacks that form."""
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.model.convert import OWN, export, why_own
+    from rlhf.model.convert import OWN, check_form, export, why_own
     from rlhf.training.setup import load_policy
 
-    try:
-        policy = load_policy(model)
-        form = export(policy, load_tokenizer(model), folder, form=config.export.form)
-    except ValueError as error:
-        raise UserError(f"export.form={config.export.form}: {error}") from error
+    check_form(config.export.form)
+    policy = load_policy(model)
+    form = export(policy, load_tokenizer(model), folder, form=config.export.form)
     loading = "AutoModelForCausalLM.from_pretrained('{}')"
     if form != OWN:
         return loading, []
@@ -55,8 +53,8 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
     import torch
 
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.model.classifier import TextRewardModel, load_reward_model
-    from rlhf.model.export_reward import export_reward
+    from rlhf.model.classifier import load_reward_model
+    from rlhf.model.convert import export_reward
     from rlhf.training.setup import be_quiet
 
     if config.export.form != "auto":
@@ -65,11 +63,10 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
         )
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
-    if isinstance(loaded, TextRewardModel):
-        exported, form = export_reward(loaded, None, folder), "prompt and response as its tokenizer frames them"
-    else:
-        exported = export_reward(loaded, load_tokenizer(model), folder)
-        form = "rendered with the chat template, read at its last token"
+    exported = export_reward(loaded, None if loaded.reads_text else load_tokenizer(model), folder)
+    form = "rendered with the chat template, read at its last token"
+    if loaded.reads_text:
+        form = "prompt and response as its tokenizer frames them"
     notes = [f"The logit is the calibrated score of a dialogue: {form}."]
     if exported.offset:
         notes.append(

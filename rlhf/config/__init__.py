@@ -121,6 +121,12 @@ class Config:
     runs_dir: str = setting("runs", "the folder of all runs", changes=NOTHING)
     seed: int = setting(0, "seed of all random choices", min=0, max=MAX_SEED)
     overwrite: bool = setting(False, "replace what the run already has", changes=NOTHING)
+    plugins: Any = setting(
+        None,
+        "functions, module:name or file.py:name, that are called before the command, to register an architecture",
+        kind="names",
+        changes=NOTHING,
+    )
     device: str = setting("auto", "device", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
     threads: int = setting(
         0,

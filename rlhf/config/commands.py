@@ -104,8 +104,7 @@ class ExportConfig:
     stage: str = setting("ppo", "stage whose model is exported", choices=(*POLICY_STAGES, "reward"))
     form: str = setting(
         "auto",
-        "architecture to write",
-        choices=("auto", "gpt2", "openai-gpt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "rlhf"),
+        "architecture to write, such as llama; auto: the one of the weights, or the first that fits; rlhf: our own",
     )
     out: str | None = setting(None, "output folder; none: runs/<run>/export")
 

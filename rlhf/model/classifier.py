@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from rlhf.data.items import Answer, Encode
 from rlhf.data.records import Demonstration, Message
 from rlhf.errors import UserError, reading
+from rlhf.model.checkpoint import check_sizes, load_whole
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
 from rlhf.model.interface import Episodes, score
-from rlhf.model.loading import check_sizes, load_whole
 from rlhf.model.rendering import TextEncoder, TextRow
 
 RECORD = "text_reward.json"  # the file that identifies the folder of a TextRewardModel
@@ -42,8 +42,18 @@ class EncoderClassifier(nn.Module):
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         return self.head((hidden * mask).sum(1) / mask.sum(1))
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.get_input_embeddings()
+
+    def resize_token_embeddings(self, rows: int, mean_resizing: bool) -> None:
+        self.encoder.resize_token_embeddings(rows, mean_resizing=mean_resizing)
+
     def gradient_checkpointing_enable(self, *arguments: Any, **keywords: Any) -> None:
         self.encoder.gradient_checkpointing_enable(*arguments, **keywords)
+
+    def save_pretrained(self, folder: str) -> None:
+        self.config.save_pretrained(folder)
+        save_model(self, str(Path(folder) / "model.safetensors"))
 
 
 class TextRewardModel(nn.Module):
@@ -149,11 +159,7 @@ class TextRewardModel(nn.Module):
         """Weights (safetensors) and config as transformers reads them, the tokenizer, and the calibration."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(self.network, EncoderClassifier):
-            self.network.config.save_pretrained(str(folder))
-            save_model(self.network, str(folder / "model.safetensors"))
-        else:
-            self.network.save_pretrained(str(folder))
+        self.network.save_pretrained(str(folder))
         self.tokenizer.save_pretrained(str(folder))
         record = {"gain": self.gain, "shift": self.shift, "rendering": self.encoder.form}
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -227,10 +233,9 @@ def _read_network(source: str, config: Any, tokenizer: Any, saved_here: bool = F
             config.num_labels = 1
             loader = AutoModelForSequenceClassification
             network = load_whole(loader, source, config=config, dtype=torch.float32, **keywords)
-    base = network.encoder if isinstance(network, EncoderClassifier) else network
-    rows = base.get_input_embeddings().num_embeddings
+    rows = network.get_input_embeddings().num_embeddings
     if len(tokenizer) == rows + 1:  # the pad token that we gave it
-        base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        network.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     elif len(tokenizer) > rows:
         raise UserError(
             f"{source}: its tokenizer has {len(tokenizer)} entries, its model embeds {rows}: "

@@ -6,8 +6,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
 
-from rlhf.model.loading import MOST_LAYERS
-
+MOST_LAYERS = 10_000
 Positions = Literal["learned", "rotary", "sinusoidal"]
 Norm = Literal["layernorm", "rmsnorm"]
 MLPKind = Literal["gelu", "gelu_erf", "relu", "swiglu"]

@@ -16,9 +16,9 @@ from rlhf.data.items import Encode, token_encoder
 from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.model.batching import right_pad
+from rlhf.model.checkpoint import load_whole
 from rlhf.model.interface import Episodes, lm
 from rlhf.model.linear import Float32Linear
-from rlhf.model.loading import load_whole
 from rlhf.ops.logprobs import mean_nats
 from rlhf.ops.masked import masked_sum
 
@@ -26,8 +26,8 @@ from rlhf.ops.masked import masked_sum
 class ScalarHead(Float32Linear):
     """w . h + b with one output, in float32."""
 
-    def __init__(self, width: int):
-        super().__init__(width, 1)
+    def __init__(self, width: int, bias: bool = True):
+        super().__init__(width, 1, bias)
 
     @torch.no_grad()
     def initialise(self) -> ScalarHead:
@@ -39,9 +39,12 @@ class ScalarHead(Float32Linear):
 
 def scalar_heads_in_float32(model: nn.Module) -> None:
     """Every plain linear layer of `model` with one output becomes a ScalarHead; weights and names stay."""
-    for module in model.modules():
-        if type(module) is nn.Linear and module.out_features == 1:
-            module.__class__ = ScalarHead
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear and layer.out_features == 1:
+                head = ScalarHead(layer.in_features, layer.bias is not None)
+                head.weight, head.bias = layer.weight, layer.bias
+                setattr(parent, name, head)
 
 
 def without_dropout(config: Any) -> None:

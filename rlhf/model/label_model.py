@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf.errors import UserError
+from rlhf.model.checkpoint import LAYER
 from rlhf.model.interface import lm
 from rlhf.model.linear import Float32Linear
-from rlhf.model.loading import LAYER
 from rlhf.ops.logprobs import mean_nats
 from rlhf.system.files import read_json, write_json
 

@@ -21,10 +21,10 @@ from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, pac
 from rlhf.data.mixing import Part, mix_corpora
 from rlhf.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
+from rlhf.model.adopt import Adopted, adopt
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import context_of, lm
 from rlhf.model.moe import limited_experts
-from rlhf.model.pretrained import Adopted, adopt
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.progress import progress

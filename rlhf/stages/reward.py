@@ -37,10 +37,10 @@ from rlhf.evaluation.scoring import (
     unwrapped,
 )
 from rlhf.evaluation.verdict import decide, describe_audit
+from rlhf.model.checkpoint import load_whole
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel
 from rlhf.model.interface import Episodes, lm, score
-from rlhf.model.loading import load_whole
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metrics import Sums

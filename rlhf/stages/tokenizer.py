@@ -32,8 +32,8 @@ def run(config: Config) -> None:
 
 def adopt(source: str, form: str, say: Callable[[str], None]) -> Any:
     """A pretrained model's tokenizer, with its chat template or ours, or for completion."""
+    from rlhf.model.adopt import adopt_tokenizer
     from rlhf.model.checkpoint import read_checkpoint
-    from rlhf.model.pretrained import adopt_tokenizer
 
     checkpoint = read_checkpoint(source)
     if checkpoint.revision is None:

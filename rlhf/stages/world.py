@@ -76,8 +76,8 @@ def token_ends(config: Config) -> Ends:
     """The ends of tokens: of the adopted model's tokenizer; words and punctuation if the tokenizer is trained later."""
     if config.model.pretrained is None:
         return word_ends
+    from rlhf.model.adopt import adopt_tokenizer
     from rlhf.model.checkpoint import read_checkpoint
-    from rlhf.model.pretrained import adopt_tokenizer
 
     backend = adopt_tokenizer(read_checkpoint(config.model.pretrained), config.data.form)[0].backend_tokenizer
     return lambda text: [end for _, end in backend.encode(text, add_special_tokens=False).offsets]

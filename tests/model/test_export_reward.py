@@ -11,8 +11,7 @@ from rlhf.errors import UserError
 from rlhf.model import RewardModel
 from rlhf.model.architectures import ARCHITECTURES
 from rlhf.model.classifier import TextRewardModel
-from rlhf.model.convert import make_native_config
-from rlhf.model.export_reward import export_reward
+from rlhf.model.convert import export_reward, make_native_config
 from rlhf.model.gpt import GPTForCausalLM
 
 from ..presets import preset

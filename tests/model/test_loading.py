@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from rlhf.errors import UserError
+from rlhf.model.adopt import adopt, load_weights
 from rlhf.model.checkpoint import _read_config, read_checkpoint
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
-from rlhf.model.pretrained import adopt, load_weights
 from rlhf.system.files import hash_files
 from rlhf.training.setup import load_policy
 

@@ -14,9 +14,9 @@ from rlhf.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from rlhf.engines.sampler import sample, stream
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
+from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import read_checkpoint
 from rlhf.model.interface import lm
-from rlhf.model.pretrained import adopt
 from rlhf.ppo.rollout import response_logprobs
 from tests.model.chats import make_tokenizer
 from tests.model.checkpoints import make_checkpoint
@@ -92,7 +92,7 @@ def test_what_is_not_covered_runs_as_transformers_class_and_says_why(tmp_path, n
 
 def test_a_conversion_with_other_logits_is_not_used(tmp_path, monkeypatch):
     save(tmp_path)
-    monkeypatch.setattr("rlhf.model.pretrained.TOLERANCE", -1.0)
+    monkeypatch.setattr("rlhf.model.adopt.TOLERANCE", -1.0)
     adopted = adopt(tmp_path, say=lambda _: None)
     assert not adopted.record["native"] and "logits of a probe batch differ by" in adopted.record["notes"][-1]
 

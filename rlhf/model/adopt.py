@@ -14,10 +14,10 @@ from rlhf.cpu.products import by_torch_alone
 from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES
 from rlhf.errors import UserError, reading
-from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, read_checkpoint
-from rlhf.model.convert import from_transformers, why_not_native
+from rlhf.model.architectures import why_not_native
+from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, check_finite, download, read_checkpoint
+from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
-from rlhf.model.loading import check_finite
 from rlhf.system.files import read_json, sha256_file
 from rlhf.system.terminal import say
 
