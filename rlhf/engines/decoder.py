@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rlhf.cpu import kernels
 from rlhf.cpu.products import computed_in
+from rlhf.model.attention import Rope, rotary_factors
 from rlhf.model.batching import right_pad
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.masks import narrow
 from rlhf.model.packed import is_packed, unpacked
-from rlhf.model.positions import Rope, rotary_factors
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]

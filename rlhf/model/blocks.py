@@ -6,12 +6,10 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf.model.attention import Attention, select
+from rlhf.model.attention import Attention, Rope, select
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.masks import Mask
-from rlhf.model.mlp import MLP
-from rlhf.model.moe import SwitchMLP
-from rlhf.model.positions import Rope
+from rlhf.model.mlp import MLP, SwitchMLP
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from rlhf.model.attention import QKNorm
+from rlhf.model.attention import QKNorm, Rope, Sinusoids, rotary_factors
 from rlhf.model.blocks import BLOCKS, make_norm
 from rlhf.model.branches import join_rows
 from rlhf.model.fused_loss import IGNORED, compute_fused_loss, is_plain
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
 from rlhf.model.masks import make_attention_mask, make_positions, narrow
-from rlhf.model.moe import balance_loss
-from rlhf.model.positions import Rope, Sinusoids, rotary_factors
+from rlhf.model.mlp import balance_loss
 
 
 class GPTPreTrainedModel(PreTrainedModel):

@@ -22,8 +22,8 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.labelled_task import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification
 from rlhf.model.batching import by_length, right_pad
+from rlhf.model.heads import LabelModel, transfer
 from rlhf.model.interface import context_of
-from rlhf.model.label_model import LabelModel, transfer
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import Stage, open_stage

@@ -24,7 +24,7 @@ from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import context_of, lm
-from rlhf.model.moe import limited_experts
+from rlhf.model.mlp import limited_experts
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.progress import progress

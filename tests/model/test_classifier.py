@@ -10,10 +10,9 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf.data.records import Message
 from rlhf.errors import UserError
-from rlhf.model.classifier import EncoderClassifier, TextRewardModel, load_reward_model
+from rlhf.model.classifier import EncoderClassifier, TextEncoder, TextRewardModel, load_reward_model, render_prompt
 from rlhf.model.heads import RewardModel
 from rlhf.model.interface import score
-from rlhf.model.rendering import TextEncoder, render_prompt
 from rlhf.ops.ranking import pair_weights, ranking_loss
 
 from .classifiers import ARCHITECTURES, make_tokenizer, save_classifier

@@ -17,7 +17,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.evaluation.statistics import classification, wilson
 from rlhf.gold.labelled import TASKS, labelled_rows
-from rlhf.model.label_model import LabelModel, transfer
+from rlhf.model.heads import LabelModel, transfer
 from rlhf.report.page import make_page
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_run
