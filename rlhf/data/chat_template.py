@@ -25,7 +25,6 @@ ENDS = "end_token_ids"  # where a tokenizer keeps its end tokens: a field of tok
 COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 # Limits on the time (seconds), memory (bytes) and text of a rendering, since templates are not trusted.
 SECONDS, MEMORY, LENGTH = 10.0, 2**30, 10**7
-NOT_ONCE = "the chat template does not write what the assistant says once, as it is: use another tokenizer"
 
 
 # ------------------------------------------------------------------------------------------------ text to ids
@@ -39,22 +38,32 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _Marks:
-    """Spellings of special tokens in messages are broken by a character that no message contains."""
+    """Two characters that no message contains: `mark` breaks spellings of special tokens, `probe` stands for a text."""
 
     mark: str
+    probe: str
     special: re.Pattern[str]
     ids: dict[str, int]
 
     def put(self, text: str) -> str:
         return self.special.sub(lambda m: f"{m[0][0]}{self.mark}{m[0][1:]}", text)
 
+    def around(self, text: str) -> tuple[str, str]:
+        """The text before and after the probe. Raises: UserError if the template does not write it exactly once."""
+        before, probe, after = text.partition(self.probe)
+        if not probe or self.probe in after:
+            raise UserError(
+                "the chat template does not write what the assistant says once, as it is: use another tokenizer"
+            )
+        return before, after
 
-def _make_marks(tokenizer: Any, texts: Sequence[str]) -> _Marks:
+
+def _make_marks(tokenizer: Any, texts: Sequence[str] = ()) -> _Marks:
     ids = special_tokens(tokenizer)
     spellings = sorted((s for s in ids if len(s) > 1), key=len, reverse=True)
-    used = set().union(*map(set, texts)) if texts else set()
-    mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used)
-    return _Marks(mark, re.compile("|".join(map(re.escape, spellings)) or r"(?!)"), ids)
+    used = set().union(*map(set, texts))
+    unused = (chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used)
+    return _Marks(next(unused), next(unused), re.compile("|".join(map(re.escape, spellings)) or r"(?!)"), ids)
 
 
 def _encode_rendered(tokenizer: Any, texts: Sequence[str], marks: _Marks) -> list[list[int]]:
@@ -98,32 +107,27 @@ def _turns(prompt: Any) -> list[Turn]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-def _call(tokenizer: Any, turns: list[Turn], generate: bool) -> str:
-    if not tokenizer.chat_template:
+def _call(tokenizer: Any, turns: list[Turn], generate: bool = False) -> str:
+    """The text of a dialogue. Raises: UserError if the template refuses it, or takes too long or too much memory."""
+    template = tokenizer.chat_template
+    if not template:
         raise UserError("the tokenizer has no chat template: adopt it with model.pretrained, which gives it ours")
     try:
-        template = tokenizer.chat_template
         _check_powers("\n".join(template.values()) if isinstance(template, dict) else template)
         with memory_limit(MEMORY), time_limit(SECONDS):
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
+        problem = f"writes {len(text):,} characters, more than {LENGTH:,}," if len(text) > LENGTH else ""
     except TimeoutError:
-        raise UserError(
-            f"the chat template takes more than {SECONDS:g} s for a dialogue: use another tokenizer"
-        ) from None
+        problem = f"takes more than {SECONDS:g} s"
     except MemoryError:
-        raise UserError(
-            f"the chat template takes more than {MEMORY / 2**30:g} GiB of memory for a dialogue: use another tokenizer"
-        ) from None
+        problem = f"takes more than {MEMORY / 2**30:g} GiB of memory"
     except Exception as error:  # a template can raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"the chat template refuses a dialogue ({reason}): change its turns, or use another tokenizer"
         ) from error
-    if len(text) > LENGTH:
-        raise UserError(
-            f"the chat template writes {len(text):,} characters for a dialogue, more than {LENGTH:,}: use "
-            "another tokenizer"
-        )
+    if problem:
+        raise UserError(f"the chat template {problem} for a dialogue: use another tokenizer")
     return text
 
 
@@ -179,18 +183,10 @@ def end_ids(tokenizer: Any) -> list[int]:
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
     """The special token that the template writes after the assistant's text, or None."""
-    marks = _make_marks(tokenizer, [])
-    after = _around(_call(tokenizer, [*PROBE, {"role": "assistant", "content": marks.mark}], False), marks)[1]
+    marks = _make_marks(tokenizer)
+    _, after = marks.around(_call(tokenizer, [*PROBE, {"role": "assistant", "content": marks.probe}]))
     end = marks.special.search(after)
     return marks.ids[end[0]] if end else None
-
-
-def _around(text: str, marks: _Marks) -> tuple[str, str]:
-    """The text before and after the mark. Raises: UserError if the template does not write it exactly once."""
-    before, mark, after = text.partition(marks.mark)
-    if not mark or marks.mark in after:
-        raise UserError(NOT_ONCE)
-    return before, after
 
 
 def _after_end(tokenizer: Any, text: str, start: int, stop: int, marks: _Marks) -> int | None:
@@ -275,10 +271,8 @@ def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[
     [turns], marks = _marked(tokenizer, [_turns(messages)])
     if ended:
         return _encode_rendered(tokenizer, [_render(tokenizer, turns, False)[0]], marks)[0]
-    last = {**turns[-1], "content": turns[-1]["content"].rstrip() + marks.mark}
-    text, mark, _ = _render(tokenizer, [*turns[:-1], last], False)[0].rpartition(marks.mark)
-    if not mark:
-        raise UserError(NOT_ONCE)
+    last = {**turns[-1], "content": turns[-1]["content"].rstrip() + marks.probe}
+    text, _ = marks.around(_render(tokenizer, [*turns[:-1], last], False)[0])
     return _encode_rendered(tokenizer, [text], marks)[0]
 
 
@@ -289,26 +283,18 @@ def _common(whole: list[int], part: list[int]) -> int:
 
 def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: _Marks) -> tuple[int, int]:
     """Where in the dialogue's text a turn of the assistant begins, after the generation prompt, and where its end token is
-    over.
+    over: the dialogue is rendered again with the probe in this turn, and what is written around it is the same.
     """
-    if index:
-        before, through = _call(tokenizer, turns[:index], True), _call(tokenizer, turns[: index + 1], False)
-        if text.startswith(through) and through.startswith(before):
-            stop = _after_end(tokenizer, text, len(before), len(through), marks)
-            return len(before), len(through.rstrip()) if stop is None else stop
-    # The template renders earlier turns differently from the last one: compare with another text in this turn.
-    one, other = (
-        _call(tokenizer, [*turns[:index], {**turns[index], "content": marks.mark + c}, *turns[index + 1 :]], False)
-        for c in "ab"
-    )
-    start = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b) - 1
-    suffix = one[start + 2 :]
-    if not text.startswith(one[:start]) or not text.endswith(suffix):
+    probed = [*turns[:index], {**turns[index], "content": marks.probe}, *turns[index + 1 :]]
+    before, after = marks.around(_call(tokenizer, probed))
+    if not text.startswith(before) or not text.endswith(after):
         raise UserError(f"the chat template hides what the assistant says in turn {index + 1}: set sft.turns=last")
-    stop = len(text) - len(suffix)
-    following = _after_end(tokenizer, text, stop, len(text), marks)
-    closed = following is not None and marks.special.sub("", text[stop:following]).strip() == ""
-    return start, following if closed and following is not None else stop
+    prompt = _call(tokenizer, turns[:index], True) if index else ""
+    start = len(prompt) if prompt and before.startswith(prompt) else len(before)
+    stop = len(text) - len(after)
+    closing = _after_end(tokenizer, text, stop, len(text), marks)
+    closed = closing is not None and not marks.special.sub("", text[stop:closing]).strip()
+    return start, closing if closed and closing is not None else stop
 
 
 @dataclass(slots=True)
@@ -325,20 +311,20 @@ class _Frame:
 
 @lru_cache(maxsize=8)
 def _frame(tokenizer: Any, _: str) -> _Frame:
-    marks = _make_marks(tokenizer, [])
+    marks = _make_marks(tokenizer)
     prompt = _call(tokenizer, PROBE, True)
-    texts = [
-        _call(tokenizer, [*PROBE, {"role": "assistant", "content": content}], False)
-        for content in (marks.mark, f"\n{marks.mark}\n")
-    ]
-    before, after = _around(texts[0], marks)
+    plain, spaced = (
+        _call(tokenizer, [*PROBE, {"role": "assistant", "content": content}])
+        for content in (marks.probe, f"\n{marks.probe}\n")
+    )
+    before, after = marks.around(plain)
     before = before[len(prompt) :] if before.startswith(prompt) else ""
     end = _after_end(tokenizer, after, 0, len(after), marks)
     after = after[:end] if end is not None else ""
     whole, first, second = encode_rendered(tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"])
     # a completion follows texts other than the probe's word
     alone = is_completion(tokenizer) or whole == first + second
-    return _Frame(prompt, before, after, texts[0] == texts[1], end is not None, alone)
+    return _Frame(prompt, before, after, plain == spaced, end is not None, alone)
 
 
 def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """The GPT, from scratch: configuration, trunk and causal language model, as transformers models.
 
 One model assembled from configuration: h_0 = W_e[u] (+ W_p[position]); h_l = block(h_{l-1}); P(u) =
-softmax(norm(h_n) W_e^T). Its parts: attention.py, mlp.py, moe.py (experts), blocks.py, positions.py, masks.py.
+softmax(norm(h_n) W_e^T). Its parts: attention.py, mlp.py, blocks.py, masks.py.
 Source: Radford et al. 2018, equation 2, and 2019, section 2.3 (pre-norm, scaled init); Zhang and Sennrich 2019 (RMSNorm).
 """
 
