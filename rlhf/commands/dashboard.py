@@ -19,7 +19,7 @@ def run(config: Config) -> None:
 
     Raises: UserError if the folder cannot be written or the server refuses or does not answer.
     """
-    from rlhf.report.dashboard import make_specification
+    from rlhf.report.workspace import make_specification
 
     path = Path(config.runs_dir) / "dashboard.json"
     project, entity = os.environ.get("WANDB_PROJECT", config.tracking.project), config.tracking.entity
@@ -47,7 +47,7 @@ def send_within(seconds: float, project: str, entity: str | None, remembered: Pa
     Raises: UserError if the server refuses or does not answer in time.
     """
     addresses: list[str] = []
-    failed: list[BaseException] = []
+    reasons: list[str] = []
 
     def work() -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -55,21 +55,21 @@ def send_within(seconds: float, project: str, entity: str | None, remembered: Pa
         try:
             import wandb
 
-            from rlhf.report.dashboard import send
+            from rlhf.report.workspace import send
 
             owner = entity or wandb.Api(timeout=int(seconds)).default_entity
             if not owner:
                 raise ValueError("the key has no default entity: set tracking.entity")
             addresses.append(send(project, owner, remembered))
         except Exception as error:
-            failed.append(error)
+            reasons.append(" ".join(str(error).split())[:300])
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
     if addresses:
         return addresses[0]
-    reason = " ".join(str(failed[0]).split())[:300] if failed else f"no answer within {seconds:.0f} s"
+    reason = reasons[0] if reasons else f"no answer within {seconds:.0f} s"
     raise UserError(
         f"dashboard: W&B did not take it ({reason}): check WANDB_API_KEY, WANDB_BASE_URL and "
         f"tracking.entity; the specification is in {json.dumps(str(remembered))}"

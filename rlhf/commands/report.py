@@ -17,8 +17,7 @@ def rewrite_arguments(arguments: list[str]) -> list[str]:
     for argument in rest:
         name, equals, value = argument.partition("=")
         if name == "--figures":
-            value = value if equals else next(rest, "figures")
-            rewritten.append(f"report.figures='{value}'")
+            rewritten.append(f"report.figures='{value if equals else next(rest, 'figures')}'")
         elif name == "run" and "," in value and not value.startswith(("'", '"')):
             rewritten.append(f"run='{value}'")
         else:
@@ -29,23 +28,22 @@ def rewrite_arguments(arguments: list[str]) -> list[str]:
 def run(config: Config) -> None:
     """Write the page, and the figures if report.figures is set. Raises: UserError for an unknown run."""
     folders = run_folders(config)
-    check_out(config)
-    say(f"report: {write(*folders, out=config.report.out)}")
-    if config.report.figures is not None:
+    target = None if config.report.figures is None else Path(config.report.figures)
+    if target is not None:
+        refuse_inside_stage(target, "report.figures")
+    say(f"report: {write(*folders, out=checked_out(config))}")
+    if target is not None:
         from rlhf.report.page import write_figures
 
-        target = Path(config.report.figures)
         with writing(target):
             paths = write_figures(folders, target, config.report.form)
         say(f"report: {len(paths)} figures -> {target}")
 
 
-def check_out(config: Config) -> None:
-    """Raises: UserError if report.out or report.figures would overwrite anything but a report."""
-    if config.report.figures is not None:
-        refuse_inside_stage(Path(config.report.figures), "report.figures")
+def checked_out(config: Config) -> Path | None:
+    """report.out. Raises: UserError if it would overwrite anything but a report."""
     if config.report.out is None:
-        return
+        return None
     out = Path(config.report.out)
     refuse_inside_stage(out, "report.out")
     if out.is_dir():
@@ -54,13 +52,13 @@ def check_out(config: Config) -> None:
         with out.open("rb") as file:
             if not file.read(15).lower().startswith(b"<!doctype html"):
                 raise UserError(f"report.out={out}: exists and is no report: choose another, or add overwrite=true")
+    return out
 
 
 def run_folders(config: Config) -> list[Path]:
     """The folders of run=a,b,c. Raises: UserError if one is not a run, or is named twice."""
-    names = [name.strip() for name in config.run.split(",") if name.strip()]
-    folders = []
-    for name in names:
+    folders: list[Path] = []
+    for name in filter(None, map(str.strip, config.run.split(","))):
         folder = run_folder(replace(config, run=name))
         if not folder.is_dir():
             raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
@@ -72,12 +70,12 @@ def run_folders(config: Config) -> list[Path]:
     return folders
 
 
-def write(*folders: Path, out: str | None = None) -> Path:
+def write(*folders: Path, out: Path | None = None) -> Path:
     """The page of one run, or of several side by side."""
     from rlhf.report.page import write_report
 
-    names = "+".join(folder.name for folder in folders)
-    default = folders[0] / "report.html" if len(folders) == 1 else folders[0].parent / f"report-{names[:120]}.html"
-    path = default if out is None else Path(out)
+    names = "+".join(folder.name for folder in folders)[:120]
+    default = folders[0] / "report.html" if len(folders) == 1 else folders[0].parent / f"report-{names}.html"
+    path = default if out is None else out
     with writing(path):
         return write_report(*folders, path=path)

@@ -54,36 +54,23 @@ class Tile(NamedTuple):
 
 def make_overview(run: RunFiles) -> dict[str, Any]:
     """One sentence, the main numbers with their intervals, and the cost of the run."""
-    stages, results = run.stages, run.results
-    records = [stage.record for stage in stages.values()]
-    seconds = [s for record in records if (s := number(record, "seconds")) is not None]
-    peaks = [mb for record in records if (mb := number(record, "peak_rss_mb")) is not None]
-    complete = sum(stage.status == "complete" for stage in stages.values())
+    records = [stage.record for stage in run.stages.values()]
+    complete = sum(stage.status == "complete" for stage in run.stages.values())
     seeds = {record["seed"] for record in records if isinstance(record.get("seed"), int)}
-    facts = [f"{complete} of {len(stages)} stages complete"]
+    # Seconds of the labelling rounds before the last, which are separate runs.
+    rounds: dict[str, float] = {}
+    for name, seconds in entries(run.results, "seconds"):
+        of_run, is_round, _ = str(name).rpartition("/")
+        if is_round and is_number(seconds):
+            rounds[of_run] = rounds.get(of_run, 0.0) + seconds
+    facts = [f"{complete} of {len(run.stages)} stages complete"]
     facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
-    rounds = _rounds(results)
     facts += [f"after {visible(name, 100)}, a labelling round of {duration(s)}" for name, s in rounds.items()]
-    seconds += rounds.values()
-    tiles = [*_win_tiles(results), *_reward_tiles(stages, results), *_kl_tiles(stages, results)]
-    bpb, note = number(results, "pretrain_bits_per_byte"), "held-out text"
-    if bpb is None:
-        bpb, note = _latest(stages, "pretrain", "bpb")
-    if bpb is not None:
-        tiles.append(Tile("Pretraining", decimal(bpb), "bits per byte", note))
-    if seconds:
-        tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(max(peaks, default=None))}"))
-    return {"name": run.name, "facts": facts, "sentence": _sentence(stages, results), "tiles": tiles}
-
-
-def _rounds(results: dict[str, Any]) -> dict[str, float]:
-    """{run: seconds} of the labelling rounds before the last, which are separate runs."""
-    by_run: dict[str, float] = {}
-    for name, seconds in entries(results, "seconds"):
-        run, of_round, _ = str(name).rpartition("/")
-        if of_round and is_number(seconds):
-            by_run[run] = by_run.get(run, 0.0) + seconds
-    return by_run
+    tiles = list(make_tiles(run.stages, run.results))
+    if seconds := [*rounds.values(), *(s for record in records if (s := number(record, "seconds")) is not None)]:
+        peak = max((mb for record in records if (mb := number(record, "peak_rss_mb")) is not None), default=None)
+        tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(peak)}"))
+    return {"name": run.name, "facts": facts, "sentence": _sentence(run.stages, run.results), "tiles": tiles}
 
 
 def compare(overviews: list[dict[str, Any]]) -> list[tuple[str, list[Tile | None]]]:
@@ -120,47 +107,41 @@ def _span_note(tree: Any, what: str) -> str:
     return ", ".join(parts + ([f"{n:,.0f} {what}"] if n is not None else []))
 
 
-def _win_tiles(results: dict[str, Any]) -> Iterator[Tile]:
-    for key, title in (
-        ("win_rate_vs_sft", "PPO against SFT, sampled"),
-        ("win_rate_greedy", "PPO against SFT, greedy"),
-    ):
+def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
+    """The headline numbers that the run has: from its evaluation, else the newest of its curves."""
+    for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
         tree = get(results, "gold", key)
         value, low, high = interval(tree)
         if value is not None:
             bar = Bar(0.0, 1.0, value, low, high, [(0.5, "even")])
-            yield Tile(title, percent(value), "won", _span_note(tree, "prompts"), bar)
-
-
-def _reward_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
+            yield Tile(f"PPO against SFT, {how}", percent(value), "won", _span_note(tree, "prompts"), bar)
     tree = get(results, "reward_model", "accuracy")
     value, low, high = interval(tree)
     note = _span_note(tree, "pairs")
     if value is None:
         value, note = _latest(stages, "reward", "accuracy")
     if value is not None:
-        ticks = [
-            (level, label)
-            for key, label in (("length_baseline", "length only"), ("noise_ceiling", "ceiling"))
-            if (level := number(results, "reward_model", key)) is not None
-        ]
+        levels = (("length_baseline", "length only"), ("noise_ceiling", "ceiling"))
+        ticks = [(level, label) for key, label in levels if (level := number(results, "reward_model", key)) is not None]
         ticks = ticks or [(0.5, "chance")]
         least = min([0.5, value, *(level for level, _ in ticks)])
         bar = Bar(min(0.4, least - 0.05), 1.0, value, low, high, ticks)
         yield Tile("Reward model", percent(value), "of pairs", note, bar)
-
-
-def _kl_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
     kl, note = number(results, "kl_to_sft_nats"), "held-out prompts"
     if kl is None:
         kl, note = _latest(stages, "ppo", "kl")
     if kl is not None:
         yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
-    scores = get(results, "gold", "mean_score") or get(results, "reward")
-    before, after = number(scores, "sft"), number(scores, "ppo")
+    gold = get(results, "gold", "mean_score")
+    before, after = (number(gold or get(results, "reward"), model) for model in ("sft", "ppo"))
     if before is not None and after is not None:
-        judge = judge_name(results) if get(results, "gold", "mean_score") else "reward model"
+        judge = judge_name(results) if gold else "reward model"
         yield Tile("Mean score", decimal(after), "", f"{judge}; SFT {decimal(before)}")
+    bpb, note = number(results, "pretrain_bits_per_byte"), "held-out text"
+    if bpb is None:
+        bpb, note = _latest(stages, "pretrain", "bpb")
+    if bpb is not None:
+        yield Tile("Pretraining", decimal(bpb), "bits per byte", note)
 
 
 def _latest(stages: dict[str, StageFiles], stage: str, metric: str) -> tuple[float | None, str]:
@@ -184,7 +165,6 @@ def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
     boxes = []
     for name, stage in stages.items():
         seconds = number(stage.record, "seconds")
-        steps = [xs[-1] for xs, _ in stage.points.values()]
         parents = []
         for parent, digest in entries(stage.record, "parents"):
             here = get(stages[parent].record, "hash") if parent in stages else None
@@ -197,7 +177,7 @@ def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
                 "seconds": seconds,
                 "memory": number(stage.record, "peak_rss_mb"),
                 "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0,
-                "step": max(steps, default=0) or None,  # an evaluation has no steps
+                "step": stage.last_step or None,  # an evaluation has no steps
                 "hash": visible(str(get(stage.record, "hash") or "")[:8]),
                 "parents": parents,
             }
@@ -205,8 +185,8 @@ def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
     return boxes
 
 
-# Pixels of the picture: a box, the gap between two, and how much higher an arrow over one more stage goes.
-BOX_WIDTH, BOX_HEIGHT, GAP, LIFT = 116, 104, 26, 13
+# Pixels of the picture: a box, the distance from one to the next, and how much higher an arrow over one more stage goes.
+BOX_WIDTH, BOX_HEIGHT, APART, LIFT = 116, 104, 142, 13
 STATE_WORDS = {"same": "", "changed": ", which has changed since", "elsewhere": " of another run"}
 
 
@@ -214,70 +194,68 @@ def draw_pipeline(boxes: list[dict[str, Any]], run: str) -> str:
     """The stages in a row as an SVG picture, with an arrow from each parent; a parent whose hash does not match is marked."""
     index = {box["name"]: i for i, box in enumerate(boxes)}
     links = [
-        (index[p["name"]], i, p)
+        (index[parent["name"]], i, parent)
         for i, box in enumerate(boxes)
-        for p in box["parents"]
-        if p["name"] in index and index[p["name"]] < i
+        for parent in box["parents"]
+        if index.get(parent["name"], i) < i
     ]
     top = 8 + LIFT * max((b - a for a, b, _ in links), default=0)
-    width = len(boxes) * (BOX_WIDTH + GAP) - GAP
-    height = top + BOX_HEIGHT + 8
-    label = html.escape(f"The pipeline of {run}: " + "; ".join(_words(box) for box in boxes), quote=True)
-    parts = [
-        f'<svg class="flow" viewBox="-4 -4 {width + 8} {height + 8}" style="--w:{width + 8}px" role="img" aria-label="{label}">'
-    ]
-    arrivals = {i: sorted((a for a, b, _ in links if b == i and b - a > 1)) for i in range(len(boxes))}
-    departures = {i: sorted((b for a, b, _ in links if a == i and b - a > 1)) for i in range(len(boxes))}
+    width, height = len(boxes) * APART - APART + BOX_WIDTH, top + BOX_HEIGHT + 8
+    words = []
+    for box in boxes:
+        parents = ", ".join(p["name"] + STATE_WORDS[p["state"]] for p in box["parents"])
+        words.append(f"{box['name']} {box['status']}" + (f", built on {parents}" if parents else ""))
+    label = html.escape(f"The pipeline of {run}: " + "; ".join(words), quote=True)
+    view = f'viewBox="-4 -4 {width + 8} {height + 8}" style="--w:{width + 8}px"'
+    parts = [f'<svg class="flow" {view} role="img" aria-label="{label}">']
+    far = [(a, b) for a, b, _ in links if b - a > 1]
     for a, b, parent in links:
-        parts.append(_arrow(a, b, parent, boxes[b]["name"], top, arrivals[b], departures[a]))
-    parts += [_box(box, i * (BOX_WIDTH + GAP), top) for i, box in enumerate(boxes)]
+        out, into = sorted(y for x, y in far if x == a), sorted(x for x, y in far if y == b)
+        path = _arrow(a, b, top, out, into)
+        text = html.escape(
+            f"{boxes[b]['name']} was built on {parent['name']} {parent['hash']}{STATE_WORDS[parent['state']]}"
+        )
+        grip = f'<path class="grip" d="{path}"><title>{text}</title></path>'
+        parts.append(f'<g class="link {parent["state"]}"><path d="{path}"/>{grip}</g>')
+    parts += [_box(box, i * APART, top) for i, box in enumerate(boxes)]
     return "".join(parts) + "</svg>"
 
 
-def _words(box: dict[str, Any]) -> str:
-    parents = ", ".join(p["name"] + STATE_WORDS[p["state"]] for p in box["parents"])
-    return f"{box['name']} {box['status']}" + (f", built on {parents}" if parents else "")
-
-
-def _arrow(a: int, b: int, parent: dict[str, Any], child: str, top: int, into: list[int], out: list[int]) -> str:
+def _arrow(a: int, b: int, top: int, out: list[int], into: list[int]) -> str:
+    """The path from box a to box b: straight to the next one, else in an arc over those between."""
     if b - a == 1:
         y = top + BOX_HEIGHT / 2
-        start, end = a * (BOX_WIDTH + GAP) + BOX_WIDTH, b * (BOX_WIDTH + GAP)
-        path = f"M{start} {y:g}H{end - 2}M{end - 7} {y - 4:g}L{end - 2} {y:g}L{end - 7} {y + 4:g}"
-    else:
-        # Arrows start and end side by side, with the nearest stage innermost.
-        x1 = a * (BOX_WIDTH + GAP) + BOX_WIDTH * (0.62 + 0.3 * (len(out) - out.index(b)) / (len(out) + 1))
-        x2 = b * (BOX_WIDTH + GAP) + BOX_WIDTH * (0.08 + 0.5 * (len(into) - into.index(a)) / (len(into) + 1))
-        peak = top - 6 - LIFT * (b - a - 1)
-        path = (
-            f"M{x1:.1f} {top}V{peak + 6:g}Q{x1:.1f} {peak:g} {x1 + 6:.1f} {peak:g}H{x2 - 6:.1f}Q{x2:.1f} {peak:g} "
-            f"{x2:.1f} {peak + 6:g}V{top - 2}M{x2 - 3:.1f} {top - 6}L{x2:.1f} {top - 1}L{x2 + 3:.1f} {top - 6}"
-        )
-    words = html.escape(f"{child} was built on {parent['name']} {parent['hash']}{STATE_WORDS[parent['state']]}")
-    return f'<g class="link {parent["state"]}"><path d="{path}"/><path class="grip" d="{path}"><title>{words}</title></path></g>'
+        end = b * APART - 2
+        return f"M{a * APART + BOX_WIDTH} {y:g}H{end}M{end - 5} {y - 4:g}L{end} {y:g}L{end - 5} {y + 4:g}"
+    # Arrows start and end side by side, with the nearest stage innermost.
+    x1 = a * APART + BOX_WIDTH * (0.62 + 0.3 * (len(out) - out.index(b)) / (len(out) + 1))
+    x2 = b * APART + BOX_WIDTH * (0.08 + 0.5 * (len(into) - into.index(a)) / (len(into) + 1))
+    peak = top - 6 - LIFT * (b - a - 1)
+    return (
+        f"M{x1:.1f} {top}V{peak + 6:g}Q{x1:.1f} {peak:g} {x1 + 6:.1f} {peak:g}H{x2 - 6:.1f}Q{x2:.1f} {peak:g} "
+        f"{x2:.1f} {peak + 6:g}V{top - 2}M{x2 - 3:.1f} {top - 6}L{x2:.1f} {top - 1}L{x2 + 3:.1f} {top - 6}"
+    )
 
 
 def _box(box: dict[str, Any], x: int, top: int) -> str:
-    status = box["status"].replace(" ", "-")
-    lines = []
-    if box["status"] != "not started":
-        lines = [
-            duration(box["seconds"]) if box["seconds"] is not None else "",
-            memory(box["memory"]) if box["memory"] is not None else "",
-            f"step {box['step']:,.0f}" if box["step"] is not None else "",
-        ]
-    # An earlier labelling round, `run-round-1/ppo`, is always another run.
-    wrong = [p for p in box["parents"] if p["state"] != "same" and "/" not in p["name"]]
-    if wrong and lines:
-        changed = wrong[0]["state"] == "changed"
-        lines[2] = f"{wrong[0]['name']} changed" if changed else f"another {wrong[0]['name']}"
+    status, lines = box["status"], ["", "", ""]
+    if status != "not started":
+        step = f"step {box['step']:,.0f}" if box["step"] is not None else ""
+        lines = [duration(box["seconds"]), memory(box["memory"]), step]
+        # An earlier labelling round, `run-round-1/ppo`, is always another run.
+        wrong = [p for p in box["parents"] if p["state"] != "same" and "/" not in p["name"]]
+        if wrong:
+            name = wrong[0]["name"]
+            lines[2] = f"{name} changed" if wrong[0]["state"] == "changed" else f"another {name}"
     texts = "".join(
-        f'<text x="{x + 11}" y="{top + 55 + 15 * i}">{html.escape(text)}</text>' for i, text in enumerate(lines) if text
+        f'<text x="{x + 11}" y="{top + 55 + 15 * i}">{html.escape(text)}</text>'
+        for i, text in enumerate(lines)
+        if text not in ("", "–")
     )
     share = f'<rect class="share" x="{x}" y="{top + BOX_HEIGHT - 3}" width="{BOX_WIDTH * box["share"] / 100:.1f}" height="3"/>'
     return (
-        f'<g class="stage {status}"><rect x="{x}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7"/>'
+        f'<g class="stage {status.replace(" ", "-")}"><rect x="{x}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7"/>'
         f'<text class="name" x="{x + 11}" y="{top + 21}">{html.escape(box["name"])}</text>'
-        f'<circle cx="{x + 14.5}" cy="{top + 34}" r="3.5"/><text x="{x + 23}" y="{top + 38}">{html.escape(box["status"])}</text>'
+        f'<circle cx="{x + 14.5}" cy="{top + 34}" r="3.5"/><text x="{x + 23}" y="{top + 38}">{html.escape(status)}</text>'
         f"{texts}{share if box['share'] else ''}</g>"
     )

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.recipe import STAGES
-from rlhf.report import evaluation as report_evaluation
-from rlhf.report import overview as report_overview
-from rlhf.report import samples as report_samples
-from rlhf.report import settings as report_setup
-from rlhf.report.figures import SERIES_COLOURS, Mark, save
-from rlhf.report.pictures import Picture, make_stage_figures
+from rlhf.report import overview, provenance, samples
+from rlhf.report.drawing import SERIES_COLOURS, Mark, save
+from rlhf.report.evaluation_tables import make_evaluation
+from rlhf.report.pictures import make_pictures, make_stage_figures
 from rlhf.runs.run_files import RunFiles, decimal, duration, memory, number, percent, read_run
 from rlhf.system.files import write_text
 
@@ -53,29 +51,33 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     )
     environment.filters |= {"percent": percent, "decimal": decimal, "memory": memory, "duration": duration}
     listed = list(runs)
-    overviews = [report_overview.make_overview(run) for run in listed]
-    pipelines = [report_overview.make_pipeline(run) for run in listed]
-    rollouts = report_samples.make_rollouts(listed)
+    overviews = [overview.make_overview(run) for run in listed]
+    boxes = [(run.name, overview.make_pipeline(run)) for run in listed]
+    rollouts = samples.make_rollouts(listed)
     return environment.get_template("template.html").render(
         title=", ".join(run.name for run in listed),
         runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
         overviews=overviews,
-        comparison=report_overview.compare(overviews) if len(listed) > 1 else [],
+        comparison=overview.compare(overviews) if len(listed) > 1 else [],
         pipelines=[
-            {"run": run.name, "boxes": boxes, "svg": report_overview.draw_pipeline(boxes, run.name)}
-            for run, boxes in zip(listed, pipelines, strict=True)
+            {
+                "run": name,
+                "boxes": row,
+                "svg": overview.draw_pipeline(row, name),
+                "seconds": sum(box["seconds"] or 0.0 for box in row),
+            }
+            for name, row in boxes
         ],
         curves=list(make_curves(listed)),
-        evaluations=[report_evaluation.make_evaluation(run) for run in listed],
-        pictures=report_evaluation.make_pictures(listed),
-        samples=report_samples.make_samples(listed),
-        shown_samples=report_samples.SHOWN_SAMPLES,
+        evaluations=[make_evaluation(run) for run in listed],
+        pictures=make_pictures(listed),
+        samples=samples.make_samples(listed),
+        shown_samples=samples.SHOWN_SAMPLES,
         rollouts=rollouts,
-        shaded=report_samples.has_shades(rollouts),
-        differences=report_setup.make_differences(listed),
-        skipped=[(run.name, report_setup.make_skipped(run)) for run in listed],
-        totals=[report_setup.total_seconds(run) for run in listed],
-        provenances=[report_setup.make_provenance(run) for run in listed],
+        shaded=any(answer["tokens"] for prompt in rollouts for answer in prompt["answers"]),
+        differences=provenance.make_differences(listed),
+        skipped=[(run.name, provenance.make_skipped(run)) for run in listed],
+        provenances=[provenance.make_provenance(run) for run in listed],
     )
 
 
@@ -98,12 +100,9 @@ def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path
     Raises: FileNotFoundError if a run's folder is none; OSError if a file cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
-    pictures: list[Picture] = [figure for stage in make_curves(runs) for figure in [*stage["figures"], *stage["rest"]]]
-    pictures += report_evaluation.make_pictures(runs)
+    pictures = [figure for stage in make_curves(runs) for figure in (*stage["figures"], *stage["rest"])]
     target.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    for picture in pictures:
-        path = target / f"{picture.name}.{form}"
-        stage = f"{picture.stage}: " if picture.stage else ""
-        written.append(save(picture.curve, path, stage + picture.title))
-    return written
+    return [
+        save(picture.curve, target / f"{picture.name}.{form}", f"{picture.stage}: {picture.title}".removeprefix(": "))
+        for picture in (*pictures, *make_pictures(runs))
+    ]

@@ -1,4 +1,4 @@
-"""The report's pictures of the charts in `runs/charts.py`, of results and of studies. `figures.py` draws them.
+"""The report's pictures: the charts of `runs/charts.py`, and those of an evaluation. `drawing.py` draws them.
 
 For one run, colours distinguish the curves; for several, colours distinguish the runs and dashes the curves.
 """
@@ -6,11 +6,10 @@ For one run, colours distinguish the curves; for several, colours distinguish th
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.report.figures import (
-    BOTTOM,
+from rlhf.report.drawing import (
     DASHES,
     HEIGHT,
     SERIES_COLOURS,
@@ -18,17 +17,17 @@ from rlhf.report.figures import (
     Curve,
     Mark,
     Series,
+    draw,
     for_log,
     format_value,
     thin,
 )
-from rlhf.report.inline_svg import draw, interval_text
 from rlhf.runs.charts import CHARTS, Chart
 from rlhf.runs.metrics import find
-from rlhf.runs.run_files import Points
+from rlhf.runs.results import histogram
+from rlhf.runs.run_files import Points, RunFiles, entries, estimate, get, number, rows_of, visible
 
 Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
-
 
 # Shown elsewhere on the page.
 NOT_DRAWN = ("time/elapsed_s",)
@@ -50,91 +49,78 @@ class Picture:
     note: str = ""
     half: bool = False
     rest: bool = False  # of a metric that no Chart names
-    legend: list[dict[str, Any]] | None = None  # None: every curve by name
-
-    def __post_init__(self) -> None:
-        if self.legend is None:
-            self.legend = make_legend(self.curve.series, named=True, last=False)
+    named: bool = True  # whether the legend names the curves
+    last: bool = False  # whether the legend shows their last values
 
     @property
     def name(self) -> str:
         """A file name."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.stage} {self.title}".lower()).strip("-")
 
-    def _size(self) -> tuple[float, float]:
-        width, height = (HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)
-        return width, height + self.curve.bottom - BOTTOM
-
     @property
     def svg(self) -> str:
-        return draw(self.curve, *self._size())
+        return draw(self.curve, *((HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)))
 
     @property
     def log_svg(self) -> str:
         """The same over a logarithmic axis; empty if that shows nothing."""
         curve = for_log(self.curve)
-        return draw(curve, *self._size(), log=True) if curve is not None else ""
+        size = (HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)
+        return draw(curve, *size, log=True) if curve is not None else ""
+
+    @property
+    def legend(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "label": one.label if self.named else "",
+                "colour": one.colour % SERIES_COLOURS,
+                "dash": one.dash,
+                "last": format_value(one.ys[-1]) if self.last else "",
+            }
+            for one in self.curve.series
+        ]
 
     @property
     def table(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """(curve, its points as text), for readers with a keyboard: few points that keep the peaks."""
-        return [
-            (
-                one.label,
-                [
-                    (
-                        self.curve.names[int(x)] if self.curve.names else format_value(x),
-                        format_value(y) + interval_text(one, x, y),
-                    )
-                    for x, y in zip(*thin(one.xs, one.ys, max(TABLE_POINTS, len(self.curve.names))), strict=True)
-                ],
-            )
-            for one in self.curve.series
-        ]
+        tables = []
+        for one in self.curve.series:
+            texts = {(x, y): one.describe(i) for i, (x, y) in enumerate(zip(one.xs, one.ys, strict=True))}
+            points = zip(*thin(one.xs, one.ys, TABLE_POINTS), strict=True)
+            tables.append((one.label, [(format_value(x), texts[x, y]) for x, y in points]))
+        return tables
 
 
 def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") -> Picture | None:
     """One picture; None if none of its metrics has two points in any run."""
     metrics, several = metrics_of(chart, runs), len(runs) > 1
     series = []
-    for number, (metric, label) in enumerate(metrics):
+    for i, (metric, label) in enumerate(metrics):
         for place, (run, points) in enumerate(runs):
             if metric in points:
                 name = (f"{run} {label}" if len(metrics) > 1 else run) if several else label
-                colour, dash = (place, number % len(DASHES)) if several else (number, 0)
+                colour, dash = (place, i % len(DASHES)) if several else (i, 0)
                 xs, ys = points[metric]
                 series.append(Series(name, xs, ys, colour, dots=len(xs) <= DOTS_UP_TO, dash=dash))
     if max((len(one.xs) for one in series), default=0) < 2:  # one point is no curve
         return None
     first = find(metrics[0][0])
-    unit = first.unit if first and first.unit.lower() not in chart.title.lower() else ""
-    label = f"{chart.title}: {', '.join(one.label for one in series)}"
+    unit = first.unit if first else ""
     return Picture(
         chart.title,
-        Curve(series, marks, label=label, y_name=first.unit if first else ""),
+        Curve(series, marks, label=f"{chart.title}: {', '.join(one.label for one in series)}", y_name=unit),
         stage,
-        unit,
+        unit if unit.lower() not in chart.title.lower() else "",
         "; ".join(f"{name}: {row.meaning}" for name, _ in metrics if (row := find(name))),
         half=chart.half,
-        legend=make_legend(series, named=several or len(metrics) > 1),
+        named=several or len(metrics) > 1,
+        last=True,
     )
 
 
 def metrics_of(chart: Chart, runs: Runs) -> list[tuple[str, str]]:
     """The (metric, label) pairs that the chart shows of these runs."""
     return chart.expand(dict.fromkeys(metric for _, points in runs for metric in points))
-
-
-def make_legend(series: list[Series], named: bool, last: bool = True) -> list[dict[str, Any]]:
-    return [
-        {
-            "label": one.label if named else "",
-            "colour": one.colour % SERIES_COLOURS,
-            "dash": one.dash,
-            "last": format_value(one.ys[-1]) if last else "",
-        }
-        for one in series
-    ]
 
 
 def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> Iterator[Picture]:
@@ -144,25 +130,19 @@ def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> 
     """
     shown = {*NOT_DRAWN}
     for chart in CHARTS.get(stage, ()):
-        shown |= dict(metrics_of(chart, runs)).keys()
+        metrics = metrics_of(chart, runs)
+        shown |= dict(metrics).keys()
+        parts = [chart]
+        if len(runs) > 1 and len(metrics) > len(DASHES):  # more curves than kinds of dashes: one picture per curve
+            parts = [Chart(f"{chart.title}: {label}", (metric,)) for metric, label in metrics]
         if chart.x:
             yield from make_frontier(runs)
-            continue
-        for part in split_chart(chart, runs):
-            if figure := make_figure(part, runs, marks.get(chart.title, []), stage):
-                yield figure
+        else:
+            figures = (make_figure(part, runs, marks.get(chart.title, []), stage) for part in parts)
+            yield from (figure for figure in figures if figure is not None)
     for metric in dict.fromkeys(name for _, points in runs for name in points):
         if metric not in shown and (figure := make_figure(Chart(metric, (metric,)), runs, [], stage)):
-            figure.rest = True
-            yield figure
-
-
-def split_chart(chart: Chart, runs: Runs) -> list[Chart]:
-    """The chart, or one for each of its curves if several runs would need more kinds of dashes than there are."""
-    metrics = metrics_of(chart, runs)
-    if len(runs) == 1 or len(metrics) <= len(DASHES):
-        return [chart]
-    return [Chart(f"{chart.title}: {label}", (metric,)) for metric, label in metrics]
+            yield replace(figure, rest=True)
 
 
 def make_frontier(runs: Runs) -> Iterator[Picture]:
@@ -178,54 +158,101 @@ def make_frontier(runs: Runs) -> Iterator[Picture]:
         for title, metric in (("Reward against the root of KL", scores), ("Gold score against the root of KL", gold)):
             series = []
             for place, (run, points) in enumerate(runs):
-                pairs = [(math.sqrt(max(x, 0.0)), y) for x, y in _join(points, kl, metric)]  # in the order of training
+                at = dict(zip(*points.get(kl, ([], [])), strict=True))
+                steps = zip(*points.get(metric, ([], [])), strict=True)
+                pairs = [
+                    (math.sqrt(max(at[step], 0.0)), y) for step, y in steps if step in at
+                ]  # in the order of training
                 if len(pairs) >= 2:
-                    xs, ys = [list(column) for column in zip(*pairs, strict=True)]
-                    series.append(Series(run, xs, ys, colour=place, dots=True))
+                    series.append(Series(run, [x for x, _ in pairs], [y for _, y in pairs], colour=place, dots=True))
             if series:
                 curve, unit = Curve(series, x_name="√KL", label=title), f"{source}, over √nats"
                 meaning = f"{metric} against sqrt({kl}); each dot is one update"
-                legend = make_legend(series, named=len(runs) > 1)
-                pictures.append(Picture(title, curve, "ppo", unit, meaning, legend=legend))
+                pictures.append(Picture(title, curve, "ppo", unit, meaning, named=len(runs) > 1, last=True))
         if pictures:
             yield from pictures
             return
 
 
-def _join(points: Points, x_metric: str, y_metric: str) -> list[tuple[float, float]]:
-    xs = dict(zip(*points.get(x_metric, ([], [])), strict=True))
-    return [(xs[step], y) for step, y in zip(*points.get(y_metric, ([], [])), strict=True) if step in xs]
+# --- of an evaluation ---------------------------------------------------------------------------------------
 
 
-def make_calibration(runs: Sequence[tuple[str, list[tuple[float, float, float, float]]]]) -> Picture | None:
-    """P(win | score gap), predicted and as labelers chose; for each run rows of (gap, predicted, observed, n)."""
-    series, several = [], sum(bool(rows) for _, rows in runs) > 1
-    for place, (run, rows) in enumerate(runs):
-        if rows:
-            gaps, predicted, observed, _ = [list(column) for column in zip(*rows, strict=True)]
-            prefix, colours = (f"{run} ", (place, place)) if several else ("", (3, 0))
-            series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
-            series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
-    if not series:
-        return None
+def make_pictures(runs: list[RunFiles]) -> list[Picture]:
+    """Calibration, histograms and in-context learning, the first two of all runs on the same axes."""
+    pictures = [make_calibration(runs), make_histogram(runs)]
+    for run in runs:
+        pictures.append(make_shots(run.evaluations.get("shots"), f" ({run.name})" if len(runs) > 1 else ""))
+    return [picture for picture in pictures if picture is not None]
+
+
+def calibration_rows(run: RunFiles) -> list[tuple[float, float, float, float]]:
+    """(gap, predicted, observed, n) of the reward model."""
+    keys = ("gap", "predicted", "observed", "n")
+    rows = rows_of(run.results, "reward_model", "calibration")
+    return [
+        (row["gap"], row["predicted"], row["observed"], row["n"])
+        for row in rows
+        if all(number(row, key) is not None for key in keys)
+    ]
+
+
+def make_calibration(runs: list[RunFiles]) -> Picture | None:
+    """P(win | score gap), predicted and as labelers chose."""
+    by_run = [(place, run.name, rows) for place, run in enumerate(runs) if (rows := calibration_rows(run))]
+    series = []
+    for place, run, rows in by_run:
+        gaps, predicted, observed, _ = ([*column] for column in zip(*rows, strict=True))
+        prefix, colours = (f"{run} ", (place, place)) if len(by_run) > 1 else ("", (3, 0))
+        series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
+        series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
     label = "Calibration of the reward model: share of wins against score gap"
     curve = Curve(series, [Mark("chance", 0.5)], x_name="score gap", label=label, y_name="share of wins")
     note = "Share of pairs that the higher score wins, against the gap between the scores."
-    return Picture("Calibration of the reward model", curve, "reward", note=note, half=True)
+    return Picture("Calibration of the reward model", curve, "reward", note=note, half=True) if series else None
 
 
-def make_histogram(runs: Sequence[tuple[str, dict[str, list[tuple[float, float]]]]]) -> Picture | None:
-    """Reward-model scores of SFT and PPO; for each run {model: (middle of a bin, share of responses)}."""
-    series, several = [], sum(bool(by_model) for _, by_model in runs) > 1
-    for place, (run, by_model) in enumerate(runs):
-        for number, (model, rows) in enumerate(by_model.items()):
-            if rows:
-                first = int(number == 0)  # SFT: the second colour of a single run, or dashes of several
-                colour, dash = (place, first) if several else (first, 0)
-                label = f"{run} {model}" if several else model
-                series.append(Series(label, [x for x, _ in rows], [y for _, y in rows], colour, dash=dash))
-    if not series:
+def make_histogram(runs: list[RunFiles]) -> Picture | None:
+    """Shares of SFT's and PPO's held-out responses by the reward model's score, over bins that all runs share."""
+    scores = {
+        (place, model): [value for row in run.samples if (value := number(row, "scores", model)) is not None]
+        for place, run in enumerate(runs)
+        for model in ("sft", "ppo")
+    }
+    if sum(map(len, scores.values())) < 10:
         return None
+    several, series = len({place for (place, _), values in scores.items() if values}) > 1, []
+    for (place, model), rows in histogram(scores).items():
+        if rows:
+            first = int(model == "sft")  # the second colour of a single run, or dashes of several
+            colour, dash = (place, first) if several else (first, 0)
+            label = f"{runs[place].name} {model}" if several else model
+            series.append(Series(label, [x for x, _ in rows], [y for _, y in rows], colour, dash=dash))
     curve = Curve(series, x_name="score", label="Scores of SFT and PPO", y_name="share of responses", bars=True)
     note = "Share of responses to held-out prompts by the reward model's score."
     return Picture("Scores of SFT and PPO", curve, "reward", note=note, half=True)
+
+
+def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], tuple[float, float, float, float]]]]]:
+    """(model, (row, (K, accuracy and its interval)) of each K) from evaluate.shots."""
+    for name, of_model in entries(results, "models"):
+        rows = [
+            (row, (k, *accuracy))
+            for row in rows_of(of_model)
+            if (k := number(row, "shots")) is not None and (accuracy := estimate(get(row, "accuracy")))
+        ]
+        if rows:
+            yield visible(str(name), 60), rows
+
+
+def make_shots(results: Any, of_run: str) -> Picture | None:
+    """Accuracy by examples in the prompt, a line per model with its 95% interval."""
+    series, title = [], f"In-context learning{of_run}"
+    for colour, (name, rows) in enumerate(shot_rows(results)):
+        ks, values, lows, highs = ([*column] for column in zip(*(point for _, point in rows), strict=True))
+        series.append(Series(name, ks, values, colour, dots=True, lows=lows, highs=highs))
+    majority = number(results, "majority")
+    marks = [] if majority is None else [Mark("most frequent label", majority)]
+    curve = Curve(series, marks, x_name="examples in the prompt", label=title, y_name="accuracy")
+    note = "The same held-out examples and draws for every model; 95% intervals."
+    unit = "accuracy, over examples in the prompt"
+    return Picture(title, curve, "evaluate", unit, note=note, half=True) if series else None

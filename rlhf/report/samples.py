@@ -3,10 +3,9 @@
 All of this is untrusted text: the template escapes it.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from rlhf.report.evaluation import MODELS
+from rlhf.report.evaluation_tables import MODELS
 from rlhf.runs.run_files import RunFiles, entries, get, is_number, number, prompt_text, visible
 
 SHOWN_SAMPLES, MORE_SAMPLES = 4, 20
@@ -112,7 +111,3 @@ def level(kl: Any) -> str:
         return ""
     deep = sum(abs(kl) >= least for least in SHADES)
     return "" if deep == 0 else f"{'u' if kl > 0 else 'd'}{deep}"
-
-
-def has_shades(rollouts: Iterable[dict[str, Any]]) -> bool:
-    return any(answer["tokens"] for prompt in rollouts for answer in prompt["answers"])

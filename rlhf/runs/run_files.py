@@ -38,6 +38,11 @@ class StageFiles:
     unreadable: int = 0  # lines of metrics.jsonl without values
     damage: str | None = None  # of stage.json
 
+    @property
+    def last_step(self) -> float:
+        """The largest step of its curves; 0 without curves."""
+        return max((xs[-1] for xs, _ in self.points.values()), default=0)
+
 
 # --- JSON Lines ---------------------------------------------------------------------------------------------
 

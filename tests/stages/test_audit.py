@@ -18,8 +18,8 @@ from rlhf.evaluation.attacks import ATTACKS, NO_PHRASES, Material, collect_mater
 from rlhf.evaluation.audit import AttackFigures, Audit, Audited, BestOfN, Picked, audit_reward_model
 from rlhf.evaluation.verdict import CEILING, COLLECT, GO, RULES, decide, describe_audit, peak_kl
 from rlhf.model.classifier import load_reward_model
+from rlhf.report.evaluation_tables import make_audit
 from rlhf.report.page import make_page
-from rlhf.report.tables import make_audit
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_run
 from rlhf.training.setup import load_policy

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from rlhf.evaluation.judging import judged_figures
+from rlhf.report.evaluation_tables import make_external
 from rlhf.report.page import make_page
-from rlhf.report.tables import make_external
 from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
 

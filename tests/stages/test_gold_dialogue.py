@@ -18,7 +18,7 @@ from rlhf.evaluation.best_of import QUALITIES, Rater
 from rlhf.gold.labelers import make_labelers, says_yes
 from rlhf.gold.truth import Requests
 from rlhf.ppo.rewards import Episodes
-from rlhf.report.evaluation import make_evaluation
+from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.runs.run_files import read_jsonl, read_run
 from rlhf.stages.rate import draw_rating_rows, ordered_share, rate_all
 from rlhf.training.setup import load_policy

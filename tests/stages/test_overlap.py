@@ -7,7 +7,7 @@ import torch
 
 from rlhf.errors import UserError
 from rlhf.evaluation.overlap import choose_n, evaluate_overlap, find_overlap, words_of
-from rlhf.report.evaluation import make_evaluation
+from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
 from rlhf.system.files import read_json

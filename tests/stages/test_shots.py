@@ -7,7 +7,8 @@ from rlhf.data.labelled import Columns, Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import draw_examples, evaluate_shots, make_rows
-from rlhf.report.evaluation import make_evaluation, make_pictures
+from rlhf.report.evaluation_tables import make_evaluation
+from rlhf.report.pictures import make_pictures
 from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
 from rlhf.system.files import read_json

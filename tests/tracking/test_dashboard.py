@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlhf.cli import main
-from rlhf.report.dashboard import NAMES, flow, make_specification, make_workspace, metric_pattern, sections
-from rlhf.runs.charts import CHARTS, TABLE_PANELS, TABLES, Chart
+from rlhf.report.workspace import NAMES, flow, make_specification, make_workspace, sections
+from rlhf.runs.charts import CHARTS, TABLE_PANELS, TABLES, Chart, metric_pattern
 from rlhf.runs.metrics import find
 from tests.tracking.wandb_server import serve
 

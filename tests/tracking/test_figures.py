@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.report.figures import (
+from rlhf.report.drawing import (
+    MAX_HOVERS,
     Curve,
     Mark,
     Series,
+    draw,
     for_log,
     format_value,
     is_noisy,
@@ -17,7 +19,6 @@ from rlhf.report.figures import (
     save,
     thin,
 )
-from rlhf.report.inline_svg import MAX_HOVERS, draw, nearest
 from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
 from rlhf.runs.charts import Chart
 from rlhf.runs.run_files import is_number
@@ -167,17 +168,18 @@ def test_logarithmic_axes_are_for_what_is_above_zero() -> None:
     assert for_log(Curve([Series("x", xs, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])], bars=True)) is None
 
 
-def test_the_nearest_point_is_told() -> None:
-    assert nearest([0.0, 10.0, 20.0], [1.0, 2.0, 3.0], 14.9) == (10.0, 2.0)
-    assert nearest([0.0, 10.0, 20.0], [1.0, 2.0, 3.0], 15.1) == (20.0, 3.0)
-    assert nearest([5.0, 5.0], [1.0, 2.0], 5.0) == (5.0, 2.0)  # of several the last
-    assert nearest([], [], 1.0) is None
+def test_values_under_the_pointer_are_the_nearest_of_each_curve() -> None:
+    curve = Curve([Series("a", [0.0, 10.0, 20.0], [1.0, 2.0, 3.0]), Series("b", [9.0, 9.0], [5.0, 6.0])])
+    strips = ElementTree.fromstring(draw(curve)).findall("g[@class='at']")
+    told = [[text.text for text in strip.findall("text")] for strip in strips]
+    # x = 9 is a strip of its own up to 9.5; of two points at the same x the last
+    assert told == [["step 0", "a 1"], ["step 9", "b 6"], ["step 10", "a 2"], ["step 20", "a 3"]]
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_a_picture_of_its_own_has_title_legend_and_real_colours(tmp_path: Path, form: str) -> None:
     series = [Series("a", [0.0, 1.0], [1.0, 2.0]), Series("b", [0.0, 1.0], [2.0, 1.0], colour=1, dots=True)]
-    curve = Curve([*series, Series("c", [0.5], [1.5], colour=2, line=False)], [Mark("level", 1.5)], y_name="score")
+    curve = Curve(series, [Mark("level", 1.5)], y_name="score")
     path = save(curve, tmp_path / f"x.{form}", "ppo: Reward")
     if form == "png":
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 5000

@@ -14,8 +14,9 @@ import pytest
 
 from rlhf.cli import main
 from rlhf.commands.report import rewrite_arguments
-from rlhf.report.evaluation import histograms, rank_agreement
+from rlhf.report.evaluation_tables import rank_agreement
 from rlhf.report.page import write_figures, write_report
+from rlhf.report.pictures import make_histogram
 from rlhf.report.samples import level
 from rlhf.runs.metrics import find
 from rlhf.runs.run_files import decimal, prompt_text, read_points, read_run, visible
@@ -337,10 +338,12 @@ def test_histograms_share_their_bins_and_ranks_agree(tmp_path: Path) -> None:
         for i in range(25)
     ])  # fmt: skip
     run = read_run(tmp_path)
-    ((_, found),) = histograms([run])
+    figure = make_histogram([run])
+    assert figure is not None
+    sft, ppo = figure.curve.series
     # 25 values from 0 to 2.4 in 24 bins of 0.1: one a bin, and the largest shares the last.
-    assert found["sft"][0] == pytest.approx((0.05, 1 / 25)) and found["sft"][-1][1] == pytest.approx(2 / 25)
-    assert sum(share for _, share in found["ppo"]) == pytest.approx(1.0, abs=1e-12)
+    assert (sft.xs[0], sft.ys[0], sft.ys[-1]) == pytest.approx((0.05, 1 / 25, 2 / 25))
+    assert sum(ppo.ys) == pytest.approx(1.0, abs=1e-12)
     assert list(rank_agreement(run)) == [("sft", pytest.approx(1.0), 25), ("ppo", pytest.approx(-1.0), 25)]
 
 

@@ -1,0 +1,320 @@
+"""Curves drawn by matplotlib: as small inline SVG pictures that take their colours from the page, and as separate files.
+
+An inline picture shows values on hover without a script: vertical strips over it show the values under the pointer. Stand-in
+colours become CSS variables, so that one picture serves light and dark pages. `pictures.py` decides what is drawn.
+"""
+
+import html
+import io
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Pixels of a picture; the page scales it to its column.
+WIDTH, HEIGHT = 380.0, 190.0
+LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
+# A noisy curve of at least this many points is drawn faint, with its moving average over it.
+SMOOTH_FROM = 60
+MAX_POINTS, MAX_HOVERS = 400, 48
+SERIES_COLOURS = 6
+HOVER_LINE = 13.0  # pixels from one value to the next
+# The series of one colour: solid, dashed, dotted.
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)), (0, (1.2, 2)))
+
+
+class Palette(NamedTuple):
+    """The colours of a picture."""
+
+    series: tuple[str, ...]
+    grid: str
+    axis: str
+    muted: str
+
+
+# The light page's colours, for pictures in separate files.
+PAPER = Palette(("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e"), "#ecece7", "#b9bcb8", "#6f7782")
+# Colours that occur nowhere else in a picture, each replaced by a CSS variable of the page.
+STAND_INS = Palette(tuple(f"#0000{i + 1:02x}" for i in range(SERIES_COLOURS)), "#000010", "#000011", "#000012")
+
+
+@dataclass(slots=True)
+class Series:
+    """One curve: its points in the order of x (a frontier's in the order of training), without gaps."""
+
+    label: str
+    xs: list[float]
+    ys: list[float]
+    colour: int = 0
+    dots: bool = False  # also a dot per point, for curves of few points
+    dash: int = 0  # of DASHES: differs between the curves of a run if the colour denotes the run
+    lows: list[float] = field(default_factory=list)  # of a band; empty: none
+    highs: list[float] = field(default_factory=list)
+
+    def describe(self, i: int) -> str:
+        """The value of a point, with its interval if that is wider than the point itself."""
+        low, high = (self.lows[i], self.highs[i]) if self.lows else (0.0, 0.0)
+        return format_value(self.ys[i]) + (f" [{format_value(low)}, {format_value(high)}]" if low < high else "")
+
+
+class Mark(NamedTuple):
+    """A level to compare with, drawn as a dashed line across the picture."""
+
+    label: str
+    y: float
+
+
+@dataclass(slots=True)
+class Curve:
+    """A picture: series over one x axis, and levels."""
+
+    series: list[Series]
+    marks: list[Mark] = field(default_factory=list)
+    x_name: str = "step"
+    label: str = ""  # the text alternative of the picture
+    y_name: str = ""  # shown in a separate picture
+    bars: bool = False  # steps over the x axis, for histograms
+
+
+def format_value(value: float) -> str:
+    """At most four figures, short for axes: 0.0312, 12.35, 1.2e-5, 18k, 2.5M."""
+    size = abs(value)
+    if 0 < size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    return f"{value / 1e3:.3g}k" if size >= 1e4 else f"{value + 0.0:.4g}"
+
+
+def moving_average(ys: Sequence[float], reach: int) -> list[float]:
+    """Mean over `reach` neighbours on either side, equally many left and right, so that a slope is not shifted.
+
+    average_i = mean(y_{i-h} … y_{i+h}), h = min(reach, i, n-1-i) but at least reach/4, cut at the ends.
+    """
+    sums = [0.0, *itertools.accumulate(ys)]
+    averages = []
+    for i in range(len(ys)):
+        h = max(min(reach, i, len(ys) - 1 - i), reach // 4)
+        low, high = max(i - h, 0), min(i + h + 1, len(ys))
+        averages.append((sums[high] - sums[low]) / (high - low))
+    return averages
+
+
+def is_noisy(ys: Sequence[float]) -> bool:
+    """Whether a curve's total variation is many times its range, so that its trend is hard to see."""
+    travelled = sum(abs(b - a) for a, b in itertools.pairwise(ys))
+    return len(ys) >= SMOOTH_FROM and travelled > 5 * (max(ys) - min(ys))
+
+
+def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """At most `limit` points that keep every peak: the smallest and largest y of each stretch, in order."""
+    if len(xs) <= limit:
+        return list(xs), list(ys)
+    stretches = limit // 2
+    chosen: list[int] = []
+    for i in range(stretches):
+        stretch = range(i * len(xs) // stretches, (i + 1) * len(xs) // stretches)
+        chosen += sorted({min(stretch, key=ys.__getitem__), max(stretch, key=ys.__getitem__)})
+    return [xs[j] for j in chosen], [ys[j] for j in chosen]
+
+
+def for_log(curve: Curve) -> Curve | None:
+    """The picture's points above 0, for a logarithmic axis; None if most are not, or if they span too little."""
+    if curve.bars:
+        return None
+    series = []
+    for one in curve.series:
+        above = [(x, y) for x, y in zip(one.xs, one.ys, strict=True) if y > 0]
+        if len(above) < 0.8 * len(one.ys):
+            return None
+        series.append(replace(one, xs=[x for x, _ in above], ys=[y for _, y in above], lows=[], highs=[]))
+    ys = [y for one in series for y in one.ys]
+    if len(ys) < 2 or max(ys) / min(ys) < 1.05:
+        return None
+    marks = [mark for mark in curve.marks if mark.y > 0]
+    return replace(curve, series=series, marks=marks, label=f"{curve.label}, logarithmic")
+
+
+# --- matplotlib's figure ------------------------------------------------------------------------------------
+
+
+def drawing_settings() -> Any:
+    import matplotlib
+
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "path.simplify": True}
+    return matplotlib.rc_context(options)
+
+
+def make_axes(curve: Curve, width: float, height: float, palette: Palette, log: bool = False) -> tuple[Any, Any]:
+    """matplotlib's figure and axes with everything but the dots. Raises: ValueError if no series has a point."""
+    series = [one for one in curve.series if one.xs]
+    if not series:
+        raise ValueError("a picture needs at least one point")
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+    FigureCanvasSVG(figure)
+    share_wide, share_high = 1 - (LEFT + RIGHT) / width, 1 - (TOP + BOTTOM) / height
+    axes: Any = figure.add_axes((LEFT / width, BOTTOM / height, share_wide, share_high))
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.spines["bottom"].set_color(palette.axis)
+    axes.tick_params(length=0, labelsize=10, labelcolor=palette.muted, pad=5)
+    axes.grid(axis="y", color=palette.grid, linewidth=1, clip_on=False)
+    axes.set_axisbelow(True)
+    axes.patch.set_visible(False)
+    xs = [x for one in series for x in one.xs]
+    ys = [y for one in series for y in (*one.ys, *one.lows, *one.highs)] + [mark.y for mark in curve.marks]
+    ys += [0.0] if curve.bars else []
+    axes.set_xlim(*_widen(min(xs), max(xs), 0.0 if len(set(xs)) > 1 else 0.5))
+    whole, steps = all(float(x).is_integer() for x in xs), [1, 2, 2.5, 5, 10]
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
+    if log:
+        low, high = _widen(math.log10(min(ys)), math.log10(max(ys)), 0.07)
+        axes.set_yscale("log")
+        axes.set_ylim(10**low, 10**high)
+        few = high - low < 1.2
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 5) if few else (1,), numticks=12 if few else 6))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(*_widen(min(ys), max(ys), 0.07))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
+    for mark in curve.marks:
+        axes.axhline(mark.y, color=palette.muted, linewidth=1, dashes=(3, 3), clip_on=False)
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(mark.label, (1, mark.y), (0, 3), color=palette.muted, fontsize=9, ha="right", **place)
+    for one in series:
+        _plot(axes, one, palette.series[one.colour % SERIES_COLOURS], curve.bars)
+    return figure, axes
+
+
+def _widen(low: float, high: float, share: float) -> tuple[float, float]:
+    span = high - low
+    if span <= 1e-9 * max(abs(low), abs(high)):
+        span, share = abs(high) or 1.0, max(share, 0.5)
+    return low - share * span, high + share * span
+
+
+def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
+    style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
+    strong = style | {"linestyle": DASHES[one.dash % len(DASHES)], "linewidth": 1.6, "label": one.label}
+    if one.lows:
+        axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
+    if bars:
+        axes.plot(one.xs, one.ys, drawstyle="steps-mid", **strong)
+        axes.fill_between(one.xs, one.ys, step="mid", color=colour, alpha=0.14, linewidth=0)
+    elif one.dots or not is_noisy(one.ys):
+        axes.plot(*thin(one.xs, one.ys), **strong)
+    else:
+        axes.plot(*thin(one.xs, one.ys), linewidth=1, alpha=0.3, **style)
+        axes.plot(*thin(one.xs, moving_average(one.ys, reach=len(one.ys) // 40)), **strong)
+
+
+def save(curve: Curve, path: Path, title: str) -> Path:
+    """Writes the picture with title, axes' names and legend as an SVG or PNG file, by the path's suffix.
+
+    Raises: ValueError if no series has a point; OSError if the file cannot be written.
+    """
+    with drawing_settings():
+        figure, axes = make_axes(curve, 640.0, 360.0, PAPER)
+        axes.set_position((0.1, 0.14, 0.87, 0.72))
+        axes.set_title(title, loc="left", fontsize=13, color="#1c2127", pad=14)
+        axes.set_xlabel(curve.x_name, color=PAPER.muted)
+        axes.set_ylabel(curve.y_name, color=PAPER.muted)
+        for one in curve.series:
+            if one.dots:
+                axes.plot(one.xs, one.ys, "o", markersize=4, color=PAPER.series[one.colour % SERIES_COLOURS])
+        if len(curve.series) > 1:
+            axes.legend(frameon=False, fontsize=9, labelcolor="#1c2127")
+        figure.savefig(path, format=path.suffix.removeprefix("."), dpi=144, facecolor="#ffffff", metadata={})
+    return path
+
+
+# --- inside the page ----------------------------------------------------------------------------------------
+
+
+def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool = False) -> str:
+    """The picture as an <svg> element, for use inside an HTML page that defines the colour variables.
+
+    log: a logarithmic y axis; pass the result of `for_log`.
+    Raises: ValueError if no series has a point.
+    """
+    out = io.StringIO()
+    with drawing_settings():
+        figure, axes = make_axes(curve, width, height, STAND_INS, log)
+        figure.savefig(out, format="svg", transparent=True)
+    series = [one for one in curve.series if one.xs]
+    places = [[(float(x), height - float(y)) for x, y in axes.transData.transform([*zip(one.xs, one.ys, strict=True)])]
+              for one in series]  # fmt: skip
+    dots = [
+        _circle(place, one, 2.2)
+        for one, its in zip(series, places, strict=True)
+        if one.dots or len(its) == 1
+        for place in zip(*thin([x for x, _ in its], [y for _, y in its], MAX_HOVERS), strict=True)
+    ]
+    label = html.escape(curve.label or ", ".join(one.label for one in series), quote=True)
+    box = f'viewBox="0 0 {width:g} {height:g}"'
+    strips = _hovers(curve, series, places, width, height)
+    return f'<svg {box} role="img" aria-label="{label}">{_inline(out.getvalue())}{"".join(dots + strips)}</svg>'
+
+
+def _inline(svg: str) -> str:
+    """The content of matplotlib's document without ids, metadata and comments."""
+    svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.S)
+    svg = re.sub(r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text)_\d+"', "", svg)
+    svg = re.sub(r"font(-\w+)?: [^;\"]*; ?", "", svg)  # the page chooses the font
+    svg = re.sub(r' transform="rotate\(-?0 [^"]*"|<g/>', "", svg)
+    svg = re.sub(r'(?<= )(?:d|x|y|style)="[^"]*"', lambda found: _round(found.group()), svg)
+    for i, colour in enumerate(STAND_INS.series):
+        svg = svg.replace(colour, f"var(--s{i})")
+    for name in ("grid", "axis", "muted"):
+        svg = svg.replace(getattr(STAND_INS, name), f"var(--{name})")
+    return re.sub(r"\s*\n\s*", " ", svg)
+
+
+def _round(attribute: str) -> str:
+    return re.sub(r"-?\d+\.\d{2,}", lambda found: f"{float(found.group()):.1f}".removesuffix(".0"), attribute)
+
+
+def _circle(place: tuple[float, float], one: Series, radius: float) -> str:
+    colour = f"var(--s{one.colour % SERIES_COLOURS})"
+    return f'<circle cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="{radius:g}" fill="{colour}"/>'
+
+
+def _hovers(curve: Curve, series: list[Series], places: Any, width: float, height: float) -> list[str]:
+    """Upright strips that tile the picture; the one under the pointer shows its x and the nearest value of each curve in it."""
+    import numpy as np
+
+    at = {x: place[0] for one, its in zip(series, places, strict=True) for x, place in zip(one.xs, its, strict=True)}
+    xs = sorted(at)
+    xs = [xs[i] for i in np.unique(np.linspace(0, len(xs) - 1, min(len(xs), MAX_HOVERS)).round().astype(int))]
+    middles = [-math.inf, *((a + b) / 2 for a, b in itertools.pairwise(xs)), math.inf]
+    edges = [0.0, *((at[a] + at[b]) / 2 for a, b in itertools.pairwise(xs)), width]
+    columns = [np.array(one.xs) for one in series]
+    strips = []
+    for i, x in enumerate(xs):
+        dots, texts = [], [(f"{curve.x_name} {x:,.6g}", "")]
+        for one, column, its in zip(series, columns, places, strict=True):
+            near = len(column) - 1 - int(np.abs(column[::-1] - x).argmin())  # of several at the same x the last
+            if middles[i] <= column[near] <= middles[i + 1]:
+                dots.append(_circle(its[near], one, 3.2))
+                name, colour = (f"{one.label} ", f"c{one.colour % SERIES_COLOURS}") if len(series) > 1 else ("", "")
+                texts.append((name + one.describe(near), colour))
+        side, gap = ("l", -6) if at[x] > width / 2 else ("r", 6)  # the side of the strip that has space
+        words = "".join(
+            f'<text class="{side} {colour}" x="{at[x] + gap:.1f}" y="{12 + HOVER_LINE * n:g}">{html.escape(text)}</text>'
+            for n, (text, colour) in enumerate(texts)
+        )
+        strips.append(
+            f'<g class="at"><rect x="{edges[i]:.1f}" width="{edges[i + 1] - edges[i]:.1f}" height="{height:g}"/>'
+            f'<path d="M{at[x]:.1f} {TOP:g}V{height - BOTTOM:g}"/>{"".join(dots)}{words}</g>'
+        )
+    return strips

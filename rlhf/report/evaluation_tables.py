@@ -1,0 +1,365 @@
+"""The report's tables of text: evaluate/results.json, reward/audit.json, classify/results.json, evaluations/<name>.json."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rlhf.recipe import BASELINES
+from rlhf.report.overview import judge_name
+from rlhf.report.pictures import calibration_rows, shot_rows
+from rlhf.runs.run_files import RunFiles, decimal, entries, get, interval, number, percent, rows_of, visible
+
+MODELS = ("base", "sft", "ppo", *BASELINES)
+TITLES = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
+MOST_CLASSES = 20  # most classes of a confusion matrix that is shown
+# The figures of the responses' text.
+TEXT_FIGURES = {
+    "perplexity": "perplexity under SFT",
+    "distinct_1": "different words",
+    "distinct_2": "different word pairs",
+    "repeated": "same for two prompts",
+    "repetition": "3-grams said twice",
+    "tokens": "tokens",
+}
+REWARD_FIGURES = (
+    ("Accuracy on held-out pairs", "accuracy"),
+    ("Ceiling that the labels' noise allows", "noise_ceiling"),
+    ("Length alone", "length_baseline"),
+    ("Accuracy above length alone", "above_length"),
+    ("Accuracy on the gold order", "gold_order_accuracy"),
+    ("Labelers' agreement with each other", "labeler_agreement"),
+    ("Accuracy on held-out labelers", "held_out_labelers", "accuracy"),
+    ("Held-out labelers' agreement", "agreement", "held_out"),
+)
+
+
+class Table(NamedTuple):
+    """A table of text, whose first column names the rows."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: list[list[str]]
+
+
+def cell(figure: Any, show: Callable[[float], str] = lambda value: decimal(value, 2)) -> str:
+    """A figure with its 95% interval, or a dash."""
+    value, low, high = interval(figure)
+    if value is None:
+        return "–"
+    return show(value) + ("" if low is None or high is None else f" ({show(low)} – {show(high)})")
+
+
+def share(figure: Any) -> str:
+    return cell(figure, percent)
+
+
+def shares(tree: Any, *keys: str) -> list[str]:
+    return [share(get(tree, key)) for key in keys]
+
+
+def count(tree: Any, key: str) -> str:
+    return f"{number(tree, key) or 0:,.0f}"
+
+
+def items_of(tree: Any, *path: str) -> list[tuple[str, Any]]:
+    return [(visible(str(key), 60), value) for key, value in entries(tree, *path)]
+
+
+def titled(policy: str) -> str:
+    return TITLES.get(policy, visible(policy.replace("_", " "), 60))
+
+
+def make_evaluation(run: RunFiles) -> dict[str, Any]:
+    """The tables of one run's evaluation, of its audit and of other evaluations."""
+    results = run.results
+    means, parts = get(results, "gold", "mean_score"), get(results, "gold", "parts")
+    models = [model for model in MODELS if model in ("sft", "ppo") or number(means, model) is not None]
+    rows = [("all parts", means)] if means else []
+    for name in dict.fromkeys(part for model in models for part, _ in entries(parts, model)):
+        rows.append((visible(name, 100), {model: get(parts, model, name) for model in models}))
+    gold = []
+    for name, tree in rows:
+        sft, ppo = number(tree, "sft"), number(tree, "ppo")
+        gold.append((name, [number(tree, m) for m in models], None if sft is None or ppo is None else ppo - sft))
+    return {
+        "run": run.name,
+        "audit": make_audit(run.audit),
+        "external": make_external(run.evaluations, get(results, "judge")),
+        "labelled": make_labelled(run.labelled),
+        "models": [TITLES.get(model, model) for model in models],
+        "gold": gold,
+        "judge": judge_name(results),
+        "tables": make_tables(run),
+        "calibration": calibration_rows(run),
+        "json": visible(json.dumps(results, indent=1, ensure_ascii=False), 20_000) if results else "",
+    }
+
+
+def make_tables(run: RunFiles) -> list[Table]:
+    """The policies, their texts and the reward model, from evaluate/results.json."""
+    results, tree = run.results, get(run.results, "reward_model")
+    best = get(results, "best_of_n", "text")
+    texts = [
+        *entries(results, "text"),
+        *([(f"best of {number(results, 'best_of_n', 'n') or 0:g}", best)] if best else []),
+    ]
+    gaps = [(number(row, "gap"), row) for row in rows_of(tree, "by_rank_gap")]
+    return [
+        Table(
+            "PPO and its baselines, held-out prompts",
+            ("policy", "reward", "KL to SFT", "win rate over SFT, reward model", "true win rate", "true score"),
+            list(policy_rows(results)),
+        ),
+        Table(
+            "The responses as text, with 95% intervals",
+            ("policy", *TEXT_FIGURES.values()),
+            [[titled(name), *(cell(get(figures, key), decimal) for key in TEXT_FIGURES)] for name, figures in texts],
+        ),
+        Table(
+            "Reward model",
+            ("share of pairs", "value", "95% interval", "pairs"),
+            pair_rows([(label, get(tree, *place)) for label, *place in REWARD_FIGURES]),
+        ),
+        Table(
+            "Agreement with labelers by how far apart they ranked two answers",
+            ("ranks", "accuracy", "95% interval", "pairs"),
+            pair_rows([(f"{gap:g} apart", row) for gap, row in gaps if gap is not None]),
+        ),
+        Table(
+            f"Agreement of ranks: the reward model against the {judge_name(results)}, over the same answers",
+            ("answers of", "Kendall's τ-b", "answers"),
+            [[model, decimal(tau, 2), f"{n:,.0f}"] for model, tau, n in rank_agreement(run)],
+        ),
+        Table(
+            "What the reward model pays for, and what labelers want",
+            ("part", "weight", "wanted"),
+            [
+                [name, decimal(number(row, "weight"), 2), decimal(number(row, "true"), 2)]
+                for name, row in items_of(tree, "gold_regression", "parts")
+            ],
+        ),
+    ]
+
+
+def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
+    """Policy, reward, KL to SFT, win rates over SFT by the reward model and by the true score, mean true score; with baselines only."""
+    baselines = get(results, "baselines")
+    if not isinstance(baselines, dict):
+        return
+
+    def row(name: str, tree: Any, kl: str, reward: float | None, score: Any) -> list[str]:
+        rates = shares(tree, "rm_win_rate_vs_sft", "win_rate_vs_sft")
+        return [name, decimal(reward), decimal(number(tree, kl)), *rates, cell(score, decimal)]
+
+    ppo = results | {"win_rate_vs_sft": get(results, "gold", "win_rate_vs_sft")}
+    for name, tree in [("sft", {}), ("ppo", ppo), *baselines.items()]:
+        score = get(results, "gold", "score", name) or get(results, "gold", "mean_score", name)
+        yield row(titled(name), tree, "kl_to_sft_nats", number(results, "reward", name), score)
+    for title, best in [("best of", get(results, "best_of_n")), *entries(results, "generate_and_rate", "picked")]:
+        if best:
+            name, score = f"{titled(title)} {number(best, 'n') or 0:g}", get(best, "score") or get(best, "gold")
+            yield row(name, best, "kl_estimate_nats", number(best, "reward"), score)
+
+
+def pair_rows(figures: list[tuple[str, Any]]) -> list[list[str]]:
+    """Label, share, interval and number of pairs of the figures that have a value."""
+    rows = []
+    for label, figure in figures:
+        (value, low, high), n = interval(figure), number(figure, "n")
+        if value is not None:
+            span = "" if low is None else f"{percent(low)} – {percent(high)}"
+            rows.append([label, percent(value), span, "" if n is None else f"{n:,.0f}"])
+    return rows
+
+
+def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
+    """(model, Kendall's tau-b, n): whether the reward model and the gold judge order the same responses in the same way."""
+    for model in ("sft", "ppo"):
+        both = [(number(row, "scores", model), number(row, "gold", model)) for row in run.samples]
+        pairs = [(score, gold) for score, gold in both if score is not None and gold is not None]
+        if len(pairs) >= 10:
+            from scipy.stats import kendalltau
+
+            tau = float(kendalltau(*zip(*pairs, strict=True)).statistic)
+            if math.isfinite(tau):
+                yield model, tau, len(pairs)
+
+
+# --- audit, labelled tasks, other evaluations ---------------------------------------------------------------
+
+
+def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
+    """{"verdict", "labels", "reasons", "tables"}, or None without an audit."""
+    decision = get(audit, "verdict", "decision")
+    if not isinstance(decision, str):
+        return None
+    ceiling, labels, reasons = (get(audit, "verdict", key) for key in ("ceiling", "labels", "reasons"))
+    limit = f" of {ceiling:g} nats" if number(audit, "verdict", "ceiling") is not None else ""
+    attacks = [
+        [visible(str(row.get("name")).replace("_", " "), 40), *shares(row, "flips")]
+        + [cell(row.get(key)) for key in ("gain", "gain_better", "gain_worse", "nats")]
+        for row in rows_of(audit, "attacks")
+    ]
+    best_of = [
+        [f"{number(row, 'n') or 0:g}", decimal(number(row, "kl"), 2)]
+        + [cell(row.get(key)) for key in ("score", "check", "truth")]
+        for row in rows_of(audit, "best_of")
+    ]
+    return {
+        "verdict": visible(decision, 100) + limit,
+        "labels": visible("; ".join(map(str, labels)), 1000) if isinstance(labels, list) else "",
+        "reasons": [visible(str(reason), 300) for reason in reasons] if isinstance(reasons, list) else [],
+        "tables": [
+            Table("Held-out comparisons", ("share of pairs", "value"), compared(get(audit, "comparisons"))),
+            Table(
+                "Attacks on held-out answers, in standard deviations of SFT samples' scores",
+                ("attack", "order flipped", "score bought", "by the better", "by the worse", "KL, nats"),
+                attacks,
+            ),
+            Table(
+                "The reward model's pick among labelled answers, against a random one",
+                ("answers", "more of the others beaten"),
+                [[f"{number(row, 'n') or 0:g}", *shares(row, "gain")] for row in rows_of(audit, "picked")],
+            ),
+            Table(
+                "Best of n samples of the SFT model", ("n", "KL, nats", "score", "by the check", "true reward"), best_of
+            ),
+        ],
+    }
+
+
+def compared(figures: Any) -> list[list[str]]:
+    """Accuracy with its bounds, by labeler and by gap in rank."""
+    rows = [
+        ("Accuracy", get(figures, "accuracy")),
+        ("Accuracy above length alone", get(figures, "above_length")),
+        ("Labelers' agreement", get(figures, "agreement", "training")),
+        ("Accuracy on held-out labelers", get(figures, "held_out_labelers", "accuracy")),
+        *((f"On {name}", figure) for name, figure in entries(figures, "by_labeler")),
+        *((f"On answers {number(row, 'gap') or 0:g} ranks apart", row) for row in rows_of(figures, "by_rank_gap")),
+    ]
+    shown = [[visible(label, 60), share(figure)] for label, figure in rows if number(figure, "value") is not None]
+    bounds = (("Length alone", "length_baseline"), ("Calibration error", "calibration_error"))
+    return shown + [[label, share(value)] for label, key in bounds if (value := number(figures, key)) is not None]
+
+
+def make_labelled(results: dict[str, Any]) -> list[Table]:
+    """Accuracy and that of the most frequent label, figures of each class, and the confusion matrix; empty without results."""
+    named = get(results, "classes")
+    if not isinstance(named, dict) or number(results, "accuracy", "value") is None:
+        return []
+    whole = [
+        ["Accuracy", *shares(results, "accuracy")],
+        ["The most frequent label alone", percent(number(results, "majority"))],
+        ["Macro F1", decimal(number(results, "macro_f1"))],
+        ["Examples", count(results["accuracy"], "n")],
+    ]
+    names = [visible(name, 40) for name in named]
+    classes = [
+        [name, *(percent(number(row, key)) for key in ("precision", "recall", "f1")), count(row, "n")]
+        for name, row in zip(names, named.values(), strict=True)
+    ]
+    confusion = get(results, "confusion")
+    rows = [row for row in confusion if isinstance(row, list)] if isinstance(confusion, list) else []
+    square = len(rows) == len(names) <= MOST_CLASSES
+    matrix = [[name, *map(str, row)] for name, row in zip(names, rows, strict=True)] if square else []
+    return [
+        Table("Held-out examples", ["", "value"], whole),
+        Table("By class", ["class", "precision", "recall", "F1", "examples"], classes),
+        Table("Label (down) against prediction (across)", ["", *names], matrix),
+    ]
+
+
+def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -> dict[str, Any]:
+    """{"tables", "disagreements"}: a table per evaluation, and a sentence for each judge that contradicts another.
+
+    trained_judge: the entry `judge` of evaluate/results.json.
+    """
+    pairs, shots, judged = (found.get(name) for name in ("pairs", "shots", "judge"))
+    by_subset = [("all", get(pairs, "overall")), *items_of(pairs, "subsets")]
+    by_subset.append(("mean of subsets", get(pairs, "mean_of_subsets")))
+    benchmarks = items_of(found, "benchmarks", "models")
+    tasks = dict.fromkeys(key for _, model in benchmarks for key, _ in items_of(model))
+    accuracy, majority = share(get(trained_judge, "held_out", "accuracy")), percent(number(shots, "majority"))
+    overlap = [
+        [
+            name,
+            *(count(row, key) for key in ("prompts", "too_short", "n")),
+            *shares(row, "contaminated", "near_duplicates"),
+        ]
+        for name, row in items_of(found, "overlap")
+    ]
+    tables = [
+        Table(
+            f"Judged by a reward model that none of them was trained with (accuracy {accuracy})",
+            ("policies", "wins", "wins at equal length", "words more"),
+            [
+                [
+                    visible(" over ".join(map(str, row["pair"])), 100),
+                    *shares(row, "win_rate", "length_controlled"),
+                    cell(row.get("words")),
+                ]
+                for row in rows_of(trained_judge, "pairs")
+                if isinstance(row.get("pair"), list)
+            ],
+        ),
+        Table(
+            "The reward model on preference files",
+            ("subset", "pairs in order", "rows all in order", "length alone"),
+            [[name, *shares(row, "pairs", "all_right", "length")] for name, row in by_subset if isinstance(row, dict)],
+        ),
+        Table("By style", ("pairs", "in order"), [[name, share(row)] for name, row in items_of(pairs, "styles")]),
+        Table(
+            "Instructions that a program checks",
+            ("model", "prompts, all followed", "instructions followed"),
+            [[name, *shares(row, "prompts", "instructions")] for name, row in items_of(found, "instructions")],
+        ),
+        Table(
+            f"In-context learning on {visible(str(get(shots, 'task')), 60)}; the most frequent label alone: {majority}",
+            ("model", "examples", "that fit", "accuracy"),
+            [
+                [name, f"{k:g}", f"{number(row, 'shown') or 0:g}", *shares(row, "accuracy")]
+                for name, of_model in shot_rows(shots)
+                for row, (k, *_) in of_model
+            ],
+        ),
+        Table(
+            "Overlap with the pretraining text",
+            ("prompts", "number", "too short to check", "words of an n-gram", "share an n-gram", "near-duplicates"),
+            overlap,
+        ),
+        *judge_tables(judged),
+        Table(
+            "Benchmarks (lm-eval)",
+            ("task", *(name for name, _ in benchmarks)),
+            [[task, *(cell(get(model, task)) for _, model in benchmarks)] for task in tasks],
+        ),
+    ]
+    return {"tables": [table for table in tables if table.rows], "disagreements": disagreements(judged)}
+
+
+def disagreements(judged: Any) -> list[str]:
+    judge, ours = visible(str(get(judged, "judge")), 60), share(get(judged, "win_rate"))
+    return [
+        f"{judge} gives a win rate of {ours}, the {name} {share(get(other, 'win_rate'))}, on the same answers."
+        for name, other in items_of(judged, "others")
+        if get(other, "disagrees") is True
+    ]
+
+
+def judge_tables(judged: Any) -> list[Table]:
+    if not isinstance(get(judged, "pair"), list):
+        return []
+    labels = {"win_rate": "win rate", "length_controlled": "at equal length", "both_orders_agree": "both orders agree",
+              "first_place": "for the first place"}  # fmt: skip
+    rows = [(label, get(judged, key)) for key, label in labels.items()]
+    for name, other in items_of(judged, "others"):
+        rows.append((f"by the {name}", get(other, "win_rate")))
+        rows.append((f"same preference as the {name}", get(other, "agreement")))
+    counts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in items_of(judged, "counts"))
+    cost = "" if (paid := number(judged, "cost")) is None else f", cost {paid:g}"
+    caption = f"{' over '.join(map(str, judged['pair']))}, judged by {judged.get('judge')} ({counts}){cost}"
+    return [
+        Table(visible(caption, 300), ("share of prompts", "value"), [[label, share(figure)] for label, figure in rows])
+    ]
