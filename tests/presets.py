@@ -1,17 +1,16 @@
 """The sizes of conf/model as configurations of our GPT."""
 
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 from rlhf.config.compose import compose_config
+from rlhf.config.model import shape_of
 from rlhf.model import GPTConfig
 
 
 @cache
 def settings_of(name: str) -> dict[str, Any]:
-    settings = asdict(compose_config([f"model={name}"]).model)
-    return {key: value for key, value in settings.items() if key not in ("pretrained", "native")}
+    return shape_of(compose_config([f"model={name}"]).model)
 
 
 def preset(name: str, **overrides: Any) -> GPTConfig:

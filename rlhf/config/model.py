@@ -1,9 +1,15 @@
 """Settings of the model and its tokenizer: the GPT's shape and the kind of its blocks."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rlhf.config.setting import setting
+
+POSITIONS = ("learned", "rotary", "sinusoidal")
+BLOCKS = ("pre", "post", "parallel", "one_norm")
+NORMS = ("layernorm", "rmsnorm")
+MLPS = ("gelu", "gelu_erf", "relu", "swiglu")
+ADOPTION = ("pretrained", "native")  # the fields of ModelConfig that shape no model
 
 
 @dataclass(slots=True)
@@ -27,20 +33,20 @@ class ModelConfig:
         None, "hidden units of the MLP; none: 4 x width (GELU, ReLU) or 8/3 x width (SwiGLU)", min=1
     )
     context_length: int = setting(1024, "tokens per row", min=1)
-    positions: str = setting("learned", "position encoding", choices=("learned", "rotary", "sinusoidal"))
+    positions: str = setting("learned", "position encoding", choices=POSITIONS)
     block: str = setting(
         "pre",
         "norms before attention and MLP (pre) or after the sums (post); attention and MLP in parallel, behind a norm each "
         "(parallel) or one for both (one_norm)",
-        choices=("pre", "post", "parallel", "one_norm"),
+        choices=BLOCKS,
     )
     window: int | None = setting(
         None, "tokens that a banded layer attends to, itself included; none: every layer attends to all", min=1
     )
     window_every: int = setting(2, "with window, the last of every window_every layers is banded", min=1)
-    norm: str = setting("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
+    norm: str = setting("layernorm", "normalisation", choices=NORMS)
     qk_norm: bool = setting(False, "an RMS norm on each head's queries and keys")
-    mlp: str = setting("gelu", "activation of the MLP", choices=("gelu", "gelu_erf", "relu", "swiglu"))
+    mlp: str = setting("gelu", "activation of the MLP", choices=MLPS)
     experts: int = setting(0, "MLPs per layer of experts; each token uses one; 0: no such layers", min=0)
     expert_every: int = setting(2, "with experts, the last of every expert_every layers has them", min=1)
     expert_capacity: float = setting(
@@ -63,7 +69,17 @@ class TokenizerSettings:
     max_characters: int = setting(200_000_000, "characters of text that the BPE is trained on", min=1)
 
 
+def default_mlp_width(mlp: str, width: int) -> int:
+    """4 width; for SwiGLU, which has a third matrix, 8/3 width rounded up to a multiple of 16."""
+    return -(-8 * width // 48) * 16 if mlp == "swiglu" else 4 * width
+
+
+def shape_of(model: ModelConfig) -> dict[str, Any]:
+    """The fields that `rlhf.model.GPTConfig` has too, under the same names."""
+    return {name: value for name, value in asdict(model).items() if name not in ADOPTION}
+
+
 def shape_settings() -> tuple[str, ...]:
     """The keys of `model` and of its tokenizer that shape a model trained here; an adopted one has its own."""
-    shape = [f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ("pretrained", "native")]
+    shape = [f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ADOPTION]
     return (*shape, *(f"tokenizer.{item.name}" for item in fields(TokenizerSettings)))

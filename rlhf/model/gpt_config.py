@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 from transformers import PreTrainedConfig
 
+from rlhf.config.model import BLOCKS, MLPS, NORMS, POSITIONS, default_mlp_width
+
 MOST_LAYERS = 10_000
-Positions = Literal["learned", "rotary", "sinusoidal"]
-Norm = Literal["layernorm", "rmsnorm"]
-MLPKind = Literal["gelu", "gelu_erf", "relu", "swiglu"]
-BlockKind = Literal["pre", "post", "parallel", "one_norm"]
 
 
 class GPTConfig(PreTrainedConfig):
-    """Shape and kind of a GPT; the defaults are GPT-2 small.
+    """Shape and kind of a GPT; the defaults, GPT-2 small, are those of `rlhf.config.model.ModelConfig`.
 
-    `n_kv_head` None means `n_head`, `head_dim` None width / n_head, `qkv_bias` None `bias`; `mlp_width` None means
-    4 width for gelu (tanh form), gelu_erf (exact) and relu, and 8/3 width, rounded up to a multiple of 16, for swiglu.
-    `qk_norm` puts an RMS norm on each query and key head. `rotary_share` of each head's pairs of channels turn.
+    `n_kv_head` None means `n_head`, `head_dim` None width / n_head, `qkv_bias` None `bias`, `mlp_width` None
+    `default_mlp_width`; gelu is the tanh form, gelu_erf the exact one. `qk_norm` puts an RMS norm on each query and key head. `rotary_share` of each head's pairs of channels turn.
     `block`: where the norms are, see rlhf/model/blocks.py. `window`: the last of every `window_every` layers attend to so
     many tokens, themselves included; None: all layers to all. `experts`: the last of every `expert_every` layers have so
     many MLPs, see rlhf/model/mlp.py, which also says what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the
@@ -48,10 +45,10 @@ class GPTConfig(PreTrainedConfig):
     head_dim: int = None  # type: ignore[assignment]
     width: int = 768
     mlp_width: int = None  # type: ignore[assignment]
-    positions: Positions = "learned"
-    norm: Norm = "layernorm"
-    mlp: MLPKind = "gelu"
-    block: BlockKind = "pre"
+    positions: str = "learned"
+    norm: str = "layernorm"
+    mlp: str = "gelu"
+    block: str = "pre"
     bias: bool = True
     qkv_bias: bool = None  # type: ignore[assignment]
     qk_norm: bool = False
@@ -77,7 +74,7 @@ class GPTConfig(PreTrainedConfig):
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.mlp_width is None:
-            self.mlp_width = -(-8 * self.width // 48) * 16 if self.mlp == "swiglu" else 4 * self.width
+            self.mlp_width = default_mlp_width(self.mlp, self.width)
         if self.qkv_bias is None:
             self.qkv_bias = self.bias
         self._check_shape()
@@ -97,11 +94,11 @@ class GPTConfig(PreTrainedConfig):
         return self.experts > 0 and (layer + 1) % self.expert_every == 0
 
     def _check_shape(self) -> None:
-        kinds = {"positions": Positions, "norm": Norm, "mlp": MLPKind, "block": BlockKind}
+        kinds = {"positions": POSITIONS, "norm": NORMS, "mlp": MLPS, "block": BLOCKS}
         problems = [
-            f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(kind))}"
+            f"{name}={getattr(self, name)!r} must be one of {', '.join(kind)}"
             for name, kind in kinds.items()
-            if getattr(self, name) not in get_args(kind)
+            if getattr(self, name) not in kind
         ]
         if not 0 < self.n_layer <= MOST_LAYERS:
             problems.append(f"n_layer={self.n_layer} must be from 1 to {MOST_LAYERS:,}")

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rlhf.config.model import ModelConfig
+from rlhf.config.model import ModelConfig, default_mlp_width
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,20 +109,18 @@ class Shape:
 
 
 def make_shape(model: ModelConfig, vocab_size: int) -> Shape:
-    """The shape that `rlhf.model.gpt.GPTConfig` would have: the same defaults for n_kv_head and mlp_width."""
-    swiglu = model.mlp == "swiglu"
-    default_mlp = -(-8 * model.width // 48) * 16 if swiglu else 4 * model.width
+    """The shape that `rlhf.model.gpt.GPTConfig` would have."""
     return Shape(
         n_layer=model.n_layer,
         n_head=model.n_head,
         n_kv_head=model.n_kv_head or model.n_head,
         width=model.width,
-        mlp_width=model.mlp_width or default_mlp,
+        mlp_width=model.mlp_width or default_mlp_width(model.mlp, model.width),
         context_length=model.context_length,
         vocab_size=vocab_size,
         learned_positions=model.positions == "learned",
         layernorm=model.norm == "layernorm",
-        swiglu=swiglu,
+        swiglu=model.mlp == "swiglu",
         bias=model.bias,
         tied=model.tie_word_embeddings,
         dropout=model.dropout,

@@ -6,7 +6,6 @@ L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equa
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.checks import batch_problems
+from rlhf.config.model import shape_of
 from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
@@ -199,15 +199,13 @@ def pack(config: Config, tokenizer: "PreTrainedTokenizerFast", length: int, fold
 
 def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCausalLM:
     """The GPT of the configuration with random weights, sized for the tokenizer."""
-    settings = asdict(config.model)
-    del settings["pretrained"], settings["native"]
     try:
         shape = GPTConfig(
             vocab_size=len(tokenizer),
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
-            **settings,
+            **shape_of(config.model),
         )
     except ValueError as error:
         raise UserError(f"model: {error}") from None

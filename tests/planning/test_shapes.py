@@ -1,14 +1,12 @@
 """Closed-form parameter counts against the model itself on the meta device."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf import cli
-from rlhf.config.model import ModelConfig
+from rlhf.config.model import ModelConfig, shape_of
 from rlhf.planning.shapes import make_shape
 
 
@@ -22,8 +20,7 @@ def count(model: ModelConfig, vocab_size: int) -> tuple[int, int]:
     from rlhf.model.gpt import GPTConfig, GPTForCausalLM
     from rlhf.model.heads import RewardConfig, RewardModel
 
-    fields = {name: value for name, value in asdict(model).items() if name not in ("pretrained", "native")}
-    shape = GPTConfig(vocab_size=vocab_size, **fields)
+    shape = GPTConfig(vocab_size=vocab_size, **shape_of(model))
     with torch.device("meta"):
         built = GPTForCausalLM(shape), RewardModel(RewardConfig(trunk=shape))
     language, scalar = (sum(p.numel() for p in {id(p): p for p in one.parameters()}.values()) for one in built)
@@ -38,6 +35,13 @@ def test_the_closed_form_counts_what_the_model_has(name):
     model, vocab_size = preset(name)
     shape = make_shape(model, vocab_size)
     assert (shape.language_model, shape.scalar_model) == count(model, vocab_size)
+
+
+def test_the_settings_defaults_are_the_models_own():
+    from rlhf.model.gpt import GPTConfig
+
+    wanted = {**shape_of(ModelConfig()), "n_kv_head": 12, "head_dim": 64, "mlp_width": 3072}
+    assert {name: getattr(GPTConfig(), name) for name in wanted} == wanted
 
 
 def test_gpt2_by_hand():
