@@ -15,7 +15,8 @@ class GPTConfig(PreTrainedConfig):
     """Shape and kind of a GPT; the defaults, GPT-2 small, are those of `rlhf.config.model.ModelConfig`.
 
     `n_kv_head` None means `n_head`, `head_dim` None width / n_head, `qkv_bias` None `bias`, `mlp_width` None
-    `default_mlp_width`; gelu is the tanh form, gelu_erf the exact one. `qk_norm` puts an RMS norm on each query and key head. `rotary_share` of each head's pairs of channels turn.
+    `default_mlp_width`; gelu is the tanh form, gelu_erf the exact one. `qk_norm` puts an RMS norm on each query and key
+    head. `rotary_share` of each head's pairs of channels turn.
     `block`: where the norms are, see rlhf/model/blocks.py. `window`: the last of every `window_every` layers attend to so
     many tokens, themselves included; None: all layers to all. `experts`: the last of every `expert_every` layers have so
     many MLPs, see rlhf/model/mlp.py, which also says what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the
