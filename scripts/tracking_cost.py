@@ -50,12 +50,17 @@ def other_seconds() -> float:
 
 def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.config.compose import compose_config
-    from rlhf.ppo.setup import make_ppo_run
+    from rlhf.data.tokenizer import load_tokenizer
+    from rlhf.gold.truth import make_truth
+    from rlhf.ppo.experience import load_estimator
+    from rlhf.ppo.models import load_models
+    from rlhf.ppo.update import State
     from rlhf.recipe import ancestors
+    from rlhf.runs.folders import stage_folder
     from rlhf.runs.sources import hash_sources
     from rlhf.runs.stage import open_stage
     from rlhf.runs.trackers import make_tracker
-    from rlhf.stages.ppo import one_update
+    from rlhf.stages import ppo
     from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:
@@ -66,11 +71,22 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
             [*overrides, f"runs_dir={home}", f"run={name}", "ppo.eval_every=1", "ppo.samples_every=1"]
         )
         with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
-            trainer = make_ppo_run(config, stage, set_up(config))
+            tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
+            policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, set_up(config))
+            prompts, state = ppo.load_texts(config, tokenizer, stage.say), State(stage, engine, ppo.make_kl(config))
+            estimate, truth = load_estimator(config.ppo.advantages), make_truth(config)
+
+            def one_update(update: int, tracker: Any) -> None:
+                given = {"policy": policy, "reference": reference, "reward": reward, "prompts": prompts, "state": state}
+                metrics = ppo.one_update(config, update, **given, critic=critic, estimate=estimate)
+                held_out, rows = ppo.evaluate_held_out(config, **given, truth=truth)
+                tracker.samples(update, rows)
+                tracker.log(metrics | held_out, step=update, episodes=update, tokens=state.tokens)
+
             options: dict[str, Any] = {"run": name, "stage": "ppo", "config": {"seed": config.seed}}
             wandb: Any = Timed(make_tracker("wandb", folder=Path(home) / "on", **options))
             off = make_tracker("silent", folder=Path(home) / "off", **options)
-            one_update(trainer, 1, off)  # the first one warms up and checks the invariants
+            one_update(1, off)  # the first one warms up and checks the invariants
             wandb.log({"objective/kl": 0.0}, step=0)
             time.sleep(3)  # until W&B has started in its thread
             wandb.seconds, other = 0.0, other_seconds()
@@ -79,7 +95,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
             for update in range(2, 2 + count):
                 kind = "on" if update % 4 in (0, 3) else "off"  # off on on off: drift affects both equally
                 started, processor = time.perf_counter(), time.thread_time()
-                one_update(trainer, update, wandb if kind == "on" else off)
+                one_update(update, wandb if kind == "on" else off)
                 spent[kind].append(time.perf_counter() - started)
                 worked[kind].append(time.thread_time() - processor)
             calls = wandb.seconds / len(spent["on"])

@@ -1,11 +1,14 @@
 """What pays a response: functions by name, and several sources as one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
+from rlhf.model.heads import RewardModel
 from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, ModelReward, score_by_token
 from rlhf.runs.sources import hash_sources
 
@@ -41,7 +44,14 @@ def test_a_combination_keeps_the_scores_of_its_parts():
 class Countdown(torch.nn.Module):
     """Reads the last three tokens: each term is the token's number, the last one's first."""
 
-    def forward(self, tokens, lengths, by_token=False):
+    reads_text, together, config = False, 2, SimpleNamespace(read_tokens=3)
+    rows, collate = RewardModel.rows, RewardModel.collate
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens, lengths, by_token=False, calibrated=True):
         read = [row[max(0, n - 3) : n].flip(0).float() for row, n in zip(tokens, lengths.tolist(), strict=True)]
         terms = torch.stack([torch.nn.functional.pad(row, (0, 3 - len(row))) for row in read])
         return terms if by_token else terms.sum(1)
@@ -49,7 +59,7 @@ class Countdown(torch.nn.Module):
 
 def test_what_each_response_token_earns():
     rows = episodes("a", "b", "c")._replace(prompts=[[1, 2], [3], [4, 5]], responses=[[10, 20], [30, 40, 50, 60], [70]])
-    reward = ModelReward(Countdown(), 0, 2, CPU)
+    reward = ModelReward(Countdown(), CPU)
     scores, parts = score_by_token(reward, rows)
     # the first row reads 2, 10, 20, of which 2 is the prompt's; the second 40, 50, 60; the third 4, 5, 70
     assert parts.tolist() == [[12, 20, 0, 0], [0, 40, 50, 60], [79, 0, 0, 0]]

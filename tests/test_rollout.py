@@ -1,10 +1,12 @@
 """Rollouts: where log-probs, values and scores are read, and what a batch's composition may not change."""
 
-from functools import partial
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlhf.config import Config
 from rlhf.cpu import kernels
 from rlhf.data.records import PromptRecord
 from rlhf.engines.decoder import Decoder
@@ -12,15 +14,15 @@ from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.heads import ScalarHead
-from rlhf.ppo.actor_critic import ActorCritic, Reference
-from rlhf.ppo.invariants import check_first_rollout, check_sampler
-from rlhf.ppo.rewards import ModelReward
-from rlhf.ppo.rollout import (
+from rlhf.ppo.experience import (
     Rollout,
     before_responses,
     response_logprobs,
     score_responses,
 )
+from rlhf.ppo.invariants import check_first_rollout, check_sampler
+from rlhf.ppo.models import ActorCritic, Reference
+from rlhf.ppo.rewards import ModelReward
 from tests.oracles import token_values
 from tests.presets import preset
 
@@ -54,16 +56,36 @@ def models() -> dict:
     }
 
 
+class Direct:
+    """An engine on one process, which recomputes log-probs as in bfloat16 on request."""
+
+    def __init__(self, module: ActorCritic, recompute: bool):
+        self.module, self.bfloat16 = module, recompute
+
+    def __call__(self, *arguments, **keywords):
+        return self.module(*arguments, **keywords)
+
+    def autocast(self):
+        return nullcontext()
+
+
+def scored(engine, reference, reward, prompts, samples, micro: int) -> Rollout:
+    """micro: half of the episodes per forward."""
+    config, tokenizer = Config(), SimpleNamespace(pad_token_id=PAD)
+    config.ppo.micro_batch_episodes = micro
+    given = config, engine, Reference(reference), reward, tokenizer, prompts, samples, [""] * len(prompts)
+    return score_responses(*given)
+
+
 def collect(
     models: dict,
     decode_batch: int = 5,
-    forward_batch: int = 5,
+    micro: int = 3,
     rows: list[int] | None = None,
     key: str = "test",
     recompute: bool = False,
 ) -> Rollout:
     rows = list(range(len(PROMPTS))) if rows is None else rows
-    model = ActorCritic(models["policy"], models["critic"])
     prompts = [(PromptRecord(id=str(i), prompt="any"), PROMPTS[i]) for i in rows]
     drawn = {"keys": [(key, i) for i in rows], "batch_size": decode_batch}
     samples = sample(
@@ -75,17 +97,15 @@ def collect(
         pad_token_id=PAD,
         **drawn,
     )
-    with torch.no_grad():
-        return score_responses(
-            prompts,
-            samples,
-            texts=[""] * len(rows),
-            pad=PAD,
-            batch=forward_batch,
-            evaluate=partial(model, with_policy=recompute, with_entropy=False),
-            reference=Reference(models["reference"]),
-            reward=ModelReward(models["reward_model"], PAD, 5, torch.device("cpu")),
-        )
+    reward = ModelReward(models["reward_model"], torch.device("cpu"))
+    return scored(
+        Direct(ActorCritic(models["policy"], models["critic"]), recompute),
+        models["reference"],
+        reward,
+        prompts,
+        samples,
+        micro,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +161,9 @@ def test_mask_counts_response_tokens_the_end_token_included(rollout):
         assert (rollout.tokens[row, int(rollout.lengths[row]) :] == PAD).all()
 
 
-@pytest.mark.parametrize(("decode_batch", "forward_batch"), [(1, 1), (2, 5), (5, 2)])
-def test_how_a_batch_is_split_changes_nothing(rollout, models, decode_batch, forward_batch):
-    other = collect(models, decode_batch, forward_batch)
+@pytest.mark.parametrize(("decode_batch", "micro"), [(1, 1), (2, 3), (5, 1)])
+def test_how_a_batch_is_split_changes_nothing(rollout, models, decode_batch, micro):
+    other = collect(models, decode_batch, micro)
     for name, one, two in zip(Rollout._fields, rollout, other, strict=True):
         assert torch.allclose(one.float(), two.float(), atol=1e-5), name
 
@@ -297,17 +317,8 @@ def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> R
         samples = sample(policy, asked, **drawn)
         if fault == "position":
             samples = samples._replace(logprobs=samples.logprobs.roll(1, dims=1) * samples.mask)
-        with torch.no_grad():
-            return score_responses(
-                prompts,
-                samples,
-                texts=[""] * 40,
-                pad=0,
-                batch=8,
-                evaluate=partial(ActorCritic(policy, None), with_entropy=False),
-                reference=Reference(policy),
-                reward=lambda episodes: torch.zeros(len(episodes.prompts)),
-            )
+        engine = Direct(ActorCritic(policy, None), recompute=True)
+        return scored(engine, policy, lambda episodes: torch.zeros(len(episodes.prompts)), prompts, samples, 4)
 
 
 def check(rollout: Rollout) -> None:

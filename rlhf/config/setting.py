@@ -86,6 +86,13 @@ KINDS = {
         "a name or a list of names",
         lambda v: _is_text(v) or (isinstance(v, list) and bool(v) and all(n is None or _is_text(n) for n in v)),
     ),
+    "estimator": Kind(
+        "one of gae, reinforce, rloo, grpo, or a function module:name or file.py:name",
+        lambda v: v in ("gae", "reinforce", "rloo", "grpo") or (_is_text(v) and ":" in v),
+    ),
+    "functions": Kind(
+        "module:name or file.py:name, or a list of these", _one_or_list(lambda v: _is_text(v) and ":" in v)
+    ),
     "columns": Kind("a column or a list of columns", _one_or_list(_is_name, least=0)),
     "words": Kind("a word or a list of words", _one_or_list(lambda v: _is_name(v) or isinstance(v, bool), least=0)),
     "numbers": Kind("a number or a list of numbers", _one_or_list(_is_number)),

@@ -183,7 +183,9 @@ class PpoConfig:
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", min=0)
     max_grad_norm: float = setting(1.0, "maximum norm of each model's gradient; larger ones are scaled down", above=0)
     advantages: str = setting(
-        "gae", "estimator; all but gae have no critic", choices=("gae", "reinforce", "rloo", "grpo")
+        "gae",
+        "estimator: gae, reinforce, rloo or grpo (all but gae have no critic), or a function (module:name or file.py:name)",
+        kind="estimator",
     )
     responses_per_prompt: int = setting(1, "responses per prompt, k; rloo and grpo need 2 or more", min=1)
     whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (gae and reinforce)")
@@ -214,6 +216,12 @@ class PpoConfig:
         "decay per optimizer step of the average of the policy's weights, which is then the model; none: the last weights",
         above=0,
         below=1,
+    )
+    metrics: Any = setting(
+        None,
+        "further metrics of an update: functions (module:name or file.py:name), logged as custom/…",
+        kind="functions",
+        changes=NOTHING,
     )
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
     eval_every: int = setting(1, "updates between evaluations on held-out prompts; 0: never", min=0, changes=NOTHING)

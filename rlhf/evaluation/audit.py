@@ -28,9 +28,8 @@ from rlhf.evaluation.scoring import Scores, item_encoder, response_batches, shar
 from rlhf.evaluation.statistics import Figures, interval, per_key, ratio_interval
 from rlhf.gold.truth import make_truth
 from rlhf.model.interface import Episodes, score
-from rlhf.ppo.rewards import Reward
-from rlhf.ppo.rollout import response_logprobs
-from rlhf.ppo.setup import make_reward
+from rlhf.ppo.experience import response_logprobs
+from rlhf.ppo.rewards import Reward, make_reward
 from rlhf.runs.sources import of_split
 
 PROMPTS_PER_PAIR = 4  # held-out prompts that are scored, for each pair that is attacked

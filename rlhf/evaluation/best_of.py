@@ -25,9 +25,8 @@ from rlhf.evaluation.policies import interval_of, judge_rows, mean_of, totals
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, response_batches
 from rlhf.evaluation.statistics import Figures, interval, show, text_figures, win_rate
 from rlhf.gold.truth import Truth
-from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
-from rlhf.ppo.rollout import response_logprobs
-from rlhf.ppo.setup import make_reward
+from rlhf.ppo.experience import response_logprobs
+from rlhf.ppo.rewards import Episodes, Reward, adjust_scores, make_reward
 from rlhf.runs.progress import progress
 from rlhf.training.setup import load_frozen
 

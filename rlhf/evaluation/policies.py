@@ -12,9 +12,8 @@ from rlhf.evaluation.answers import Answers
 from rlhf.evaluation.scoring import response_batches, score_answers_by
 from rlhf.evaluation.statistics import Figures, interval, win_rate
 from rlhf.gold.truth import Truth
-from rlhf.ppo.rewards import Episodes, Reward, adjust_scores
-from rlhf.ppo.rollout import response_logprobs
-from rlhf.ppo.setup import make_reward
+from rlhf.ppo.experience import response_logprobs
+from rlhf.ppo.rewards import Episodes, Reward, adjust_scores, make_reward
 from rlhf.runs.folders import (
     read_stage,
     rounds_before,

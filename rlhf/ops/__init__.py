@@ -5,6 +5,6 @@ True counts, and nothing outside a mask reaches a result or a gradient, not even
 float32 (half precision is raised to it, float64 stays); a loss returns (loss, statistics), statistics are detached scalars.
 """
 
-from rlhf.ops import advantages, gae, kl, logprobs, masked, ppo, ranking
+from rlhf.ops import gae, kl, logprobs, masked, ppo, ranking
 
-__all__ = ["advantages", "gae", "kl", "logprobs", "masked", "ppo", "ranking"]
+__all__ = ["gae", "kl", "logprobs", "masked", "ppo", "ranking"]

@@ -1,7 +1,7 @@
 """The recipe's invariants, checked on PPO's first update: training is refused when one fails.
 
 Invariants 2, 3 and, for the sampler, 1 are checked on the first rollout, before any training; 1 and 7 on the policy's first
-minibatch, which comes after the critic's warm-up (ppo.critic_warmup_updates).
+minibatch, which comes after the critic's warm-up (ppo.critic_warmup_updates). docs/ppo.md has the measurements behind the bounds.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import UserError
-from rlhf.ppo.rollout import Rollout
+from rlhf.ppo.experience import Rollout
 
 TOLERANCE = 1e-4  # bound on |log rho| per token, and on a token's gap to the reference; nats, float32
 
@@ -27,15 +27,8 @@ class Bounds(NamedTuple):
     share: float  # of tokens: which quantile
 
 
-# Two forwards over batches of different shapes. Measured: two layers of width 64 have a mean of 1e-4 and 0.03 at most;
-# SmolLM2-135M (30 layers, 768 tokens of responses) 0.0022 and 0.064 at most, which is 0.19 nats on a token of log-prob -12.7.
-FORWARDS = Bounds(mean=0.02, quantile=0.3, share=1.0)
-
-# The sampler against a forward. Measured on models of 4 and 8 layers with weights of deviation 0.02 to 0.1, 1280 tokens: a
-# mean of 0.015 at most and a quantile of 0.07; on SmolLM2-135M 0.006 and 0.1 at most. Sampling at temperature 1.3 has 0.16 and
-# 0.75 at least, a decoder that sees padding 0.22 and 1.8, and log-probs of the token before 0.99 and 4.8.
-SAMPLER = Bounds(mean=0.06, quantile=0.3, share=0.999)
-
+FORWARDS = Bounds(mean=0.02, quantile=0.3, share=1.0)  # two forwards over batches of different shapes
+SAMPLER = Bounds(mean=0.06, quantile=0.3, share=0.999)  # the sampler against a forward
 LEAST_SPREAD = 0.02  # nats: lower bound of the standard deviation
 # A KL to the reference in bf16 is refused if it is larger than this and larger than noise around 0
 SEQUENCE_KL, STANDARD_ERRORS = 0.05, 5.0  # nats per sequence, mean over sequences
@@ -75,9 +68,10 @@ def check_first_rollout(rollout: Rollout, rewards: Tensor, scores: Tensor, kl_co
 
     half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """
-    check_sampler(rollout)
-    check_reference(rollout, half)
     mask = rollout.response_mask
+    if mask.any():
+        check_sampler(rollout)
+        check_reference(rollout, half)
     counts = mask.sum(1)
     if not (counts > 0).all():
         refuse(3, f"{int((counts == 0).sum())} responses have no token")
@@ -97,7 +91,7 @@ def check_sampler(rollout: Rollout) -> None:
     In float32 logp_old is the sampler's own, and `check_reference` compares it with a forward. Raises: UserError.
     """
     mask = rollout.response_mask
-    if torch.equal(rollout.logp_sampled, rollout.logp_old) or not mask.any():
+    if torch.equal(rollout.logp_sampled, rollout.logp_old):
         return
     gaps = (rollout.logp_sampled - rollout.logp_old)[mask]
     if problem := rounding_problem(gaps, rollout.logp_old[mask], SAMPLER):
@@ -111,8 +105,6 @@ def check_sampler(rollout: Rollout) -> None:
 def check_reference(rollout: Rollout, half: bool) -> None:
     """Invariant 2: log-probs of policy and reference are the same. Raises: UserError."""
     mask = rollout.response_mask
-    if not mask.any():
-        return
     gaps = (rollout.logp_old - rollout.logp_ref)[mask]
     problem = forwards_problem(gaps, rollout.logp_old[mask], half)
     if half:
@@ -145,11 +137,8 @@ def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> 
     log_ratios, logp_old, entropies = (torch.cat(x) for x in zip(*(part[:3] for part in parts), strict=True))
     clipped = sum(part.clipped for part in parts)
     if problem := forwards_problem(log_ratios, logp_old, half):
-        refuse(
-            1,
-            f"before any step log-probs differ from the rollout's {problem} (dropout, dtype, or temperature?)",
-            untouched,
-        )
+        what = f"before any step log-probs differ from the rollout's {problem} (dropout, dtype, or temperature?)"
+        refuse(1, what, untouched)
     if clipped > (CLIPPED_SHARE * len(log_ratios) if half else 0):
         refuse(
             1,
@@ -159,8 +148,5 @@ def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> 
         )
     least, above = entropies.min().item(), entropies.max().item() - math.log(vocab_size)
     if least < -ENTROPY_TOLERANCE or above > ENTROPY_TOLERANCE:
-        refuse(
-            7,
-            f"the entropy of a token is as low as {least:.4f} or {above:.4f} above log V, want 0 to log V nats",
-            untouched,
-        )
+        what = f"the entropy of a token is as low as {least:.4f} or {above:.4f} above log V, want 0 to log V nats"
+        refuse(7, what, untouched)

@@ -1,75 +1,161 @@
-"""PPO's metrics: of a rollout, of an update's cost and of the held-out prompts; and rows of the samples table."""
+"""PPO's metrics: of a rollout, of an update's cost and of the held-out prompts; further ones from outside; the samples table."""
 
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlhf.data.chat_template import decode_response, response_text
+from rlhf.config import Config
+from rlhf.config.setting import listed
+from rlhf.cpu.allocator import return_freed_memory
+from rlhf.data.chat_template import decode_response
 from rlhf.data.records import PromptRecord
 from rlhf.data.tasks import shown_prompt
+from rlhf.errors import UserError
 from rlhf.ops.kl import kl_estimate
-from rlhf.ppo.rewards import CombinedReward
-from rlhf.ppo.rollout import Prompts, Rollout
-from rlhf.ppo.setup import PpoRun
-from rlhf.runs.metrics import Sums
+from rlhf.ppo.experience import Experience, Rollout
+from rlhf.ppo.rewards import CombinedReward, Reward
+from rlhf.runs.metrics import Sums, find
+from rlhf.system.plugins import load_named
+from rlhf.training.engine import Engine
 from rlhf.training.usage import update_flops, usage_metrics
+
+if TYPE_CHECKING:
+    from rlhf.gold.truth import Truth
 
 SAMPLES_SHOWN = 8  # rows of the samples table per evaluation
 
+Measure = Callable[[Experience], Mapping[str, float]]  # means over the experience's episodes, by the metric's name
 
-def add_rollout_metrics(run: PpoRun, sums: Sums, rollout: Rollout, scores: Tensor, returns: Tensor) -> None:
+
+class Phases:
+    """The seconds of an update's phases."""
+
+    def __init__(self, return_memory: bool):
+        """return_memory: return freed memory to the system after each phase."""
+        self.seconds: dict[str, float] = {}
+        self.return_memory, self.mark = return_memory, time.monotonic()
+
+    def end(self, phase: str) -> None:
+        if self.return_memory:
+            return_freed_memory()
+        now = time.monotonic()
+        self.seconds[phase], self.mark = now - self.mark, now
+
+
+def add_rollout_metrics(
+    config: Config, sums: Sums, experience: Experience, kl_coef: float, reward: Reward, critic: Any
+) -> None:
     """The objective/… and rollout/… metrics, as sums over sequences."""
+    rollout, scores, returns = experience.rollout, experience.scores, experience.returns
     mask, count = rollout.response_mask, len(scores)
     kl = torch.where(mask, kl_estimate(rollout.logp_old, rollout.logp_ref, kind="k1"), 0.0).sum().item()
     k3 = torch.where(mask, kl_estimate(rollout.logp_old, rollout.logp_ref, kind="k3"), 0.0).sum().item()
     sums.add("objective/kl", kl, count)
     sums.add("objective/kl_k3", k3, count)
-    sums.add("objective/kl_coef", run.kl.coef)
+    sums.add("objective/kl_coef", kl_coef)
     sums.add("objective/scores", scores.sum().item(), count)
     # with kl.penalty=loss the KL is not part of the reward
-    kl_reward = -run.kl.coef * kl if run.config.kl.penalty == "reward" else 0.0
+    kl_reward = -kl_coef * kl if config.kl.penalty == "reward" else 0.0
     sums.add("objective/non_score_reward", kl_reward, count)
     sums.add("objective/rlhf_reward", scores.sum().item() + kl_reward, count)
     sums.add("objective/entropy", -rollout.logp_old[mask].sum().item(), count)
     sums.add("rollout/eos_fraction", rollout.ended.sum().item(), count)
     sums.add("rollout/response_len", mask.sum().item(), count)
-    if isinstance(run.reward, CombinedReward):
-        for name, part in run.reward.parts.items():
-            sums.add(f"objective/scores/{name}", part.sum().item(), count)
-    if run.actor_critic.critic is None:
-        return
-    target, error = returns[mask].double(), (returns - rollout.values)[mask].double()
-    moments = (error.sum(), error.square().sum(), target.sum(), target.square().sum())
-    sums.add("val/explained_var", *(x.item() for x in moments), target.numel())
+    for name, part in reward.parts.items() if isinstance(reward, CombinedReward) else ():
+        sums.add(f"objective/scores/{name}", part.sum().item(), count)
+    if critic is not None:
+        target, error = returns[mask].double(), (returns - rollout.values)[mask].double()
+        moments = (error.sum(), error.square().sum(), target.sum(), target.square().sum())
+        sums.add("val/explained_var", *(x.item() for x in moments), target.numel())
 
 
-def add_gold_parts(run: PpoRun, sums: Sums, prompts: Prompts, rollout: Rollout) -> None:
-    """The gold/… metrics; they are not used in training."""
-    for parts in gold_parts(run, [record for record, _ in prompts], rollout):
-        for part, value in parts.items():
-            sums.add(f"gold/{part}", value, 1)
-
-
-def add_times(run: PpoRun, sums: Sums, tokens: int, rollout: Rollout, with_policy: bool) -> None:
-    """Seconds, throughput, the share of the device's peak, and peak memory of one update."""
-    for phase in ("rollout", "score", "update"):
-        sums.add(f"time/{phase}_s", run.spent[phase])
-    sums.add("rollout/tokens_per_s", tokens / run.spent["rollout"])
-    seconds = sum(run.spent.values())
-    sums.add("time/tokens_per_s", tokens / seconds)
-    sums.add("time/samples_per_s", run.config.ppo.episodes_per_update / seconds)
-    model, settings = run.actor_critic, run.config.ppo
-    whole, rows = run.ranks.sum(rollout.lengths.sum()), run.ranks.sum(len(rollout.lengths))
-    passes = sums.state().get("optim/steps", [0.0])[0] / settings.minibatches
+def add_times(
+    config: Config,
+    sums: Sums,
+    tokens: int,
+    rollout: Rollout,
+    seconds: Mapping[str, float],
+    engine: Engine,
+    frozen: Iterable[Any],
+    with_policy: bool,
+) -> None:
+    """Seconds, throughput, the share of the device's peak, and peak memory of one update. frozen: reference and rewards."""
+    for phase, spent in seconds.items():
+        sums.add(f"time/{phase}_s", spent)
+    sums.add("rollout/tokens_per_s", tokens / seconds["rollout"])
+    total = sum(seconds.values())
+    sums.add("time/tokens_per_s", tokens / total)
+    sums.add("time/samples_per_s", config.ppo.episodes_per_update / total)
+    model, ranks = engine.module, engine.ranks
+    whole, rows = ranks.sum(rollout.lengths.sum()), ranks.sum(len(rollout.lengths))
+    passes = sums.state().get("optim/steps", [0.0])[0] / config.ppo.minibatches
+    models = [m for source in frozen if isinstance(m := getattr(source, "model", None), nn.Module)]
     flops = update_flops(
-        model.policy, model.critic, run.frozen_models(), whole, whole / rows, passes=passes, with_policy=with_policy
+        model.policy, model.critic, models, whole, whole / rows, passes=passes, with_policy=with_policy
     )
-    for name, value in usage_metrics(run.config, run.device, flops, seconds, run.ranks.count).items():
+    for name, value in usage_metrics(config, engine.device, flops, total, ranks.count).items():
         sums.add(name, value)
 
 
-def held_out_sums(rollout: Rollout, scores: torch.Tensor, gold: list[dict[str, float]]) -> Sums:
+# ------------------------------------------------------------------------------------------- metrics as functions
+
+
+def load_measures(config: Config, truth: "Truth | None") -> list[Measure]:
+    """The functions of ppo.metrics, and the true scores if there are any. Raises: UserError."""
+    given = [load_measure(name) for name in listed(config.ppo.metrics)]
+    return given if truth is None else [lambda experience: mean_truth(truth, experience), *given]
+
+
+def load_measure(name: str) -> Measure:
+    """The metrics of a function `module:name` or `file.py:name` of an `Experience`, as custom/… Raises: UserError."""
+    function = load_named("metric", name, ("experience",))
+
+    def measure(experience: Experience) -> dict[str, float]:
+        returned = function(experience)
+        if not isinstance(returned, Mapping):
+            raise UserError(f"metric {name}: returned a {type(returned).__name__}: return {{name: number}}")
+        found = {}
+        for key, value in returned.items():
+            if find(f"custom/{key}") is None:
+                raise UserError(f"metric {name}: {key!r} is no name: use lower-case letters, digits, _ and -")
+            try:
+                found[f"custom/{key}"] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise UserError(f"metric {name}: {key} is {value!r}: return one number per name") from None
+        return found
+
+    return measure
+
+
+def add_measures(sums: Sums, measures: Iterable[Measure], experience: Experience) -> None:
+    count = len(experience.texts)
+    for measure in measures:
+        for name, value in measure(experience).items():
+            sums.add(name, value * count, count)
+
+
+def true_scores(
+    truth: "Truth | None", records: list[PromptRecord], texts: list[str], rollout: Rollout
+) -> list[dict[str, float]]:
+    """The true scores of each response, not used in training; empty if there is no true score."""
+    if truth is None or not records or not truth.knows(records[0]):
+        return []
+    return [truth.judge(*episode) for episode in zip(records, texts, rollout.ended.tolist(), strict=True)]
+
+
+def mean_truth(truth: "Truth", experience: Experience) -> dict[str, float]:
+    """The gold/… metrics."""
+    parts = true_scores(truth, experience.records, experience.texts, experience.rollout)
+    return {f"gold/{name}": sum(part[name] for part in parts) / len(parts) for name in (parts[0] if parts else ())}
+
+
+# ------------------------------------------------------------------------------------------------ held-out prompts
+
+
+def held_out_sums(rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]) -> Sums:
     """The eval/dev/… metrics of responses to the held-out prompts, as sums."""
     sums, mask, count = Sums(), rollout.response_mask, len(scores)
     kl = torch.where(mask, rollout.logp_old - rollout.logp_ref, 0.0)
@@ -84,33 +170,18 @@ def held_out_sums(rollout: Rollout, scores: torch.Tensor, gold: list[dict[str, f
     return sums
 
 
-def gold_parts(run: PpoRun, records: list[PromptRecord], rollout: Rollout) -> list[dict[str, float]]:
-    """The true scores of each response, not used in training; empty if there is no true score."""
-    if run.truth is None or not records or not run.truth.knows(records[0]):
-        return []
-    texts = [response_text(run.tokenizer, ids) for ids in response_ids(rollout)]
-    return [
-        run.truth.judge(record, text, ended)
-        for record, text, ended in zip(records, texts, rollout.ended.tolist(), strict=True)
-    ]
-
-
-def response_ids(rollout: Rollout) -> list[list[int]]:
-    where = zip(rollout.tokens.tolist(), rollout.prompt_lengths.tolist(), rollout.lengths.tolist(), strict=True)
-    return [row[start:end] for row, start, end in where]
-
-
 def sample_rows(
-    tokenizer: Any, records: list[PromptRecord], rollout: Rollout, scores: torch.Tensor, gold: list[dict[str, float]]
+    tokenizer: Any, records: list[PromptRecord], rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]
 ) -> list[dict[str, Any]]:
     """Rows of the samples table: each response as text with score and KL, and the KL of each token."""
     rows = []
-    for i, ids in enumerate(response_ids(rollout)):
+    for i, record in enumerate(records[:SAMPLES_SHOWN]):
+        ids = rollout.tokens[i, int(rollout.prompt_lengths[i]) : int(rollout.lengths[i])].tolist()
         kl_tokens = (rollout.logp_old[i] - rollout.logp_ref[i])[rollout.response_mask[i]]
         rows.append(
             {
-                "id": records[i].id,
-                "prompt": shown_prompt(records[i].prompt),
+                "id": record.id,
+                "prompt": shown_prompt(record.prompt),
                 "response": decode_response(tokenizer, ids),
                 "score": scores[i].item(),
                 "kl": kl_tokens.sum().item(),

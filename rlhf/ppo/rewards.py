@@ -1,9 +1,10 @@
 """Reward sources of PPO: reward models, text classifiers and Python functions, alone or combined.
 
-A source is called with `Episodes` and returns scores (B,) float32.
+A source is called with `Episodes` and returns scores (B,) float32. It may have `by_token`, see `score_by_token`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,63 +12,54 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.model.batching import by_length, right_pad
-from rlhf.model.interface import Episodes
+from rlhf.model.batching import by_length
+from rlhf.model.classifier import load_reward_model
+from rlhf.model.heads import RewardConfig, RewardModel
+from rlhf.model.interface import Episodes, score
 from rlhf.ops.ppo import apply_missing_eos
-from rlhf.system.plugins import load_named
+from rlhf.runs.folders import check_output, read_stage, stage_folder
+from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
+from rlhf.system.plugins import is_function, load_named
+from rlhf.training.adapters import load_adapters, share_weights
+from rlhf.training.setup import check_tokenizer
 
 Reward = Callable[[Episodes], Tensor]
 
 
 class ModelReward:
-    """A reward model with the policy's own tokenizer: the score at the last token.
-
-    model(tokens, lengths) gives scores (B,) of right-padded rows.
-    """
-
-    def __init__(self, model: Any, pad: int, batch: int, device: torch.device):
-        self.model, self.pad, self.batch, self.device = model, pad, batch, device
-
-    @torch.no_grad()
-    def __call__(self, episodes: Episodes) -> Tensor:
-        scores = torch.zeros(len(episodes.responses), device=self.device)
-        for group, tokens, lengths in self._groups(episodes):
-            scores[group] = self.model(tokens, lengths).float()
-        return scores
-
-    @torch.no_grad()
-    def by_token(self, episodes: Episodes) -> Tensor:
-        """The part of the score that each response token earns, (B, A) float32; a row's sum is its score.
-
-        It is the token's term of the mean that the model reads (reward.read_tokens). The terms of prompt tokens, which no
-        token of the response changes, count to the first response token.
-        """
-        sizes = torch.tensor([len(ids) for ids in episodes.responses], device=self.device)
-        parts = torch.zeros(len(sizes), int(sizes.max()), device=self.device)
-        for group, tokens, lengths in self._groups(episodes):
-            terms = self.model(tokens, lengths, by_token=True).float()  # (b, N), from the last token backwards
-            at = sizes[group, None] - 1 - torch.arange(terms.shape[1], device=self.device)
-            parts[group] = parts[group].scatter_add(1, at.clamp(min=0), terms)
-        return parts
-
-    def _groups(self, episodes: Episodes) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Right-padded rows of similar length, with their lengths and their indices."""
-        rows = [p + r for p, r in zip(episodes.prompts, episodes.responses, strict=True)]
-        for group in by_length([len(row) for row in rows], self.batch):
-            tokens, lengths = right_pad([rows[i] for i in group], self.pad)
-            yield group, tokens.to(self.device), lengths.to(self.device)
-
-
-class TextReward:
-    """A reward model with its own tokenizer: it gets prompt and response as text."""
+    """A reward model: of the policy's tokens, or a classifier of text."""
 
     def __init__(self, model: Any, device: torch.device):
         self.model, self.device = model, device
 
-    @torch.no_grad()
+    @property
+    def bare(self) -> Any:
+        """The model outside its engine."""
+        return getattr(self.model, "module", self.model)
+
+    @property
+    def read_tokens(self) -> int:
+        return 0 if self.bare.reads_text else self.bare.config.read_tokens
+
     def __call__(self, episodes: Episodes) -> Tensor:
-        prompts = [record.prompt for record in episodes.records]
-        return self.model.score_texts(prompts, episodes.texts, episodes.ended.tolist()).float().to(self.device)
+        return score(self.model, self.bare.rows(episodes)).to(self.device)
+
+    @torch.no_grad()
+    def by_token(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+        """A token earns its term of the mean that the model reads (reward.read_tokens). The terms of prompt tokens, which
+        no token of the response changes, count to the first response token.
+        """
+        sizes = torch.tensor([len(ids) for ids in episodes.responses], device=self.device)
+        parts = torch.zeros(len(sizes), int(sizes.max()), device=self.device)
+        if self.read_tokens == 0:
+            return self(episodes), parts
+        rows = self.bare.rows(episodes)
+        for group in by_length([len(row) for row in rows], self.bare.together):
+            batch = {name: x.to(self.device) for name, x in self.bare.collate([rows[i] for i in group]).items()}
+            terms = self.model(**batch, by_token=True).float()  # (b, N), from the last token backwards
+            at = sizes[group, None] - 1 - torch.arange(terms.shape[1], device=self.device)
+            parts[group] = parts[group].scatter_add(1, at.clamp(min=0), terms)
+        return parts.sum(1), parts
 
 
 class FunctionReward:
@@ -107,7 +99,6 @@ class CombinedReward:
         return self._weighted(list(self.parts.values()))
 
     def by_token(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
-        """As `score_by_token`."""
         both = {name: score_by_token(source, episodes) for name, source in self.sources.items()}
         self.parts = {name: scores for name, (scores, _) in both.items()}
         return self._weighted(list(self.parts.values())), self._weighted([parts for _, parts in both.values()])
@@ -118,13 +109,14 @@ class CombinedReward:
 
 def score_by_token(reward: Reward, episodes: Episodes) -> tuple[Tensor, Tensor]:
     """Scores (B,), and the parts of them that the response tokens earn, (B, A); the rest belongs to no single token."""
-    if isinstance(reward, CombinedReward):
+    if hasattr(reward, "by_token"):
         return reward.by_token(episodes)
-    if isinstance(reward, ModelReward):
-        parts = reward.by_token(episodes)
-        return parts.sum(1), parts
     scores = reward(episodes)
     return scores, scores.new_zeros(len(scores), max(map(len, episodes.responses)))
+
+
+def sources_of(reward: Reward) -> list[Reward]:
+    return list(reward.sources.values()) if isinstance(reward, CombinedReward) else [reward]
 
 
 def adjust_scores(config: Config, scores: Tensor, ended: Tensor) -> Tensor:
@@ -133,3 +125,64 @@ def adjust_scores(config: Config, scores: Tensor, ended: Tensor) -> Tensor:
     if settings.score_clip is not None:
         scores = scores.clamp(-settings.score_clip, settings.score_clip)
     return apply_missing_eos(scores, ended, settings.missing_eos_score, settings.missing_eos_rule)
+
+
+def make_reward(
+    config: Config,
+    tokenizer: Any,
+    device: torch.device,
+    say: Callable[[str], None] = lambda text: None,
+    policy: Any = None,
+) -> tuple[Reward, RewardModel | None]:
+    """The reward, and its first reward model with the policy's tokenizer, from which the critic can start.
+
+    policy: the model whose trunk the reward models share, with their own adapters; None: each has its own weights.
+    """
+    names, weights = reward_sources(config)
+    sources: dict[str, Reward] = {}
+    first: RewardModel | None = None
+    for name in names:
+        if name is not None and is_function(name):
+            sources[f"function_{len(sources)}"] = FunctionReward(name, device)
+            say(f"rewards come from the function {name}")
+            continue
+        folder = reward_folder(config, name)
+        if policy is None:
+            model = load_reward_model(reward_model_folder(folder), device).requires_grad_(False)
+        else:
+            model = load_on_trunk(config, folder, policy)
+        if not config.ppo.calibrated:
+            model.calibrate(gain=1.0, shift=0.0)
+        if model.reads_text:
+            say(f"{folder}: scores text with its own tokenizer")
+        else:
+            check_tokenizer(folder, tokenizer)
+            model.together, first = 2 * config.ppo.micro_batch_episodes, first or model
+        sources[f"model_{len(sources)}"] = ModelReward(model, device)
+    if len(sources) == 1 and weights == [1.0]:
+        return next(iter(sources.values())), first
+    return CombinedReward(sources, weights), first
+
+
+def load_on_trunk(config: Config, folder: Path, policy: Any) -> RewardModel:
+    """The reward model of a stage's folder as adapters and a head on the policy's own trunk, the SFT model, frozen.
+
+    Raises: UserError if it was not trained with adapters, or on another SFT model.
+    """
+    remedy = "or set lora.share_trunk=false"
+    record, sft = read_stage(folder), stage_folder(config, "sft")
+    if record is None or not (folder / "adapters").is_dir():
+        raise UserError(
+            f"lora.share_trunk=true: {folder} was not trained with adapters: train it with lora.rank, {remedy}"
+        )
+    theirs, ours = record["parents"].get("sft", ""), check_output(sft)["hash"]
+    if theirs != ours:
+        raise UserError(
+            f"lora.share_trunk=true: {folder} was trained on another SFT model ({theirs[:8]}) than {sft} ({ours[:8]}): "
+            f"train it on that one, {remedy}"
+        )
+    settings = RewardConfig.from_pretrained(str(folder / "model"))
+    with torch.random.fork_rng():
+        model = RewardModel.on_trunk(settings, share_weights(policy.base_model))
+    load_adapters(model, folder / "adapters", "reward")
+    return model

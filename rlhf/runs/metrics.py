@@ -105,6 +105,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/eos_fraction", _PPO, _SHARE, _SEQUENCES, "mean", "responses that ended by themselves"),
     Metric("rollout/response_len", _PPO, "tokens", _SEQUENCES, "mean", "response tokens, end of turn included"),
     Metric("rollout/tokens_per_s", _PPO, "tokens per second", _RESPONSE, "last", "global tokens over seconds"),
+    Metric("custom/<part>", _PPO, "", _SEQUENCES, "mean", "a metric of the functions in ppo.metrics"),
     Metric("gold/<part>", _PPO, "gold score", _SEQUENCES, "mean", "the judge's own score of the rollouts"),
     # optimizer
     Metric("optim/lr", _TRAINED, "", "-", "last", "learning rate; the policy's in ppo"),

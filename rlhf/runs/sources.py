@@ -169,7 +169,7 @@ def reward_model_folder(folder: Path) -> Path:
 def hash_rewards(config: Config) -> dict[str, str]:
     """Hashes of the reward sources apart from the run's own reward model: other runs' models, files of classifiers and
     functions."""
-    hashes = {}
+    hashes: dict[str, str] = {}
     for name in reward_sources(config)[0]:
         if name is None:
             continue
@@ -225,6 +225,9 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     hashes |= hash_model(base, f"{stage}.model:")
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
         hashes |= hash_rewards(config)
+    estimator = config.ppo.advantages if stage == "ppo" else ""
+    if is_function(estimator) and (source := source_file("advantage estimator", estimator)) is not None:
+        hashes[f"advantages:{estimator}"] = sha256_file(source)
     return hashes | hash_optional_parents(config, stage)
 
 

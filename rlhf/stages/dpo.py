@@ -25,7 +25,7 @@ from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.model.batching import right_pad
 from rlhf.ops.ranking import ranking_loss
-from rlhf.ppo.rollout import response_logprobs
+from rlhf.ppo.experience import response_logprobs
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metrics import Sums
 from rlhf.runs.sources import hash_sources

@@ -1,94 +1,166 @@
 """Stage 4: PPO against the reward model, with a KL penalty towards the SFT model (RECIPE: Ouyang et al. 2022, C.4).
 
-`one_update` is the recipe in the paper's order: 1. sample  2. score  3. rewards  4. advantages  5. update. `rlhf.ppo.setup` loads the
-models and the prompts; `rlhf.ppo.update` contains the losses of step 5.
+`one_update` is the recipe in the paper's order: 1. sample  2. score  3. rewards  4. advantages  5. update. The losses of step 5
+are in `rlhf.ppo.update`.
 """
 
 import contextlib
 import random
-import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
 
 from rlhf.config import Config
-from rlhf.ops.advantages import OF_GROUPS, compute_advantages
+from rlhf.data.chat_template import response_text
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.gold.truth import Truth, make_truth
+from rlhf.model.heads import RewardModel
+from rlhf.ops.gae import OF_GROUPS
+from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
-from rlhf.ppo.checkpoint import restore, save, write_models
+from rlhf.ppo.experience import (
+    Estimator,
+    Experience,
+    PretrainingBlocks,
+    Prompt,
+    Prompts,
+    load_estimator,
+    load_ppo_prompts,
+    sample_responses,
+    score_responses,
+)
 from rlhf.ppo.invariants import check_first_rollout
 from rlhf.ppo.metrics import (
-    SAMPLES_SHOWN,
-    add_gold_parts,
+    Measure,
+    Phases,
+    add_measures,
     add_rollout_metrics,
     add_times,
-    gold_parts,
     held_out_sums,
+    load_measures,
     sample_rows,
+    true_scores,
 )
-from rlhf.ppo.rewards import adjust_scores
-from rlhf.ppo.rollout import Experience
-from rlhf.ppo.setup import PpoRun, make_ppo_run
-from rlhf.ppo.update import optimize
+from rlhf.ppo.models import load_models
+from rlhf.ppo.rewards import Reward, adjust_scores, sources_of
+from rlhf.ppo.update import State, optimize
+from rlhf.runs.folders import stage_folder
 from rlhf.runs.metrics import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
-from rlhf.runs.trackers import Tracker
-from rlhf.training.loop import open_loop
+from rlhf.system.processes import Ranks
+from rlhf.training.adapters import save_model, save_output
+from rlhf.training.ema import Ema
+from rlhf.training.loop import open_loop, refuse_nonfinite
 from rlhf.training.setup import set_up
+from rlhf.training.state import put_random_state, read_state, write_checkpoint
+
+Reference = Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs (B, A) of the SFT model
+TO_CHECK = ("scores", "logp_old", "logp_ref", "values")
 
 
 def run(config: Config) -> None:
     """Write runs/<run>/ppo/model."""
     with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
-        run = make_ppo_run(config, stage, set_up(config))
-        updates = config.ppo.episodes // config.ppo.episodes_per_update
-        with open_loop(stage, run.ranks, updates, unit="update") as loop:
+        # Set up
+        device, settings = set_up(config), config.ppo
+        estimate, truth = load_estimator(settings.advantages), make_truth(config)
+        measures = load_measures(config, truth)
+        tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
+        policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
+        prompts = load_texts(config, tokenizer, stage.say)
+        state = State(stage, engine, make_kl(config), make_ema(config, policy))
+        models = {"policy": policy, "reference": reference, "reward": reward}
+
+        # Loop
+        updates = settings.episodes // settings.episodes_per_update
+        with open_loop(stage, engine.ranks, updates, unit="update") as loop:
             if loop.resume:
-                restore(run, loop.resume)
+                restore(state, loop.resume)
                 logged = list(read_jsonl(stage.folder / "metrics.jsonl"))
-                run.metrics = logged[-1] if logged else {}  # what is reported if no update is left
-            elif config.ppo.eval_every:
-                loop.tracker.log(evaluate_held_out(run, 0, loop.tracker), step=0, episodes=0)
-            for update in loop.steps(lambda update: save(run, update)):
-                metrics = run.metrics = one_update(run, update, loop.tracker)
-                loop.bar.update(
-                    1,
-                    reward=metrics["objective/scores"],
-                    KL=metrics["objective/kl"],
-                    length=metrics["rollout/response_len"],
+                state.metrics = logged[-1] if logged else {}  # what is reported if no update is left
+            elif settings.eval_every:
+                metrics, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
+                loop.tracker.samples(0, rows)
+                loop.tracker.log(metrics, step=0, episodes=0)
+            for update in loop.steps(lambda update: save(config, state, update)):
+                metrics = state.metrics = one_update(
+                    config,
+                    update,
+                    policy=policy,
+                    critic=critic,
+                    reference=reference,
+                    reward=reward,
+                    prompts=prompts,
+                    state=state,
+                    estimate=estimate,
+                    measures=measures,
                 )
-                if above_ceiling(config, metrics["objective/kl"]):
+                if settings.eval_every and update % settings.eval_every == 0:
+                    held_out, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
+                    metrics |= held_out
+                    if update % settings.samples_every == 0:
+                        loop.tracker.samples(update, rows)
+                episodes = update * settings.episodes_per_update
+                loop.tracker.log(metrics, step=update, episodes=episodes, tokens=state.tokens)
+                kl, length = metrics["objective/kl"], metrics["rollout/response_len"]
+                loop.bar.update(1, reward=metrics["objective/scores"], KL=kl, length=length)
+                if above_ceiling(config, kl):
                     stage.say(
-                        f"stopped at update {update}: KL {metrics['objective/kl']:.2f} nats is above "
-                        f"kl.ceiling={config.kl.ceiling}: the policy is kept as it was before this update"
+                        f"stopped at update {update}: KL {kl:.2f} nats is above kl.ceiling={config.kl.ceiling}: the policy is "
+                        "kept as it was before this update"
                     )
                     break
-        write_models(run)
-        stage.finish({name: run.metrics[name] for name in ("objective/scores", "objective/kl") if name in run.metrics})
+
+        # Write
+        write_models(state, policy, critic, tokenizer)
+        stage.finish(
+            {name: state.metrics[name] for name in ("objective/scores", "objective/kl") if name in state.metrics}
+        )
 
 
-def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
+def one_update(
+    config: Config,
+    update: int,
+    *,
+    policy: Any,
+    critic: nn.Module | None,
+    reference: Reference,
+    reward: Reward,
+    prompts: Prompts,
+    state: State,
+    estimate: Estimator,
+    measures: Sequence[Measure] = (),
+) -> dict[str, float]:
     """One round of the recipe; returns its metrics."""
-    settings, sums = run.config.ppo, Sums()
-    run.spent.clear()
-    run.mark = time.monotonic()
-    chosen, episodes = choose_prompts(run, update), episodes_of_rank(run)
-    prompts = [run.prompts[chosen[episode]] for episode in episodes]
+    settings, engine, sums = config.ppo, state.engine, Sums()
+    phases = Phases(return_memory=config.lora.share_trunk)  # whose purpose is to save memory
+    chosen, episodes = choose_prompts(config, len(prompts.train), update), episodes_of_rank(config, engine.ranks)
+    asked = [prompts.train[chosen[episode]] for episode in episodes]
 
     # 1. Sample a response to each prompt from the policy
-    samples = run.sample(prompts, [("ppo", update, episode) for episode in episodes])
+    keys = [("ppo", update, episode) for episode in episodes]
+    samples = sample_responses(config, engine, policy, prompts.tokenizer, asked, keys)
+    texts = [response_text(prompts.tokenizer, ids) for ids in samples.responses]
+    phases.end("rollout")
 
     # 2. Score it; log-probs of policy and reference, values
-    rollout = run.score(prompts, samples)
+    rollout = score_responses(config, engine, reference, reward, prompts.tokenizer, asked, samples, texts)
     mask = rollout.response_mask
+    phases.end("score")
+    refuse_nonfinite(state.stage, {name: getattr(rollout, name) for name in TO_CHECK}, rollout._asdict())
 
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score, or each token its part of it
-    scores = adjust_scores(run.config, rollout.scores, rollout.ended)
-    kl_coef = run.kl.coef if run.config.kl.penalty == "reward" else 0.0
+    scores = adjust_scores(config, rollout.scores, rollout.ended)
+    kl_coef = state.kl.coef if config.kl.penalty == "reward" else 0.0
     rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef, rollout.token_scores)
 
     # 4. Advantages: delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  whitened
-    advantages, returns = compute_advantages(
-        settings.advantages,
+    advantages, returns = estimate(
         rewards,
         rollout.values,
         mask,
@@ -97,76 +169,148 @@ def one_update(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
         group_size=settings.responses_per_prompt,
     )
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
-        advantages = whiten(advantages, mask, run.ranks.sum_tensor)
+        advantages = whiten(advantages, mask, engine.ranks.sum_tensor)
     if update == 1:
-        check_first_rollout(rollout, rewards, scores, kl_coef, run.engine.bfloat16)
+        check_first_rollout(rollout, rewards, scores, kl_coef, engine.bfloat16)
+    experience = Experience([record for record, _ in asked], texts, rollout, scores, rewards, advantages, returns)
 
     # 5. Update policy and critic, minibatch by minibatch; then the KL coefficient
-    add_rollout_metrics(run, sums, rollout, scores, returns)
-    add_gold_parts(run, sums, prompts, rollout)
-    kl = run.ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
-    if not above_ceiling(run.config, kl):
-        optimize(run, update, Experience(rollout, advantages, returns), episodes, sums)
-    run.end_phase("update")
+    add_rollout_metrics(config, sums, experience, state.kl.coef, reward, critic)
+    add_measures(sums, measures, experience)
+    kl = engine.ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
+    if not above_ceiling(config, kl):
+        optimize(config, update, experience, episodes, state, prompts.blocks, sums)
+    phases.end("update")
     trained = update > settings.critic_warmup_updates  # before that the policy does not change
     if trained:
-        run.kl.update(kl, settings.episodes_per_update)
+        state.kl.update(kl, settings.episodes_per_update)
 
-    tokens = int(run.ranks.sum(mask.sum()))
-    run.tokens += tokens
-    add_times(run, sums, tokens, rollout, with_policy=trained)
-    metrics = run.ranks.merge(sums).reduce()
-    if settings.eval_every and update % settings.eval_every == 0:
-        metrics |= evaluate_held_out(run, update, tracker)
-    tracker.log(metrics, step=update, episodes=update * settings.episodes_per_update, tokens=run.tokens)
-    return metrics
+    tokens = int(engine.ranks.sum(mask.sum()))
+    state.tokens += tokens
+    add_times(config, sums, tokens, rollout, phases.seconds, engine, (reference, *sources_of(reward)), trained)
+    return engine.ranks.merge(sums).reduce()
 
 
 def above_ceiling(config: Config, kl: float) -> bool:
     return config.kl.ceiling is not None and kl > config.kl.ceiling
 
 
-def choose_prompts(run: PpoRun, update: int) -> list[int]:
-    """Indices of the prompts of one update: passes over all prompts, each in its own random order, cut into updates.
+def choose_prompts(config: Config, count: int, update: int) -> list[int]:
+    """Indices of the prompts of one update: passes over all `count` prompts, each in its own random order, cut into updates.
 
     With k responses per prompt, each index appears k times in a row.
     """
-    settings = run.config.ppo
+    settings = config.ppo
     size = settings.episodes_per_update // settings.responses_per_prompt
     chosen: list[int] = []
     for number in range((update - 1) * size, update * size):  # of the prompts of all updates
-        epoch, position = divmod(number, len(run.prompts))
+        epoch, position = divmod(number, count)
         if position == 0 or not chosen:
-            order = list(range(len(run.prompts)))
-            random.Random(f"ppo-{run.config.seed}-{epoch}").shuffle(order)
+            order = list(range(count))
+            random.Random(f"ppo-{config.seed}-{epoch}").shuffle(order)
         chosen.append(order[position])
     return [index for index in chosen for _ in range(settings.responses_per_prompt)]
 
 
-def episodes_of_rank(run: PpoRun) -> list[int]:
+def episodes_of_rank(config: Config, ranks: Ranks) -> list[int]:
     """The episodes of an update that this rank samples: whole prompts, assigned to the ranks in turn."""
-    settings, ranks = run.config.ppo, run.ranks
-    episodes = range(settings.episodes_per_update)
-    return [e for e in episodes if e // settings.responses_per_prompt % ranks.count == ranks.rank]
+    episodes = range(config.ppo.episodes_per_update)
+    return [e for e in episodes if e // config.ppo.responses_per_prompt % ranks.count == ranks.rank]
 
 
-def evaluate_held_out(run: PpoRun, update: int, tracker: Tracker) -> dict[str, float]:
-    """Metrics of the policy after `update` updates on fixed held-out prompts; also writes rows of the samples table.
+def evaluate_held_out(
+    config: Config,
+    *,
+    policy: Any,
+    reference: Reference,
+    reward: Reward,
+    prompts: Prompts,
+    state: State,
+    truth: Truth | None,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics of the policy on fixed held-out prompts, and rows of the samples table.
 
     If the stage writes an average of the weights, the average is evaluated.
     """
-    ranks = run.ranks
+    engine, tokenizer = state.engine, prompts.tokenizer
+    ranks = engine.ranks
     # Under ZeRO-3 all ranks compute together, so each takes the same number of prompts; the rest are left out
-    even = len(run.held_out) // ranks.count * ranks.count if run.engine.sharded else None
-    prompts = run.held_out[:even][ranks.rank :: ranks.count]
+    even = len(prompts.held_out) // ranks.count * ranks.count if engine.sharded else None
+    asked: list[Prompt] = prompts.held_out[:even][ranks.rank :: ranks.count]
     sums, rows = Sums(), []
-    if prompts:
-        records = [record for record, _ in prompts]
-        with run.ema.applied() if run.ema is not None else contextlib.nullcontext():
-            rollout = run.score(prompts, run.sample(prompts, [("held out", record.id) for record in records]))
-        scores, gold = adjust_scores(run.config, rollout.scores, rollout.ended), gold_parts(run, records, rollout)
+    if asked:
+        records = [record for record, _ in asked]
+        with state.ema.applied() if state.ema is not None else contextlib.nullcontext():
+            keys = [("held out", record.id) for record in records]
+            samples = sample_responses(config, engine, policy, tokenizer, asked, keys)
+            texts = [response_text(tokenizer, ids) for ids in samples.responses]
+            rollout = score_responses(config, engine, reference, reward, tokenizer, asked, samples, texts)
+        refuse_nonfinite(state.stage, {name: getattr(rollout, name) for name in TO_CHECK}, rollout._asdict())
+        scores, gold = adjust_scores(config, rollout.scores, rollout.ended), true_scores(truth, records, texts, rollout)
         sums = held_out_sums(rollout, scores, gold)
-        rows = sample_rows(run.tokenizer, records, rollout, scores, gold)[:SAMPLES_SHOWN]
-    if update % run.config.ppo.samples_every == 0:
-        tracker.samples(update, rows)
-    return ranks.merge(sums).reduce()
+        rows = sample_rows(tokenizer, records, rollout, scores, gold)
+    return ranks.merge(sums).reduce(), rows
+
+
+def load_texts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Prompts:
+    train, held_out = load_ppo_prompts(config, tokenizer, say)
+    return Prompts(train, held_out, tokenizer, PretrainingBlocks(config, tokenizer) if config.ppo.ptx_coef else None)
+
+
+def make_kl(config: Config) -> FixedKL | AdaptiveKL:
+    kl = config.kl
+    return FixedKL(kl.coef) if kl.target is None else AdaptiveKL(init=kl.coef, target=kl.target, horizon=kl.horizon)
+
+
+def make_ema(config: Config, policy: nn.Module) -> Ema | None:
+    return None if config.ppo.ema_decay is None else Ema(policy, config.ppo.ema_decay)
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+
+def write_models(state: State, policy: Any, critic: Any, tokenizer: Any) -> None:
+    """`model` (the average if there is one, with adapters merged), and the critic. Every rank has to call it."""
+    stage = state.stage
+    if state.ema is None:
+        save_output(policy, tokenizer, stage)
+    else:
+        save_output(policy, tokenizer, stage, "last")
+        average = state.ema.state_dict()
+        with state.ema.applied():
+            save_output(policy, tokenizer, stage, average=average)
+    if isinstance(critic, RewardModel):
+        save_model(critic, stage.folder / "critic", stage.folder / "critic_adapters")
+
+
+def save(config: Config, state: State, update: int) -> None:
+    """A checkpoint; every rank has to call it, and rank 0 writes."""
+    tensors = state.engine.state()
+    notes = {"tokens": state.tokens, "kl": state.kl.state_dict()}
+    if state.ema is not None:
+        average = state.ema.state_dict()
+        notes["averaged_steps"] = state.ema.steps
+        if tensors is not None:
+            tensors["ema"] = average
+    write_checkpoint(state.stage, update, tensors, notes, figure=figure_of(config, state.metrics))
+
+
+def figure_of(config: Config, metrics: dict[str, float]) -> float | None:
+    """The figure for checkpoints.keep_best: the held-out score less kl.coef times the held-out KL.
+
+    kl.coef is the setting. With the current value of an adaptive coefficient, checkpoints would not be comparable.
+    """
+    if "eval/dev/scores" not in metrics:
+        return None
+    return metrics["eval/dev/scores"] - config.kl.coef * metrics["eval/dev/kl"]
+
+
+def restore(state: State, folder: Path) -> None:
+    """Read a checkpoint."""
+    tensors, notes = read_state(folder)
+    state.engine.restore(tensors)
+    put_random_state(folder)
+    if state.ema is not None:
+        state.ema.load_state_dict(tensors["ema"], notes["averaged_steps"])
+    state.kl.load_state_dict(notes["kl"])
+    state.tokens = notes["tokens"]

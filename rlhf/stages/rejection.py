@@ -17,7 +17,8 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, draw_candidates
 from rlhf.model.interface import context_of
-from rlhf.ppo.setup import load_ppo_prompts, make_reward
+from rlhf.ppo.experience import load_ppo_prompts
+from rlhf.ppo.rewards import make_reward
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.run_files import read_jsonl

@@ -102,12 +102,16 @@ def write_parents(config: Any, spec: Spec) -> None:
 
 
 def ours(spec: Spec, turns: Turns) -> None:
+
     from rlhf.config.compose import compose_config
     from rlhf.data.records import PromptRecord
-    from rlhf.ppo.setup import make_ppo_run
+    from rlhf.data.tokenizer import load_tokenizer
+    from rlhf.ppo.experience import Prompts, load_estimator
+    from rlhf.ppo.models import load_models
+    from rlhf.ppo.update import State
+    from rlhf.runs.folders import stage_folder
     from rlhf.runs.stage import open_stage
-    from rlhf.runs.trackers import make_tracker
-    from rlhf.stages.ppo import one_update
+    from rlhf.stages import ppo
     from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:
@@ -141,14 +145,25 @@ def ours(spec: Spec, turns: Turns) -> None:
         )
         write_parents(config, spec)
         with open_stage(config, "ppo") as stage:
-            trainer = make_ppo_run(config, stage, set_up(config))
-            trainer.prompts = [
+            tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
+            policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, set_up(config))
+            given = [
                 (PromptRecord.model_validate({"id": str(i), "prompt": "any"}), tokens)
                 for i, tokens in enumerate(make_prompts(spec))
             ]
-            tracker = make_tracker("off", folder=stage.folder, run="bench", stage="ppo", config={})
+            state = State(stage, engine, ppo.make_kl(config))
             for update, _ in enumerate(turns, 1):
-                metrics = one_update(trainer, update, tracker)
+                metrics = ppo.one_update(
+                    config,
+                    update,
+                    policy=policy,
+                    critic=critic,
+                    reference=reference,
+                    reward=reward,
+                    prompts=Prompts(given, [], tokenizer),
+                    state=state,
+                    estimate=load_estimator(config.ppo.advantages),
+                )
                 turns.done(
                     units=metrics["rollout/response_len"] * spec["episodes"],
                     processed=(metrics["rollout/response_len"] + spec["prompt"]) * spec["episodes"],

@@ -25,7 +25,7 @@ from rlhf.evaluation.best_of import draw_candidates
 from rlhf.evaluation.policies import judge_rows, totals
 from rlhf.evaluation.statistics import interval
 from rlhf.gold.truth import make_truth
-from rlhf.ppo.setup import make_reward
+from rlhf.ppo.rewards import make_reward
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import need_source

@@ -22,7 +22,7 @@ from rlhf.model.interface import lm
 from rlhf.model.packed import packed_weights
 from rlhf.model.ragged import ragged_loss
 from rlhf.ops.logprobs import entropy, token_logprobs
-from rlhf.ppo.rollout import response_logprobs
+from rlhf.ppo.experience import response_logprobs
 from tests.presets import preset
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"

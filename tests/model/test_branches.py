@@ -7,7 +7,7 @@ from torch.nn.utils import parameters_to_vector
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.batching import right_pad
 from rlhf.model.branches import choose_groups, join, joined_length, shared_length
-from rlhf.ppo.rollout import response_logprobs
+from rlhf.ppo.experience import response_logprobs
 from tests.presets import preset
 
 ROWS = [[5, 6, 7, 8], [4, 4, 4], [5, 6, 7, 9, 1], [3], [4, 4, 4, 4], [5, 6, 2]]

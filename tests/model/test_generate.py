@@ -16,7 +16,7 @@ from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.engines.sampler import default_batch, sample, stream
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.ppo.rollout import response_logprobs
+from rlhf.ppo.experience import response_logprobs
 from tests.presets import preset
 
 VOCAB, NEW, PAD = 40, 12, 0

@@ -17,7 +17,7 @@ from rlhf.model import GPTForCausalLM
 from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import read_checkpoint
 from rlhf.model.interface import lm
-from rlhf.ppo.rollout import response_logprobs
+from rlhf.ppo.experience import response_logprobs
 from tests.model.chats import make_tokenizer
 from tests.model.checkpoints import make_checkpoint
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.ops.advantages import compute_advantages, group_normalised, leave_one_out
-from rlhf.ops.gae import gae
+from rlhf.ops.gae import compute_advantages, gae, group_normalised, leave_one_out
 
 # Two prompts with three responses each.
 REWARDS = torch.tensor([1.0, 2.0, 6.0, 4.0, 4.0, 4.0])

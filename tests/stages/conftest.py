@@ -42,11 +42,6 @@ def run_ranks(script: str, processes: int, *arguments: str) -> None:
         assert run_stage_processes(arguments, processes, threads=1, module=f"tests.stages.{script}") == 0
 
 
-def collect(run: Any, prompts: Any, keys: list[tuple]) -> Any:
-    """PPO's steps 1 and 2: one response to each prompt, scored."""
-    return run.score(prompts, run.sample(prompts, keys))
-
-
 @dataclass(frozen=True)
 class Run:
     """A run and the overrides that made it."""

@@ -20,7 +20,7 @@ from rlhf.data.importers import load_all
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report
-from rlhf.ppo import setup as ppo_setup
+from rlhf.ppo import experience as ppo_setup
 from rlhf.runs.sources import hash_sources
 from rlhf.stages import evaluate, label, reward
 

@@ -18,13 +18,13 @@ from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.runs.stage import open_stage
-from rlhf.runs.trackers import make_tracker
 from rlhf.stages import ppo, reward
 from rlhf.training.adapters import adapted_layers, add_adapters, gathered_state, merged
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import load_policy
 from tests.model.test_generate import KINDS, make
 
 from .conftest import Run
+from .ppo_trainer import Trainer, make_trainer
 from .test_ppo_options import SMALL
 from .test_resume import assert_same_weights, interrupt
 
@@ -166,8 +166,8 @@ def test_a_classifier_has_no_adapters(gold_run, command):
 PPO = ["lora.rank=1", "lora.alpha=8", *SMALL, "ppo.lr=1e-3"]
 
 
-def models_of(run: ppo.PpoRun) -> list[torch.nn.Module]:
-    return [run.actor_critic, *run.frozen_models()]
+def models_of(trainer: Trainer) -> list[torch.nn.Module]:
+    return [trainer.actor_critic, trainer.reference.model, trainer.reward.model]
 
 
 def bytes_of(*models: torch.nn.Module) -> int:
@@ -184,11 +184,10 @@ def first_updates(adapted, tmp_path_factory) -> dict[bool, dict[str, Any]]:
         run = adapted["reward"].copy(tmp_path_factory.mktemp("ppo"), "ppo")
         config = run.config(*PPO, f"lora.share_trunk={str(shared).lower()}")
         with open_stage(config, "ppo") as stage:
-            trainer = ppo.make_ppo_run(config, stage, set_up(config))
+            trainer = make_trainer(config, stage)
             one = bytes_of(load_policy(run.folder / "sft" / "model"))
-            tracker = make_tracker("off", folder=stage.folder, run="", stage="", config={})
-            metrics = ppo.one_update(trainer, 1, tracker)
-            ppo.write_models(trainer)
+            metrics = trainer.update()
+            ppo.write_models(trainer.state, trainer.policy, trainer.critic, trainer.tokenizer)
         found[shared] = {"share": bytes_of(*models_of(trainer)) / one, "metrics": metrics, "folder": stage.folder}
     return found
 
@@ -216,7 +215,7 @@ def test_a_reward_model_without_adapters_shares_no_trunk(copy_until):
         open_stage(config, "ppo") as stage,
         pytest.raises(UserError, match=r"reward was not trained with adapters: train it"),
     ):
-        ppo.make_ppo_run(config, stage, set_up(config))
+        make_trainer(config, stage)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.errors import UserError
-from rlhf.ppo import setup as ppo_setup
+from rlhf.ppo import models as ppo_models
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import is_complete
 from rlhf.stages import ppo, pretrain, reward, sft
@@ -40,7 +40,7 @@ def assert_stopped(run, stage: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "module", "maker"),
-    [("pretrain", pretrain, "make_model"), ("sft", sft, "load_policy"), ("ppo", ppo_setup, "load_policy")],
+    [("pretrain", pretrain, "make_model"), ("sft", sft, "load_policy"), ("ppo", ppo_models, "load_policy")],
 )
 def test_a_model_with_nan_is_not_trained(copy_until, monkeypatch, steps, stage, module, maker):
     make = getattr(module, maker)

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,56 +11,27 @@ from torch import nn
 
 from rlhf.config.stages import PpoConfig
 from rlhf.errors import UserError
+from rlhf.model.interface import Episodes
 from rlhf.ops.masked import whiten
-from rlhf.ppo import setup as ppo_setup
+from rlhf.ppo import experience as ppo_experience
 from rlhf.ppo import update as ppo_update
+from rlhf.ppo.experience import Rollout, response_logprobs
 from rlhf.ppo.invariants import TOLERANCE, Checked, check_first_minibatch
-from rlhf.ppo.rewards import ModelReward
-from rlhf.ppo.rollout import Experience, Rollout, response_logprobs
-from rlhf.runs.metrics import Sums
-from rlhf.runs.stage import open_stage
-from rlhf.runs.trackers import make_tracker
 from rlhf.stages import ppo
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import load_policy
 from tests.oracles import token_values
 
-from .conftest import Run, collect
+from .ppo_trainer import Trainer, changed, open_trainer, weights
 
 CPU = torch.device("cpu")
 # The first update trains policy and critic at the full learning rate.
 AT_ONCE = ["ppo.critic_warmup_updates=0", "ppo.warmup_updates=0"]
 
 
-@contextmanager
-def open_trainer(run: Run, *more: str) -> Iterator[ppo.PpoRun]:
-    config = run.config(*more)
-    with open_stage(config, "ppo") as stage:
-        yield ppo.make_ppo_run(config, stage, set_up(config))
-
-
 @pytest.fixture
-def trainer(copy_until) -> Iterator[ppo.PpoRun]:
+def trainer(copy_until) -> Iterator[Trainer]:
     with open_trainer(copy_until("ppo"), *AT_ONCE, "ppo.episodes_per_update=32", "ppo.episodes=32") as found:
         yield found
-
-
-def respond(trainer: ppo.PpoRun, count: int = 16) -> Rollout:
-    """Responses to the first prompts, one each."""
-    return collect(trainer, trainer.prompts[:count], [("test", i) for i in range(count)])
-
-
-def update(trainer: ppo.PpoRun, number: int = 1) -> dict[str, float]:
-    return ppo.one_update(
-        trainer, number, make_tracker("off", folder=trainer.stage.folder, run="", stage="", config={})
-    )
-
-
-def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
-
-
-def changed(before: dict[str, torch.Tensor], module: nn.Module) -> bool:
-    return any(not value.equal(before[name]) for name, value in module.named_parameters())
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------
@@ -70,7 +40,7 @@ def changed(before: dict[str, torch.Tensor], module: nn.Module) -> bool:
 @pytest.fixture
 def off_policy(trainer) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
     """Recorded rollouts, cut to unequal lengths, whose ratios are not 1; with advantages and returns."""
-    rollout = respond(trainer)
+    rollout = trainer.respond()
     answers = torch.minimum(rollout.lengths - rollout.prompt_lengths, torch.arange(2, 18))
     mask = torch.arange(rollout.response_mask.shape[1]) < answers[:, None]
     assert answers.unique().numel() > 8
@@ -88,12 +58,11 @@ def off_policy(trainer) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
     return rollout, whiten(random_like(1.0), mask), random_like(1.0)
 
 
-def gradients(trainer: ppo.PpoRun, batch: tuple, chosen: list[int], micro: int) -> tuple[dict, dict]:
+def gradients(trainer: Trainer, batch: tuple, chosen: list[int], micro: int) -> tuple[dict, dict]:
     """Unclipped gradients of one minibatch, and its metrics."""
     trainer.config.ppo.micro_batch_episodes, trainer.config.ppo.max_grad_norm = micro, 1e9
     trainer.engine.optimizer.zero_grad()
-    sums = Sums()
-    ppo_update.train_minibatch(trainer, Experience(*batch), chosen, sums)
+    sums = trainer.train(*batch, chosen)
     return {name: p.grad.clone() for name, p in trainer.engine.module.named_parameters()}, sums.reduce()
 
 
@@ -126,7 +95,7 @@ def test_order_and_padding_change_no_gradient_and_no_metric(trainer, off_policy)
 
 def test_the_end_token_gets_gradient(trainer):
     """An advantage on the end token alone moves its logit's row of the unembedding."""
-    rollout, eos = respond(trainer), trainer.tokenizer.eos_token_id
+    rollout, eos = trainer.respond(), trainer.tokenizer.eos_token_id
     last = rollout.tokens.gather(1, rollout.lengths[:, None] - 1)[:, 0]
     row = int((last == eos).nonzero()[0])
     advantages = torch.zeros_like(rollout.logp_old)
@@ -150,7 +119,7 @@ def test_steps_are_epochs_times_minibatches_and_each_epoch_sees_every_episode(
     train_minibatch, step, steps = ppo_update.train_minibatch, trainer.engine.optimizer.step, []
     monkeypatch.setattr(ppo_update, "train_minibatch", lambda *a, **k: seen.append(a[2]) or train_minibatch(*a, **k))
     monkeypatch.setattr(trainer.engine.optimizer, "step", lambda: steps.append(1) or step())
-    update(trainer)
+    trainer.update()
     assert len(steps) == len(seen) == epochs * minibatches
     for epoch in range(epochs):
         part = seen[epoch * minibatches : (epoch + 1) * minibatches]
@@ -160,28 +129,19 @@ def test_steps_are_epochs_times_minibatches_and_each_epoch_sees_every_episode(
 
 def test_prompts_come_in_whole_passes(trainer):
     trainer.config.ppo.episodes_per_update = 64
-    drawn = [i for number in range(1, 8) for i in ppo.choose_prompts(trainer, number)]
-    count = len(trainer.prompts)
+    drawn = [i for number in range(1, 8) for i in ppo.choose_prompts(trainer.config, 200, number)]
+    count = len(trainer.prompts.train)
     assert count == 200
     assert sorted(drawn[:count]) == sorted(drawn[count : 2 * count]) == list(range(count))
     assert drawn[:count] != drawn[count : 2 * count], "each pass has an order of its own"
-    assert ppo.choose_prompts(trainer, 5) == drawn[4 * 64 : 5 * 64], "an update's prompts depend on its number alone"
+    assert ppo.choose_prompts(trainer.config, 200, 5) == drawn[4 * 64 : 5 * 64], (
+        "an update's prompts depend on its number alone"
+    )
 
 
-def pay(model: nn.Module) -> ModelReward:
-    return ModelReward(model, 0, 32, CPU)
-
-
-class Rigged(nn.Module):
-    """A reward of `sign` for each time that one token stands in the row."""
-
-    def __init__(self, token: int, sign: float):
-        super().__init__()
-        self.token, self.sign = token, sign
-
-    def forward(self, tokens, lengths):
-        real = torch.arange(tokens.shape[1]) < lengths[:, None]
-        return self.sign * ((tokens == self.token) & real).sum(1).float()
+def pay_for(token: int, sign: float) -> Callable[[Episodes], torch.Tensor]:
+    """A reward of `sign` for each time that one token appears in the response."""
+    return lambda episodes: torch.tensor([sign * ids.count(token) for ids in episodes.responses])
 
 
 @pytest.mark.parametrize(
@@ -200,28 +160,24 @@ def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
         "ppo.minibatches=4",
     ]
     with open_trainer(copy_until("ppo"), *AT_ONCE, *settings) as trainer:
-        rollout = respond(trainer, 200)
+        rollout = trainer.respond(200)
         answers = [
             t
             for i, row in enumerate(rollout.tokens.tolist())
             for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]
         ]
-        trainer.reward = pay(Rigged(Counter(answers).most_common(1)[0][0], sign))
-        before = respond(trainer, 200).scores.mean().item()  # an update's own 32 episodes are too few to tell by
+        trainer.reward = pay_for(Counter(answers).most_common(1)[0][0], sign)
+        before = trainer.respond(200).scores.mean().item()  # an update's own 32 episodes are too few to tell by
         for number in range(1, 13 if lr > 1e-6 else 3):
-            update(trainer, number)
-        gain = respond(trainer, 200).scores.mean().item() - before
+            trainer.update(number)
+        gain = trainer.respond(200).scores.mean().item() - before
     assert least < gain < most
 
 
-class Constant(nn.Module):
-    def forward(self, tokens, lengths):
-        return torch.ones(len(tokens))
-
-
 def test_a_response_without_end_token_scores_at_most_what_is_set(trainer):
-    trainer.reward, trainer.config.ppo.missing_eos_score = pay(Constant()), -5.0
-    metrics = update(trainer)
+    trainer.reward = lambda episodes: torch.ones(len(episodes.texts))
+    trainer.config.ppo.missing_eos_score = -5.0
+    metrics = trainer.update()
     ended = metrics["rollout/eos_fraction"]
     assert 0 < ended < 1
     assert metrics["objective/scores"] == pytest.approx(ended - 5.0 * (1 - ended), abs=1e-5)
@@ -230,9 +186,9 @@ def test_a_response_without_end_token_scores_at_most_what_is_set(trainer):
 def test_warm_up_of_the_critic_leaves_the_policy_alone(copy_until):
     with open_trainer(copy_until("ppo"), "ppo.critic_warmup_updates=1", "ppo.warmup_updates=0") as trainer:
         policy, critic = (weights(m) for m in (trainer.actor_critic.policy, trainer.actor_critic.critic))
-        update(trainer, 1)
+        trainer.update(1)
         assert not changed(policy, trainer.actor_critic.policy) and changed(critic, trainer.actor_critic.critic)
-        update(trainer, 2)
+        trainer.update(2)
         assert changed(policy, trainer.actor_critic.policy)
 
 
@@ -248,14 +204,14 @@ def test_the_learning_rates_rise_and_then_fall_on_a_line():
 def test_reference_and_reward_model_never_change(trainer):
     frozen = [(m, weights(m)) for m in (trainer.reward.model, trainer.reference.model)]
     policy = weights(trainer.actor_critic.policy)
-    update(trainer)
+    trainer.update()
     assert changed(policy, trainer.actor_critic.policy)
     assert not any(changed(before, module) for module, before in frozen)
 
 
 def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
     """Its value at a response's last token is the calibrated score, before any step."""
-    rollout = respond(trainer)
+    rollout = trainer.respond()
     critic = trainer.actor_critic.critic
     with torch.no_grad():
         last = token_values(critic, rollout.tokens).gather(1, rollout.lengths[:, None] - 1)[:, 0]
@@ -265,15 +221,15 @@ def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
 # --- invariants of the first update --------------------------------------------------------------------------------
 
 
-def assert_refused(trainer: ppo.PpoRun, invariant: int) -> None:
+def assert_refused(trainer: Trainer, invariant: int) -> None:
     before = weights(trainer.engine.module)
     with pytest.raises(UserError, match=f"invariant {invariant} fails on the first update"):
-        update(trainer)
+        trainer.update()
     assert not changed(before, trainer.engine.module), "nothing was trained"
 
 
 def test_a_right_first_update_passes(trainer):
-    metrics = update(trainer)
+    metrics = trainer.update()
     assert abs(metrics["objective/kl"]) < 1e-3 and metrics["policy/ratio_max"] >= 1.0
 
 
@@ -284,13 +240,13 @@ def test_a_reference_that_is_not_the_sft_model_is_refused(trainer, gold_run):
 
 
 def test_sampling_at_another_temperature_is_refused(trainer, monkeypatch):
-    sample = ppo_setup.sample_as_configured
-    monkeypatch.setattr(ppo_setup, "sample_as_configured", lambda *a, **k: sample(*a, **k, temperature=0.7))
+    sample = ppo_experience.sample_as_configured
+    monkeypatch.setattr(ppo_experience, "sample_as_configured", lambda *a, **k: sample(*a, **k, temperature=0.7))
     assert_refused(trainer, 2)
 
 
 def test_dropout_is_refused(trainer, gold_run, monkeypatch):
-    trainer.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.2)
+    trainer.policy = trainer.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.2)
     trainer.config.gradient_checkpointing = True  # which needs training mode
     assert_refused(trainer, 1)
 
@@ -303,18 +259,18 @@ def test_a_score_beside_the_last_token_is_refused(trainer, monkeypatch, slots):
 
 
 def test_logprobs_of_the_wrong_token_are_refused(trainer, monkeypatch):
-    sample = ppo_setup.sample_as_configured
+    sample = ppo_experience.sample_as_configured
 
     def shifted(*a: Any, **k: Any) -> Any:
         found = sample(*a, **k)
         return found._replace(logprobs=found.logprobs.roll(1, dims=1) * found.mask)
 
-    monkeypatch.setattr(ppo_setup, "sample_as_configured", shifted)
+    monkeypatch.setattr(ppo_experience, "sample_as_configured", shifted)
     assert_refused(trainer, 2)
 
 
 @pytest.fixture
-def half(copy_until) -> Iterator[ppo.PpoRun]:
+def half(copy_until) -> Iterator[Trainer]:
     """In bfloat16; training forwards see batches of another shape than those of the rollout."""
     # 32 rows a forward of the rollout, 16 in training
     settings = ["ppo.episodes_per_update=64", "ppo.episodes=64", "ppo.minibatches=2"]
@@ -324,7 +280,7 @@ def half(copy_until) -> Iterator[ppo.PpoRun]:
         yield found
 
 
-def off_by(trainer: ppo.PpoRun, gap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def off_by(trainer: Trainer, gap: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A reference whose log-probs are off by gap(mask), in nats per token."""
     right = trainer.reference
     trainer.reference = lambda tokens, starts, mask: right(tokens, starts, mask) + gap(mask) * mask
@@ -335,7 +291,7 @@ def test_a_right_first_update_in_bfloat16_passes(half):
     check = ppo_update.check_first_minibatch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo_update, "check_first_minibatch", lambda *a: seen.append(a[0]) or check(*a))
-        metrics = update(half)
+        metrics = half.update()
     assert abs(metrics["objective/kl"]) < 1e-6, "policy and reference see the same batches"
     largest = torch.cat([part.log_ratios for part in seen[0]]).abs().max()
     # A processor without bfloat16 instructions rounds the same in batches of any shape.
@@ -344,7 +300,7 @@ def test_a_right_first_update_in_bfloat16_passes(half):
 
 
 def test_dropout_is_refused_in_bfloat16(half, gold_run):
-    half.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.1)
+    half.policy = half.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.1)
     half.config.gradient_checkpointing = True  # which needs training mode
     assert_refused(half, 1)
 
@@ -371,25 +327,27 @@ def test_in_float32_no_token_may_be_off(trainer, gap, refused):
     if refused:
         assert_refused(trainer, 2)
     else:
-        update(trainer)
+        trainer.update()
 
 
 def test_what_is_refused_is_told(half):
     off_by(half, lambda mask: torch.full(mask.shape, 0.1))
     told = r"log-probs differ from the reference's by 1.00e-01 nats on average and 1.00e-01 on one token, want \d.* and \d.* or less"
     with pytest.raises(UserError, match=told):
-        update(half)
+        half.update()
 
 
 def test_after_the_critics_own_updates_it_is_the_policy_that_was_not_trained(copy_until, gold_run):
     settings = ["ppo.critic_warmup_updates=1", "ppo.episodes_per_update=32", "ppo.episodes=64"]
     with open_trainer(copy_until("ppo"), *settings) as trainer:
-        update(trainer, 1)
-        policy = trainer.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.2)
+        trainer.update(1)
+        policy = trainer.policy = trainer.actor_critic.policy = load_policy(
+            gold_run.folder / "sft" / "model", dropout=0.2
+        )
         trainer.config.gradient_checkpointing = True
         before = weights(policy)
         with pytest.raises(UserError, match=r"invariant 1 fails on the first update: .*: the policy was not trained"):
-            update(trainer, 2)
+            trainer.update(2)
         assert not changed(before, policy)
 
 

@@ -11,14 +11,14 @@ from rlhf.errors import UserError
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL
 from rlhf.ops.masked import whiten
-from rlhf.ppo import setup
-from rlhf.ppo.rollout import Experience, Rollout
-from rlhf.ppo.setup import PpoRun, by_ranking, load_ppo_prompts
+from rlhf.ppo.experience import Experience, Rollout, by_ranking, load_ppo_prompts
+from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.sources import hash_sources
 from rlhf.stages import ppo
 from rlhf.system.files import read_json
 
-from .test_ppo import AT_ONCE, open_trainer, update
+from .ppo_trainer import make_trainer, open_trainer
+from .test_ppo import AT_ONCE
 
 SMALL = ["ppo.episodes_per_update=32", "ppo.episodes=64", "ppo.lr=1e-12", "ppo.critic_lr=1e-12"]
 
@@ -35,17 +35,17 @@ def optimized(trainer, monkeypatch) -> list[tuple[Rollout, torch.Tensor]]:
     found: list[tuple[Rollout, torch.Tensor]] = []
     optimize = ppo.optimize
 
-    def spy(run: PpoRun, update: int, experience: Experience, *more: Any) -> None:
+    def spy(config: Any, update: int, experience: Experience, *more: Any) -> None:
         found.append((experience.rollout, experience.advantages))
-        optimize(run, update, experience, *more)
+        optimize(config, update, experience, *more)
 
     monkeypatch.setattr(ppo, "optimize", spy)
     return found
 
 
 def test_held_out_prompts_are_of_the_dev_split_and_train_nothing(trainer):
-    held_out = [record for record, _ in trainer.held_out]
-    trained = [record for record, _ in trainer.prompts]
+    held_out = [record for record, _ in trainer.prompts.held_out]
+    trained = [record for record, _ in trainer.prompts.train]
     assert {record.metadata["split"] for record in held_out} == {"dev"}
     assert {record.metadata["split"] for record in trained} == {"train"}
     assert not {record.prompt[-1].content for record in held_out} & {record.prompt[-1].content for record in trained}
@@ -85,14 +85,14 @@ def test_no_prompt_left_is_one_line_and_the_labels_count_as_input(gold_run, trai
 def test_another_update_draws_other_samples(trainer, optimized, monkeypatch):
     monkeypatch.setattr(ppo, "choose_prompts", lambda *where: list(range(32)))
     for number in (1, 2, 1):
-        update(trainer, number)
+        trainer.update(number)
     one, two, again = (rollout.tokens.tolist() for rollout, _ in optimized)
     assert one == again, "the models have not moved"
     assert one != two
 
 
 def test_the_losses_get_whitened_advantages(trainer, optimized):
-    update(trainer)
+    trainer.update()
     ((rollout, advantages),) = optimized
     counted = advantages[rollout.response_mask]
     assert counted.mean().item() == pytest.approx(0.0, abs=1e-5)
@@ -104,7 +104,7 @@ def test_each_token_earns_its_term_of_the_score(trainer, optimized):
     trainer.config.ppo.score_by_token = True
     trainer.reward.model.config.read_tokens = 3
     trainer.config.ppo.missing_eos_rule = "none"
-    update(trainer)
+    trainer.update()
     ((rollout, advantages),) = optimized
     earned, mask = rollout.token_scores, rollout.response_mask
     assert torch.allclose(earned.sum(1), rollout.scores, atol=1e-6) and not earned[~mask].any()
@@ -116,7 +116,7 @@ def test_each_token_earns_its_term_of_the_score(trainer, optimized):
 
 
 def test_values_of_responses_that_end_by_themselves_are_the_critics_output(copy_until, monkeypatch):
-    monkeypatch.setattr(setup, "reads_several_tokens", lambda source: True)
+    monkeypatch.setattr(ModelReward, "read_tokens", 3)
     with open_trainer(copy_until("ppo"), *AT_ONCE, *SMALL, "ppo.score_by_token=true") as trainer:
         assert not trainer.actor_critic.by_share, "how many tokens are left is not known"
 
@@ -124,7 +124,7 @@ def test_values_of_responses_that_end_by_themselves_are_the_critics_output(copy_
 def test_a_score_that_is_read_at_one_token_cannot_be_divided(gold_run, trainer):
     config = gold_run.config("ppo.score_by_token=true")
     with pytest.raises(UserError, match=r"^ppo\.score_by_token=true: no reward model reads more than the last token"):
-        ppo.make_ppo_run(config, trainer.stage, trainer.device)
+        make_trainer(config, trainer.stage)
     with pytest.raises(UserError, match=r"ppo\.score_by_token=true: ppo\.advantages=rloo adds up"):
         check_config(
             gold_run.config("ppo.score_by_token=true", "ppo.advantages=rloo", "ppo.responses_per_prompt=2"), "ppo"
@@ -135,8 +135,8 @@ def test_the_adaptive_coefficient_sees_nats_per_sequence(trainer):
     """KL 0.5 nats per token over more than 4 tokens per response: above a target of 2 nats per sequence."""
     right = trainer.reference
     trainer.reference = lambda tokens, starts, mask: right(tokens, starts, mask) - 0.5 * mask
-    trainer.kl = AdaptiveKL(init=0.1, target=2.0, horizon=320)
-    metrics = update(trainer, 2)
+    trainer.state.kl = AdaptiveKL(init=0.1, target=2.0, horizon=320)
+    metrics = trainer.update(2)
     assert metrics["objective/kl"] == pytest.approx(0.5 * metrics["rollout/response_len"], abs=1e-3)
     assert metrics["objective/kl"] > 1.2 * 2.0
-    assert trainer.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 32 / 320))
+    assert trainer.state.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 32 / 320))

@@ -16,21 +16,22 @@ import torch
 from torch import nn
 
 from rlhf.data.chat_template import decode_response
+from rlhf.engines.sampler import Samples
 from rlhf.errors import UserError
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.ops.kl import AdaptiveKL
 from rlhf.ppo import invariants
 from rlhf.ppo import update as ppo_update
+from rlhf.ppo.experience import Rollout
 from rlhf.ppo.rewards import CombinedReward
-from rlhf.ppo.rollout import Rollout
-from rlhf.ppo.setup import PpoRun
 from rlhf.runs.checkpoints import checkpoint_figure
 from rlhf.runs.metrics import DERIVED, METRICS
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
-from rlhf.training.setup import set_up
 from tests import oracles
+
+from .ppo_trainer import Trainer, make_trainer
 
 EPISODES, HELD_OUT = 24, 7
 SETTINGS = ["ppo.critic_warmup_updates=1", "ppo.warmup_updates=10", f"ppo.episodes_per_update={EPISODES}",
@@ -45,11 +46,10 @@ LENGTH_WEIGHT = 0.1  # of a second source of reward beside the reward model: the
 
 @dataclass
 class Seen:
-    """A tracker that keeps what an update logs, and all that its metrics follow from."""
+    """What an update logs, and all that its metrics follow from."""
 
-    trainer: PpoRun
+    trainer: Trainer
     logged: dict[str, float] = field(default_factory=dict)
-    axes: dict[str, int] = field(default_factory=dict)
     rollouts: list[Rollout] = field(default_factory=list)  # of the update, and of the held-out prompts
     records: list[list[Any]] = field(default_factory=list)  # their prompts
     lengths: list[np.ndarray] = field(default_factory=list)  # of the responses as the reward saw them
@@ -57,31 +57,24 @@ class Seen:
     blocks: list[list[int]] = field(default_factory=list)  # the pretraining blocks of each minibatch
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the samples table
 
-    def log(self, metrics, **axes):
-        self.logged |= metrics
-        self.axes |= axes
 
-    def samples(self, step, rows):
-        self.rows += rows
+def cut(samples: Samples) -> Samples:
+    """Responses of unequal lengths, two thirds of which count as ended."""
+    count = len(samples.responses)
+    responses = [ids[: 2 + i % 20] for i, ids in enumerate(samples.responses)]
+    mask = torch.arange(samples.mask.shape[1]) < torch.tensor([len(ids) for ids in responses])[:, None]
+    return Samples(responses, torch.where(mask, samples.logprobs, 0.0), mask, torch.arange(count) % 3 > 0)
 
 
 def disturbed(rollout: Rollout, seed: int) -> Rollout:
-    """Unequal lengths; log-probs, values and reference that are off, so that no metric is 0 or 1."""
-    count = len(rollout.tokens)
-    answers = torch.minimum(rollout.lengths - rollout.prompt_lengths, 2 + torch.arange(count) % 20)
-    mask = torch.arange(rollout.response_mask.shape[1]) < answers[:, None]
-    generator = torch.Generator().manual_seed(seed)
+    """Log-probs, values and reference that are off, so that no metric is 0 or 1."""
+    mask, generator = rollout.response_mask, torch.Generator().manual_seed(seed)
 
     def off(x: torch.Tensor, scale: float) -> torch.Tensor:
         return torch.where(mask, x + torch.randn(mask.shape, generator=generator) * scale, 0.0)
 
     return rollout._replace(
-        lengths=rollout.prompt_lengths + answers,
-        response_mask=mask,
-        ended=torch.arange(count) % 3 > 0,
-        logp_old=off(rollout.logp_old, 0.2),
-        logp_ref=off(rollout.logp_ref, 0.3),
-        values=off(rollout.values, 0.4),
+        logp_old=off(rollout.logp_old, 0.2), logp_ref=off(rollout.logp_ref, 0.3), values=off(rollout.values, 0.4)
     )
 
 
@@ -91,7 +84,7 @@ def trainer(gold_run, tmp_path_factory):
     run = gold_run.copy(tmp_path_factory.mktemp("metrics"), "ppo", "copy")
     config = run.config(*SETTINGS)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_ppo_run(config, stage, set_up(config))
+        trainer = make_trainer(config, stage)
         config.pretrain.micro_batch_sequences = 2  # of the 3 blocks of a minibatch
         trainer.engine.optimizer.step = lambda: None
         yield trainer
@@ -101,39 +94,48 @@ def trainer(gold_run, tmp_path_factory):
 def seen(trainer) -> Seen:
     """The third update, the policy's second, of disturbed rollouts that two sources of reward pay."""
     found = Seen(trainer)
-    score, train, draw = ppo.PpoRun.score, ppo_update.train_minibatch, trainer.blocks.draw
+    sample, score, train, draw = (
+        ppo.sample_responses,
+        ppo.score_responses,
+        ppo_update.train_minibatch,
+        trainer.prompts.blocks.draw,
+    )
 
     def count_tokens(episodes):
         found.lengths.append(np.array([len(response) for response in episodes.responses]))
         return torch.tensor([float(len(response)) for response in episodes.responses])
 
-    def score_disturbed(trainer, prompts, samples):
+    def score_disturbed(config, engine, reference, reward, tokenizer, prompts, *sampled):
         found.records.append([record for record, _ in prompts])
-        found.rollouts.append(disturbed(score(trainer, prompts, samples), seed=len(found.rollouts)))
+        rollout = score(config, engine, reference, reward, tokenizer, prompts, *sampled)
+        found.rollouts.append(disturbed(rollout, seed=len(found.rollouts)))
         return found.rollouts[-1]
 
-    def train_watched(trainer, experience, chosen, *rest, **named):
+    def train_watched(config, experience, chosen, *rest, **named):
         found.chosen.append(chosen)
-        return train(trainer, experience, chosen, *rest, **named)
+        return train(config, experience, chosen, *rest, **named)
 
     def draw_watched(key, count):
         found.blocks.append(draw(key, count))
         return found.blocks[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo.PpoRun, "score", score_disturbed)
+        patch.setattr(ppo, "sample_responses", lambda *asked: cut(sample(*asked)))
+        patch.setattr(ppo, "score_responses", score_disturbed)
         patch.setattr(ppo_update, "train_minibatch", train_watched)
-        patch.setattr(trainer.blocks, "draw", draw_watched)
+        patch.setattr(trainer.prompts.blocks, "draw", draw_watched)
         sources = {"model_0": trainer.reward, "function_1": count_tokens}
         patch.setattr(trainer, "reward", CombinedReward(sources, [1.0, LENGTH_WEIGHT]))
-        ppo.one_update(trainer, 3, found)
+        found.logged = trainer.update(3)
+        held_out, found.rows = trainer.evaluate()
+        found.logged |= held_out
     return found
 
 
 # --- the same numbers, slowly --------------------------------------------------------------------------------------
 
 
-def forward_alone(trainer: PpoRun, tokens: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_alone(trainer: Trainer, tokens: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (A, V) and values (A,) in float64 before each response token of one row, without padding."""
     policy, critic = trainer.actor_critic.policy, trainer.actor_critic.critic
     row, before = tokens[None, :end], slice(start - 1, end - 1)
@@ -141,7 +143,7 @@ def forward_alone(trainer: PpoRun, tokens: torch.Tensor, start: int, end: int) -
 
 
 @torch.no_grad()
-def evaluated(trainer: PpoRun, rollout: Rollout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def evaluated(trainer: Trainer, rollout: Rollout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Log-probs, entropies and values (B, A) in float64, one row at a time."""
     found = [np.zeros(rollout.response_mask.shape) for _ in range(3)]
     for row, tokens in enumerate(rollout.tokens):
@@ -171,7 +173,7 @@ def sequence_sums(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
     return np.where(mask.numpy(), x.double().numpy(), 0.0).sum(1)
 
 
-def judged(trainer: PpoRun, records: list[Any], rollout: Rollout, name: str) -> dict[str, float]:
+def judged(trainer: Trainer, records: list[Any], rollout: Rollout, name: str) -> dict[str, float]:
     """The mean of each part of the judge's view over the responses, called name + part."""
     views = []
     for row, record in enumerate(records):
@@ -271,7 +273,7 @@ def gradients_wanted(seen: Seen) -> dict[str, float]:
 
 def block_logprobs(seen: Seen, index: list[int]) -> torch.Tensor:
     """(blocks * (T - 1),) log-probs of the tokens of pretraining blocks, in float64."""
-    batch = seen.trainer.blocks.batch(index, torch.device("cpu"))
+    batch = seen.trainer.prompts.blocks.batch(index, torch.device("cpu"))
     labels = batch.pop("labels")[:, 1:, None]
     logits = seen.trainer.actor_critic.policy(**batch, use_cache=False).logits[:, :-1]
     return logits.double().log_softmax(-1).gather(-1, labels).flatten()
@@ -330,15 +332,10 @@ def test_every_metric_that_an_update_logs_is_tested_as_a_value(seen):
     assert table - seen.logged.keys() == DERIVED.keys(), "the tracker adds those"
 
 
-def test_an_update_stands_at_its_place_on_every_axis(seen):
-    tokens = int(seen.rollouts[0].response_mask.sum())
-    assert seen.axes == {"step": 3, "episodes": 72, "tokens": tokens}
-
-
 def test_rows_of_the_samples_table_are_those_of_the_held_out_prompts(seen):
     rollout, rows = seen.rollouts[1], seen.rows
     assert len(rows) == HELD_OUT
-    assert [row["id"] for row in rows] == [record.id for record, _ in seen.trainer.held_out]
+    assert [row["id"] for row in rows] == [record.id for record, _ in seen.trainer.prompts.held_out]
     kl = sequence_sums(rollout.logp_old, rollout.response_mask) - sequence_sums(rollout.logp_ref, rollout.response_mask)
     for i, row in enumerate(rows):
         assert len(row["tokens"]) == len(row["kl_tokens"]) == row["length"] == int(rollout.response_mask[i].sum())
@@ -347,7 +344,7 @@ def test_rows_of_the_samples_table_are_those_of_the_held_out_prompts(seen):
 
 
 def test_held_out_prompts_are_answered_the_same_way_every_time(trainer):
-    first, again = (ppo.evaluate_held_out(trainer, number, Seen(trainer)) for number in (3, 4))
+    (first, _), (again, _) = trainer.evaluate(), trainer.evaluate()
     assert first.keys() >= {"eval/dev/scores", "eval/dev/kl"} and again == first
 
 
@@ -361,8 +358,8 @@ def test_an_entropy_outside_its_bounds_is_refused():
 
 def test_the_best_checkpoint_is_not_chosen_by_a_moving_coefficient(trainer, monkeypatch):
     """kl.coef is 0.3: 2 - 0.3 * 4 = 0.8, whatever the coefficient has adapted to by then."""
-    monkeypatch.setattr(trainer, "kl", AdaptiveKL(init=7.0, target=1.0, horizon=100))
-    monkeypatch.setattr(trainer, "metrics", {"eval/dev/scores": 2.0, "eval/dev/kl": 4.0})
+    monkeypatch.setattr(trainer.state, "kl", AdaptiveKL(init=7.0, target=1.0, horizon=100))
+    monkeypatch.setattr(trainer.state, "metrics", {"eval/dev/scores": 2.0, "eval/dev/kl": 4.0})
     monkeypatch.setattr(trainer.config.checkpoints, "keep_best", 1)
-    ppo.save(trainer, 1)
+    ppo.save(trainer.config, trainer.state, 1)
     assert checkpoint_figure(trainer.stage.checkpoints / "step-1") == pytest.approx(0.8, abs=1e-9)

@@ -11,15 +11,16 @@ from torch import nn
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
+from rlhf.ppo.experience import response_logprobs
 from rlhf.ppo.rewards import adjust_scores
-from rlhf.ppo.rollout import Experience, Rollout, response_logprobs
+from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
-from rlhf.runs.trackers import make_tracker
 from rlhf.stages import ppo
 from rlhf.training.ema import Ema
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import load_policy
 
-from .conftest import Run, collect
+from .conftest import Run
+from .ppo_trainer import Trainer, make_trainer, weights
 
 SMALL = [
     "ppo.critic_warmup_updates=0",
@@ -39,41 +40,23 @@ def open_trainer(copy_until) -> Callable[..., Any]:
     run: Run = copy_until("ppo")
 
     @contextmanager
-    def opened(*settings: str) -> Iterator[ppo.PpoRun]:
+    def opened(*settings: str) -> Iterator[Trainer]:
         config = run.config(*SMALL, *settings, "overwrite=true")
         with open_stage(config, "ppo") as stage:
-            yield ppo.make_ppo_run(config, stage, set_up(config))
+            yield make_trainer(config, stage)
 
     return opened
 
 
-def update(trainer: ppo.PpoRun, number: int = 1) -> dict[str, float]:
-    tracker = make_tracker("off", folder=trainer.stage.folder, run="", stage="", config={})
-    return ppo.one_update(trainer, number, tracker)
-
-
-def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
-
-
-def first_rollout(trainer: ppo.PpoRun, number: int = 1) -> Rollout:
-    """What update `number` samples."""
-    index = ppo.choose_prompts(trainer, number)
-    keys = [("ppo", number, place) for place in range(len(index))]
-    return collect(trainer, [trainer.prompts[i] for i in index], keys)
-
-
-def gradients(trainer: ppo.PpoRun, shift: float = 0.1) -> dict[str, torch.Tensor]:
+def gradients(trainer: Trainer, shift: float = 0.1) -> dict[str, torch.Tensor]:
     """Gradients of one minibatch of fresh rollouts whose ratios are exp(-shift A): with shift below 0 most are clipped."""
     trainer.config.ppo.max_grad_norm = 1e9
-    rollout = first_rollout(trainer)
+    rollout = trainer.rollout()
     noise = torch.randn(rollout.logp_old.shape, generator=torch.Generator().manual_seed(0))
     advantages = torch.where(rollout.response_mask, noise, 0.0)
     shifted = rollout._replace(logp_old=rollout.logp_old + shift * advantages)
     trainer.engine.module.train(trainer.config.gradient_checkpointing)
-    ppo_update.train_minibatch(
-        trainer, Experience(shifted, advantages, rollout.values + advantages), list(range(16)), ppo.Sums()
-    )
+    trainer.train(shifted, advantages, rollout.values + advantages, list(range(16)))
     return {n: p.grad.clone() for n, p in trainer.engine.module.named_parameters() if p.grad is not None}
 
 
@@ -96,9 +79,9 @@ def test_the_critic_starts_from_what_is_asked_for(open_trainer, gold_run):
 def test_a_shared_trunk_has_one_forward_and_gets_the_value_loss_at_a_tenth(open_trainer):
     with open_trainer("ppo.shared_critic=true") as trainer:
         model = trainer.actor_critic
-        assert trainer.value_coef == 0.1 and model.shared
+        assert ppo_update.SHARED_VALUE_COEF == 0.1 and model.shared
         assert sum(p.numel() for p in model.critic.parameters()) == 64 + 1
-        metrics = update(trainer)
+        metrics = trainer.update()
         assert abs(metrics["val/explained_var"]) < 1e-6, "random values would be noise in every advantage"
         assert metrics["loss/value_avg"] > 0 and metrics["optim/critic_grad_norm"] > 0
         with_values = gradients(trainer)
@@ -121,12 +104,12 @@ def test_groups_need_no_critic_and_learn(open_trainer, settings):
         "kl.coef=0.001",
     ) as trainer:
         assert trainer.actor_critic.critic is None
-        chosen = ppo.choose_prompts(trainer, 1)
+        chosen = ppo.choose_prompts(trainer.config, len(trainer.prompts.train), 1)
         assert [chosen[i : i + 4].count(chosen[i]) for i in range(0, 64, 4)] == [4] * 16
         trainer.reward = lambda e: torch.tensor(
             [sum(t % 2 == 0 for t in r) / len(r) for r in e.responses]
         )  # even ids pay
-        found = [update(trainer, number) for number in range(1, 7)]
+        found = [trainer.update(number) for number in range(1, 7)]
     assert found[-1]["objective/scores"] > found[0]["objective/scores"] + 0.05
     assert "loss/value_avg" not in found[0] and "val/explained_var" not in found[0]
 
@@ -145,11 +128,12 @@ def test_without_a_clip_range_every_token_has_a_gradient(open_trainer):
 
 def test_reinforce_has_no_critic_and_whitens_the_reward_to_go(open_trainer, monkeypatch):
     given = []
-    monkeypatch.setattr(ppo, "optimize", lambda run, number, experience, *more: given.append(experience))
+    monkeypatch.setattr(ppo, "optimize", lambda config, number, experience, *more: given.append(experience))
     with open_trainer("ppo.advantages=reinforce", "kl.coef=0") as trainer:
         assert trainer.actor_critic.critic is None
-        update(trainer)
-        ((rollout, advantages, _),) = given
+        trainer.update()
+        (experience,) = given
+        rollout, advantages = experience.rollout, experience.advantages
         mask, scores = rollout.response_mask, adjust_scores(trainer.config, rollout.scores, rollout.ended)
     # without a KL penalty each token's reward to go is its response's score; whitened over the tokens
     plain = scores[:, None].expand(mask.shape)[mask]
@@ -160,17 +144,17 @@ def test_reinforce_has_no_critic_and_whitens_the_reward_to_go(open_trainer, monk
 def test_a_shared_trunk_stands_still_while_the_head_learns_alone(open_trainer):
     with open_trainer("ppo.shared_critic=true", "ppo.critic_warmup_updates=1") as trainer:
         policy, head = weights(trainer.actor_critic.policy), weights(trainer.actor_critic.critic)
-        update(trainer, 1)
+        trainer.update(1)
         assert all(value.equal(policy[n]) for n, value in trainer.actor_critic.policy.named_parameters())
         assert any(not value.equal(head[n]) for n, value in trainer.actor_critic.critic.named_parameters())
 
 
 def test_scores_without_calibration_are_the_heads_own(open_trainer):
     with open_trainer() as trainer:
-        calibrated = first_rollout(trainer).scores
+        calibrated = trainer.rollout().scores
         gain, shift = trainer.reward.model.config.gain, trainer.reward.model.config.shift
     with open_trainer("ppo.calibrated=false") as trainer:
-        raw = first_rollout(trainer).scores
+        raw = trainer.rollout().scores
         assert trainer.actor_critic.critic.config.gain == 1.0
     assert gain != 1.0 and torch.allclose(gain * (raw - shift), calibrated, atol=1e-4)
 
@@ -196,15 +180,15 @@ def test_the_entropy_bonus_raises_entropy(open_trainer):
     entropies = {}
     for coef in (0.0, 0.3):
         with open_trainer(f"ppo.entropy_coef={coef}", "ppo.lr=3e-3", "kl.coef=0") as trainer:
-            entropies[coef] = [update(trainer, n)["policy/entropy_avg"] for n in range(1, 4)][-1]
+            entropies[coef] = [trainer.update(n)["policy/entropy_avg"] for n in range(1, 4)][-1]
     assert entropies[0.3] > entropies[0.0] + 0.1
 
 
 def test_a_penalty_in_the_loss_is_no_reward(open_trainer):
     for penalty, share in (("reward", 1.0), ("loss", 0.0)):
         with open_trainer(f"kl.penalty={penalty}", "ppo.lr=1e-3", "kl.target=null") as trainer:
-            update(trainer, 1)
-            found = update(trainer, 2)
+            trainer.update(1)
+            found = trainer.update(2)
         assert found["objective/kl"] > 0.01
         wanted = -share * found["objective/kl_coef"] * found["objective/kl"]
         assert found["objective/non_score_reward"] == pytest.approx(wanted, rel=1e-5)
@@ -214,14 +198,14 @@ def test_a_penalty_in_the_loss_is_no_reward(open_trainer):
 def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
     settings = ("ppo.lr=1e-3", "ppo.eval_every=1", "kl.target=null")
     with open_trainer("ppo.ema_decay=null", *settings) as trainer:
-        alone = [update(trainer, n) for n in (1, 2, 3)][-1]
+        alone = [trainer.update(n) for n in (1, 2, 3)][-1] | trainer.evaluate()[0]
     with open_trainer("ppo.ema_decay=0.999999", *settings) as trainer:
-        averaged = [update(trainer, n) for n in (1, 2, 3)][-1]
-        tracker = make_tracker("off", folder=trainer.stage.folder, run="", stage="", config={})
-        with trainer.ema.applied():
-            ema, trainer.ema = trainer.ema, None
-            at_average = ppo.evaluate_held_out(trainer, 3, tracker)
-            trainer.ema = ema
+        averaged = [trainer.update(n) for n in (1, 2, 3)][-1]
+        averaged |= trainer.evaluate()[0]
+        with trainer.state.ema.applied():
+            ema, trainer.state.ema = trainer.state.ema, None
+            at_average, _ = trainer.evaluate()
+            trainer.state.ema = ema
     assert averaged["objective/kl"] == alone["objective/kl"], "training goes on from the weights themselves"
     assert averaged["eval/dev/kl"] == at_average["eval/dev/kl"] != alone["eval/dev/kl"]
 
@@ -230,7 +214,7 @@ def test_a_penalty_in_the_loss_holds_the_policy_as_one_in_the_reward_does(open_t
     found = {}
     for coef in (0.0, 2.0):
         with open_trainer("kl.penalty=loss", f"kl.coef={coef}", "ppo.lr=2e-3", "ppo.epochs=2") as trainer:
-            found[coef] = [update(trainer, n)["objective/kl"] for n in range(1, 6)][-1]
+            found[coef] = [trainer.update(n)["objective/kl"] for n in range(1, 6)][-1]
     assert found[2.0] < 0.7 * found[0.0]
 
 
@@ -242,7 +226,7 @@ def test_ptx_holds_the_pretraining_loss_and_logs_both_norms(open_trainer):
     for coef in (1e-6, 3.0):
         settings = [f"ppo.ptx_coef={coef}", "ppo.ptx_blocks_per_episode=1", "ppo.lr=2e-3", "kl.coef=0", "ppo.epochs=2"]
         with open_trainer(*settings) as trainer:
-            rows = [update(trainer, n) for n in range(1, 5)]
+            rows = [trainer.update(n) for n in range(1, 5)]
         losses[coef] = rows[-1]["loss/ptx_avg"]
         assert rows[0]["optim/rl_grad_norm"] > 0 and rows[0]["optim/ptx_grad_norm"] > 0
         assert (
@@ -256,16 +240,15 @@ def test_ptx_gradient_is_that_of_the_pretraining_loss(open_trainer):
     with open_trainer(
         "ppo.ptx_coef=0.5", "ppo.ptx_blocks_per_episode=0.25", "ppo.advantages=rloo", "ppo.responses_per_prompt=2"
     ) as trainer:
-        rollout = first_rollout(trainer)
+        rollout = trainer.rollout()
         nothing = torch.zeros_like(rollout.logp_old)
         trainer.config.ppo.max_grad_norm = 1e9
-        ppo_update.train_minibatch(
-            trainer, Experience(rollout, nothing, nothing), list(range(16)), ppo.Sums(), key=(1, 0, 0)
-        )
+        trainer.train(rollout, nothing, nothing, list(range(16)))
+        ppo_update.add_pretraining_gradient(trainer.config, trainer.state, trainer.prompts.blocks, (1, 0, 0), Sums())
         policy = trainer.actor_critic.policy
         found = {n: p.grad.clone() for n, p in policy.named_parameters()}
         policy.zero_grad()
-        batch = trainer.blocks.batch(trainer.blocks.draw((1, 0, 0), 4), torch.device("cpu"))
+        batch = trainer.prompts.blocks.batch(trainer.prompts.blocks.draw((1, 0, 0), 4), torch.device("cpu"))
         labels = batch.pop("labels")
         logits = policy(**batch, use_cache=False).logits[:, :-1]
         (0.5 * nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())).backward()
@@ -292,10 +275,10 @@ def test_the_average_by_hand():
 
 def test_updates_that_train_the_critic_alone_do_not_count_in_the_average(open_trainer):
     with open_trainer("ppo.ema_decay=0.9", "ppo.critic_warmup_updates=1") as trainer:
-        update(trainer, 1)
-        assert trainer.ema.steps == 0
-        update(trainer, 2)
-        assert trainer.ema.steps == 2
+        trainer.update(1)
+        assert trainer.state.ema.steps == 0
+        trainer.update(2)
+        assert trainer.state.ema.steps == 2
 
 
 def test_the_model_is_the_average_and_the_last_weights_stand_beside_it(copy_until, gold_run):
@@ -313,19 +296,19 @@ def test_adapters_train_alone_with_the_base_as_reference(copy_until, gold_run):
     settings = [*SMALL, "lora.rank=4", "ppo.lr=3e-3", "ppo.episodes=96"]
     config = run.config(*settings)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_ppo_run(config, stage, set_up(config))
+        trainer = make_trainer(config, stage)
         trained = [n for n, p in trainer.actor_critic.policy.named_parameters() if p.requires_grad]
         assert trained and all(".lora_" in name for name in trained)
         trunk = trainer.actor_critic.policy.base_model.embed_tokens.weight
         assert trainer.reference.model.base_model.embed_tokens.weight is trunk, "no second copy of the weights"
-        found = [update(trainer, n) for n in (1, 2, 3)]
+        found = [trainer.update(n) for n in (1, 2, 3)]
         assert abs(found[0]["objective/kl"]) < 1e-3 and found[2]["objective/kl"] > 0.01
-        rollout = first_rollout(trainer, 9)
+        rollout = trainer.rollout(9)
         sft = load_policy(gold_run.folder / "sft" / "model")
         where = (rollout.tokens, rollout.prompt_lengths, rollout.response_mask)
         with torch.no_grad():
             assert torch.allclose(rollout.logp_ref, response_logprobs(sft, *where)[0], atol=1e-4)
-        ppo.write_models(trainer)
+        ppo.write_models(trainer.state, trainer.policy, trainer.critic, trainer.tokenizer)
     merged = load_policy(run.folder / "ppo" / "model")
     with torch.no_grad():
         assert torch.allclose(rollout.logp_old, response_logprobs(merged, *where)[0], atol=1e-3)
@@ -355,11 +338,11 @@ def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
     run = copy_until("ppo")
     config = run.config(*SMALL, f"data.prompts='{tmp_path / 'prompts.jsonl'}'", "gold.enabled=true")
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_ppo_run(config, stage, set_up(config))
-        ids = trainer.prompts[0][1]
+        trainer = make_trainer(config, stage)
+        ids = trainer.prompts.train[0][1]
         roles = [trainer.tokenizer.convert_ids_to_tokens(i) for i in ids]
         assert roles.count("<|user|>") == 2 and roles.count("<|assistant|>") == 2
-        assert update(trainer)["rollout/response_len"] > 0
+        assert trainer.update()["rollout/response_len"] > 0
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -380,15 +363,17 @@ def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
 def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     """Two updates equal one, a restart, and another, bit for bit."""
     with open_trainer(*settings, "ppo.lr=1e-3") as trainer:
-        update(trainer, 1)
-        ppo.save(trainer, 1)
-        update(trainer, 2)
-        wanted = weights(trainer.engine.module) | ({} if trainer.ema is None else dict(trainer.ema.average))
+        trainer.update(1)
+        ppo.save(trainer.config, trainer.state, 1)
+        trainer.update(2)
+        wanted = weights(trainer.engine.module) | ({} if trainer.state.ema is None else dict(trainer.state.ema.average))
         path = trainer.stage.checkpoints / "step-1"
-        restarted = ppo.make_ppo_run(trainer.config, trainer.stage, trainer.device)
-        ppo.restore(restarted, path)
-        update(restarted, 2)
-        found = weights(restarted.engine.module) | ({} if restarted.ema is None else dict(restarted.ema.average))
+        restarted = make_trainer(trainer.config, trainer.stage)
+        ppo.restore(restarted.state, path)
+        restarted.update(2)
+        found = weights(restarted.engine.module) | (
+            {} if restarted.state.ema is None else dict(restarted.state.ema.average)
+        )
     assert found.keys() == wanted.keys() and all(found[n].equal(wanted[n]) for n in wanted)
 
 

@@ -8,10 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from rlhf.ops.masked import whiten
 from rlhf.runs.stage import open_stage
-from rlhf.stages import ppo
-from rlhf.training.setup import set_up
 from tests.stages import ppo_ranks
-from tests.stages.conftest import collect, run_ranks
+from tests.stages.conftest import run_ranks
+from tests.stages.ppo_trainer import make_trainer
 
 # Updates that begin with the same policy but for rounding draw the same responses, unless a random number falls between
 # the two roundings of a token's bound: with seed 0 one of 26 responses does so in the third update.
@@ -34,8 +33,8 @@ def recorded(gold_run, tmp_path_factory) -> tuple[Path, Path]:
     run = gold_run.copy(folder, "ppo", "one")
     config = run.config(*SETTINGS)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_ppo_run(config, stage, set_up(config))
-        rollout = collect(trainer, trainer.prompts[:26], [("recorded", i) for i in range(26)])
+        trainer = make_trainer(config, stage)
+        rollout = trainer.collect(trainer.prompts.train[:26], [("recorded", i) for i in range(26)])
     answers = torch.minimum(rollout.lengths - rollout.prompt_lengths, torch.arange(2, 28))
     mask = torch.arange(rollout.response_mask.shape[1]) < answers[:, None]
     generator = torch.Generator().manual_seed(1)

@@ -11,10 +11,7 @@ from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
-from rlhf.runs.trackers import make_tracker
-from rlhf.stages import ppo
-from rlhf.training.setup import set_up
-from tests.stages.conftest import collect
+from tests.stages.ppo_trainer import make_trainer
 
 from ..model.classifiers import ARCHITECTURES, save_classifier
 
@@ -70,18 +67,19 @@ def test_every_architecture_learns_from_comparisons_and_pays_in_ppo(copy_until, 
 
     config = run.config(*QUICK)
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_ppo_run(config, stage, set_up(config))
-        rollout = collect(trainer, trainer.prompts[:12], [("test", i) for i in range(12)])
+        trainer = make_trainer(config, stage)
+        rollout = trainer.respond(12)
         ids = [
             row[start:end].tolist()
             for row, start, end in zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)
         ]
         texts = [decode_response(trainer.tokenizer, answer) for answer in ids]
-        wanted = model.score_texts([record.prompt for record, _ in trainer.prompts[:12]], texts, rollout.ended.tolist())
+        wanted = model.score_texts(
+            [record.prompt for record, _ in trainer.prompts.train[:12]], texts, rollout.ended.tolist()
+        )
         assert torch.allclose(rollout.scores, wanted, atol=1e-5) and wanted.std() > 0
         before = [p.detach().clone() for p in trainer.actor_critic.policy.parameters()]
-        tracker = make_tracker("off", folder=stage.folder, run="", stage="", config={})
-        metrics = ppo.one_update(trainer, 1, tracker)
+        metrics = trainer.update()
         assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values())
         assert any(not torch.equal(a, b) for a, b in zip(before, trainer.actor_critic.policy.parameters(), strict=True))
 

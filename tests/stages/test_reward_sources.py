@@ -11,8 +11,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel
-from rlhf.ppo.rewards import Episodes
-from rlhf.ppo.setup import make_reward
+from rlhf.ppo.rewards import Episodes, make_reward
 from rlhf.runs.folders import hash_of, read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import sha256_file, write_json

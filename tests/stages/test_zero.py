@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.rollout import Experience, Rollout
+from rlhf.ppo.experience import Rollout
 from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
-from rlhf.stages import ppo
-from rlhf.training.setup import set_up
 from rlhf.training.state import read_state
 from tests.stages import zero_ranks
 from tests.stages.conftest import run_ranks
+from tests.stages.ppo_trainer import experience, make_trainer
 from tests.stages.test_ppo_ranks import SETTINGS, recorded  # noqa: F401 (a fixture)
 
 WAYS = ("zero1", "zero2", "zero3")
@@ -224,12 +223,13 @@ def test_one_process_goes_on_where_two_under_zero3_stopped(gold_run, recorded, s
     tensors = load_file(rollouts)
     advantages, returns = tensors.pop("advantages"), tensors.pop("returns")
     with open_stage(config, "ppo") as stage:
-        trainer = ppo.make_ppo_run(config, stage, set_up(config))
+        trainer = make_trainer(config, stage)
         trainer.engine.restore(read_state(sharded / "zero3-state")[0])
         for _ in range(2):
             batch, sums = Rollout(**tensors), Sums()
-            ppo_update.train_minibatch(trainer, Experience(batch, advantages, returns), list(range(13)), sums)
-            ppo_update.step(trainer, {"policy": 1.0, "critic": 1.0}, True, sums)
+            given, chosen = experience(batch, advantages, returns), list(range(13))
+            ppo_update.train_minibatch(trainer.config, given, chosen, trainer.state, sums)
+            ppo_update.step(trainer.config, given, chosen, trainer.state, {"policy": 1.0, "critic": 1.0}, True, sums)
     wanted = load_file(sharded / "zero3-ppo.safetensors")
     for name, parameter in trainer.engine.module.named_parameters():
         assert alike(parameter.detach(), wanted[f"ppo/{name}"], 2e-5), name

@@ -18,7 +18,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampler import sample
 from rlhf.evaluation.scoring import item_encoder, score_items
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.rollout import Experience, Rollout
+from rlhf.ppo.experience import Rollout
 from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
@@ -29,7 +29,7 @@ from rlhf.training.gather import gathered_state
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import set_up
 from rlhf.training.state import read_state, write_state
-from tests.stages.conftest import collect
+from tests.stages.ppo_trainer import experience, make_trainer
 
 STEPS, SAVED_AT = 5, 3
 WARM = {"policy": 1.0, "critic": 1.0}
@@ -48,21 +48,21 @@ def share_held(engine: Engine) -> dict[str, float]:
 
 
 def ppo_steps(trainer: Any, tensors: dict, steps: int, sums: list) -> None:
-    places = ppo.episodes_of_rank(trainer)
+    places = ppo.episodes_of_rank(trainer.config, trainer.engine.ranks)
     mine = {name: value[places] for name, value in tensors.items()}
     advantages, returns = mine.pop("advantages"), mine.pop("returns")
-    experience = Experience(Rollout(**mine), advantages, returns)
+    given = experience(Rollout(**mine), advantages, returns)
     for _ in range(steps):
         sums.append(Sums())
         chosen = [i for i, place in enumerate(places) if place < 13]  # 7 on one rank, 6 on the other
-        ppo_update.train_minibatch(trainer, experience, chosen, sums[-1])
-        ppo_update.step(trainer, WARM, True, sums[-1])
+        ppo_update.train_minibatch(trainer.config, given, chosen, trainer.state, sums[-1])
+        ppo_update.step(trainer.config, given, chosen, trainer.state, WARM, True, sums[-1])
 
 
 def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dict[str, Any]:
     with open_stage(config, "ppo") as stage:
         found: list[Sums] = []
-        trainer = ppo.make_ppo_run(config, stage, set_up(config))
+        trainer = make_trainer(config, stage)
         ppo_steps(trainer, tensors, 1, found)
         once = trainer.engine.state()  # the first moment after one step is a tenth of the gradient
         ppo_steps(trainer, tensors, SAVED_AT - 1, found)
@@ -71,16 +71,16 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
             (out / f"{way}-state").mkdir()
             write_state(out / f"{way}-state", state, {})
         ppo_steps(trainer, tensors, STEPS - SAVED_AT, found)
-        metrics = [trainer.ranks.merge(sums).reduce() for sums in found]
+        metrics = [trainer.engine.ranks.merge(sums).reduce() for sums in found]
         shares = share_held(trainer.engine)
         weights = gathered_state(trainer.actor_critic)
         policy = trainer.actor_critic.policy
-        average = {"ema": trainer.ema.state_dict()}
-        with trainer.ema.applied(), trainer.engine.whole(policy) as answering:
+        average = {"ema": trainer.state.ema.state_dict()}
+        with trainer.state.ema.applied(), trainer.engine.whole(policy) as answering:
             average["applied"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
         with trainer.engine.whole(policy) as answering:
             average["after"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
-        prompts = [tokens for _, tokens in trainer.prompts[:8]]
+        prompts = [tokens for _, tokens in trainer.prompts.train[:8]]
         with trainer.engine.whole(trainer.actor_critic.policy) as policy:
             greedy = sample(
                 policy,
@@ -90,10 +90,10 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
                 greedy=True,
                 pad_token_id=trainer.tokenizer.pad_token_id,
             ).responses
-        live = collect(trainer, trainer.prompts[:4], [("live", i) for i in range(4)])
+        live = trainer.collect(trainer.prompts.train[:4], [("live", i) for i in range(4)])
         # Back to the third step, in an engine of its own, and on from there
         wait_for_all()
-        again = ppo.make_ppo_run(config, stage, set_up(config))
+        again = make_trainer(config, stage)
         again.engine.restore(read_state(Path(source or out / f"{way}-state"))[0])
         ppo_steps(again, tensors, STEPS - SAVED_AT, [])
         resumed = gathered_state(again.actor_critic)

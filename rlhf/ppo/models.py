@@ -1,16 +1,29 @@
-"""The models of PPO: policy and critic as one module, and the frozen reference."""
+"""The models of PPO: policy and critic as one module, the frozen reference, and how they are set up."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
+from rlhf.data.chat_template import end_ids
+from rlhf.errors import UserError
+from rlhf.model.half import hold_frozen
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.interface import lm
+from rlhf.ops.gae import WITHOUT_CRITIC
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.ppo.rollout import before_responses, response_logprobs, unpacked
+from rlhf.ppo.experience import before_responses, response_logprobs, unpacked
+from rlhf.ppo.rewards import ModelReward, Reward, make_reward, sources_of
+from rlhf.runs.folders import stage_folder
+from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.runs.stage import Stage
-from rlhf.training.adapters import share_weights
+from rlhf.system.processes import Ranks
+from rlhf.training.adapters import add_adapters, share_weights
+from rlhf.training.engine import Engine, make_engine, shard_frozen
+from rlhf.training.setup import load_policy
+from rlhf.training.zero import zero_stage
 
 
 class ActorCritic(nn.Module):
@@ -92,10 +105,58 @@ class Reference(nn.Module):
         return response_logprobs(self.model, tokens, starts, mask)[0]
 
 
+class Models(NamedTuple):
+    """The four models; `engine` trains policy and critic, which are the parts of its module."""
+
+    policy: Any
+    critic: Any  # None if advantages need no values
+    reference: Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs of the SFT model
+    reward: Reward
+    engine: Engine
+
+
+def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.device) -> Models:
+    """The policy and the reference start from the SFT model, the critic from ppo.critic."""
+    settings = config.ppo
+    folder = stage_folder(config, "sft") / "model"
+    policy = turn_off_dropout(load_policy(folder, dropout=0.0))
+    shared_trunk = policy if config.lora.share_trunk else None
+    reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
+    paying = [source for source in sources_of(reward) if isinstance(source, ModelReward)]
+    if settings.score_by_token and not any(source.read_tokens > 1 for source in paying):
+        raise UserError(
+            "ppo.score_by_token=true: no reward model reads more than the last token: train one with reward.read_tokens, "
+            "or leave it out"
+        )
+    critic = make_critic(config, stage, policy, reward_model)
+    for source in paying:
+        if source.bare.reads_text:
+            if not zero_stage(config):  # under ZeRO there is no autocast
+                hold_frozen(config, source.model, device)
+        elif shared_trunk is not None:
+            source.model = source.model.to(device)
+        else:
+            source.model = shard_frozen(config, source.model, device)
+    by_share = settings.score_by_token and not end_ids(tokenizer)
+    if config.lora.rank:
+        reference: nn.Module = Reference(share_weights(policy).requires_grad_(False))
+        add_adapters(policy, config, folder, device)
+        if isinstance(critic, RewardModel):
+            from_reward = reward_model is not None and settings.critic == "reward"
+            base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
+            add_adapters(critic, config, base, device)
+        engine = make_actor_critic_engine(config, ActorCritic(policy, critic, by_share), device)
+        reference.to(device)
+    else:
+        engine = make_actor_critic_engine(config, ActorCritic(policy, critic, by_share), device)
+        reference = shard_frozen(config, Reference(load_policy(folder).requires_grad_(False)), device)
+    return Models(policy, critic, reference, reward, engine)
+
+
 def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
     """The critic by ppo.critic; only a head if the trunk is shared; None if advantages need no values."""
     settings = config.ppo
-    if settings.advantages != "gae":
+    if settings.advantages in WITHOUT_CRITIC:
         return None
     if settings.shared_critic:
         head = ScalarHead(policy.config.hidden_size)
@@ -123,3 +184,36 @@ def turn_off_dropout(model: nn.Module) -> nn.Module:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
+
+
+def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.device) -> Engine:
+    """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
+    settings = config.ppo
+    if config.gradient_checkpointing:
+        for module in model.parts().values():
+            if hasattr(module, "gradient_checkpointing_enable"):
+                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    rates = {"policy": settings.lr, "critic": settings.critic_lr}
+    groups = [
+        {"params": [p for p in module.parameters() if p.requires_grad], "lr": rates[name]}
+        for name, module in model.parts().items()
+    ]
+    engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm, sampled=model.policy)
+    check_shares(config, engine.ranks)
+    return engine
+
+
+def check_shares(config: Config, ranks: Ranks) -> None:
+    """Raises: UserError if the prompts of an update cannot be divided among the ranks."""
+    settings = config.ppo
+    prompts = settings.episodes_per_update // settings.responses_per_prompt
+    if prompts < ranks.count:
+        raise UserError(
+            f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts per update for "
+            f"{ranks.count} processes: want at least one each"
+        )
+    if zero_stage(config) == 3 and prompts % ranks.count:
+        raise UserError(
+            f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts per update cannot be divided among "
+            f"{ranks.count} processes, as ZeRO-3 requires: choose a multiple, or deepspeed=zero2"
+        )

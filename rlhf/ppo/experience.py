@@ -1,0 +1,307 @@
+"""PPO's experience: prompts -> responses, log-probs, values and scores. `Rollout` is the data of one update.
+
+A right-padded row contains prompt and response. Tensors over response tokens are left-aligned in (B, A): column t is
+response token t, whatever the prompt's length. The logits of response token t, and the value before it, are computed
+one token earlier, at position prompt_length + t - 1.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.config import Config
+from rlhf.data.corpus import PackedCorpus, make_collator
+from rlhf.data.prompts import fitting_prompts
+from rlhf.data.records import PromptRecord
+from rlhf.data.splits import prompt_key
+from rlhf.engines.sampler import Samples, sample_as_configured
+from rlhf.errors import UserError
+from rlhf.model.batching import by_length, right_pad
+from rlhf.model.fused_loss import is_plain
+from rlhf.model.interface import Episodes, lm
+from rlhf.ops.gae import ESTIMATORS, compute_advantages
+from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.ops.unembedding import unembedded_logprobs
+from rlhf.ppo.rewards import Reward, score_by_token
+from rlhf.runs.folders import read_stage, stage_folder
+from rlhf.runs.sources import of_split, read_comparisons, read_prompts
+from rlhf.system.plugins import load_named
+from rlhf.training.engine import Engine
+
+Prompt = tuple[PromptRecord, list[int]]  # as a record and as tokens
+Estimator = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Rollout(NamedTuple):
+    """B episodes with up to T tokens, of which up to A are response tokens."""
+
+    tokens: Tensor  # (B, T) int64, prompt + response, right-padded
+    prompt_lengths: Tensor  # (B,) int64
+    lengths: Tensor  # (B,) int64, prompt + response
+    response_mask: Tensor  # (B, A) bool
+    ended: Tensor  # (B,) bool, the response has its end token
+    logp_sampled: Tensor  # (B, A) float32 nats, from the sampler; 0 outside the mask
+    logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled: in bfloat16 recomputed, else the sampler's
+    logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
+    values: Tensor  # (B, A) float32, before each response token was chosen
+    scores: Tensor  # (B,) float32, from the reward
+    token_scores: Tensor  # (B, A) float32, what each token earns of the score (ppo.score_by_token); else 0
+
+    def rows(self, index: list[int]) -> "Rollout":
+        """The episodes of `index`, cut to their own longest row and response."""
+        picked = Rollout(*(field[index] for field in self))
+        width, answer = int(picked.lengths.max()), int(picked.response_mask.sum(1).max())
+        by_token = ("response_mask", "logp_sampled", "logp_old", "logp_ref", "values", "token_scores")
+        cut = {name: getattr(picked, name)[:, :answer] for name in by_token}
+        return picked._replace(tokens=picked.tokens[:, :width], **cut)
+
+
+class Experience(NamedTuple):
+    """What an update trains on and what its metrics are computed from: B episodes of this rank."""
+
+    records: list[PromptRecord]  # the prompts
+    texts: list[str]  # the responses without their end tokens
+    rollout: Rollout
+    scores: Tensor  # (B,) float32, clipped, and lowered if there is no end token
+    rewards: Tensor  # (B, A) float32, KL penalty and score
+    advantages: Tensor  # (B, A) float32, whitened
+    returns: Tensor  # (B, A) float32
+
+    def rows(self, index: list[int]) -> "Experience":
+        """The episodes of `index`, cut as `Rollout.rows` cuts them."""
+        rollout = self.rollout.rows(index)
+        by_token = (x[index, : rollout.response_mask.shape[1]] for x in (self.rewards, self.advantages, self.returns))
+        records, texts = ([x[i] for i in index] for x in (self.records, self.texts))
+        return Experience(records, texts, rollout, self.scores[index], *by_token)
+
+    def without_tokens(self) -> "Experience":
+        """The same episodes, in which no token counts."""
+        nothing = torch.zeros_like(self.rollout.response_mask)
+        return self._replace(rollout=self.rollout._replace(response_mask=nothing))
+
+
+class Prompts(NamedTuple):
+    """What updates draw from."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]  # of the dev split, for evaluations during training
+    tokenizer: Any
+    blocks: "PretrainingBlocks | None" = None  # of PPO-ptx
+
+
+# ---------------------------------------------------------------------------------------- sampling and scoring
+
+
+@torch.no_grad()
+def sample_responses(
+    config: Config, engine: Engine, policy: Any, tokenizer: Any, prompts: list[Prompt], keys: list[tuple]
+) -> Samples:
+    """One response to each prompt at temperature 1, determined by (seed, key), however the batch is split."""
+    engine.eval()
+    with engine.autocast(), engine.whole(policy) as whole:
+        return sample_as_configured(config, whole, tokenizer, [ids for _, ids in prompts], keys=keys)
+
+
+@torch.no_grad()
+def score_responses(
+    config: Config,
+    engine: Engine,
+    reference: Callable[[Tensor, Tensor, Tensor], Tensor],
+    reward: Reward,
+    tokenizer: Any,
+    prompts: list[Prompt],
+    samples: Samples,
+    texts: list[str],
+) -> Rollout:
+    """Log-probs, values and scores of sampled responses. Without a critic all values are 0.
+
+    engine: of the ActorCritic; it gives log-probs if the sampler's differ from a training forward's. reference: the SFT model's
+    log-probs (B, A) of (tokens, prompt_lengths, mask). texts: the responses without their end tokens.
+    """
+    device, settings = samples.mask.device, config.ppo
+    recompute = engine.bfloat16 or not lm(engine.module.policy).native
+    prompt_ids = [ids for _, ids in prompts]
+    rows = [p + r for p, r in zip(prompt_ids, samples.responses, strict=True)]
+    tokens, lengths = (x.to(device) for x in right_pad(rows, tokenizer.pad_token_id))
+    prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids], device=device)
+    logp_old = samples.logprobs.clone()
+    logp_ref, values, token_scores = (torch.zeros_like(logp_old) for _ in range(3))
+    with engine.autocast():
+        for group in by_length(lengths.tolist(), 2 * settings.micro_batch_episodes):
+            width, answer = int(lengths[group].max()), int(samples.mask[group].sum(1).max())
+            part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
+            logp_ref[group, :answer] = reference(part, starts, mask)
+            logp, _, of_tokens = engine(part, starts, mask, with_policy=recompute, with_entropy=False)
+            if logp is not None:
+                logp_old[group, :answer] = logp
+            if of_tokens is not None:
+                values[group, :answer] = of_tokens
+        records = [record for record, _ in prompts]
+        episodes = Episodes(records, prompt_ids, samples.responses, texts, samples.ended)
+        if settings.score_by_token:
+            scores, parts = score_by_token(reward, episodes)
+            token_scores[:, : parts.shape[1]] = parts
+        else:
+            scores = reward(episodes)
+    return Rollout(
+        tokens=tokens,
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
+        response_mask=samples.mask.clone(),
+        ended=samples.ended.clone(),
+        logp_sampled=samples.logprobs.clone(),
+        logp_old=logp_old,
+        logp_ref=logp_ref,
+        values=values,
+        scores=scores,
+        token_scores=token_scores,
+    )
+
+
+def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
+    """(N,) positions of the token before each response token of mask (B, A), as row * width + position."""
+    device = mask.device
+    position = prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=device)  # (B, A)
+    return (position + width * torch.arange(len(mask), device=device)[:, None])[mask]
+
+
+def response_logprobs(
+    policy: Any,
+    tokens: Tensor,
+    prompt_lengths: Tensor,
+    mask: Tensor,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    hidden: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
+
+    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. The
+    entropy has a gradient only on request. hidden: the hidden states (N, D) before the tokens in mask (B, A), if already
+    computed.
+    """
+    before = before_responses(prompt_lengths, tokens.shape[1], mask)
+    chosen = tokens.flatten()[before + 1]
+    model, head = lm(policy), policy.get_output_embeddings()
+    plain = model.plain
+    if hidden is None and plain:
+        hidden = model.hidden(tokens, before)
+    if hidden is not None and plain and is_plain(head):
+        logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
+    else:
+        logits = head(hidden) if plain else model.logits(tokens, before)  # (N, V)
+        logp = token_logprobs(logits, chosen)
+        entropies = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
+    return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)
+
+
+def unpacked(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, A) float32 from one value per token in mask (B, A), as (N,); 0 outside the mask."""
+    return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
+
+
+# ----------------------------------------------------------------------------------------------- advantages
+
+
+def load_estimator(name: str) -> Estimator:
+    """The advantage estimator of ppo.advantages: a built-in one, or a function `module:name` or `file.py:name`.
+
+    It is called as f(rewards, values, mask, gamma=, lam=, group_size=) and returns (advantages, returns), as
+    `rlhf.ops.gae.compute_advantages` does. Raises: UserError.
+    """
+    if name in ESTIMATORS:
+        return functools.partial(compute_advantages, name)
+    what = "advantage estimator"
+    function = load_named(what, name, ("rewards", "values", "mask", "gamma=", "lam=", "group_size="))
+
+    @torch.no_grad()
+    def estimate(rewards: Tensor, values: Tensor, mask: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        returned = function(rewards, values, mask, **settings)
+        wanted = f"want two float tensors of shape {tuple(mask.shape)}, advantages and returns"
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise UserError(f"{what} {name}: returned a {type(returned).__name__}: {wanted}")
+        for x in returned:
+            if not isinstance(x, Tensor) or x.shape != mask.shape or not x.is_floating_point():
+                got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise UserError(f"{what} {name}: returned {got}: {wanted}")
+            if not torch.isfinite(x[mask]).all():
+                raise UserError(f"{what} {name}: returned values that are not finite: correct the function")
+        advantages, returns = (torch.where(mask, x.float(), 0.0) for x in returned)
+        return advantages, returns
+
+    return estimate
+
+
+# -------------------------------------------------------------------------------------------------- prompts
+
+
+def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
+    """Tokenised prompts of the training split, and some of the dev split. Raises: UserError if none is left."""
+    records = read_prompts(config, say)
+    room = tokenizer.model_max_length - config.rollout.max_new_tokens
+    if room < 4:
+        raise UserError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in the context "
+            f"of {tokenizer.model_max_length} tokens: lower it"
+        )
+    training = by_ranking(config, of_split(config, records, "train"))
+    fitting = list(fitting_prompts(tokenizer, training, room))
+    if not fitting:
+        raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
+    cut = sum(was_cut for _, _, was_cut in fitting)
+    say(f"{len(fitting):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else ""))
+    return [(record, ids) for record, ids, _ in fitting], held_out_prompts(config, records, tokenizer)
+
+
+def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:
+    """The prompts of ppo.prompts: all, ranked or unranked by the comparisons. Raises: UserError if none is left."""
+    wanted = config.ppo.prompts
+    if wanted == "all":
+        return records
+    ranked = {prompt_key(ranking.prompt) for ranking in read_comparisons(config)}
+    chosen = [record for record in records if (prompt_key(record.prompt) in ranked) == (wanted == "ranked")]
+    if not chosen:
+        raise UserError(
+            f"ppo.prompts={wanted}: none of the {len(records):,} prompts of the training split is {wanted}: add prompts"
+            + (" (gold.train_prompts above gold.comparison_prompts)" if config.gold.enabled else "")
+            + ", or set ppo.prompts=all"
+        )
+    return chosen
+
+
+def held_out_prompts(config: Config, records: Sequence[PromptRecord], tokenizer: Any) -> list[Prompt]:
+    """The first `ppo.eval_prompts` prompts of the dev split that fit the context, with their tokens."""
+    room = tokenizer.model_max_length - config.rollout.max_new_tokens
+    fitting = fitting_prompts(tokenizer, of_split(config, records, "dev"), room)
+    return [(record, ids) for record, ids, _ in itertools.islice(fitting, config.ppo.eval_prompts)]
+
+
+class PretrainingBlocks:
+    """PPO-ptx: blocks of the corpus that the base was pretrained on (Ouyang et al. 2022, equation 2, last term)."""
+
+    def __init__(self, config: Config, tokenizer: Any):
+        """Raises: UserError if the pretraining stage has no packed corpus any more, or one of another tokenizer."""
+        folder = stage_folder(config, "pretrain")
+        remedy = "point parents.pretrain at the run that the SFT model comes from"
+        corpus = PackedCorpus.load_for("ppo.ptx_coef", folder, tokenizer, remedy)
+        settings = (read_stage(folder) or {}).get("settings", {})
+        batch = settings.get("pretrain.global_batch_tokens", config.pretrain.global_batch_tokens)
+        # an adopted model's context is in its tokenizer
+        context = settings.get("model.context_length", min(tokenizer.model_max_length, batch))
+        isolate = settings.get("pretrain.isolate_documents", config.pretrain.isolate_documents)
+        self.blocks, self.seed = corpus.blocks("train", context), config.seed
+        self.collate = make_collator(self.blocks.separator, isolate)
+
+    def draw(self, key: tuple, count: int) -> list[int]:
+        """Indices of `count` blocks, which depend only on (seed, key)."""
+        chooser = random.Random(f"ptx-{self.seed}-{key}")
+        return [chooser.randrange(len(self.blocks)) for _ in range(count)]
+
+    def batch(self, index: list[int], device: torch.device) -> dict[str, Tensor]:
+        """input_ids and labels (B, T) of blocks, with positions if documents are isolated."""
+        return {name: value.to(device) for name, value in self.collate([self.blocks[i] for i in index]).items()}

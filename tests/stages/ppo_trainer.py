@@ -1,0 +1,117 @@
+"""A PPO stage whose updates a test runs one by one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf.data.chat_template import response_text
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.gold.truth import make_truth
+from rlhf.ppo import update as ppo_update
+from rlhf.ppo.experience import Experience, Rollout, load_estimator, sample_responses, score_responses
+from rlhf.ppo.metrics import load_measures
+from rlhf.ppo.models import load_models
+from rlhf.ppo.update import State
+from rlhf.runs.folders import stage_folder
+from rlhf.runs.metrics import Sums
+from rlhf.runs.stage import Stage, open_stage
+from rlhf.stages import ppo
+from rlhf.training.setup import set_up
+
+
+@dataclass
+class Trainer:
+    """The arguments of `one_update`."""
+
+    config: Any
+    stage: Stage
+    policy: Any
+    critic: Any
+    reference: Any
+    reward: Any
+    prompts: Any
+    state: State
+    estimate: Any
+    measures: list
+    truth: Any
+
+    @property
+    def engine(self) -> Any:
+        return self.state.engine
+
+    @property
+    def actor_critic(self) -> Any:
+        return self.state.engine.module
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.prompts.tokenizer
+
+    def update(self, number: int = 1) -> dict[str, float]:
+        """The metrics of one update."""
+        names = ("policy", "critic", "reference", "reward", "prompts", "state", "estimate", "measures")
+        self.state.metrics = ppo.one_update(self.config, number, **{name: getattr(self, name) for name in names})
+        return self.state.metrics
+
+    def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and sample rows of the held-out prompts."""
+        names = ("policy", "reference", "reward", "prompts", "state", "truth")
+        return ppo.evaluate_held_out(self.config, **{name: getattr(self, name) for name in names})
+
+    def collect(self, prompts: list, keys: list[tuple]) -> Rollout:
+        """Steps 1 and 2: one response to each prompt, scored."""
+        samples = sample_responses(self.config, self.engine, self.policy, self.tokenizer, prompts, keys)
+        texts = [response_text(self.tokenizer, ids) for ids in samples.responses]
+        models = self.engine, self.reference, self.reward
+        return score_responses(self.config, *models, self.tokenizer, prompts, samples, texts)
+
+    def rollout(self, number: int = 1) -> Rollout:
+        """What update `number` samples."""
+        index = ppo.choose_prompts(self.config, len(self.prompts.train), number)
+        keys = [("ppo", number, place) for place in range(len(index))]
+        return self.collect([self.prompts.train[i] for i in index], keys)
+
+    def respond(self, count: int = 16) -> Rollout:
+        """Responses to the first prompts, one each."""
+        return self.collect(self.prompts.train[:count], [("test", i) for i in range(count)])
+
+    def train(self, rollout: Rollout, advantages: Any, returns: Any, chosen: list[int], **more: Any) -> Sums:
+        """The gradients of one minibatch, neither clipped nor used for a step; returns its metrics."""
+        sums = Sums()
+        given = experience(rollout, advantages, returns)
+        ppo_update.train_minibatch(self.config, given, chosen, self.state, sums, **more)
+        return sums
+
+
+def experience(rollout: Rollout, advantages: torch.Tensor, returns: torch.Tensor) -> Experience:
+    """An experience of recorded tensors."""
+    count = len(rollout.tokens)
+    return Experience([None] * count, [""] * count, rollout, rollout.scores, returns, advantages, returns)  # type: ignore[list-item]
+
+
+def make_trainer(config: Any, stage: Stage) -> Trainer:
+    device, tokenizer = set_up(config), load_tokenizer(stage_folder(config, "sft") / "model")
+    policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
+    prompts, truth = ppo.load_texts(config, tokenizer, stage.say), make_truth(config)
+    state = State(stage, engine, ppo.make_kl(config), ppo.make_ema(config, policy))
+    plugins = load_estimator(config.ppo.advantages), load_measures(config, truth)
+    return Trainer(config, stage, policy, critic, reference, reward, prompts, state, *plugins, truth)
+
+
+@contextmanager
+def open_trainer(run: Any, *more: str) -> Iterator[Trainer]:
+    config = run.config(*more)
+    with open_stage(config, "ppo") as stage:
+        yield make_trainer(config, stage)
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def changed(before: dict[str, torch.Tensor], module: nn.Module) -> bool:
+    return any(not value.equal(before[name]) for name, value in module.named_parameters())
