@@ -153,17 +153,9 @@ def ours(spec: Spec, turns: Turns) -> None:
             ]
             state = State(stage, engine, ppo.make_kl(config))
             for update, _ in enumerate(turns, 1):
-                metrics = ppo.one_update(
-                    config,
-                    update,
-                    policy=policy,
-                    critic=critic,
-                    reference=reference,
-                    reward=reward,
-                    prompts=Prompts(given, [], tokenizer),
-                    state=state,
-                    estimate=load_estimator(config.ppo.advantages),
-                )
+                named = {"policy": policy, "critic": critic, "reference": reference, "reward": reward, "state": state}
+                estimate, prompts = load_estimator(config.ppo.advantages), Prompts(given, [], tokenizer)
+                metrics = ppo.one_update(config, update, **named, prompts=prompts, estimate=estimate)
                 turns.done(
                     units=metrics["rollout/response_len"] * spec["episodes"],
                     processed=(metrics["rollout/response_len"] + spec["prompt"]) * spec["episodes"],

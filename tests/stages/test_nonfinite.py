@@ -67,9 +67,9 @@ def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch, part):
     """A weight that becomes NaN after the first update; mended, the run resumes from the checkpoint."""
     run, save = copy_until("ppo"), ppo.save
 
-    def save_and_poison(trainer, *given):
-        save(trainer, *given)
-        poison(getattr(trainer.actor_critic, part))
+    def save_and_poison(config, state, update):
+        save(config, state, update)
+        poison(getattr(state.engine.module, part))
 
     with monkeypatch.context() as patch:
         patch.setattr(ppo, "save", save_and_poison)
