@@ -1,6 +1,7 @@
 """The dashboard: its specification offline, W&B's own objects, and a server that does not take it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,6 @@ def test_every_section_and_every_name_is_there() -> None:
         assert name in shown, name
     tables = {panel.table for panels in TABLE_PANELS.values() for panel in panels}
     assert tables == set(TABLES) == {"samples", "calibration", "score_histogram"}
-
-
-def test_no_panel_of_a_table_names_a_column_that_is_not_there() -> None:
     for panel in [panel for panels in TABLE_PANELS.values() for panel in panels]:
         assert {column for _, column in panel.fields} <= set(TABLES[panel.table]), panel.title
 
@@ -84,13 +82,8 @@ def test_wandbs_own_objects_take_every_panel() -> None:
         assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
 
 
-def test_panels_flow_like_words() -> None:
+def test_panels_flow_like_words_and_a_pattern_is_exact() -> None:
     assert flow([12, 12, 8, 8, 8, 24]) == [(0, 0), (12, 0), (0, 8), (8, 8), (16, 8), (0, 16)]
-
-
-def test_a_pattern_is_exact() -> None:
-    import re
-
     pattern = metric_pattern(("gold/*", "eval/*/kl"))
     assert re.search(pattern, "gold/total") and re.search(pattern, "eval/dev/kl")
     assert not re.search(pattern, "eval/dev/kl_k3") and not re.search(pattern, "eval/dev/gold/total")
@@ -102,15 +95,13 @@ def no_account(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_offline_the_command_writes_the_specification(tmp_path: Path, no_account: None, capsys: Any) -> None:
-    main(["dashboard", f"runs_dir={tmp_path}", "tracking.project=mine", "tracking.entity=me"])
-    written = json.loads((tmp_path / "dashboard.json").read_text())
-    assert written == make_specification("mine", "me")
-    assert "offline: set WANDB_API_KEY" in capsys.readouterr().out
-
-
-def test_a_known_address_is_kept(tmp_path: Path, no_account: None) -> None:
+def test_offline_the_command_writes_the_specification_and_keeps_a_known_address(
+    tmp_path: Path, no_account: None, capsys: Any
+) -> None:
     path = tmp_path / "dashboard.json"
+    main(["dashboard", f"runs_dir={tmp_path}", "tracking.project=mine", "tracking.entity=me"])
+    assert json.loads(path.read_text()) == make_specification("mine", "me")
+    assert "offline: set WANDB_API_KEY" in capsys.readouterr().out
     path.write_text(json.dumps({"project": "rlhf", "entity": None, "url": "https://example.org/me/rlhf?nw=abc"}))
     main(["dashboard", f"runs_dir={tmp_path}"])
     assert json.loads(path.read_text())["url"].endswith("nw=abc")

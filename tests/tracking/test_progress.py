@@ -78,21 +78,7 @@ def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue().count("\n") == 1  # the one at the end
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.031249, "0.03125"),
-        (12.3456, "12.35"),
-        (18240.4, "18240"),
-        (3.1e-5, "3.1e-05"),
-        (7, "7"),
-        (2000.0, "2000"),
-    ],
-)
-def test_figures(value: float, text: str) -> None:
-    assert format_figure(value) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(12.4, "12 s"), (185, "3:05 min"), (7385, "2:03:05")])
-def test_seconds(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
+def test_figures_and_seconds() -> None:
+    texts = {0.031249: "0.03125", 12.3456: "12.35", 18240.4: "18240", 3.1e-5: "3.1e-05", 7: "7", 2000.0: "2000"}
+    assert {value: format_figure(value) for value in texts} == texts
+    assert [format_seconds(seconds) for seconds in (12.4, 185, 7385)] == ["12 s", "3:05 min", "2:03:05"]

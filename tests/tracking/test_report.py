@@ -15,6 +15,7 @@ import pytest
 from rlhf.cli import main
 from rlhf.commands.report import rewrite_arguments
 from rlhf.report.evaluation_tables import rank_agreement
+from rlhf.report.overview import make_overview
 from rlhf.report.page import write_figures, write_report
 from rlhf.report.pictures import make_histogram
 from rlhf.report.samples import level
@@ -171,20 +172,12 @@ def test_a_complete_run_shows_its_numbers(complete: tuple[Path, str]) -> None:
     assert "made/up" not in text and find("made/up") is None
 
 
-def test_model_output_stays_text(complete: tuple[Path, str]) -> None:
-    _, text = complete
+def test_model_output_stays_text_on_a_small_page_that_fetches_nothing(complete: tuple[Path, str]) -> None:
+    run, text = complete
     assert "<script" not in text and "<img" not in text
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in text
     assert "p ⟨U+202E⟩ ⟨U+0007⟩" in text
-
-
-def test_no_address_outside_of_shown_text(complete: tuple[Path, str]) -> None:
-    _, text = complete
     assert text.replace("http://evil.example", "").count("http") == 1  # the http-equiv of the policy
-
-
-def test_it_is_small_and_the_same_each_time(complete: tuple[Path, str]) -> None:
-    run, text = complete
     assert len(text.encode()) < 1_000_000
     assert write_report(run).read_text(encoding="utf-8") == text
 
@@ -259,15 +252,13 @@ def test_real_data_has_no_gold_parts(tmp_path: Path) -> None:
     assert "1.317" in text and "reward model; SFT 0.021" in text and "True score by part" not in text
 
 
-@pytest.mark.parametrize(
-    ("interval", "verdict"),
-    [([0.55, 0.6], "is preferred to"), ([0.45, 0.58], "cannot be told from"), ([0.3, 0.4], "is worse than")],
-)
-def test_the_verdict_follows_the_interval(tmp_path: Path, interval: list[float], verdict: str) -> None:
-    (tmp_path / "evaluate").mkdir()
-    win = {"value": sum(interval) / 2, "ci95": interval, "n": 100}
-    (tmp_path / "evaluate/results.json").write_text(json.dumps({"gold": {"win_rate_vs_sft": win}}))
-    assert f"PPO {verdict} SFT" in write_report(tmp_path).read_text(encoding="utf-8")
+def test_the_verdict_follows_the_interval(tmp_path: Path) -> None:
+    verdicts = {(0.55, 0.6): "is preferred to", (0.45, 0.58): "cannot be told from", (0.3, 0.4): "is worse than"}
+    for (low, high), verdict in verdicts.items():
+        win = {"value": (low + high) / 2, "ci95": [low, high], "n": 100}
+        run = read_run(tmp_path)
+        run.results = {"gold": {"win_rate_vs_sft": win}}
+        assert f"PPO {verdict} SFT" in make_overview(run)["sentence"]
 
 
 def test_several_runs_stand_over_each_other(tmp_path: Path) -> None:
@@ -312,22 +303,9 @@ def test_tokens_are_shaded_by_their_kl_and_stay_text(tmp_path: Path) -> None:
     assert "Shaded by what each token adds to the KL" in text
 
 
-@pytest.mark.parametrize(
-    ("kl", "look"),
-    [
-        (0.0, ""),
-        (0.049, ""),
-        (0.05, "u1"),
-        (-0.05, "d1"),
-        (0.5, "u3"),
-        (-1.99, "d4"),
-        (2.0, "u5"),
-        (math.nan, ""),
-        ("x", ""),
-    ],
-)
-def test_shades(kl: Any, look: str) -> None:
-    assert level(kl) == look
+def test_shades() -> None:
+    looks = {0.0: "", 0.049: "", 0.05: "u1", -0.05: "d1", 0.5: "u3", -1.99: "d4", 2.0: "u5", math.nan: "", "x": ""}
+    assert {kl: level(kl) for kl in looks} == looks
 
 
 def test_histograms_share_their_bins_and_ranks_agree(tmp_path: Path) -> None:
@@ -347,20 +325,16 @@ def test_histograms_share_their_bins_and_ranks_agree(tmp_path: Path) -> None:
     assert list(rank_agreement(run)) == [("sft", pytest.approx(1.0), 25), ("ppo", pytest.approx(-1.0), 25)]
 
 
-def test_figures_are_files_of_their_own(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "demo")
-    paths = write_figures([run], tmp_path / "figures", "svg")
+def test_figures_are_files_of_their_own(complete: tuple[Path, str], tmp_path: Path) -> None:
+    paths = write_figures([complete[0]], tmp_path / "figures", "svg")
     names = {path.name for path in paths}
     assert {"ppo-reward.svg", "ppo-kl-to-the-sft-model.svg", "pretrain-loss.svg"} <= names and len(names) == len(paths)
     assert all(path.stat().st_size > 1000 for path in paths)
 
 
 def test_the_command_takes_several_runs_and_a_flag() -> None:
-    assert rewrite_arguments(["run=a,b", "--figures", "out dir", "seed=1"]) == [
-        "run='a,b'",
-        "report.figures='out dir'",
-        "seed=1",
-    ]
+    flagged = ["run='a,b'", "report.figures='out dir'", "seed=1"]
+    assert rewrite_arguments(["run=a,b", "--figures", "out dir", "seed=1"]) == flagged
     assert rewrite_arguments(["run=a", "--figures=x"]) == ["run=a", "report.figures='x'"]
     assert rewrite_arguments(["run='a,b'", "--figures"]) == ["run='a,b'", "report.figures='figures'"]
 

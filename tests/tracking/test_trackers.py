@@ -1,0 +1,254 @@
+"""The files of a stage, the thread between training and a service, and TensorBoard."""
+
+import importlib.util
+import json
+import logging
+import math
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.errors import UserError
+from rlhf.runs import trackers
+from rlhf.runs.run_files import read_jsonl
+from rlhf.runs.trackers import Background, make_tracker
+
+SAMPLE = {"id": "p", "prompt": "a", "response": "b"}
+
+
+def tracker(folder: Path, kind: Any = "jsonl", resume_step: int = 0) -> Any:
+    return make_tracker(kind, folder=folder, run="r", stage="ppo", config={"seed": 1}, resume_step=resume_step)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Strict reading: every line must be JSON without NaN."""
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"not JSON: {constant}")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_lines_have_the_axes_and_are_there_at_once(tmp_path: Path) -> None:
+    with tracker(tmp_path) as writer:
+        writer.log({"objective/kl": 2.25}, step=3, episodes=96, tokens=4096)
+        (row,) = lines(tmp_path / "metrics.jsonl")  # before finish: flushed
+        writer.log({"eval/dev/loss": 1.0}, step=3)
+        writer.log({"objective/kl": -0.01}, step=4)
+        writer.log({"objective/kl": math.nan}, step=5)
+    assert row.pop("time/elapsed_s") >= 0
+    axes = {"progress/step": 3, "progress/episodes": 96, "progress/tokens": 4096}
+    assert row == axes | {"objective/kl": 2.25, "objective/sqrt_kl": 1.5}
+    _, second, negative, missing = lines(tmp_path / "metrics.jsonl")
+    assert second == axes | {"eval/dev/loss": 1.0, "time/elapsed_s": second["time/elapsed_s"]}
+    assert "progress/episodes" not in negative, "another step"
+    assert [row["objective/sqrt_kl"] for row in (negative, missing)] == [0.0, None], "no root of a negative estimate"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "off"])
+def test_an_unknown_name_is_refused_and_writes_nothing(tmp_path: Path, kind: str) -> None:
+    with tracker(tmp_path, kind) as writer:
+        with pytest.raises(ValueError, match=r"unknown metric 'objective/klx'"):
+            writer.log({"objective/kl": 1.0, "objective/klx": 1.0}, step=1)
+        with pytest.raises(ValueError, match="unknown metric"):
+            writer.summary({"final": 1.0})
+    assert list(read_jsonl(tmp_path / "metrics.jsonl")) == []
+
+
+def test_values_that_are_not_finite_become_null_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), tracker(tmp_path) as writer:
+        for step, value in enumerate((math.nan, math.inf)):
+            writer.log({"loss/policy_avg": value, "objective/kl": 1.0}, step=step)
+        writer.samples(2, [SAMPLE | {"score": math.nan, "tokens": ["b"], "kl_tokens": [math.nan]}])
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [(row["loss/policy_avg"], row["objective/kl"]) for row in rows] == [(None, 1.0)] * 2
+    (row,) = lines(tmp_path / "samples.jsonl")
+    assert (row["score"], row["kl_tokens"]) == (None, [None])
+    assert sum("loss/policy_avg" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_resume_repeats_no_step_and_loses_none(tmp_path: Path) -> None:
+    for _ in range(2):  # a fresh start leaves nothing of the run before
+        with tracker(tmp_path) as writer:
+            for step in range(6):
+                writer.log({"objective/kl": float(step)}, step=step)
+                writer.samples(step, [SAMPLE | {"response": str(step)}])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        text = re.sub(r'("time/elapsed_s": )[\d.]+', r"\g<1>500.0", (tmp_path / name).read_text())
+        (tmp_path / name).write_text(text + '{"progress/step": 6, "step": 6, "objec')  # died in the middle of a line
+    with tracker(tmp_path, resume_step=3) as writer:
+        for step in range(4, 7):
+            writer.log({"objective/kl": 10.0 + step}, step=step)
+            writer.samples(step, [SAMPLE | {"response": "again"}])
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [row["progress/step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["objective/kl"] for row in rows] == [0, 1, 2, 3, 14, 15, 16]
+    assert min(row["time/elapsed_s"] for row in rows[4:]) >= 500.0, "the clock continues"
+    assert [row["response"] for row in lines(tmp_path / "samples.jsonl")] == list("0123") + ["again"] * 3
+
+
+def test_what_was_logged_after_the_checkpoint_is_not_logged_twice(tmp_path: Path) -> None:
+    """Killed after the held-out figures of the last step, whose checkpoint it resumes from: they come once."""
+    for resume_step in (0, 2, 2):
+        with tracker(tmp_path, resume_step=resume_step) as writer:
+            if resume_step == 0:
+                writer.log({"optim/lr": 0.1}, step=1, episodes=8)
+                writer.log({"optim/lr": 0.2}, step=2, episodes=16)
+            writer.log({"eval/dev/kl": 0.3}, step=2)
+            writer.samples(2, [SAMPLE])
+            if resume_step:
+                writer.log({"eval/dev/kl": 0.3, "eval/dev/scores": 1.0}, step=2)
+    rows = lines(tmp_path / "metrics.jsonl")
+    names = [[n for n in row if not n.startswith(("progress", "time"))] for row in rows]
+    assert names == [["optim/lr"], ["optim/lr"], ["eval/dev/kl"], ["eval/dev/scores"]]
+    assert [row["progress/episodes"] for row in rows] == [8, 16, 16, 16], "each stands where its step does"
+    assert len(lines(tmp_path / "samples.jsonl")) == 1
+
+
+def test_samples_keep_their_text_and_must_be_whole(tmp_path: Path) -> None:
+    text = "naïve\nline \u2028 <script> \ud800 end"  # a lone surrogate has no UTF-8 form
+    row = {"id": "p", "prompt": text, "response": text, "score": 1, "gold": {"total": 0.5}, "tokens": ["b", " c"],
+           "kl_tokens": [0.5, 1.0], "parts": {"reward_model": 1.5}, "length": 2}  # fmt: skip
+    with tracker(tmp_path) as writer:
+        writer.samples(4, [row])
+        with pytest.raises(ValueError, match="a row lacks prompt, response"):
+            writer.samples(4, [{"id": "p"}])
+        with pytest.raises(ValueError, match="tokens and kl_tokens must be as many"):
+            writer.samples(4, [row | {"tokens": ["b"]}])
+    assert list(read_jsonl(tmp_path / "samples.jsonl")) == [{"step": 4, "kl": None} | row]
+
+
+def test_off_writes_numbers_alone_and_silent_nothing(tmp_path: Path) -> None:
+    for kind in ("off", "silent"):
+        with tracker(tmp_path / kind, kind) as writer:
+            writer.log({"objective/kl": 0.5}, step=0)
+            writer.samples(0, [SAMPLE])
+    assert [path.name for path in tmp_path.glob("*/*")] == ["metrics.jsonl"] and not (tmp_path / "silent").exists()
+    with pytest.raises(UserError, match="got 'wandbb', want wandb, tensorboard, jsonl or off"):
+        tracker(tmp_path, "wandbb")
+
+
+# --- the thread ---------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A sink that notes its calls; a name in `fails` raises, and `gate` makes `log` wait."""
+
+    def __init__(self, fails: tuple[str, ...] = (), gate: threading.Event | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails, self.gate = fails, gate
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> None:
+            if name == "log" and self.gate is not None:
+                self.gate.wait(10)
+            if name in self.fails:
+                raise ConnectionError("broken\npipe")
+            self.calls.append((name, *arguments))
+
+        return call
+
+
+def feed(view: Background, steps: int) -> None:
+    for step in range(steps):
+        view.call("samples", [{}], step)
+        view.call("table", "t", [], [])
+        view.call("log", {"a": 1.0}, step)
+    view.finish(False)
+
+
+def test_calls_are_made_in_their_order() -> None:
+    sink = Recorder()
+    feed(Background("View", lambda: sink, 5.0), 1)
+    assert sink.calls == [("samples", [{}], 0), ("table", "t", [], []), ("log", {"a": 1.0}, 0), ("finish", False)]
+
+
+@pytest.mark.parametrize(
+    ("fails", "calls", "told"),
+    [
+        (
+            "samples",
+            ["log"] * 3 + ["finish"],
+            "show samples (ConnectionError: broken pipe): continuing without its tables",
+        ),
+        ("log", ["samples", "table"], "log (ConnectionError: broken pipe): continuing without it, metrics.jsonl"),
+    ],
+)
+def test_a_table_that_fails_costs_no_number_and_a_number_ends_it(
+    caplog: pytest.LogCaptureFixture, fails: str, calls: list[str], told: str
+) -> None:
+    sink = Recorder(fails=(fails,))
+    feed(Background("View", lambda: sink, 5.0), 3)
+    assert [call[0] for call in sink.calls] == calls
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"View could not {told}")
+
+
+def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    def start() -> Recorder:
+        release.wait(20)
+        raise RuntimeError("too late to be told")
+
+    view = Background("View", start, 0.3)
+    started = time.monotonic()
+    for step in range(1000):
+        view.call("log", {"a": 1.0}, step)
+    assert time.monotonic() - started < 0.2
+    view.finish(False)
+    assert 0.25 < time.monotonic() - started < 3
+    release.set()
+    view._thread.join(5)
+    remedy = "continuing without it, metrics.jsonl has everything"
+    assert [record.getMessage() for record in caplog.records] == [f"View did not finish in 0 s: {remedy}"]
+
+
+def test_a_service_that_does_not_keep_up_costs_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "QUEUE_CALLS", 10)
+    gate = threading.Event()
+    sink = Recorder(gate=gate)
+    view = Background("View", lambda: sink, 5.0)
+    for step in range(100):
+        view.call("log", {"a": 1.0}, step)
+    threading.Timer(0.2, gate.set).start()
+    view.finish(False)  # the queue is full now: the end waits for its place
+    assert sink.calls[-1] == ("finish", False) and 10 <= len(sink.calls) - 1 <= 12
+    assert sum("does not keep up" in record.getMessage() for record in caplog.records) == 1
+
+
+# --- TensorBoard --------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_every_number_once_and_the_charts(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, resume_step in ((range(1, 10), 0), (range(1, 7), 0), (range(5, 9), 4)):  # a fresh start, and a resume
+        with tracker(tmp_path, "tensorboard", resume_step) as writer:
+            for step in steps:
+                writer.log({"objective/kl": 0.5 * step}, step=step, episodes=64 * step)
+            writer.samples(6, [SAMPLE | {"response": "<script>alert(1)</script>"}])
+            writer.table("calibration", ["gap"], [[0.5]])
+            writer.summary({"objective/kl": 3.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("objective/kl")] == [(step, 0.5 * step) for step in range(1, 9)]
+    assert events.Scalars("progress/episodes")[0].value == 64.0
+    content = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    assert b"    <script>alert(1)</script>" in content, "as a block of code"
+    assert b"KL to the SFT model" in content and rb"^(objective/kl|objective/kl_k3|eval/[^/]+/kl)$" in content
+    assert [row["progress/step"] for row in lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_a_missing_tensorboard_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"tensorboard is not installed: run pip install 'rlhf-recipe\[tensorboard\]'"):
+        tracker(tmp_path, "tensorboard")
