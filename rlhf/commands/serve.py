@@ -2,6 +2,7 @@
 
 import gc
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def run(config: Config) -> None:
         raise UserError("serve: needs FastAPI, uvicorn and httptools: pip install 'rlhf-recipe[serve]'")
     import uvicorn
 
-    from rlhf.serving.protocol import BoundedProtocol
+    from rlhf.serving.security import BoundedProtocol
 
     folders = run_folders(config)
     loopback = check_address(config)
@@ -55,7 +56,7 @@ def run(config: Config) -> None:
     with listening:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        app = make(config, folders, loopback, address)
+        thread, app = make(config, folders, loopback, address)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again
         say(f"serve: {address} (Ctrl-C stops)")
@@ -71,7 +72,10 @@ def run(config: Config) -> None:
                 http=BoundedProtocol,
             )
         )
-        server.run(sockets=[listening])
+        try:
+            server.run(sockets=[listening])
+        finally:
+            thread.stop()
 
 
 def check_address(config: Config) -> bool:
@@ -111,34 +115,30 @@ def listen(config: Config) -> Any:
     return listener
 
 
-def make(config: Config, folders: list[Path], loopback: bool, address: str) -> Any:
-    """The application with its models."""
-    from rlhf.api import LoadedRun
+def make(config: Config, folders: list[Path], loopback: bool, address: str) -> tuple[Any, Any]:
+    """The models' thread, and the application."""
     from rlhf.data.items import names_of
     from rlhf.serving.app import make_app
-    from rlhf.serving.desk import Desk
-    from rlhf.serving.engine import start_engine
-    from rlhf.serving.models import make_models, stages_of
+    from rlhf.serving.labelling import LabelFile, Labelling
+    from rlhf.serving.models import ModelThread, served_models
     from rlhf.serving.security import Access
-    from rlhf.serving.store import LabelStore
 
     settings = config.serve
-    runs = [LoadedRun(folder) for folder in folders]
-    stages = stages_of(runs, [settings.stages] if isinstance(settings.stages, str) else settings.stages)
     labels = Path(settings.labels) if settings.labels else folders[0] / "serve" / "labels.jsonl"
     refuse_inside_stage(labels, "serve.labels")
-    store = LabelStore(labels)
+    file = LabelFile(labels)
     names = names_of(settings.labelers)
     secrets = labeler_secrets(labels.with_name("labelers.txt"), names, address) if names else {}
     tasks = load_tasks(settings.tasks, folders[0])
     instructions = INSTRUCTIONS if settings.instructions is None else read_instructions(Path(settings.instructions))
-    desk = Desk(store, tasks, names or ["local"], settings.labels_per_prompt, config.seed)
-    say(f"serve: {len(tasks)} labelling tasks, {len(store.records)} labels so far -> {labels}")
+    say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
     access = Access(settings.token, secrets, loopback, settings.max_body_bytes, settings.requests_per_minute)
-    engine, sizes = start_engine(config, stages, settings.batch, settings.queue)
-    models = make_models(runs, stages, sizes)
-    say(f"serve: {', '.join(model.policy_id for model in models.values())}")
-    return make_app(engine, models, access, desk, settings.max_new_tokens, instructions)
+    stages = [settings.stages] if isinstance(settings.stages, str) else settings.stages
+    models = partial(served_models, config, folders, stages)
+    thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
+    say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
+    labelling = Labelling(file, tasks, settings.labels_per_prompt, config.seed)
+    return thread, make_app(thread, access, labelling, instructions)
 
 
 def read_instructions(path: Path) -> str:

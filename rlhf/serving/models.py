@@ -1,34 +1,74 @@
-"""The models of a server: each finished stage of its runs, under the name run/stage."""
+"""The served models, and the thread that runs them: it draws the next token of all requests together.
 
+A response waits in its model's queue, joins the running batch between two tokens when there is room for its keys and values, and
+leaves when it is finished or its client has gone. Scores, shading and next tokens are computed between two tokens too. torch
+releases Python's lock while it computes, so the web server answers meanwhile.
+"""
+
+import asyncio
+import gc
 import re
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf.api import LoadedRun
-from rlhf.data.chat_template import end_ids
-from rlhf.errors import UserError
+import torch
 
-REPEATED = 4  # words of a phrase that counts as repetition
+from rlhf.api import LoadedRun
+from rlhf.config import Config
+from rlhf.config.precision import inference
+from rlhf.data.chat_template import end_ids
+from rlhf.engines.likely import likeliest
+from rlhf.engines.sampler import default_batch
+from rlhf.engines.slots import COLUMN_BLOCK, Response, RunningBatch
+from rlhf.errors import UserError
+from rlhf.model.half import hold_frozen
+from rlhf.model.packed import packed_weights, unpacked
+from rlhf.serving.security import RefusedError
+from rlhf.system.terminal import one_line, say
+
+PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
+ENDED = "the models have stopped: start the server again"
+PHRASE = 4  # words of a phrase that counts as repetition
 LONG_WORDS = 12  # least words of a response that is checked for repetition
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One stage's policy."""
+    """One stage's policy, under the name run/stage."""
 
     name: str
     run: LoadedRun
+    policy: Any
     tokenizer: Any
     hash: str  # of the stage
     max_new_tokens: int  # tokens of a response, if the request does not say
-    vocabulary: int
-    context: int  # tokens of a prompt and its response
 
     @cached_property
     def ends(self) -> frozenset[int]:
         return frozenset(end_ids(self.tokenizer))
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.policy.config.vocab_size)
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and its response."""
+        return int(getattr(self.policy.config, "max_position_embeddings", None) or self.tokenizer.model_max_length)
+
+    @property
+    def policy_id(self) -> str:
+        """The policy's name in labels: run/stage@hash."""
+        return f"{self.name}@{self.hash[:8]}"
 
     def spelled(self, token: int) -> str:
         return self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
@@ -38,52 +78,289 @@ class ServedModel:
         mine, others = self.tokenizer.backend_tokenizer, other.tokenizer.backend_tokenizer
         return self.vocabulary == other.vocabulary and mine.get_vocab() == others.get_vocab()
 
-    @property
-    def policy_id(self) -> str:
-        """The policy's name in labels: run/stage@hash."""
-        return f"{self.name}@{self.hash[:8]}"
+
+Models = dict[str, ServedModel]
 
 
-def stages_of(runs: list[LoadedRun], stages: list[str] | None) -> list[tuple[str, Path, str]]:
-    """(name, folder, stage) of the named stages of each run, or of all finished ones. Raises: UserError if a run has none of them."""
-    stages_found = []
-    for run in runs:
-        wanted = [stage for stage in run.policies if stages is None or stage in stages]
-        missing = [stage for stage in stages or [] if stage not in run.policies]
-        if missing or not wanted:
-            raise UserError(
-                f"{run.folder}: no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}: "
-                "run the stage, or choose others with serve.stages=…"
-            )
-        stages_found += [(f"{run.folder.name}/{stage}", run.folder, stage) for stage in wanted]
-    return stages_found
+@contextmanager
+def served_models(config: Config, folders: Sequence[Path], stages: list[str] | None, rows: int) -> Iterator[Models]:
+    """The named stages of each run, or all finished ones, loaded for batches of `rows` responses and run in this thread.
+
+    Raises: UserError if a run has none of them.
+    """
+    from rlhf.training.setup import set_up
+
+    device, models = set_up(config), {}
+    with inference(config, device), ExitStack() as packed:
+        for folder in folders:
+            run = LoadedRun(folder, device.type, config.precision)
+            chosen = [stage for stage in run.policies if stages is None or stage in stages]
+            missing = [stage for stage in stages or [] if stage not in run.policies]
+            if missing or not chosen:
+                raise UserError(
+                    f"{folder}: no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}: "
+                    "run the stage, or choose others with serve.stages=…"
+                )
+            for stage in chosen:
+                name, policy = f"{folder.name}/{stage}", hold_frozen(config, run.policy(stage), device)
+                packed.enter_context(packed_weights(policy, rows))
+                about = run.tokenizer, run.record(stage)["hash"], run.max_new_tokens(stage)
+                models[name] = ServedModel(name, run, policy, *about)
+        yield models
 
 
-def make_models(
-    runs: list[LoadedRun], stages: list[tuple[str, Path, str]], sizes: dict[str, tuple[int, int | None]]
-) -> dict[str, ServedModel]:
-    """The description of each loaded model. sizes: of vocabulary and context."""
-    of_folder, models = {run.folder: run for run in runs}, {}
-    for name, folder, stage in stages:
-        run, (vocabulary, context) = of_folder[folder], sizes[name]
-        models[name] = ServedModel(
-            name,
-            run,
-            run.tokenizer,
-            run.record(stage)["hash"],
-            run.max_new_tokens(stage),
-            vocabulary,
-            int(context or run.tokenizer.model_max_length),
-        )
-    return models
+# --------------------------------------------------------------------------------------------- queue and batch
 
 
-def audit(text: str, tokens: int, limit: int) -> list[str]:
+class QueueFullError(RefusedError):
+    def __init__(self) -> None:
+        text = "the queue is full: try again in a moment"
+        super().__init__(429, text, code="rate_limit_exceeded", headers={"retry-after": "1"})
+
+
+class ModelFailedError(RefusedError):
+    """A model raised an error, or the server is stopping."""
+
+    def __init__(self, message: str = "the model failed on this request"):
+        super().__init__(500, message)
+
+
+class Generation:
+    """A response in progress, which the models' thread draws and a coroutine reads at its own pace."""
+
+    def __init__(self, model: ServedModel, response: Response, changed: asyncio.Event):
+        self.model, self.response = model, response
+        self.loop, self.changed = asyncio.get_running_loop(), changed
+        self.due = 0.0  # when the reader wants its next tokens
+        self.error: ModelFailedError | None = None
+        self.over = self.cancelled = False
+
+    def close(self, error: ModelFailedError | None = None) -> None:
+        """Mark the end."""
+        self.error, self.over = error, True
+        self.wake()
+
+    def wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self.loop.call_soon_threadsafe(self.changed.set)
+
+
+class Queue:
+    """The waiting and the running responses of one model; the running ones are drawn together, at most `rows`."""
+
+    def __init__(self, policy: Any, rows: int, lock: Any):
+        self.policy, self.rows, self.lock = policy, rows, lock
+        self.waiting: deque[Generation] = deque()
+        self.running: list[Generation] = []
+        self.batch = RunningBatch(policy, rows)
+        self.fitting = lru_cache(lambda blocks: default_batch(policy, blocks * COLUMN_BLOCK))
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def step(self) -> None:
+        """One more token of each running response; waiting ones join first, and draw their first."""
+        try:
+            self._remove()
+            new = self._admit()
+            if self.running:
+                self.batch.advance([one.response for one in new])
+        except Exception as error:  # one bad request must not stop the server for the others
+            report(error)
+            self.fail(ModelFailedError())
+            return
+        now = time.monotonic()
+        for one in self.running:
+            if now >= one.due:
+                one.wake()
+        self._remove()
+
+    def _remove(self) -> None:
+        """Take out finished and cancelled responses."""
+        with self.lock:
+            over = [one for one in self.running if one.response.finished or one.cancelled]
+            for one in over:
+                self.running.remove(one)
+                self.batch.leave(one.response)
+            for one in [one for one in self.waiting if one.cancelled]:
+                self.waiting.remove(one)
+                over.append(one)
+        for one in over:
+            one.close()
+
+    def _admit(self) -> list[Generation]:
+        """Move the first responses of the queue to the batch, as many as fit its rows and the memory."""
+        new: list[Generation] = []
+        tokens = 0
+        with self.lock:
+            while self.waiting and len(self.running) < self.rows:
+                first = self.waiting[0]
+                tokens += len(first.response.prompt)
+                columns = max(one.response.columns for one in [*self.running, first])
+                fits = len(self.running) < self.fitting(-(-columns // COLUMN_BLOCK))
+                if self.running and (not fits or (new and tokens > PREFILL_TOKENS)):
+                    break
+                new.append(self.waiting.popleft())
+                self.running.append(first)
+        return new
+
+    def fail(self, error: ModelFailedError) -> None:
+        """End all responses with an error; the next ones start with an empty batch."""
+        with self.lock:
+            failed, self.running = [*self.running, *self.waiting], []
+            self.waiting.clear()
+        self.batch = RunningBatch(self.policy, self.rows)
+        for one in failed:
+            one.close(error)
+
+
+class ModelThread:
+    """Runs models, at most `rows` responses of each at a time; up to `limit` more wait.
+
+    models: a context, entered in the thread with `rows`, that loads them. most_tokens: the largest max_tokens of a request.
+    """
+
+    def __init__(
+        self, models: Callable[[int], AbstractContextManager[Models]], rows: int, limit: int, most_tokens: int
+    ):
+        self.rows, self.limit, self.most_tokens = rows, limit, most_tokens
+        self.changed = threading.Condition()  # there is work, or an end to it; its lock guards what follows
+        self.queues: dict[str, Queue] = {}
+        self.calls: deque[tuple[Future, Callable[..., Any], tuple]] = deque()
+        self.ended = False
+        loaded: Future[Models] = Future()
+        self.thread = threading.Thread(target=self._run, args=(models, loaded), name="models", daemon=True)
+        self.thread.start()
+        self.models = loaded.result()
+
+    def __len__(self) -> int:
+        """The number of responses that run or wait."""
+        return sum(map(len, self.queues.values()))
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Queue the responses of one request. Raises: QueueFullError, ModelFailedError, or RefusedError if they never fit."""
+        more, most = Counter(one.model.name for one in generations), self.rows + self.limit
+        if max(more.values()) > most:
+            raise RefusedError(400, f"{len(generations)} responses at once: want at most {most}")
+        with self.changed:
+            if self.ended:
+                raise ModelFailedError(ENDED)
+            if any(len(self.queues[name]) + count > most for name, count in more.items()):
+                raise QueueFullError
+            for one in generations:
+                self.queues[one.model.name].waiting.append(one)
+            self.changed.notify()
+
+    def cancel(self, generations: Iterable[Generation]) -> None:
+        """Cancel responses that nobody waits for."""
+        with self.changed:
+            for one in generations:
+                one.cancelled = True
+            self.changed.notify()
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a function that runs between two tokens. Raises: UserError, QueueFullError, ModelFailedError."""
+        future: Future[Any] = Future()
+        with self.changed:
+            if self.ended:
+                raise ModelFailedError(ENDED)
+            if len(self.calls) >= self.limit:
+                raise QueueFullError
+            self.calls.append((future, function, arguments))
+            self.changed.notify()
+        return await asyncio.wrap_future(future)
+
+    def stop(self) -> None:
+        """End the thread after its present step; unfinished responses fail."""
+        with self.changed:
+            self.ended = True
+            self.changed.notify()
+        self.thread.join(timeout=5)
+
+    # ------------------------------------------------------------------------------------------- in the thread
+
+    def _run(self, load: Callable[[int], AbstractContextManager[Models]], loaded: Future) -> None:
+        try:
+            with load(self.rows) as models:
+                self.queues = {name: Queue(one.policy, self.rows, self.changed) for name, one in models.items()}
+                gc.collect()
+                gc.freeze()  # the collector, which stops sampling, need not look at the models again
+                loaded.set_result(models)
+                while self._wait():
+                    self._step()
+        except BaseException as error:
+            if loaded.done():
+                report(error)
+            else:
+                loaded.set_exception(error)
+        finally:
+            with self.changed:
+                self.ended = True
+            for queue in self.queues.values():
+                queue.fail(ModelFailedError(ENDED))
+            for future, _, _ in self.calls:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(ModelFailedError(ENDED))
+
+    def _wait(self) -> bool:
+        """Wait for work; False if the thread is to end."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.ended or self.calls or len(self))
+            return not self.ended
+
+    def _step(self) -> None:
+        if self.calls:
+            future, function, arguments = self.calls.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments))
+                except UserError as error:
+                    future.set_exception(error)
+                except Exception as error:
+                    report(error)
+                    future.set_exception(ModelFailedError())
+        for queue in self.queues.values():
+            if len(queue):
+                queue.step()
+
+
+def report(error: BaseException) -> None:
+    say(f"serve: {type(error).__name__}: {one_line(error)}", sys.stderr)
+
+
+# ------------------------------------------------------------------------------------ what else a model is asked
+
+
+def next_tokens(model: ServedModel, tokens: list[int], count: int) -> list[tuple[int, float]]:
+    """The most likely next tokens, with their probabilities."""
+    with unpacked(model.policy):
+        return likeliest(model.policy, tokens, count)
+
+
+@torch.inference_mode()
+def shade(model: ServedModel, reference: ServedModel | None, prompt: list[int], response: list[int]) -> dict[str, Any]:
+    """Per token of a response log pi(token) in nats, and KL(pi || reference) over the vocabulary at its position."""
+
+    def logprobs(policy: Any) -> torch.Tensor:
+        tokens = torch.tensor([prompt + response], device=next(policy.parameters()).device)
+        with unpacked(policy):
+            logits = policy(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits.float(), -1)
+
+    logp = logprobs(model.policy)
+    chosen = logp.gather(-1, torch.tensor(response, device=logp.device)[:, None])[:, 0]
+    if reference is None:
+        return {"logprobs": chosen.tolist()}
+    kl = (logp.exp() * (logp - logprobs(reference.policy))).sum(-1).clamp(min=0)
+    return {"logprobs": chosen.tolist(), "kl": kl.tolist()}
+
+
+def doubts(text: str, tokens: int, limit: int) -> list[str]:
     """Reasons to doubt a score: the response is empty, repeats itself, or is longer than those of training, so that the
     reward model may have read only its beginning.
     """
     words = re.findall(r"\w+", text.lower())
-    phrases = [tuple(words[i : i + REPEATED]) for i in range(len(words) - REPEATED + 1)]
+    phrases = [tuple(words[i : i + PHRASE]) for i in range(len(words) - PHRASE + 1)]
     flags = []
     if not text.strip():
         flags.append("empty")

@@ -1,4 +1,4 @@
-"""The requests of the OpenAI-style API, of scoring and of labelling: their fields, ranges and defaults."""
+"""The requests of the API and of the page: their fields, ranges and defaults."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,6 +8,7 @@ from rlhf.data.records import Message, Text
 
 MOST_RESPONSES = 16  # n
 MOST_PROMPTS = 32
+MOST_COMPARED = 6
 FLAGS = (  # the labels of a response besides its quality (Ouyang et al. 2022, table 3)
     "fails_instruction", "inappropriate", "hallucination", "satisfies_constraint", "sexual", "violent",
     "encourages_violence", "denigrates", "harmful_advice", "opinion", "moral_judgement",
@@ -66,6 +67,15 @@ class Sampling(Strict):
     user: Text | None = None
     return_token_ids: bool = False  # as in vLLM: each choice with the ids of its tokens
 
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int:
+        """The number of alternatives to report with each token."""
+        return 0
+
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -75,6 +85,14 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int:
+        return self.top_logprobs or 0
 
     @field_validator("top_logprobs")
     @classmethod
@@ -100,6 +118,10 @@ class CompletionRequest(Sampling):
     )
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     echo: Literal[False] | None = None
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs or 0
 
     def prompts(self) -> list[Any]:
         given: Any = self.prompt
@@ -139,3 +161,27 @@ class DemonstrationRequest(Strict):
     seconds: Seconds = 0.0
     task: Id | None = None
     edited: Id | None = None  # the task's response from which the labeler started
+
+
+class SessionRequest(Strict):
+    token: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class CompareRequest(Strict):
+    messages: Messages
+    models: Annotated[list[Id], Field(min_length=2, max_length=MOST_COMPARED)]
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
+    max_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
+
+
+class ShadingRequest(Strict):
+    model: Id
+    reference: Id | None = None
+    messages: Messages
+    token_ids: Annotated[list[int], Field(min_length=1, max_length=2048)]
+
+
+class NextRequest(Strict):
+    model: Id
+    text: Annotated[Text, Field(min_length=1)]
+    count: Annotated[int, Field(ge=1, le=100)] = 10

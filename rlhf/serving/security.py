@@ -1,28 +1,35 @@
-"""Access control: token, origin, size and rate of a request, checked before it reaches any route.
+"""Access control: token, origin, size and rate of a request, checked before it reaches any route; and the form of errors.
 
 On loopback without a token, every user of this machine has full access, and a page of another site has none: its requests
-carry its origin, or another host's name. Each labeler has a secret.
+carry its origin, or another host's name. Each labeler has a secret. Errors are written as the OpenAI API writes them:
+{"error": {"message", "type", "param", "code"}}.
 """
 
 import asyncio
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rlhf.serving.errors import error_body
+from rlhf.errors import UserError
+from rlhf.system.terminal import printable
 
 COOKIE = "rlhf_session"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
 MOST_CLIENTS = 10_000  # clients whose rates are stored
+MOST_FRAMING = 64 * 1024  # bytes of a request that are not its body, beyond those of its first packet
+CHUNK_FRAMING = 8  # bytes that a body's byte may come with: it may be a chunk of its own
 OPEN = ("/", "/favicon.ico", "/api/session")  # open without a token, as is everything below /page/
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = [
     (b"content-security-policy", b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
      b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
@@ -37,6 +44,45 @@ HEADERS = [
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error. param: the field that is wrong; code: as in the OpenAI API."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    def response(self) -> Response:
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        param = self.param and printable(self.param)[:200]
+        error = {"message": printable(str(self))[:1000], "type": kind, "param": param, "code": self.code}
+        return JSONResponse({"error": error}, self.status, self.headers)
+
+
+async def error_response(_: Any, error: Exception) -> Response:
+    """The answer to a request that failed with one of `ERRORS`."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:])
+        error = RefusedError(400, f"{param}: {first['msg']}" if param else first["msg"], param or None)
+    elif isinstance(error, HTTPException):
+        error = RefusedError(error.status_code, str(error.detail), headers=error.headers)
+    elif isinstance(error, UserError):
+        error = RefusedError(400, str(error))
+    elif not isinstance(error, RefusedError):
+        error = RefusedError(500, "the server failed on this request")
+    return error.response()
+
+
+ERRORS: Any = dict.fromkeys([RefusedError, RequestValidationError, HTTPException, UserError, Exception], error_response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +137,6 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -99,46 +144,43 @@ class Guard:
                 message["headers"] = [*message["headers"], *(pair for pair in HEADERS if pair[0] not in given)]
             await send(message)
 
-        refusal = self.check(scope, headers)
-        if refusal is not None:
-            status, text, more = refusal
-            answer = Response(error_body(status, text), status, more, "application/json")
-            await answer(scope, receive, send_with_headers)
+        try:
+            self.check(scope, {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
+        except RefusedError as error:
+            await error.response()(scope, receive, send_with_headers)
             return
-        await self.app(scope, _Bounded(receive, self.access.max_body_bytes), send_with_headers)
+        await self.app(scope, bounded(receive, self.access.max_body_bytes), send_with_headers)
 
-    def check(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, dict[str, str]] | None:
-        """Why a request is refused, with the status and headers of the response; None if it is accepted."""
+    def check(self, scope: Scope, headers: dict[str, str]) -> None:
+        """Raises: RefusedError for a request that must not reach the application."""
         access, path = self.access, scope["path"]
         host = headers.get("host", "")
         if access.loopback and host_name(host) not in LOOPBACK:
-            return 421, "this server answers to 127.0.0.1 and localhost only", {}
-        secret = session_of(headers)
-        who = access.who(secret)
-        client = f"{who}" if who is not None else str((scope.get("client") or [""])[0])
+            raise RefusedError(421, "this server answers to 127.0.0.1 and localhost only")
+        who = access.who(session_of(headers))
+        client = who if who is not None else str((scope.get("client") or [""])[0])
         if wait := self.rates.take(client):
-            return 429, "too many requests: wait a moment", {"retry-after": str(max(1, round(wait)))}
+            retry_after = str(max(1, round(wait)))
+            raise RefusedError(429, "too many requests: wait a moment", headers={"retry-after": retry_after})
         if who is None and access.token is None:
             who = ""
         if who is None and path not in OPEN and not path.startswith("/page/"):
-            return (
+            raise RefusedError(
                 401,
                 "this server wants a token: open the link that you were given, or send `Authorization: Bearer`",
-                {"www-authenticate": "Bearer"},
+                headers={"www-authenticate": "Bearer"},
             )
         scope.setdefault("state", {})["who"] = who
         if scope["method"] not in ("GET", "HEAD"):
             origin = headers.get("origin")
-            if origin is not None and origin.partition("://")[2] != host:
-                return 403, "a request from another site", {}
-            if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-                return 403, "a request from another site", {}
+            foreign = origin is not None and origin.partition("://")[2] != host
+            if foreign or headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+                raise RefusedError(403, "a request from another site")
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                return 415, "want a body of the type application/json", {}
+                raise RefusedError(415, "want a body of the type application/json")
             length = headers.get("content-length", "0")
             if not length.isascii() or not length.isdigit() or int(length) > access.max_body_bytes:
-                return 413, f"the body is too large: at most {access.max_body_bytes} bytes", {}
-        return None
+                raise RefusedError(413, f"the body is too large: at most {access.max_body_bytes} bytes")
 
 
 def host_name(host: str) -> str:
@@ -158,22 +200,43 @@ def session_of(headers: dict[str, str]) -> str | None:
     return cookie.value if cookie else None
 
 
-class _Bounded:
-    """`receive` with a limit on the bytes."""
+def bounded(receive: Receive, most: int) -> Receive:
+    """`receive` with a limit on the bytes of the body, and on its time."""
+    left, more = most, True
 
-    def __init__(self, receive: Receive, most: int):
-        self.receive, self.left, self.more = receive, most, True
-
-    async def __call__(self) -> MutableMapping[str, Any]:
-        if not self.more:
-            return await self.receive()  # waits for the client to disconnect
+    async def limited() -> MutableMapping[str, Any]:
+        nonlocal left, more
+        if not more:
+            return await receive()  # waits for the client to disconnect
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                message = await self.receive()
+                message = await receive()
         except TimeoutError:
             return {"type": "http.disconnect"}
-        self.left -= len(message.get("body", b""))
-        self.more = bool(message.get("more_body"))
-        if self.left < 0:
+        left -= len(message.get("body", b""))
+        more = bool(message.get("more_body"))
+        if left < 0:
             raise HTTPException(413, "the body is too large")
         return message
+
+    return limited
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's faster parser, which also refuses a request whose head, chunk sizes or trailers do not end."""
+
+    framing = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.framing += len(data)
+        super().data_received(data)
+        if self.framing > MOST_FRAMING and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.framing = 0
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self.framing -= CHUNK_FRAMING * len(body)

@@ -1,11 +1,10 @@
 """One server on the small gold run, asked in this process and, once, over a real socket."""
 
-import multiprocessing
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -21,51 +20,15 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@dataclass(frozen=True)
-class Served:
-    """Models, and what draws with them: the server's worker, in a thread of this process."""
-
-    models: dict[str, Any]
-    worker: Any
-    engine: Any
-
-
-def draw_in_thread(policies: dict[str, Any], tasks: dict[str, Any], rows: int, queue: int) -> tuple[Any, Any]:
-    """A worker and the engine at the other end of its pipe."""
-    import torch
-
-    from rlhf.serving.engine import Engine
-    from rlhf.serving.worker import Worker
-
-    here, there = multiprocessing.Pipe()
-    worker = Worker(there, policies, tasks, rows)
-
-    def work() -> None:
-        with torch.no_grad():
-            worker.run()
-
-    threading.Thread(target=work, daemon=True).start()
-    return worker, Engine(here, rows, queue)
-
-
 @pytest.fixture(scope="session")
-def served(gold_run) -> Iterator[Served]:  # noqa: F811
-    from rlhf.api import LoadedRun
-    from rlhf.serving.models import make_models, stages_of
-    from rlhf.serving.worker import make_tasks, sizes_of
+def thread(gold_run) -> Iterator[Any]:  # noqa: F811
+    """The models of the small run, and the thread that draws with them: 8 responses at a time, 16 more wait."""
+    from rlhf.serving.models import ModelThread, served_models
 
-    run = LoadedRun(gold_run.folder, "cpu")
-    stages = stages_of([run], ["sft", "ppo"])
-    policies = {name: run.policy(stage) for name, _, stage in stages}
-    models = make_models([run], stages, {name: sizes_of(policy) for name, policy in policies.items()})
-    worker, engine = draw_in_thread(policies, make_tasks(policies, dict.fromkeys(policies, run)), 8, 16)
-    yield Served(models, worker, engine)
-    engine.stop()
-
-
-@pytest.fixture(scope="session")
-def models(served) -> Any:
-    return served.models
+    models = partial(served_models, gold_run.config(), [gold_run.folder], ["sft", "ppo"])
+    thread = ModelThread(models, 8, 16, 64)
+    yield thread
+    thread.stop()
 
 
 def access(**changes: Any) -> Any:
@@ -101,19 +64,18 @@ def tasks(count: int, responses: int = 3) -> list[Any]:
     ]
 
 
-def make_desk(path: Any, count: int = 4, labelers: tuple[str, ...] = ("anna", "ben"), per_prompt: int = 2) -> Any:
-    from rlhf.serving.desk import Desk
-    from rlhf.serving.store import LabelStore
+def make_labelling(path: Any, count: int = 4, per_prompt: int = 2) -> Any:
+    from rlhf.serving.labelling import LabelFile, Labelling
 
-    return Desk(LabelStore(path), tasks(count), labelers, per_prompt, seed=0)
+    return Labelling(LabelFile(path), tasks(count), per_prompt, seed=0)
 
 
 @pytest.fixture(scope="session")
-def app(served, tmp_path_factory) -> Any:
+def app(thread, tmp_path_factory) -> Any:
     from rlhf.serving.app import make_app
 
-    desk = make_desk(tmp_path_factory.mktemp("desk") / "labels.jsonl", labelers=("local",), per_prompt=1)
-    return make_app(served.engine, served.models, access(), desk, 64)
+    labelling = make_labelling(tmp_path_factory.mktemp("labels") / "labels.jsonl", per_prompt=1)
+    return make_app(thread, access(), labelling)
 
 
 @pytest.fixture
@@ -130,7 +92,7 @@ def server(app) -> Iterator[str]:
 def serving(app: Any) -> Iterator[str]:
     import uvicorn
 
-    from rlhf.serving.protocol import BoundedProtocol
+    from rlhf.serving.security import BoundedProtocol
 
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

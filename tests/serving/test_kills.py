@@ -19,13 +19,14 @@ LABELERS = {name: name * 8 for name in ("anna", "ben", "cleo", "dora")}
 SERVER = """
 import sys
 import uvicorn
+from contextlib import nullcontext
 from rlhf.serving.app import make_app
-from rlhf.serving.desk import Desk
-from rlhf.serving.store import LabelStore
-from tests.serving.conftest import access, draw_in_thread, tasks
+from rlhf.serving.labelling import LabelFile, Labelling
+from rlhf.serving.models import ModelThread
+from tests.serving.conftest import access, tasks
 from pathlib import Path
-desk = Desk(LabelStore(Path(sys.argv[1])), tasks(5_000), list({labelers}), 4, seed=0)
-app = make_app(draw_in_thread({{}}, {{}}, 1, 1)[1], {{}}, access(labelers={labelers}), desk, 64)
+labelling = Labelling(LabelFile(Path(sys.argv[1])), tasks(5_000), 4, seed=0)
+app = make_app(ModelThread(lambda rows: nullcontext({{}}), 1, 1, 64), access(labelers={labelers}), labelling)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="critical", access_log=False)
 """
 

@@ -22,24 +22,24 @@ from rlhf.data.tokenizer import encode_text
 from rlhf.engines.likely import likeliest, show
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
+from rlhf.serving.labelling import LabelFile
 from rlhf.serving.schemas import Verdict
-from rlhf.serving.store import LabelStore
 from rlhf.training.setup import load_policy
-from tests.serving.conftest import access, make_desk
+from tests.serving.conftest import access, make_labelling
 
 SECRETS = {"anna": "a" * 32, "ben": "b" * 32}
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def desk(tmp_path):
-    return make_desk(tmp_path / "labels.jsonl")
+def labelling(tmp_path):
+    return make_labelling(tmp_path / "labels.jsonl")
 
 
 @pytest.fixture
-def clients(served, desk):
+def clients(thread, labelling):
     """A client per labeler, of one server with two; and one of a stranger."""
-    guard = make_app(served.engine, served.models, access(labelers=SECRETS), desk, 64)
+    guard = make_app(thread, access(labelers=SECRETS), labelling)
 
     def client(secret):
         headers = {"authorization": f"Bearer {secret}"} if secret else {}
@@ -53,7 +53,7 @@ def verdict(task, submission, **more):
     return {"name": task["name"], "submission": submission, "ranking": [[names[0]], names[1:]], "seconds": 3.0} | more
 
 
-async def test_two_labelers_label_every_task_once_and_see_nobodys_answer(clients, desk):
+async def test_two_labelers_label_every_task_once_and_see_nobodys_answer(clients, labelling):
     orders = {}
     for name in SECRETS:
         for i in range(4):
@@ -73,7 +73,7 @@ async def test_two_labelers_label_every_task_once_and_see_nobodys_answer(clients
     about = (await clients["anna"].get("/api/rank/next")).json()["progress"]
     assert about == {"done": 4, "left": 0, "agreement": 1.0, "shared": 4}
     assert any(orders["anna", f"t{i}"] != orders["ben", f"t{i}"] for i in range(4)), "each has an order of their own"
-    records, _ = load_comparisons(str(desk.store.path))
+    records, _ = load_comparisons(str(labelling.file.path))
     assert [(r.labeler, r.metadata["task"]) for r in records] == [(n, f"t{i}") for n in SECRETS for i in range(4)]
     first = records[0]
     assert (
@@ -94,7 +94,7 @@ async def test_only_labelers_label(clients):
     assert (await clients["nobody"].get("/api/me")).json()["labeler"] == "ben"  # the client keeps the cookie
 
 
-async def test_going_back_replaces_and_a_task_can_be_beyond_judging(clients, desk, tmp_path):
+async def test_going_back_replaces_and_a_task_can_be_beyond_judging(clients, labelling, tmp_path):
     anna = clients["anna"]
     assert (await anna.get("/api/rank/last")).status_code == 404
     task = (await anna.get("/api/rank/next")).json()["task"]
@@ -106,17 +106,17 @@ async def test_going_back_replaces_and_a_task_can_be_beyond_judging(clients, des
     for submission in ("second-one", "second-one"):  # sent twice, there once
         changed = verdict(task, submission, replaces=back["answer"]["replaces"])
         assert (await anna.post("/api/rank", json=changed)).status_code == 200
-    lines = desk.store.path.read_text().splitlines()
+    lines = labelling.file.path.read_text().splitlines()
     assert len(lines) == 2
-    [record], _ = load_comparisons(str(desk.store.path))
+    [record], _ = load_comparisons(str(labelling.file.path))
     assert record.metadata["replaces"] == back["answer"]["replaces"] and record.ranking is not None
-    import_data(compose_config([f"path='{desk.store.path}'", f"out='{tmp_path}/imported'"], "import"))
+    import_data(compose_config([f"path='{labelling.file.path}'", f"out='{tmp_path}/imported'"], "import"))
     report = json.loads((tmp_path / "imported" / "report.json").read_text())
     assert report["counts"] == {"input": 2, "accepted": 1, "duplicates": 0, "filtered": 1, "rejected": 0}
     assert [r.id for r in load_comparisons(str(tmp_path / "imported"))[0]] == [record.id]
 
 
-async def test_wrong_answers_are_refused_and_nothing_is_written(clients, desk):
+async def test_wrong_answers_are_refused_and_nothing_is_written(clients, labelling):
     anna = clients["anna"]
     task = (await anna.get("/api/rank/next")).json()["task"]
     for more, status in (
@@ -133,7 +133,7 @@ async def test_wrong_answers_are_refused_and_nothing_is_written(clients, desk):
     ):
         answer = await anna.post("/api/rank", json=verdict(task, "a-submission") | more)
         assert answer.status_code == status and answer.json()["error"]["message"], (more, answer.text)
-    assert desk.store.path.read_bytes() == b""
+    assert labelling.file.path.read_bytes() == b""
 
 
 async def test_the_order_of_compared_models_is_drawn(clients):
@@ -152,7 +152,7 @@ async def test_the_order_of_compared_models_is_drawn(clients):
     assert firsts == {"gold/sft", "gold/ppo"}
 
 
-async def test_models_are_compared_blind_and_demonstrations_are_kept(clients, desk):
+async def test_models_are_compared_blind_and_demonstrations_are_kept(clients, labelling):
     anna, ben = clients["anna"], clients["ben"]
     asked = {
         "messages": [{"role": "user", "content": "what is red ?"}],
@@ -173,13 +173,13 @@ async def test_models_are_compared_blind_and_demonstrations_are_kept(clients, de
     said = {"messages": task["messages"], "task": task["task"], "response": "It is one.", "submission": "demo-0001"}
     assert (await anna.post("/api/demonstrate", json=said)).status_code == 200
     assert (await anna.get("/api/demonstrate/next")).json()["task"] != task["task"]
-    kinds = [json.loads(line)["kind"] for line in desk.store.path.read_text().splitlines()]
+    kinds = [json.loads(line)["kind"] for line in labelling.file.path.read_text().splitlines()]
     assert kinds == ["ranking", "demonstration"]
 
 
-async def test_tokens_are_shaded(clients, models, gold_run):
+async def test_tokens_are_shaded(clients, thread, gold_run):
     """Token by token as in float64: the log-prob of each, and the KL of the distributions from which it was drawn."""
-    tokenizer = models["gold/ppo"].tokenizer
+    tokenizer = thread.models["gold/ppo"].tokenizer
     ids = tokenizer("red is a color")["input_ids"]
     body = {
         "model": "gold/ppo",
@@ -204,24 +204,24 @@ async def test_tokens_are_shaded(clients, models, gold_run):
     assert same["logprobs"] == found["logprobs"] and max(same["kl"]) == 0
 
 
-def test_only_models_that_read_tokens_alike_are_compared(models):
-    one, two = models["gold/ppo"], models["gold/sft"]
+def test_only_models_that_read_tokens_alike_are_compared(thread):
+    one, two = thread.models["gold/ppo"], thread.models["gold/sft"]
     other = copy.deepcopy(two.tokenizer)
     other.add_tokens(["unheard-of"])
     assert one.reads_like(two) and not one.reads_like(replace(two, tokenizer=other))
 
 
-async def test_labels_of_the_page_make_a_second_round(clients, desk, gold_run, tmp_path):
+async def test_labels_of_the_page_make_a_second_round(clients, labelling, gold_run, tmp_path):
     """The command of docs/serving.md: reward model, PPO and evaluation on the old labels and the new ones."""
     for i in range(4):
         task = (await clients["anna"].get("/api/rank/next")).json()["task"]
         assert (await clients["anna"].post("/api/rank", json=verdict(task, f"of-anna-{i}"))).status_code == 200
-    desk.store.close()
+    labelling.file.close()
     folder = gold_run.copy(tmp_path, None, "first").folder
     again = replace(gold_run, runs_dir=tmp_path, name="third")
     data = [
         *[f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft")],
-        f"data.comparisons=['{folder / 'label' / 'comparisons.jsonl'}','{desk.store.path}']",
+        f"data.comparisons=['{folder / 'label' / 'comparisons.jsonl'}','{labelling.file.path}']",
         f"data.demonstrations='{folder / 'world' / 'demonstrations.jsonl'}'",
         f"data.prompts='{folder / 'world' / 'prompts.jsonl'}'",
     ]
@@ -234,13 +234,13 @@ async def test_labels_of_the_page_make_a_second_round(clients, desk, gold_run, t
     ]
     command = [sys.executable, "-m", "rlhf", "pipeline", *again.overrides, *where, *data]
     said = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert f"{desk.store.path}: native (key kind is 'ranking'), 4 rows" in said.stdout + said.stderr
+    assert f"{labelling.file.path}: native (key kind is 'ranking'), 4 rows" in said.stdout + said.stderr
     for stage in ("reward", "ppo", "evaluate"):
         assert json.loads((again.folder / stage / "stage.json").read_text())["status"] == "complete"
 
 
-async def test_the_likeliest_next_tokens_are_the_models(clients, models, gold_run):
-    served = models["gold/sft"]
+async def test_the_likeliest_next_tokens_are_the_models(clients, thread, gold_run):
+    served = thread.models["gold/sft"]
     text = "the colour of <|end|> the " * 40  # longer than the context, which loses its beginning
     found = (await clients["anna"].post("/api/next", json={"model": "gold/sft", "text": text, "count": 5})).json()[
         "tokens"
@@ -260,22 +260,22 @@ async def test_the_likeliest_next_tokens_are_the_models(clients, models, gold_ru
 
 
 def test_what_was_acknowledged_is_there_and_what_was_torn_is_not(tmp_path):
-    desk = make_desk(tmp_path / "labels.jsonl", count=3)
+    labelling = make_labelling(tmp_path / "labels.jsonl", count=3)
     for name in ("anna", "ben"):
-        task = desk.next_task(name)
-        desk.rank(name, Verdict(name=task.id, submission=f"{name}-submission", ranking=[["a"], ["b"]]))
-    desk.store.close()
+        task = labelling.next_task(name)
+        labelling.rank(name, Verdict(name=task.id, submission=f"{name}-submission", ranking=[["a"], ["b"]]))
+    labelling.file.close()
     whole = (tmp_path / "labels.jsonl").read_bytes()
     (tmp_path / "labels.jsonl").write_bytes(whole + b'{"kind": "ranking", "id"')
-    again = make_desk(tmp_path / "labels.jsonl", count=3)
+    again = make_labelling(tmp_path / "labels.jsonl", count=3)
     assert (tmp_path / "labels.jsonl").read_bytes() == whole
     assert again.progress("anna")["done"] == 1 and again.next_task("anna").id == "t1"
     with pytest.raises(UserError, match="another server writes it"):
-        LabelStore(tmp_path / "labels.jsonl")
-    again.store.close()
+        LabelFile(tmp_path / "labels.jsonl")
+    again.file.close()
     (tmp_path / "labels.jsonl").write_bytes(b"not json\n" + whole)
-    with pytest.raises(UserError, match=r"labels.jsonl:1: not a record: mend the line"):
-        LabelStore(tmp_path / "labels.jsonl")
+    with pytest.raises(UserError, match=r"labels.jsonl:1: not a record: correct the line"):
+        LabelFile(tmp_path / "labels.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -285,25 +285,25 @@ def test_a_file_of_others_is_refused_and_loses_nothing(tmp_path, content):
     """Only the beginning of one of its own records is taken for what a killed server left."""
     path = tmp_path / "notes"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"notes:1: not a record: mend the line, or choose another serve\.labels"):
-        LabelStore(path)
+    with pytest.raises(UserError, match=r"notes:1: not a record: correct the line, or choose another serve\.labels"):
+        LabelFile(path)
     assert path.read_bytes() == content
 
 
 def test_a_pipe_is_no_file_of_labels(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=r"pipe: not a regular file: choose another serve\.labels"):
-        LabelStore(tmp_path / "pipe")
+        LabelFile(tmp_path / "pipe")
 
 
 def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_have(tmp_path):
-    from rlhf.serving.errors import RefusedError
+    from rlhf.serving.security import RefusedError
 
-    desk = make_desk(tmp_path / "labels.jsonl", labelers=("anna", "ben"), per_prompt=1)
-    task = desk.next_task("anna")
-    assert desk.next_task("ben").id != task.id
-    desk.store.close()
-    again = make_desk(tmp_path / "labels.jsonl", labelers=("anna", "ben"), per_prompt=1)
+    labelling = make_labelling(tmp_path / "labels.jsonl", per_prompt=1)
+    task = labelling.next_task("anna")
+    assert labelling.next_task("ben").id != task.id
+    labelling.file.close()
+    again = make_labelling(tmp_path / "labels.jsonl", per_prompt=1)
     again.rank("anna", Verdict(name=task.id, submission="submission-1", ranking=[["a"]]))
     with pytest.raises(RefusedError, match="enough labelers"):
         again.rank("ben", Verdict(name=task.id, submission="submission-2", ranking=[["a"]]))
@@ -312,56 +312,56 @@ def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_ha
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     import os
 
-    desk = make_desk(tmp_path / "labels.jsonl")
-    task = desk.next_task("anna")
-    desk.rank("anna", Verdict(name=task.id, submission="submission-1", ranking=[["a"]]))
-    before, write = desk.store.path.read_bytes(), os.write
+    labelling = make_labelling(tmp_path / "labels.jsonl")
+    task = labelling.next_task("anna")
+    labelling.rank("anna", Verdict(name=task.id, submission="submission-1", ranking=[["a"]]))
+    before, write = labelling.file.path.read_bytes(), os.write
 
     def full(file, data):
         write(file, bytes(data)[:20])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    task = desk.next_task("anna")
+    task = labelling.next_task("anna")
     with pytest.raises(UserError, match="No space left"):
-        desk.rank("anna", Verdict(name=task.id, submission="submission-2", ranking=[["a"]]))
-    assert desk.store.path.read_bytes() == before
+        labelling.rank("anna", Verdict(name=task.id, submission="submission-2", ranking=[["a"]]))
+    assert labelling.file.path.read_bytes() == before
     monkeypatch.undo()
-    desk.rank("anna", Verdict(name=task.id, submission="submission-2", ranking=[["a"]]))
-    assert len(desk.store.path.read_bytes().splitlines()) == 2
+    labelling.rank("anna", Verdict(name=task.id, submission="submission-2", ranking=[["a"]]))
+    assert len(labelling.file.path.read_bytes().splitlines()) == 2
 
 
 def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_path):
     names = tuple(f"l{i}" for i in range(6))
-    desk = make_desk(tmp_path / "labels.jsonl", count=20, labelers=names, per_prompt=2)
+    labelling = make_labelling(tmp_path / "labels.jsonl", count=20, per_prompt=2)
 
     def work(name):
-        while task := desk.next_task(name):
-            desk.rank(name, Verdict(name=task.id, submission=f"{name}-{task.id}-sub", ranking=[["a"], ["b", "c"]]))
+        while task := labelling.next_task(name):
+            labelling.rank(name, Verdict(name=task.id, submission=f"{name}-{task.id}-sub", ranking=[["a"], ["b", "c"]]))
 
     threads = [threading.Thread(target=work, args=(name,)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(len(said) == 2 for said in desk.judged.values())
-    pairs = [(r.labeler, r.metadata["task"]) for r in desk.store.records]
+    assert all(len(said) == 2 for said in labelling.ranked.values())
+    pairs = [(r.labeler, r.metadata["task"]) for r in labelling.file.records]
     assert len(pairs) == len(set(pairs)) == 40
 
 
 def test_a_labeler_who_was_away_while_others_did_the_task_gets_another(tmp_path, monkeypatch):
     """A task held for too long goes to others; who held it is not shown it again when it has enough labels."""
-    desk = make_desk(tmp_path / "labels.jsonl", per_prompt=1)
-    monkeypatch.setattr("rlhf.serving.desk.HELD_SECONDS", 0.0)
-    task = desk.next_task("anna")
-    assert desk.next_task("ben").id == task.id
+    labelling = make_labelling(tmp_path / "labels.jsonl", per_prompt=1)
+    monkeypatch.setattr("rlhf.serving.labelling.ASSIGNED_SECONDS", 0.0)
+    task = labelling.next_task("anna")
+    assert labelling.next_task("ben").id == task.id
     monkeypatch.undo()
-    assert desk.next_task("anna").id != task.id, "ben has it now"
-    desk.rank("ben", Verdict(name=task.id, submission="submission-1", ranking=[["a"], ["b"]]))
-    assert desk.next_task("anna").id != task.id
+    assert labelling.next_task("anna").id != task.id, "ben has it now"
+    labelling.rank("ben", Verdict(name=task.id, submission="submission-1", ranking=[["a"], ["b"]]))
+    assert labelling.next_task("anna").id != task.id
 
 
-async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labelers(clients, desk, tmp_path):
+async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labelers(clients, labelling, tmp_path):
     async def write(name, submission):
         task = (await clients[name].get("/api/demonstrate/next")).json()
         said = {"messages": task["messages"], "task": task["task"], "response": f"{name} .", "submission": submission}
@@ -378,15 +378,16 @@ async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labele
         found = await clients["ben"].post("/api/demonstrate", json=said | wrong | {"submission": "of-ben-00"})
         assert found.status_code == 400 and found.json()["error"]["param"] == name
     await write("ben", "of-ben-01")
-    task = desk.tasks[said["task"]]
-    assert desk.next_prompt("cleo").id != task.id, "two labelers have written to it"
-    desk.rank("anna", Verdict(name=task.id, submission="a-ranking", ranking=[["a"], ["b"]]))
-    desk.store.close()
-    again = make_desk(desk.store.path)
+    task = labelling.tasks[said["task"]]
+    assert labelling.next_prompt("cleo").id != task.id, "two labelers have written to it"
+    labelling.rank("anna", Verdict(name=task.id, submission="a-ranking", ranking=[["a"], ["b"]]))
+    labelling.file.close()
+    again = make_labelling(labelling.file.path)
     assert again.next_prompt("ben").id == again.next_prompt("cleo").id != task.id, "a restart forgets nothing"
-    import_data(compose_config([f"path='{desk.store.path}'", f"out='{tmp_path}/imported'"], "import"))
+    import_data(compose_config([f"path='{labelling.file.path}'", f"out='{tmp_path}/imported'"], "import"))
     report = json.loads((tmp_path / "imported" / "report.json").read_text())
     assert report["counts"] == {"input": 3, "accepted": 3, "duplicates": 0, "filtered": 0, "rejected": 0}
     assert (
-        len(load_comparisons(str(desk.store.path))[0]) == 1 and len(load_demonstrations(str(desk.store.path))[0]) == 2
+        len(load_comparisons(str(labelling.file.path))[0]) == 1
+        and len(load_demonstrations(str(labelling.file.path))[0]) == 2
     )

@@ -2,34 +2,28 @@
 
 import asyncio
 import json
+from functools import partial
 
+import httpx
 import openai
 import pytest
 
 from rlhf.commands.generate import run as generate
-from rlhf.serving.models import audit
+from rlhf.serving.app import make_app
+from rlhf.serving.models import ModelThread, doubts, served_models
+from tests.serving.conftest import access, make_labelling
 
 pytestmark = pytest.mark.anyio
 PROMPT = "what is red ?"
 
 
-@pytest.fixture(scope="module")
-def lines(gold_run, tmp_path_factory):
-    """What `rlhf generate` answers to forty prompts, three times each."""
-    folder = tmp_path_factory.mktemp("generate")
-    prompts = (gold_run.folder / "world" / "prompts.jsonl").read_text().splitlines()[:40]
+def generated(run, folder, count, *settings):
+    """What `rlhf generate` answers to prompts of the run."""
+    prompts = (run.folder / "world" / "prompts.jsonl").read_text().splitlines()[:count]
     rows = [{"id": f"p{i}", "prompt": json.loads(line)["prompt"]} for i, line in enumerate(prompts)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    generate(
-        gold_run.config(
-            f"data.prompts='{folder}/in.jsonl'",
-            f"generate.out='{folder}/out.jsonl'",
-            "seed=3",
-            "generate.samples=3",
-            "generate.logprobs=true",
-            "generate.stage=sft",
-        )
-    )
+    files = [f"data.prompts='{folder}/in.jsonl'", f"generate.out='{folder}/out.jsonl'"]
+    generate(run.config(*files, "seed=3", "generate.logprobs=true", "generate.stage=sft", *settings))
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
@@ -51,8 +45,9 @@ def test_models_are_listed(ask):
         chat(ask, model="gold/dpo")
 
 
-async def test_the_server_answers_as_generate_does_whatever_else_is_asked(client, lines):
+async def test_the_server_answers_as_generate_does_whatever_else_is_asked(client, gold_run, tmp_path):
     """120 responses at once through 8 places, with neighbours of other lengths and temperatures."""
+    lines = generated(gold_run, tmp_path, 40, "generate.samples=3")
     gate = asyncio.Semaphore(10)
 
     async def one(row):
@@ -152,8 +147,6 @@ def test_completions_of_text_and_tokens(ask):
 
 
 def test_mistakes_have_the_apis_form(ask, server):
-    import httpx
-
     for more, message, param in (
         ({"messages": []}, "messages: List should have at least 1", "messages"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "end with one of the user", "messages"),
@@ -172,39 +165,38 @@ def test_mistakes_have_the_apis_form(ask, server):
     assert httpx.get(f"{server}/v1/nothing").json()["error"]["type"] == "not_found_error"
 
 
-async def test_a_full_queue_says_when_to_come_back_and_empties(served, client):
+async def test_a_full_queue_says_when_to_come_back_and_empties(thread, client):
     body = {"model": "gold/ppo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, "n": 8}
     answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(12)))
     refused = [answer for answer in answers if answer.status_code == 429]
     assert refused and len(refused) < 12
     assert all(answer.headers["retry-after"] == "1" for answer in refused)
     assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
-    assert await emptied(served)
+    assert await emptied(thread)
 
 
-def test_a_client_that_leaves_frees_its_place(served, ask):
+def test_a_client_that_leaves_frees_its_place(thread, ask):
     stream = chat(ask, model="gold/ppo", max_tokens=64, n=8, temperature=2, stream=True)
     next(iter(stream))
     stream.close()
-    assert asyncio.run(emptied(served))
+    assert asyncio.run(emptied(thread))
 
 
-async def emptied(served) -> bool:
+async def emptied(thread) -> bool:
     for _ in range(200):
-        if not any(served.engine.taken.values()):
+        if not len(thread):
             return True
         await asyncio.sleep(0.05)
     return False
 
 
-async def test_a_model_that_fails_answers_and_goes_on(served, client, monkeypatch):
-    lane = served.worker.lanes["gold/ppo"]
+async def test_a_model_that_fails_answers_and_goes_on(thread, client, monkeypatch):
 
     def broken(*_):
         raise ValueError("out of memory")
 
     body = {"model": "gold/ppo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
-    monkeypatch.setattr(lane.batch, "advance", broken)
+    monkeypatch.setattr(thread.queues["gold/ppo"].batch, "advance", broken)
     failed = await client.post("/v1/chat/completions", json=body)
     assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
@@ -222,12 +214,10 @@ async def test_a_model_that_fails_answers_and_goes_on(served, client, monkeypatc
     ],
 )
 def test_flags_of_a_scored_response(text, tokens, flags):
-    assert audit(text, tokens, 100) == flags
+    assert doubts(text, tokens, 100) == flags
 
 
 def test_scores_are_the_reward_models(server, gold_run):
-    import httpx
-
     import rlhf
 
     responses = ["it is red .", "", "red red red red red red red red red red red red red red red"]
@@ -238,3 +228,37 @@ def test_scores_are_the_reward_models(server, gold_run):
     assert [row["score"] for row in answer["data"]] == pytest.approx(expected, abs=1e-5)
     assert [row["flags"] for row in answer["data"]][:2] == [[], ["empty"]]
     assert "repetition" in answer["data"][2]["flags"]
+
+
+async def test_in_bfloat16_the_server_answers_as_generate_does_up_to_rounding(gold_run, tmp_path):
+    lines = generated(gold_run, tmp_path, 8, "precision=bfloat16", "generate.greedy=true")
+    config = gold_run.config("precision=bfloat16")
+    thread = ModelThread(partial(served_models, config, [gold_run.folder], ["sft"]), 8, 16, 64)
+    app = make_app(thread, access(), make_labelling(tmp_path / "labels.jsonl"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        for row in lines:
+            body = {"model": "gold/sft", "messages": row["prompt"], "temperature": 0, "max_tokens": 24}
+            answer = await client.post("/v1/chat/completions", json=body | {"logprobs": True, "return_token_ids": True})
+            choice = answer.json()["choices"][0]
+            found = [token["logprob"] for token in choice["logprobs"]["content"]]
+            pairs = zip(choice["token_ids"], row["token_ids"][0], strict=False)
+            same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(found))
+            assert same and found[:same] == pytest.approx(row["logprobs"][0][:same], abs=0.15)  # 8 bits of bfloat16
+    thread.stop()
+
+
+async def test_models_that_have_stopped_are_told_of_and_labels_are_still_saved(gold_run, tmp_path):
+    thread = ModelThread(partial(served_models, gold_run.config(), [gold_run.folder], ["sft"]), 1, 1, 64)
+    app = make_app(thread, access(), make_labelling(tmp_path / "labels.jsonl"))
+    thread.queues["gold/sft"].step = None  # an error outside of a model
+    body = {"model": "gold/sft", "messages": [{"role": "user", "content": "x"}]}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        for path, asked in (
+            ("v1/chat/completions", body | {"stream": True}),
+            ("v1/chat/completions", body),
+            ("v1/score", {"model": body["model"], "prompt": "x", "responses": ["y"]}),
+        ):
+            answer = await client.post(path, json=asked)
+            assert "start the server again" in answer.text
+        said = {"messages": body["messages"], "response": "It is one.", "submission": "demo-0001"}
+        assert (await client.post("api/demonstrate", json=said)).status_code == 200

@@ -17,8 +17,7 @@ from rlhf.commands.sample import run as sample
 from rlhf.config.compose import compose_config
 from rlhf.data.comparisons import load_comparisons
 from rlhf.serving.app import make_app
-from rlhf.serving.desk import Desk
-from rlhf.serving.store import LabelStore
+from rlhf.serving.labelling import LabelFile, Labelling
 from tests.serving.conftest import access, serving
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -40,7 +39,7 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def place(gold_run, served, tmp_path_factory):
+def place(gold_run, thread, tmp_path_factory):
     """A server with twenty tasks of `rlhf sample`, and its file of labels."""
     folder = tmp_path_factory.mktemp("page")
     sample(
@@ -49,8 +48,8 @@ def place(gold_run, served, tmp_path_factory):
         )
     )
     tasks, _ = load_comparisons(str(folder / "tasks" / "tasks.jsonl"), "native")
-    desk = Desk(LabelStore(folder / "labels.jsonl"), tasks, list(SECRETS), 2, seed=0)
-    app = make_app(served.engine, served.models, access(labelers=SECRETS), desk, 64, "Be fair.")
+    labelling = Labelling(LabelFile(folder / "labels.jsonl"), tasks, 2, seed=0)
+    app = make_app(thread, access(labelers=SECRETS), labelling, "Be fair.")
     for address in serving(app):
         yield address, folder / "labels.jsonl", len(tasks)
 

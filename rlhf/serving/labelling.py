@@ -1,0 +1,282 @@
+"""Labelling: the file of labels, and which task a labeler gets.
+
+Every task goes to `labels_per_prompt` labelers; nobody gets one twice, and nobody sees another's answer. A labeler who goes back
+answers the last task again: the new record replaces the old one, which stays in the file but no longer counts.
+"""
+
+import fcntl
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from rlhf.data.agreement.judgements import AgreementCounter
+from rlhf.data.records import KINDS, Demonstration, RankedResponse, Ranking, Record, first_problem
+from rlhf.data.revisions import without_replaced
+from rlhf.errors import UserError
+from rlhf.serving.schemas import DemonstrationRequest, Verdict
+from rlhf.serving.security import RefusedError
+from rlhf.system.files import disk_error, writing
+
+ASSIGNED_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
+MOST_COMPARISONS = 1000  # comparisons kept until they are judged
+# The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.
+STARTS = tuple(f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration))
+
+
+class LabelFile:
+    """Records of the import format, appended one line at a time and synced before they are acknowledged.
+
+    One process has the file, and appends from one thread at a time. The page gives each submission an id: a client that got
+    no answer sends it again, and it is stored once. A line that a killed server left incomplete was never acknowledged; it
+    is removed when the file is opened.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.records: list[Record] = []
+        self.submissions: dict[tuple[str, str | None, str], Any] = {}  # by kind, labeler and submission
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        if not path.is_file():
+            raise UserError(f"{path}: not a regular file: choose another serve.labels=…")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"{path}: another server writes it: stop that one, or choose another serve.labels=…"
+            ) from None
+        self._read()
+
+    def _read(self) -> None:
+        data = self.path.read_bytes()
+        size = data.rfind(b"\n") + 1
+        lines, rest = data[:size].splitlines(), data[size:]
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                self._add(KINDS[row["kind"]].model_validate(row))
+            except (ValueError, KeyError, TypeError) as error:
+                self._refuse(number, first_problem(error)[1] if isinstance(error, ValidationError) else "not a record")
+        if not any(start.startswith(rest[: len(start)]) for start in STARTS):
+            self._refuse(len(lines) + 1, "not a record")
+        if rest:
+            os.ftruncate(self.file, size)
+            os.fsync(self.file)
+
+    def _refuse(self, number: int, problem: str) -> NoReturn:
+        raise UserError(
+            f"{self.path}:{number}: {problem}: correct the line, or choose another serve.labels=…"
+        ) from None
+
+    def _add(self, record: Record) -> None:
+        self.records.append(record)
+        if isinstance(submission := record.metadata.get("submission"), str):
+            self.submissions[record.kind, getattr(record, "labeler", None), submission] = record
+
+    def append(self, record: Ranking | Demonstration) -> Any:
+        """Write a record, unless its submission is stored; returns the stored one. Raises: UserError if the disk cannot be written."""
+        line = (json.dumps(record.model_dump(mode="json"), ensure_ascii=False) + "\n").encode()
+        if (stored := self.find(record.kind, record.labeler, record.metadata["submission"])) is not None:
+            return stored
+        size = os.fstat(self.file).st_size
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[os.write(self.file, left) :]
+            os.fsync(self.file)
+        except OSError as error:
+            os.ftruncate(self.file, size)  # remove the incomplete line
+            raise disk_error(error, self.path) from error
+        self._add(record)
+        return record
+
+    def find(self, kind: str, labeler: str | None, submission: str) -> Any:
+        """The record of a stored submission, or None."""
+        return self.submissions.get((kind, labeler, submission))
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+class Labelling:
+    """The tasks of one server and their labels. Its methods may be called from several threads."""
+
+    def __init__(self, file: LabelFile, tasks: Sequence[Ranking], per_prompt: int, seed: int):
+        self.file, self.per_prompt, self.seed = file, per_prompt, seed
+        self.tasks = {task.id: task for task in tasks}
+        self.lock = threading.Lock()
+        self.assigned: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and its start time
+        self.comparisons: dict[str, Ranking] = {}
+        # by task and labeler, the record that counts
+        self.ranked: dict[str, dict[str, Ranking]] = {task: {} for task in self.tasks}
+        self.demonstrated: dict[str, dict[str, Demonstration]] = {task: {} for task in self.tasks}
+        for record in without_replaced(file.records):
+            self._count(record)
+        self.agreement: tuple[int, dict[str, Any]] = (-1, {})  # by labeler, and the number of records that it is of
+
+    def _count(self, record: Any) -> None:
+        task, labeler = record.metadata.get("task"), getattr(record, "labeler", None)
+        if task in self.tasks and labeler is not None and isinstance(record, Ranking | Demonstration):
+            (self.ranked if isinstance(record, Ranking) else self.demonstrated)[task][labeler] = record  # type: ignore[index]
+
+    # ------------------------------------------------------------------------------------------------- ranking
+
+    def next_task(self, labeler: str) -> Ranking | None:
+        """The labeler's current task, or the next one; None if there is none left."""
+        with self.lock:
+            current = self.assigned.get(labeler)
+            if current is not None and self._is_open(current[0], labeler):
+                return self.tasks[current[0]]
+            name = next((name for name in self.tasks if self._is_open(name, labeler)), None)
+            if name is None:
+                return None
+            self.assigned[labeler] = (name, time.monotonic())
+            return self.tasks[name]
+
+    def _is_open(self, name: str, labeler: str) -> bool:
+        """Whether a labeler may rank a task: not done by this labeler, and not done by or assigned to enough others."""
+        now, ranked = time.monotonic(), self.ranked[name]
+        expected = sum(
+            task == name and other != labeler and now - since < ASSIGNED_SECONDS and other not in ranked
+            for other, (task, since) in self.assigned.items()
+        )
+        return labeler not in ranked and len(ranked) + expected < self.per_prompt
+
+    def shown(self, task: Ranking, labeler: str) -> list[RankedResponse]:
+        """A task's responses in the order in which a labeler sees them, drawn by (seed, task, labeler)."""
+        responses = list(task.responses)
+        random.Random(f"order-{self.seed}-{task.id}-{labeler}").shuffle(responses)
+        return responses
+
+    def rank(self, labeler: str, verdict: Verdict) -> Ranking:
+        """Save a ranking. Raises: RefusedError if enough others have the task, or this labeler has ranked it already."""
+        name, replaces = verdict.name, verdict.replaces
+        with self.lock:
+            if (stored := self.file.find("ranking", labeler, verdict.submission)) is not None:
+                return stored
+            task = self.tasks.get(name)
+            if task is None:
+                raise RefusedError(404, "no such task", "task")
+            before = self.ranked[name].get(labeler)
+            # a task from before a restart of the server, or from long ago, may still be open
+            if before is None and (replaces is not None or not self._is_open(name, labeler)):
+                raise RefusedError(409, "enough labelers have this task: load the next one", "task")
+            if before is not None and before.id != replaces:
+                raise RefusedError(409, "you have labelled this task: go back to change your answer", "task")
+            current, since = self.assigned.get(labeler, ("", 0.0))
+            longest = time.monotonic() - since if current == name else ASSIGNED_SECONDS
+            more = {"task": name, "order": [response.id for response in self.shown(task, labeler)]}
+            record = make_ranking(task, labeler, verdict, longest, more | ({"replaces": replaces} if replaces else {}))
+            self.file.append(record)
+            self.ranked[name][labeler] = record
+            return record
+
+    def last(self, labeler: str) -> Ranking | None:
+        """A labeler's latest ranking that counts."""
+        with self.lock:
+            rankings = [by_labeler[labeler] for by_labeler in self.ranked.values() if labeler in by_labeler]
+        return max(rankings, key=lambda record: record.created or "", default=None)
+
+    def progress(self, labeler: str) -> dict[str, Any]:
+        """A labeler's progress, and how often the others order two responses in the same way."""
+        with self.lock:
+            done = sum(labeler in by_labeler for by_labeler in self.ranked.values())
+            left = sum(labeler not in by and len(by) < self.per_prompt for by in self.ranked.values())
+            shared = [one for by_labeler in self.ranked.values() if len(by_labeler) > 1 for one in by_labeler.values()]
+            count = len(self.file.records)
+        if self.agreement[0] != count:
+            counter = AgreementCounter()
+            for ranking in shared:
+                counter.add(ranking)
+            self.agreement = (count, counter.report()["by_labeler"] if shared else {})
+        row = self.agreement[1].get(labeler, {})
+        return {"done": done, "left": left, "agreement": row.get("agreement"), "shared": row.get("items_shared", 0)}
+
+    # ---------------------------------------------------------------------------- comparisons, demonstrations
+
+    def add_comparison(self, comparison: Ranking) -> None:
+        """Remember a comparison of models until its labeler judges it."""
+        with self.lock:
+            self.comparisons[comparison.id] = comparison
+            while len(self.comparisons) > MOST_COMPARISONS:
+                self.comparisons.pop(next(iter(self.comparisons)))
+
+    def judge(self, labeler: str, verdict: Verdict) -> Ranking:
+        """Save the judgement of a comparison. Raises: RefusedError if there is none, or it was judged."""
+        with self.lock:
+            if (stored := self.file.find("ranking", labeler, verdict.submission)) is not None:
+                return stored
+            task = self.comparisons.get(verdict.name)
+            if task is None or task.labeler != labeler:
+                raise RefusedError(404, "no such comparison, or it was judged", "comparison")
+            record = make_ranking(task, labeler, verdict, ASSIGNED_SECONDS, {"comparison": verdict.name})
+            self.file.append(record)
+            del self.comparisons[verdict.name]
+            return record
+
+    def next_prompt(self, labeler: str) -> Ranking | None:
+        """A task to whose prompt neither the labeler nor enough others have written a response."""
+        with self.lock:
+            written = self.demonstrated.items()
+            names = (name for name, by in written if labeler not in by and len(by) < self.per_prompt)
+            return next((self.tasks[name] for name in names), None)
+
+    def demonstrate(self, labeler: str, request: DemonstrationRequest) -> Demonstration:
+        """Save the ideal response to a prompt. Raises: RefusedError if the labeler has written one to this task, or what the
+        request names is not in the task.
+        """
+        more = request.model_dump(include={"seconds", "task", "edited"}, exclude_none=True)
+        record = Demonstration(
+            id=f"demonstration/{labeler}/{request.submission}",
+            prompt=[message.message() for message in request.messages],
+            response=request.response,
+            labeler=labeler,
+            source="rlhf serve",
+            metadata=more | {"submission": request.submission, "created": now_text()},
+        )
+        with self.lock:
+            task = None if request.task is None else self.tasks.get(request.task)
+            if request.task is not None and task is None:
+                raise RefusedError(404, "no such task", "task")
+            if task is not None and record.prompt != task.prompt:
+                raise RefusedError(400, "want the prompt of the task", "messages")
+            ids = {response.id for response in task.responses} if task else set()
+            if request.edited is not None and request.edited not in ids:
+                raise RefusedError(400, "want a response of the task", "edited")
+            before = self.demonstrated[task.id].get(labeler) if task else None
+            if before is not None and before.metadata["submission"] != request.submission:
+                raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
+            record = self.file.append(record)
+            self._count(record)
+            return record
+
+
+def make_ranking(task: Ranking, labeler: str, verdict: Verdict, longest: float, more: dict[str, Any]) -> Ranking:
+    """The record of a judgement. longest: seconds that it can have taken. Raises: ValidationError for names that the task does not have."""
+    unable = {"cannot_judge": True} if verdict.ranking is None else {}
+    note = {"note": verdict.note} if verdict.note else {}
+    return Ranking(
+        id=f"{task.id}/{labeler}/{verdict.submission}",
+        prompt=task.prompt,
+        responses=task.responses,
+        ranking=verdict.ranking,
+        ratings=dict(verdict.ratings),
+        flags={name: flags for name, flags in verdict.flags.items() if flags},
+        labeler=labeler,
+        seconds=round(min(verdict.seconds, longest), 1),
+        created=now_text(),
+        metadata=task.metadata | more | unable | note | {"submission": verdict.submission},
+    )
+
+
+def now_text() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
