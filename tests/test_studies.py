@@ -1,58 +1,248 @@
-"""scripts/studies/sentiment_optimum.py: best-of-n against the best policy of the same KL, both as weights of the same samples."""
+"""scripts/studies: cells run and resumed by two of the scripts, and their statistics by hand."""
 
+import importlib
 import math
-import runpy
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+from scipy.stats import spearmanr
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "studies" / "sentiment_optimum.py"
-frontier = runpy.run_path(str(SCRIPT))
-best_of_weights, kl_of, optimum, predicted, table = (
-    frontier[name] for name in ("best_of_weights", "kl_of", "optimum", "predicted", "table")
+import rlhf
+from rlhf.planning.scaling import PUBLISHED, LossLaw
+from tests.stages.conftest import gold_run  # noqa: F401
+
+STUDIES = Path(__file__).parents[1] / "scripts" / "studies"
+NAMES = (
+    "harness",
+    "audit",
+    "details",
+    "fitting",
+    "frontier",
+    "lstm",
+    "scaling",
+    "sentiment_optimum",
+    "sizes",
+    "transfer",
 )
 
 
-def test_best_of_two_by_hand():
+def load_scripts() -> dict[str, ModuleType]:
+    """The scripts as modules; scripts/bench has a harness too, so that sys.modules is left as it was."""
+    kept = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
+    sys.path.insert(0, str(STUDIES))
+    try:
+        return {name: importlib.import_module(name) for name in NAMES}
+    finally:
+        sys.path.remove(str(STUDIES))
+        for name in NAMES:
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
+
+
+S = load_scripts()
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Commands run in this process instead of one of their own; gives the command lines."""
+    started: list[list[str]] = []
+
+    def in_this_process(arguments: list[str], log: object) -> int:
+        from rlhf.cli import main
+
+        started.append(arguments)
+        main(arguments)
+        return 0
+
+    monkeypatch.setattr(S["harness"], "call", in_this_process)
+    return started
+
+
+def options(run, out: Path) -> list[str]:
+    return ["--out", str(out), "--seeds", "0", "--parents", str(run.folder), *run.overrides]
+
+
+def test_details_runs_what_is_missing_and_compares_with_the_default(gold_run, tmp_path, here, capsys):  # noqa: F811
+    details, more = (
+        S["details"],
+        ["ppo.critic_warmup_updates=0", "ppo.episodes=64", "evaluate.samples=1", "evaluate.prompts=4"],
+    )
+    asked = [*options(gold_run, tmp_path / "out"), "--cells", "default", "epochs_1", *more]
+    picture = ["--picture", str(tmp_path / "a.svg")]
+    details.compare(details.CHOICES, S["harness"].parse("", [*asked, *picture]))
+    printed = capsys.readouterr().out
+    assert [line[0] for line in here] == ["ppo", "evaluate"] * 2 and (tmp_path / "a.svg").stat().st_size > 3000
+    results = S["harness"].read(tmp_path / "out" / "epochs_1-seed0" / "evaluate" / "results.json")
+    assert f"| epochs_1 | {results['gold']['win_rate_vs_sft']['value']:.3f} |" in printed and "| epochs_1 | " in printed
+    assert "4 dev prompts" in printed, "choices are not made on test prompts"
+    details.compare(details.CHOICES, S["harness"].parse("", asked))
+    assert len(here) == 4 and "2 cells, 2 done" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="run with other settings: delete it"):
+        details.compare(details.CHOICES, S["harness"].parse("", [*asked, "ppo.lr=1e-3"]))
+
+
+def test_scaling_trains_every_width_on_every_budget(gold_run, tmp_path, here, capsys):  # noqa: F811
+    budgets = ["--budgets", "2.4e9", "--widths", "8", "16", "pretrain.global_batch_tokens=1024"]
+    S["scaling"].main([*options(gold_run, tmp_path), *budgets])
+    printed = capsys.readouterr().out
+    assert len(here) == 2 and "| Kaplan et al. 2020 | 0.73 | 0.27 |" in printed and "| 2.4e+09 | " in printed
+    for line in here:
+        settings = dict(text.partition("=")[::2] for text in line[2:])
+        (name,) = tmp_path.glob(f"c2.4e09_w{settings['model.width']}-seed0")
+        n = sum(p.numel() for p in rlhf.load(name).policy("pretrain").parameters())
+        assert 6 * n * int(settings["pretrain.tokens"]) == pytest.approx(2.4e9, rel=0.05)
+    with pytest.raises(SystemExit, match=r"--budgets 1e\+07: \d steps of 2048 tokens at width 8: want 10 or more"):
+        S["scaling"].main([*options(gold_run, tmp_path), "--budgets", "1e7", "--widths", "8"])
+
+
+def test_mistakes_are_one_line(gold_run, tmp_path):  # noqa: F811
+    harness = S["harness"]
+    with pytest.raises(SystemExit):
+        harness.parse("", ["--out", "x", "--seeds", "0", "1", "2", "--parents", "a", "b"])
+    asked = harness.parse("", [*options(gold_run, tmp_path), "--cells", "bogus"])
+    with pytest.raises(SystemExit, match="--cells bogus: want some of a, b"):
+        harness.make_cells(asked, {"a": (), "b": ()}, (), {"ppo": ()})
+    asked.cells, asked.parents = [], [tmp_path]
+    with pytest.raises(SystemExit, match="has no finished reward: run `rlhf reward` there first"):
+        harness.make_cells(asked, {"a": ()}, ("reward",), {"ppo": ()})
+
+
+def test_every_choice_composes():
+    from rlhf.config.checks import check_config
+    from rlhf.config.compose import compose_config
+
+    for changed in S["details"].CHOICES.values():
+        check_config(compose_config(["experiment=gold", *changed]), "ppo")
+
+
+def test_the_lstm_has_the_size_of_the_transformer_and_sees_no_later_token(tmp_path):
+    S["lstm"].register()
+    for parameters, vocabulary in ((60_000, 300), (117_000_000, 40_000)):
+        with torch.device("meta"):
+            made = S["lstm"].LSTMForCausalLM(S["lstm"].LSTMConfig.sized(parameters, vocab_size=vocabulary))
+        assert sum(p.numel() for p in made.parameters()) == pytest.approx(parameters, rel=0.02)
+    model = S["lstm"].LSTMForCausalLM(S["lstm"].LSTMConfig.sized(60_000, vocab_size=300, context_length=32)).eval()
+    tokens = torch.randint(0, 300, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 300
+    a, b = model(tokens).logits, model(changed).logits
+    assert torch.equal(a[:, :7], b[:, :7]) and not torch.allclose(a[:, 7:], b[:, 7:])
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+def test_intervals_over_seeds_by_hand():
+    # mean 2, standard deviation 1, error 1/sqrt 3, t(.975, 2) = 4.302653
+    found = S["harness"].mean_interval([1.0, 2.0, 3.0])
+    assert found["mean"] == 2.0 and found["n"] == 3
+    assert found["ci95"] == pytest.approx([2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)], abs=1e-5)
+    assert S["harness"].mean_interval([1.0])["ci95"] is None
+    assert S["harness"].show(S["harness"].within({"mean": 0.9, "ci95": [0.7, 1.1]}), 2) == "0.90 [0.70, 1.00]"
+
+
+def test_the_peak_is_that_of_the_other_seeds_at_shared_updates():
+    golds = [[0.1, 0.9, 0.2, 0.3], [0.1, 0.2, 0.8, 0.3], [0.1, 0.7, 0.2]]  # the last one was cut off
+    paths = [[{"update": t, "kl": t, "score": 1.0 * t, "gold": g} for t, g in enumerate(row)] for row in golds]
+    found = S["frontier"].over_optimisation(paths)
+    # others of 0: .1 .45 .5 -> 2, lost 0; of 1: .1 .8 .2 -> 1, lost .2 - .8; of 2: .1 .55 .5 -> 1, lost .7 - .2
+    assert found["gold_lost"]["mean"] == pytest.approx((0.0 - 0.6 + 0.5) / 3)
+    assert found["score_gained"]["mean"] == pytest.approx((0 + 1 + 1) / 3)
+
+
+def test_rank_correlation_is_scipys_and_the_partial_one_is_by_hand():
+    rng, spearman = np.random.default_rng(0), S["audit"].spearman
+    a = rng.normal(size=24)
+    b = a + rng.normal(size=24)
+    found = spearman(a, b)
+    assert found["mean"] == pytest.approx(spearmanr(a, b).statistic)
+    assert np.ptp(np.arctanh(found["ci95"])) == pytest.approx(2 * 1.96 * np.sqrt((1 + found["mean"] ** 2 / 2) / 21))
+    # r_ab = 0.6, r_ac = 0.8, r_bc = 0.4: (0.6 - 0.32) / sqrt(0.36 * 0.84)
+    one, two, given = np.arange(4), np.array([1, 0, 3, 2]), np.array([0, 2, 1, 3])
+    assert spearman(one, two)["mean"] == pytest.approx(0.6) and spearman(one, given)["mean"] == pytest.approx(0.8)
+    r = spearman(two, given)["mean"]
+    assert spearman(one, two, given)["mean"] == pytest.approx((0.6 - 0.8 * r) / math.sqrt(0.36 * (1 - r * r)))
+    assert spearman(a, np.zeros(24)) is None
+
+
+def test_preference_by_hand():
+    # seed 0 alone has a reference: won, lost and a tie: 1.5 of 3
+    ours, theirs = {0: {"gold": [0.9, 0.1, 0.5]}, 1: {"gold": [0.0]}}, {0: {"gold": [0.5, 0.2, 0.5]}}
+    found = S["sizes"].preferred(ours, theirs)
+    assert found["value"] == pytest.approx(0.5) and found["n"] == 3 and 0 <= found["ci95"][0] < found["ci95"][1] <= 1
+    for text in ("Rome.", "Will:\nRome.", "Rome.\nQuestion:\nWho?", "Will:\nRome.\nQuestion:\nWho?\nAnswer:\nEva."):
+        assert S["sizes"].first_answer(text) == "Rome."
+
+
+# --- fits ----------------------------------------------------------------------------------------------------------
+
+
+def made_up(law: LossLaw, noise: float = 0.0) -> list:
+    """Three seeds of 4 budgets x 4 sizes around the best, with the losses of a law."""
+    rng, runs = np.random.default_rng(0), []
+    for budget in (1e15, 1e16, 1e17, 1e18):
+        for width, factor in enumerate((0.4, 0.75, 1.4, 2.5)):
+            n = law.frontier.parameters(budget) * factor
+            d = budget / (6 * n)
+            losses = law.loss(n, d) * np.exp(rng.normal(0, noise, 3))
+            runs += [S["scaling"].Run(budget, width, seed, n, n, d, loss) for seed, loss in enumerate(losses)]
+    return runs
+
+
+@pytest.mark.parametrize("law", [PUBLISHED, LossLaw(0.0, 6.0, 7.0, 0.3, 0.6)])
+def test_both_methods_find_the_exponents_of_made_up_losses(law):
+    found = S["scaling"].estimate(made_up(law), False, None)
+    assert (found["fitted law a"], found["alpha"], found["beta"]) == pytest.approx(
+        (law.a, law.alpha, law.beta), abs=1e-3
+    )
+    assert found["IsoFLOP minima a"] == pytest.approx(law.a, abs=0.01)  # a parabola is not quite the law's shape
+    assert found["IsoFLOP minima a"] + found["IsoFLOP minima b"] == pytest.approx(1, abs=1e-6)
+
+
+def test_an_outlier_does_not_move_the_fit_and_the_bootstrap_covers_the_truth():
+    law = LossLaw(0.0, 6.0, 7.0, 0.3, 0.6)
+    runs = made_up(law, noise=2e-3)
+    again = [S["scaling"].estimate(drawn, False, law) for drawn in S["scaling"].resamples(runs, 60)]
+    for name in ("IsoFLOP minima a", "fitted law a"):
+        low, high = S["scaling"].with_interval(0.0, name, again)["ci95"]
+        assert low - 0.02 < 2 / 3 < high + 0.02 and high - low < 0.2 and not low <= 0.5 <= high
+    runs = made_up(law, noise=2e-4)
+    spoilt = [runs[0]._replace(loss=runs[0].loss * 1.2), *runs[1:]]
+    assert S["scaling"].fit_law(spoilt, False, law).a == pytest.approx(law.a, abs=0.03)
+    curve = S["fitting"].fit_parabola([1e3, 1e4, 1e5], [2.0, 1.0, 2.0])
+    assert curve.minimum == pytest.approx(1e4) and np.polyval(curve, np.log(1e4)) == pytest.approx(1.0)
+    assert S["fitting"].fit_parabola([1e3, 1e4, 1e5], [1.0, 2.0, 1.0]).minimum is None
+
+
+# --- best-of-n and the best policy of the same KL, as weights of the same samples -----------------------------------
+
+
+def test_best_of_two_and_the_optimum_by_hand():
     """The higher of two samples wins unless both draws are the lower one: 3/4, and the KL is 1/4 ln(1/2) + 3/4 ln(3/2)."""
-    weights = best_of_weights(np.array([[5.0, 7.0], [3.0, -1.0]]), 2)
-    assert weights.tolist() == [[0.25, 0.75], [0.75, 0.25]]
-    assert kl_of(weights) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
-
-
-def test_the_optimum_by_hand():
-    """Of two samples one apart, weights 1/4 and 3/4 are exp(r / beta) with beta = 1 / ln 3."""
-    weights = optimum(np.array([[0.0, 1.0]]), 0.25 * math.log(0.5) + 0.75 * math.log(1.5))
-    assert weights[0].tolist() == pytest.approx([0.25, 0.75])
+    optimum, nats = S["sentiment_optimum"], 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    weights = optimum.best_of_weights(np.array([[5.0, 7.0], [3.0, -1.0]]), 2)
+    assert weights.tolist() == [[0.25, 0.75], [0.75, 0.25]] and optimum.kl_of(weights) == pytest.approx(nats)
+    # of two samples one apart, weights 1/4 and 3/4 are exp(r / beta) with beta = 1 / ln 3
+    assert optimum.optimum(np.array([[0.0, 1.0]]), nats)[0].tolist() == pytest.approx([0.25, 0.75])
 
 
 def test_no_policy_of_the_same_kl_is_above_the_optimum():
-    rng = np.random.default_rng(0)
+    optimum, rng = S["sentiment_optimum"], np.random.default_rng(0)
     scores = rng.normal(size=(8, 32)) * np.linspace(0.2, 2.0, 8)[:, None]
     for n in (2, 4, 16):
-        best = best_of_weights(scores, n)
-        highest = optimum(scores, kl_of(best))
-        assert kl_of(highest) == pytest.approx(kl_of(best), abs=1e-9)
+        best = optimum.best_of_weights(scores, n)
+        highest = optimum.optimum(scores, optimum.kl_of(best))
+        assert optimum.kl_of(highest) == pytest.approx(optimum.kl_of(best), abs=1e-9)
         assert (highest * scores).sum() > (best * scores).sum()
-    kls = [kl_of(row[None]) for row in highest]
-    assert kls[0] < kls[-1], "where scores differ more, more KL is spent"
+    rows = {row[0]: row[1:] for row in optimum.table(scores, np.tanh(scores + rng.normal(size=scores.shape)), 4)}
+    assert rows["base"][0] == "0.00" and rows["best of 4 by the learned reward"][3] == "+0.000 [+0.000, +0.000]"
 
 
 def test_a_true_score_is_predicted_from_the_other_passages_alone():
     scores = np.array([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [2.0, 0.0, 1.0]])
-    assert predicted(scores, scores**2) == pytest.approx(scores**2)
     truth = scores**2 * [[1.0], [0.0], [1.0], [0.0]]
-    assert predicted(scores, truth) == pytest.approx(scores**2 - truth)
-
-
-def test_the_table_is_of_true_scores_at_one_kl():
-    rng = np.random.default_rng(1)
-    scores = rng.normal(size=(6, 20))
-    truth = np.tanh(scores + rng.normal(size=scores.shape))
-    rows = {row[0]: row[1:] for row in table(scores, truth, 4)}
-    base, *others = rows.values()
-    assert base[0] == "0.00" and float(base[2]) == pytest.approx(truth.mean(), abs=6e-4)
-    assert len({row[0] for row in others}) == 1
-    assert rows["best of 4 by the learned reward"][3] == "+0.000 [+0.000, +0.000]"
-    assert float(rows["optimum by the true score"][2]) >= max(float(row[2]) for row in rows.values())
+    assert S["sentiment_optimum"].predicted(scores, truth) == pytest.approx(scores**2 - truth)

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RLHF = ("-m", "rlhf")
 Figure = dict[str, Any]  # {"mean", "ci95", "n"}
 Step = tuple[str, ...]  # a command of rlhf, and its overrides
 
@@ -37,7 +36,10 @@ class Cell:
     parent: Path
     home: Path
     steps: tuple[Step, ...]
-    program: tuple[str, ...] = RLHF
+
+    def beside(self, ending: str) -> Path:
+        """A file next to the cell's folder."""
+        return self.home.with_name(self.home.name + ending)
 
     def results(self, stage: str = "evaluate") -> Any:
         return read(self.home / stage / "results.json")
@@ -110,7 +112,7 @@ def is_complete(folder: Path) -> bool:
 def run(cells: Sequence[Cell], processes: int = 1) -> None:
     """Run what is missing; ends the program if a cell fails, or if a finished one had other settings."""
     for cell in cells:
-        made = cell.home.with_suffix(".json")
+        made = cell.beside(".json")
         if made.exists() and read(made) != [list(step) for step in cell.steps]:
             sys.exit(
                 f"{made}: this cell was run with other settings: delete it and {cell.home}, or choose another --out"
@@ -130,17 +132,21 @@ def last_stage(command: str) -> str:
 def run_cell(cell: Cell) -> int:
     """Run a cell's missing stages in separate processes, logging next to its folder; returns the exit code."""
     cell.home.parent.mkdir(parents=True, exist_ok=True)
-    cell.home.with_suffix(".json").write_text(json.dumps(cell.steps), encoding="utf-8")
-    with cell.home.with_suffix(".log").open("a") as log:
+    cell.beside(".json").write_text(json.dumps(cell.steps), encoding="utf-8")
+    with cell.beside(".log").open("a") as log:
         for command, *overrides in cell.steps:
             if is_complete(cell.home / last_stage(command)):
                 continue
             shared = [] if command == "pipeline" else ["--shared-settings"]
-            line = [sys.executable, *cell.program, command, *shared, *overrides]
-            if code := subprocess.run(line, stdout=log, stderr=log, check=False).returncode:
+            if code := call([command, *shared, *overrides], log):
                 return code
     print(f"{cell.home.name}: done", flush=True)
     return 0
+
+
+def call(arguments: list[str], log: Any) -> int:
+    """`rlhf` with these arguments, in a process of its own; returns its exit code."""
+    return subprocess.run([sys.executable, "-m", "rlhf", *arguments], stdout=log, stderr=log, check=False).returncode
 
 
 def cached(path: Path, make: Callable[[], Any]) -> Any:
@@ -160,6 +166,12 @@ def mean_interval(values: Sequence[float]) -> Figure:
     error = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
     half = float(stats.t.ppf(0.975, n - 1)) * error
     return {"mean": mean, "ci95": [mean - half, mean + half], "n": n}
+
+
+def within(figure: Figure, low: float = 0.0, high: float = 1.0) -> Figure:
+    """A figure whose interval is cut to the values that are possible, by default a share's."""
+    ends = figure.get("ci95")
+    return figure if ends is None else figure | {"ci95": [max(low, ends[0]), min(high, ends[1])]}
 
 
 def over_seeds(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, dict[str, Figure]]:

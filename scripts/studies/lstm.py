@@ -1,17 +1,22 @@
-"""An LSTM language model of a Transformer's size, only for the study of transfer (Radford et al. 2018, section 5)."""
+"""An LSTM language model of a Transformer's size, for the study of transfer (Radford et al. 2018, section 5).
+
+With plugins=scripts/studies/lstm.py:register every command of rlhf treats it as any other causal model of transformers.
+"""
 
 import math
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 
 class LSTMConfig(PreTrainedConfig):
     """`sized` makes one with about a given number of parameters."""
 
-    model_type = "rlhf_lstm"
+    model_type = "study_lstm"
     attribute_map = {  # noqa: RUF012
         "hidden_size": "width", "num_hidden_layers": "n_layer", "max_position_embeddings": "context_length",
     }  # fmt: skip
@@ -51,6 +56,7 @@ class LSTMModel(LSTMPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        """Rows are padded on the right, so that padding changes no real token."""
         return BaseModelOutputWithPast(last_hidden_state=self.lstm(self.embed_tokens(input_ids))[0])
 
 
@@ -69,3 +75,30 @@ class LSTMForCausalLM(LSTMPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def register() -> None:
+    """Make the LSTM known to transformers' Auto classes."""
+    AutoConfig.register(LSTMConfig.model_type, LSTMConfig, exist_ok=True)
+    AutoModel.register(LSTMConfig, LSTMModel, exist_ok=True)
+    AutoModelForCausalLM.register(LSTMConfig, LSTMForCausalLM, exist_ok=True)
+
+
+def write_beside(base: Path, folder: Path, seed: int) -> Path:
+    """Write a random LSTM with the size and tokenizer of a run's base model, to be adopted; returns the folder."""
+    import rlhf
+
+    loaded = rlhf.load(base)
+    transformer, tokenizer = loaded.policy("pretrain"), loaded.tokenizer
+    config = LSTMConfig.sized(
+        sum(p.numel() for p in transformer.parameters()),
+        vocab_size=len(tokenizer),
+        context_length=tokenizer.model_max_length,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=transformer.config.initializer_range,
+    )
+    torch.manual_seed(seed)
+    LSTMForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -6,20 +6,18 @@ The row "during training" shows whether PPO was stable, over all labelling round
 score, and the critic's explained variance at the end.
 """
 
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from harness import read, show, table
+from harness import rows as read_rows
+
 from rlhf.runs.folders import rounds_before
-from rlhf.runs.run_files import get, read_jsonl
+from rlhf.runs.run_files import get
 
 GOLD = "eval/dev/gold/total"
-
-
-def show(value: dict[str, Any]) -> str:
-    return f"{value['value']:.3f} [{value['ci95'][0]:.3f}, {value['ci95'][1]:.3f}]"
 
 
 def training(folder: Path) -> dict[str, float]:
@@ -33,9 +31,9 @@ def training(folder: Path) -> dict[str, float]:
     rollouts: list[float] = []
     explained_variance = 0.0
     for run in (folder, *rounds_before(folder)):
-        record = json.loads((run / "ppo" / "stage.json").read_text(encoding="utf-8"))
+        record = read(run / "ppo" / "stage.json")
         warmup = record["config"]["ppo"]["critic_warmup_updates"]
-        rows = list(read_jsonl(run / "ppo" / "metrics.jsonl"))
+        rows = read_rows(run / "ppo" / "metrics.jsonl")
         updates = [row for row in rows if "objective/kl" in row]
         evaluated = [(row["progress/step"], row[GOLD]) for row in rows if GOLD in row]  # the first one is SFT's
         sampled = [row["gold/total"] for row in updates]  # by the policy before the update
@@ -92,14 +90,10 @@ def rows(results: dict[str, Any], during: dict[str, float]) -> dict[str, str]:
 
 
 def main(folders: list[str]) -> None:
-    by_run = {}
-    for folder in map(Path, folders):
-        by_run[folder] = json.loads((folder / "evaluate" / "results.json").read_text(encoding="utf-8"))
+    by_run = {folder: read(folder / "evaluate" / "results.json") for folder in map(Path, folders)}
     columns = [rows(results, training(folder)) for folder, results in by_run.items()]
-    print("| | " + " | ".join(f"seed {results['seed']}" for results in by_run.values()) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for label in columns[0]:
-        print(f"| {label} | " + " | ".join(column[label] for column in columns) + " |")
+    seeds = [f"seed {results['seed']}" for results in by_run.values()]
+    table(["", *seeds], [[label, *(column[label] for column in columns)] for label in columns[0]])
     if len(by_run) > 1:
 
         def mean(*path: str) -> float:

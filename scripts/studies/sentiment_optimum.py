@@ -13,25 +13,15 @@ among N in ascending order. Both are of the same samples and of the same KL. The
 
 import argparse
 import math
-from typing import Any
 
 import numpy as np
+from frontier import draw_candidates_of
+from harness import show
+from harness import table as print_table
 
 from rlhf.config.compose import compose_config
-from rlhf.config.precision import inference
-from rlhf.data.tokenizer import load_tokenizer
-from rlhf.errors import UserError
-from rlhf.evaluation.best_of import draw_candidates
-from rlhf.evaluation.policies import judge_rows, totals
 from rlhf.evaluation.statistics import interval
-from rlhf.gold.truth import make_truth
-from rlhf.ppo.rewards import make_reward
-from rlhf.runs.folders import stage_folder
-from rlhf.runs.progress import progress
-from rlhf.runs.sources import need_source
-from rlhf.stages.evaluate import load_test_prompts
 from rlhf.system.exits import ending
-from rlhf.training.setup import load_frozen, set_up
 
 HEADS = ("policy", "KL to the base, nats", "learned reward", "true score", "true score minus best-of-n's")
 
@@ -94,35 +84,9 @@ def table(scores: np.ndarray, truth: np.ndarray, n: int) -> list[list[str]]:
     rows = []
     for name, weights in policies.items():
         above = interval(((weights - best) * truth).sum(1).tolist())
-        low, high = above["ci95"]
-        rows.append(
-            [
-                name,
-                f"{kl_of(weights):.2f}",
-                f"{(weights * scores).sum(1).mean():.2f}",
-                f"{(weights * truth).sum(1).mean():.3f}",
-                f"{above['value']:+.3f} [{low:+.3f}, {high:+.3f}]",
-            ]
-        )
+        means = [kl_of(weights), (weights * scores).sum(1).mean(), (weights * truth).sum(1).mean()]
+        rows.append([name, *(show(float(m), d) for m, d in zip(means, (2, 2, 3), strict=True)), show(above, sign="+")])
     return rows
-
-
-def draw(config: Any, passages: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Learned rewards and true scores, each (P, N), of the base model's continuations of held-out passages."""
-    truth = make_truth(config)
-    if truth is None:
-        raise UserError("gold.enabled=false: want a run with a true score, such as one of experiment=sentiment")
-    with inference(config, set_up(config)) as device:
-        folder = stage_folder(config, "sft") / "model"
-        tokenizer = load_tokenizer(folder)
-        records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"))
-        records, prompts = records[:passages], prompts[:passages]
-        reward, _ = make_reward(config, tokenizer, device)
-        base = load_frozen(config, folder, device)
-        with progress(len(prompts), "continuations of the base", unit="passage") as bar:
-            drawn = draw_candidates(config, base, tokenizer, records, prompts, samples, reward, bar)
-    judged = judge_rows(truth, records, drawn["texts"], drawn["ended"])
-    return np.array(drawn["scores"]), np.array(totals(judged))
 
 
 def main() -> None:
@@ -134,12 +98,11 @@ def main() -> None:
     if min(asked.passages, asked.samples) < 2:
         parser.error("--passages and --samples: want 2 or more of each")
     with ending():
-        config = compose_config(asked.overrides)
-        rows = table(*draw(config, asked.passages, asked.samples), config.evaluate.best_of)
-    print("|".join(["", *(f" {head} " for head in HEADS), ""]))
-    print("|" + "---|" * len(HEADS))
-    for cells in rows:
-        print("|".join(["", *(f" {cell} " for cell in cells), ""]))
+        config = compose_config([*asked.overrides, f"evaluate.prompts={asked.passages}"])
+        drawn, judged = draw_candidates_of(config, asked.samples)
+        truth = [[parts["total"] for parts in row] for row in judged]
+        rows = table(np.array(drawn["scores"]), np.array(truth), config.evaluate.best_of)
+    print_table(HEADS, rows)
 
 
 if __name__ == "__main__":

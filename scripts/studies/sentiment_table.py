@@ -5,12 +5,12 @@
 Below the table, per run: the true score of the held-out passages at each evaluation during PPO, update 0 being the base model.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.runs.run_files import read_jsonl
+from harness import read, show, table
+from harness import rows as read_rows
 
 HELD_OUT = "eval/dev/gold/total"
 HEADS = (
@@ -23,16 +23,6 @@ HEADS = (
     "different 2-grams",
     "repetition",
 )
-
-
-def show(value: Any, digits: int = 3) -> str:
-    """A figure with its interval, if it has one."""
-    if value is None:
-        return ""
-    if not isinstance(value, dict):
-        return f"{value:.{digits}f}"
-    low, high = value["ci95"]
-    return f"{value['value']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def row(policy: str, kl: Any, score: Any, win_rate: Any, text: dict[str, Any]) -> list[str]:
@@ -63,21 +53,16 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
 def main() -> None:
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    print("|".join(["", *(f" {head} " for head in HEADS), ""]))
-    print("|" + "---|" * len(HEADS))
-    for folder in map(Path, sys.argv[1:]):
-        results = json.loads((folder / "evaluate" / "results.json").read_text(encoding="utf-8"))
-        for cells in rows(results):
-            print("|".join(["", *(f" {cell} " for cell in (folder.name, *cells)), ""]))
-    print()
-    for folder in map(Path, sys.argv[1:]):
-        scores = [r[HELD_OUT] for r in read_jsonl(folder / "ppo" / "metrics.jsonl") if HELD_OUT in r]
-        results = json.loads((folder / "evaluate" / "results.json").read_text(encoding="utf-8"))
-        accuracy = results["reward_model"]
+    folders = [Path(name) for name in sys.argv[1:]]
+    results = {folder: read(folder / "evaluate" / "results.json") for folder in folders}
+    table(HEADS, [[folder.name, *cells] for folder in folders for cells in rows(results[folder])])
+    for folder in folders:
+        scores = [r[HELD_OUT] for r in read_rows(folder / "ppo" / "metrics.jsonl") if HELD_OUT in r]
+        accuracy, best = results[folder]["reward_model"], results[folder]["best_of_n"]
         print(
             f"{folder.name}: true score during PPO {', '.join(f'{score:.3f}' for score in scores)}; reward model: "
             f"{show(accuracy['accuracy'])} of held-out pairs as the labelers, {accuracy['gold_order_accuracy']:.3f} as the lexicon; "
-            f"PPO minus best-of-n {show(results['best_of_n'].get('ppo_above'))}"
+            f"PPO minus best-of-n {show(best.get('ppo_above'))}"
         )
 
 

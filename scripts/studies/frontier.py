@@ -1,0 +1,161 @@
+"""Over-optimisation: learned and true reward against KL for several kl.coef, next to best-of-n (Gao et al. 2022).
+
+    python scripts/studies/frontier.py --out runs/frontier --seeds 1 2 3 --parents runs/seed-1 runs/seed-2 runs/seed-3 \
+        --picture docs/img/frontier-true-reward.png experiment=gold
+
+Each cell is PPO of --updates updates, evaluated on 256 dev prompts every second update. Best-of-n is drawn from 64 samples of the SFT
+model for the same prompts. The picture shows the true reward against the root of the KL; --measure score the learned one.
+"""
+
+from typing import Any
+
+from harness import Cell, cached, draw, make_cells, mean_interval, parse, rows, run, show, table
+
+COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
+BEST_OF = (1, 2, 4, 8, 16, 32, 64)
+TAKEN = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
+DEFAULTS = ("ppo.eval_prompts=256", "ppo.eval_every=2")
+MEASURED = {"kl": "eval/dev/kl", "score": "eval/dev/scores", "gold": "eval/dev/gold/total"}
+LEARNED = {"score": "learned reward", "gold": "true reward"}
+
+Path_ = list[dict[str, float]]  # one seed's rows by update
+
+
+def read_path(cell: Cell) -> Path_:
+    """Update, KL, learned and true reward on the dev prompts during a cell's training."""
+    evaluated = [row for row in rows(cell.home / "ppo" / "metrics.jsonl") if "eval/dev/kl" in row]
+    return [{"update": r["progress/step"]} | {name: r[key] for name, key in MEASURED.items()} for r in evaluated]
+
+
+def shared(paths: list[Path_]) -> list[Path_]:
+    """Each seed's rows at the updates that all of them reached, in order."""
+    by_update = [{row["update"]: row for row in path} for path in paths]
+    updates = sorted(set.intersection(*(set(found) for found in by_update)))
+    return [[found[update] for update in updates] for found in by_update]
+
+
+def over_optimisation(paths: list[Path_]) -> dict[str, Any]:
+    """How much true reward is lost after its peak, and how much learned reward is gained meanwhile; None for one seed.
+
+    The highest point of a noisy curve is above its last one even if the true reward never falls, so each seed is measured at an
+    update that the other seeds chose. For seed i
+
+        peak_i         = argmax_t of the mean over the other seeds of gold_t, at the updates that all seeds reached
+        gold_lost_i    = gold_i[peak_i] - gold_i[last]           negative if the true reward still rises
+        score_gained_i = score_i[last] - score_i[peak_i]
+
+    The interval treats the seeds' values as independent, although their peaks are found on common curves.
+    """
+    paths = shared(paths)
+    if len(paths) < 2:
+        return {"gold_lost": None, "score_gained": None}
+    lost, gained = [], []
+    for i, path in enumerate(paths):
+        others = [sum(row["gold"] for row in at) for at in zip(*paths[:i], *paths[i + 1 :], strict=True)]
+        peak, last = path[others.index(max(others))], path[-1]
+        lost.append(peak["gold"] - last["gold"])
+        gained.append(last["score"] - peak["score"])
+    return {"gold_lost": mean_interval(lost), "score_gained": mean_interval(gained)}
+
+
+def draw_candidates_of(config: Any, n: int) -> tuple[dict[str, Any], list[list[dict[str, float]]]]:
+    """n samples of the SFT model for each prompt of evaluate.split, scored as PPO would; and the parts of their true scores."""
+    from rlhf.config.precision import inference
+    from rlhf.data.tokenizer import load_tokenizer
+    from rlhf.errors import UserError
+    from rlhf.evaluation.best_of import draw_candidates
+    from rlhf.evaluation.policies import judge_rows
+    from rlhf.gold.truth import make_truth
+    from rlhf.ppo.rewards import make_reward
+    from rlhf.runs.folders import stage_folder
+    from rlhf.runs.sources import need_source
+    from rlhf.stages.evaluate import load_test_prompts
+    from rlhf.training.setup import load_frozen, set_up
+
+    truth = make_truth(config)
+    if truth is None:
+        raise UserError("gold.enabled=false: want a run with a true score, such as one of experiment=gold")
+    with inference(config, set_up(config)) as device:
+        folder = stage_folder(config, "sft") / "model"
+        tokenizer = load_tokenizer(folder)
+        records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"))
+        reward, _ = make_reward(config, tokenizer, device)
+        policy = load_frozen(config, folder, device)
+        drawn = draw_candidates(config, policy, tokenizer, records, prompts, n, reward)
+    return drawn, judge_rows(truth, records, drawn["texts"], drawn["ended"])
+
+
+def best_of_curve(cell: Cell) -> list[dict[str, float]]:
+    """KL, learned and true reward of the best of each n, by the reward of the cell's PPO."""
+    from rlhf.config.compose import compose_config
+    from rlhf.evaluation.best_of import estimate_kl, expected_best
+
+    settings = [*cell.steps[0][1:], "evaluate.split=dev", "evaluate.prompts=256"]
+    drawn, judged = draw_candidates_of(compose_config(settings), max(BEST_OF))
+    samples = list(zip(drawn["ids"], drawn["logprobs"], drawn["scores"], strict=True))
+
+    def mean(part: str, n: int) -> float:
+        picked = [expected_best(s, [row[part] for row in j], n) for s, j in zip(drawn["scores"], judged, strict=True)]
+        return sum(picked) / len(picked)
+
+    return [
+        {
+            "n": n,
+            "kl": sum(estimate_kl(*sample, n) for sample in samples) / len(samples),
+            "score": sum(expected_best(s, s, n) for s in drawn["scores"]) / len(samples),
+            "gold": mean("total", n),
+            "correct": mean("correct", n),
+        }
+        for n in BEST_OF
+    ]
+
+
+def over_paths(paths: list[Path_]) -> list[dict[str, Any]]:
+    """The mean over seeds at each shared row, with intervals."""
+    return [{k: mean_interval([row[k] for row in at]) for k in at[0]} for at in zip(*paths, strict=True)]
+
+
+def main(argv: list[str] | None = None) -> None:
+    updates = {"type": int, "default": 30}
+    asked = parse(__doc__, argv, updates=updates, measure={"choices": list(LEARNED), "default": "gold"})
+    episodes = next((o.partition("=")[2] for o in asked.overrides if o.startswith("ppo.episodes_per_update=")), "256")
+    length = f"ppo.episodes={asked.updates * int(episodes)}"
+    choices = {
+        f"kl_coef_{coef}": (f"kl.coef={coef}", "kl.target=null", "ppo.ema_decay=null", length) for coef in COEFFICIENTS
+    }
+    cells = make_cells(asked, choices, TAKEN, {"ppo": DEFAULTS})
+    run(cells, asked.processes)
+
+    lines, pictured = [], {}
+    for name in dict.fromkeys(cell.name for cell in cells):
+        paths = [read_path(cell) for cell in cells if cell.name == name]
+        mean, lost = over_paths(shared(paths)), over_optimisation(paths)
+        high, last = max(mean, key=lambda row: row["gold"]["mean"]), mean[-1]
+        at = [
+            " · ".join(f"{row[key]['mean']:.{d}f}" for key, d in (("kl", 2), ("score", 2), ("gold", 3)))
+            for row in (high, last)
+        ]
+        losses = [show(lost[key], sign="+") for key in ("gold_lost", "score_gained")]
+        lines.append([name.removeprefix("kl_coef_"), f"{high['update']['mean']:.0f}", *at, *losses])
+        pictured[name] = [(max(0.0, row["kl"]["mean"]) ** 0.5, row[asked.measure]) for row in mean]
+    table(
+        ["`kl.coef`", "highest at update", "KL · learned · true reward there", "at the end",
+         "true reward lost since the other seeds' peak", "learned reward gained"], lines,
+    )  # fmt: skip
+
+    of_seed = {cell.seed: cell for cell in cells}
+    curves = [cached(asked.out / f"best-of-n-seed{s}.json", lambda c=c: best_of_curve(c)) for s, c in of_seed.items()]
+    best = over_paths(curves)
+    table(
+        ["best of n", "KL", "learned reward", "true reward", "`correct`"],
+        [
+            [f"{row['n']['mean']:.0f}", f"{max(0.0, row['kl']['mean']):.2f}", row["score"], row["gold"], row["correct"]]
+            for row in best
+        ],
+    )
+    pictured["best of n"] = [(max(0.0, row["kl"]["mean"]) ** 0.5, row[asked.measure]) for row in best]
+    draw(asked.picture, pictured, "√KL", LEARNED[asked.measure])
+
+
+if __name__ == "__main__":
+    main()

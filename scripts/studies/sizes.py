@@ -1,0 +1,161 @@
+"""InstructGPT's evidence by model size on the gold world (Ouyang et al. 2022, figure 1 and section 4).
+
+    python scripts/studies/sizes.py --out runs/sizes --seeds 0 1 2 --parents runs/parent-0 runs/parent-1 runs/parent-2 \
+        --picture docs/img/sizes-preference.png experiment=gold
+
+A quarter, a half and the whole of the parent's width. Each size has its own base, SFT model, PPO and PPO-ptx; the parent's reward model
+scores all of them. Every policy, and the base with a few-shot prompt, answers the same --prompts test prompts once. Preference is by the
+true score, over the SFT model of the largest size. The intervals have the prompt as the unit, over the prompts of all seeds together:
+they say nothing about other training runs; the last table has preference by seed.
+"""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+from harness import Cell, cached, draw, make_cells, parse, read, rows, run, show, spaced, table, within
+
+POLICIES = ("base", "few_shot", "sft", "ppo", "ppo_ptx")
+MIXED = ("ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25")
+SHARES = (4, 2, 1)  # fractions of the parent's width and heads
+SHOTS = 8  # the maximum; as many as fit before the prompt are used
+
+
+def cells_of(asked: Any) -> tuple[list[Cell], list[Cell]]:
+    """The cells of PPO at each size, and those of PPO-ptx, which build on them."""
+    first, mixed = [], []
+    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
+        one = copy.copy(asked)
+        one.seeds, one.parents, one.cells = [seed], [parent], []
+        shape = read(parent / "pretrain" / "model" / "config.json")
+        for share in SHARES:
+            name = f"width_{shape['width'] // share}"
+            size = (f"model.width={shape['width'] // share}", f"model.n_head={max(1, shape['n_head'] // share)}",
+                    f"ppo.rewards='{parent / 'reward'}'")  # fmt: skip
+            whole, shared = share == 1, ("world", "tokenizer")
+            taken, steps = ((*shared, "pretrain", "sft"), ("ppo",)) if whole else (shared, ("pretrain", "sft", "ppo"))
+            first += make_cells(one, {name: size}, taken, dict.fromkeys(steps, ()))
+            base = parent if whole else first[-1].home
+            on_base = tuple(f"parents.{stage}='{base / stage}'" for stage in ("pretrain", "sft"))
+            mixed += make_cells(one, {f"{name}_ptx": (*size, *on_base, *MIXED)}, shared, {"ppo": ()})
+    return first, mixed
+
+
+def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """{policy: its answer to each prompt}; of a cell with PPO-ptx only that one."""
+    import rlhf
+    from rlhf.evaluation.answers import Drawing, draw_answers
+
+    loaded, asked = rlhf.load(cell.home), [record["prompt"] for record in records]
+    if cell.name.endswith("_ptx"):
+        return {"ppo_ptx": loaded.sample(asked, "ppo", seed=cell.seed)}
+    found = {name: loaded.sample(asked, stage, seed=cell.seed) for name, stage in zip(
+        ("base", "sft", "ppo"), ("pretrain", "sft", "ppo"), strict=True)}  # fmt: skip
+    length = loaded.max_new_tokens("ppo")
+    prompts = few_shot_prompts(cell, records, loaded.tokenizer, length)
+    keys = [("few_shot", i) for i in range(len(prompts))]
+    drawn = draw_answers(loaded.policy("pretrain"), loaded.tokenizer, prompts, keys, Drawing(cell.seed, length))
+    return found | {"few_shot": [first_answer(answer.text) for answer in drawn]}
+
+
+def first_answer(text: str) -> str:
+    """The base's text up to the next question, without a first line that names a speaker as the corpus does."""
+    return text.partition("\nQuestion:")[0].split("\n", 1)[-1].strip()
+
+
+def few_shot_prompts(cell: Cell, records: list[dict[str, Any]], tokenizer: Any, length: int) -> list[list[int]]:
+    """Each prompt after demonstrations of the training split, drawn by (seed, prompt): up to SHOTS, as many as fit the context."""
+    from rlhf.data.tokenizer import encode_texts
+    from rlhf.gold.corpus import few_shot
+
+    shown = [row for row in rows(cell.parent / "world" / "demonstrations.jsonl") if row["split"] == "train"]
+    prompts = []
+    for record in records:
+        drawn = random.Random(f"few-shot-{cell.seed}-{record['id']}").sample(shown, SHOTS)
+        shots = [(shot["prompt"], shot["response"]) for shot in drawn]
+        texts = [few_shot(record["prompt"], shots[:count]) for count in range(SHOTS + 1)]
+        fitting = [ids for ids in encode_texts(tokenizer, texts) if len(ids) <= tokenizer.model_max_length - length]
+        prompts.append(fitting[-1])
+    return prompts
+
+
+def measured(cell: Cell, count: int) -> dict[str, Any]:
+    """{policy: {"gold" and each of InstructGPT's measures: a value per test prompt, or None where it does not apply}}."""
+    from rlhf.gold.judge import judge
+    from rlhf.gold.measures import measure
+    from rlhf.gold.world import task_from_metadata
+
+    records = [r for r in rows(cell.parent / "world" / "prompts.jsonl") if r["metadata"]["split"] == "test"][:count]
+    tasks = [task_from_metadata(record["metadata"]["gold"]) for record in records]
+    found = {}
+    for policy, texts in answers(cell, records).items():
+        parts = [judge(task, text) for task, text in zip(tasks, texts, strict=True)]
+        by_prompt = measure(tasks, [[text] for text in texts], [[one] for one in parts])
+        found[policy] = {"gold": [one["total"] for one in parts]} | by_prompt
+    return found
+
+
+Values = dict[str, list[Any]]  # of one policy and seed, by measure
+
+
+def preferred(ours: dict[int, Values], theirs: dict[int, Values]) -> Any:
+    """Share of prompts on which our answer has the higher true score; ties count half. Over the seeds that both have."""
+    from rlhf.evaluation.statistics import interval, win_points
+
+    pairs = [
+        ([[a] for a in ours[seed]["gold"]], [[b] for b in theirs[seed]["gold"]])
+        for seed in sorted(ours.keys() & theirs.keys())
+    ]
+    return within(interval([point for a, b in pairs for point in win_points(a, b)]))
+
+
+def figures(by_seed: dict[int, Values], reference: dict[int, Values]) -> dict[str, Any]:
+    """Preference over the reference, and the mean of each measure, with the prompt as the unit."""
+    from rlhf.evaluation.statistics import interval
+
+    names = list(next(iter(by_seed.values())))
+    means = {name: interval([v for one in by_seed.values() for v in one[name] if v is not None]) for name in names}
+    shares = {name: within(figure) for name, figure in means.items() if name != "rating"}
+    return {"win_rate": preferred(by_seed, reference)} | means | shares
+
+
+def main(argv: list[str] | None = None) -> None:
+    asked = parse(__doc__, argv, prompts={"type": int, "default": 256})
+    first, mixed = cells_of(asked)
+    run(first, asked.processes)
+    run(mixed, asked.processes)
+    values: dict[tuple[str, str], dict[int, Values]] = {}
+    for cell in [*first, *mixed]:
+        path: Path = asked.out / f"{cell.home.name}-{asked.prompts}-answers.json"
+        for policy, found in cached(path, lambda c=cell: measured(c, asked.prompts)).items():
+            values.setdefault((cell.name.removesuffix("_ptx"), policy), {})[cell.seed] = found
+    sizes = list(dict.fromkeys(cell.name for cell in first))
+    reference = values[sizes[-1], "sft"]
+    lines = {(size, policy): figures(values[size, policy], reference) for size in sizes for policy in POLICIES}
+    columns = list(next(iter(lines.values())))
+    table(["policy", *map(spaced, columns)], [[spaced(" ".join(key)), *row.values()] for key, row in lines.items()])
+    smallest = values[sizes[0], "ppo"]
+    table(
+        ["the smallest PPO model over", "share preferred"],
+        [
+            [f"{spaced(sizes[-1])} {spaced(policy)}", preferred(smallest, values[sizes[-1], policy])]
+            for policy in POLICIES
+        ],
+    )
+    table(
+        ["preference by seed", *map(str, asked.seeds)],
+        [
+            [spaced(" ".join(key)), *(show(preferred({s: by_seed[s]}, reference)["value"]) for s in asked.seeds)]
+            for key, by_seed in values.items()
+        ],
+    )
+    series = {
+        spaced(policy): [(float(i), lines[size, policy]["win_rate"]) for i, size in enumerate(sizes)]
+        for policy in POLICIES
+    }
+    draw(asked.picture, series, "size", f"share preferred to {spaced(sizes[-1])} SFT", sizes, level=0.5)
+
+
+if __name__ == "__main__":
+    main()
