@@ -81,7 +81,7 @@ ARCHITECTURES: dict[str, Architecture] = {}  # by transformers' model type; expo
 def register_architecture(model_type: str, architecture: Architecture) -> None:
     """Add an architecture: checkpoints of this model type then run as our GPT, and export writes them back.
 
-    Call it from the function that `model.architecture` names (docs/extending.md).
+    Call it from a function that `plugins` names (docs/extending.md).
     """
     ARCHITECTURES[model_type] = architecture
 

@@ -1,0 +1,142 @@
+"""docs/extending.md: the code blocks of what PPO calls are written to files and run by its commands, on the small gold run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.config import Config
+from rlhf.config.checks import check_config
+from rlhf.errors import UserError
+from rlhf.ppo.experience import Experience, load_estimator
+from rlhf.ppo.metrics import load_measure
+from rlhf.runs.run_files import read_jsonl
+from rlhf.runs.sources import hash_sources
+from tests.stages.conftest import copy_until, gold_run  # noqa: F401 (fixtures)
+from tests.stages.ppo_trainer import experience
+
+PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+SMALL = ["ppo.episodes_per_update=16", "ppo.episodes=16", "ppo.minibatches=1", "ppo.epochs=1", "ppo.eval_prompts=4"]
+TWO = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+MASK = torch.tensor([[True, True], [True, False]])
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> dict[str, str]:
+    """The page's files, in the working directory; {name: code}."""
+    found = {code.split()[1]: code for code in re.findall(r"```python\n(# \w+\.py\n.*?)```", PAGE, flags=re.DOTALL)}
+    for name, code in found.items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def settings_of_commands() -> list[str]:
+    """The settings of the page's commands `rlhf ppo run=x …`."""
+    return [word for line in re.findall(r"^rlhf ppo run=x (.*)$", PAGE, flags=re.MULTILINE) for word in line.split()]
+
+
+def test_every_file_of_the_page_is_used_by_a_command(files):
+    assert set(files) == {re.split("[=:]", setting)[1] for setting in settings_of_commands()} and len(files) == 3
+
+
+def test_reward_estimator_and_metric_train_together(copy_until, files):  # noqa: F811
+    run = copy_until("ppo")
+    settings = settings_of_commands()
+    assert [setting.partition("=")[0] for setting in settings] == ["ppo.rewards", "ppo.advantages", "ppo.metrics"]
+    config = run.config(*SMALL, "ppo.critic_warmup_updates=0", *settings)
+    check_config(config, "ppo")
+    folder = run.stage("ppo", *SMALL, "ppo.critic_warmup_updates=0", *settings)
+    (row,) = [row for row in read_jsonl(folder / "metrics.jsonl") if "objective/scores" in row]
+    assert 0 <= row["custom/asking"] <= 1 and abs(row["custom/advantage"]) < 1e-5, "whitened: the mean is 0"
+    assert row["loss/value_avg"] > 0, "it has a critic"
+    assert {name for name in hash_sources(config, "ppo") if ".py" in name} == {
+        "reward:variety.py:pay",
+        "advantages:baseline.py:batch_mean",
+    }
+
+
+def test_an_estimator_by_hand(files):
+    # sums 3 and 3, then 3 and 6: mean 4.5
+    advantages, returns = load_estimator("baseline.py:batch_mean")(
+        TWO + torch.tensor([[0.0, 0.0], [3.0, 9.0]]), torch.zeros(2, 2), MASK, gamma=1.0, lam=1.0, group_size=1
+    )
+    assert advantages.tolist() == [[-1.5, -1.5], [1.5, 0.0]] and returns.tolist() == [[3.0, 3.0], [6.0, 0.0]]
+
+
+WRONG = """
+import torch
+def alone(rewards, values, mask, *, gamma, lam, group_size):
+    if group_size < 2:
+        raise ValueError("needs groups")
+def whole(rewards, values, mask, *, gamma, lam, group_size):
+    return rewards.sum(1), rewards
+def one(rewards, values, mask, *, gamma, lam, group_size):
+    return rewards
+def text(rewards, values, mask, *, gamma, lam, group_size):
+    return rewards, "returns"
+def counts(rewards, values, mask, *, gamma, lam, group_size):
+    return mask, mask
+def infinite(rewards, values, mask, *, gamma, lam, group_size):
+    return rewards / 0.0, rewards
+def few(rewards, mask):
+    return rewards, rewards
+def number(experience):
+    return 1.0
+def named(experience):
+    return {"Two Words": 1.0}
+def several(experience):
+    return {"some": experience.scores}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("alone", r"raised ValueError: needs groups \(wrong.py:5\): correct"),
+        ("whole", r"returned torch.float32 \(2,\): want two float tensors of shape \(2, 2\)"),
+        ("one", "returned a Tensor: want two"),
+        ("text", "returned a str: want two"),
+        ("counts", r"returned torch.bool \(2, 2\): want two float"),
+        ("infinite", "returned values that are not finite"),
+        ("few", r"takes \(rewards, mask\) .* is called as f\(rewards, values, mask, gamma=, lam=, group_size=\)"),
+        ("missing", "cannot be imported"),
+    ],
+)
+def test_a_wrong_estimator_is_one_line(tmp_path, name, message):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    with pytest.raises(UserError, match=f"^advantage estimator .*wrong.py:{name}: {message}") as caught:
+        load_estimator(f"{tmp_path}/wrong.py:{name}")(TWO, TWO, MASK, gamma=1.0, lam=1.0, group_size=1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def recorded() -> Experience:
+    from rlhf.ppo.experience import Rollout
+
+    rollout = Rollout(*[TWO] * len(Rollout._fields))._replace(response_mask=MASK, scores=TWO[:, 0])
+    return experience(rollout, TWO, TWO)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("number", "returned a float: return {name: number}"),
+        ("named", "'Two Words' is no name"),
+        ("several", "some is .* return one number per name"),
+    ],
+)
+def test_a_wrong_metric_is_one_line(tmp_path, recorded, name, message):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    with pytest.raises(UserError, match=f"^metric .*wrong.py:{name}: {message}") as caught:
+        load_measure(f"{tmp_path}/wrong.py:{name}")(recorded)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["vtrace", "", 3])
+def test_a_name_that_is_no_estimator_is_refused(wrong):
+    config = Config()
+    config.ppo.advantages = wrong
+    with pytest.raises(UserError, match=r"ppo\.advantages=.*one of gae, reinforce, rloo, grpo, or a function"):
+        check_config(config, "ppo")
