@@ -9,70 +9,37 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import is_dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf.commands import completion
-from rlhf.commands.table import (
+from rlhf.config import completion, removed
+from rlhf.config.command_table import (
     COMMANDS,
     CONFIG_GROUPS,
     FORWARDING,
     HELP_GROUPS,
-    OF_SEVERAL,
     SHARED_FLAG,
     WITHOUT_GROUPS,
-    uses,
-)
-from rlhf.config import removed
-from rlhf.config.adopting import (
-    check_adopting,
-    refuse_as_group,
-    refuse_as_shape,
-    refuse_in_later_stage,
-    refuse_other_name,
 )
 from rlhf.config.compose import (
-    SCHEMAS,
-    compose_config,
     conf_dir,
     config_name,
     first_line,
-    jobs_of,
     nearest,
     register_schema,
     schema_keys,
     schema_of,
-    split_texts,
     to_settings,
-    unknown_setting,
 )
+from rlhf.config.overrides import check_jobs, check_overrides, check_used, jobs_of, read_flags, split_flags, split_texts
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
-from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
+from rlhf.recipe import STAGES
 from rlhf.system.exits import check_launch, ending
 from rlhf.system.interrupts import interrupt_on_signals, leave
 from rlhf.system.plugins import load_named
 from rlhf.system.processes import disconnect
 from rlhf.system.terminal import accept_any_text, say, write
-
-# Hydra's flags that are followed by a value.
-FLAGS_WITH_VALUE = (
-    "-c",
-    "--cfg",
-    "-p",
-    "--package",
-    "-i",
-    "--info",
-    "-cp",
-    "--config-path",
-    "-cn",
-    "--config-name",
-    "-cd",
-    "--config-dir",
-)
-FLAGS_ALONE = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -132,87 +99,6 @@ def _dispatch(arguments: list[str]) -> None:
     _run_with_hydra(command, flags, plain, texts)
 
 
-def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into Hydra's flags (with their values) and the overrides."""
-    flags: list[str] = []
-    overrides: list[str] = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        is_value = before in FLAGS_WITH_VALUE and "=" not in argument
-        (flags if argument.startswith("-") or is_value else overrides).append(argument)
-    return flags, overrides
-
-
-def check_overrides(overrides: list[str], command: str = "", folder: str | None = None) -> None:
-    """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one.
-
-    Raises: UserError.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    keys = schema_keys(command)
-    groups = () if command in WITHOUT_GROUPS else CONFIG_GROUPS
-    parser = OverridesParser.create()
-    for text in overrides:
-        if "=" not in text and not text.startswith("~"):
-            raise UserError(f"{text!r}: want key=value: write for example `seed=1`{nearest(text, list(keys))}")
-        try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            raise UserError(
-                f"{text!r}: not an override ({first_line(error)}): write key=value, quote odd values"
-            ) from None
-        key = override.key_or_group
-        if key.startswith("hydra") or (key in groups and not text.startswith("~")):
-            if not any(o.startswith("hydra.searchpath=") for o in overrides):  # Hydra reads this folder
-                _check_choice(key, override.value(), folder)
-            continue
-        if key not in keys:
-            refuse_other_name(key, override.value())
-            known = [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)
-            raise UserError(unknown_setting(key, known))
-        if is_dataclass(keys[key]) and isinstance(override.value(), str | int | float):
-            refuse_as_group(key, override.value())
-    check_adopting(overrides)
-
-
-def check_used(overrides: list[str], command: str) -> None:
-    """Refuse a setting that the command does not read; a pipeline lists those that none of its stages reads.
-
-    Raises: UserError.
-    """
-    keys = [text.lstrip("+~").partition("=")[0] for text in overrides]
-    known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
-    given = [key for key in keys if key in known]
-    if command == "pipeline":
-        for key in given:  # the pipeline can run the baselines and the stages that evaluate builds on
-            if not any(uses(name, key) for name in (*PIPELINE, *BASELINES, *ancestors("evaluate"), command)):
-                say(f"pipeline: {key}: no stage of the pipeline uses it")
-    if command in OF_SEVERAL:
-        return
-    unused = [key for key in given if not uses(command, key)]
-    if unused:
-        refuse_in_later_stage(command, unused[0])
-        others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])]
-        others = others or ["pipeline"]
-        more = f" ({', '.join(unused[1:])}: neither)" if unused[1:] else ""
-        raise UserError(
-            f"{unused[0]}: `rlhf {command}` does not use it; {', '.join(others)} {'do' if others[1:] else 'does'}{more}: "
-            f"leave it out, or add {SHARED_FLAG} if the settings are meant for several commands"
-        )
-
-
-def _check_choice(group: str, value: Any, folder: str | None) -> None:
-    if group not in CONFIG_GROUPS or not isinstance(value, str):
-        return
-    places = [conf_dir(), *([] if folder is None else [Path(folder)])]
-    choices = sorted(p.stem for place in places for p in (place / group).glob("*.yaml"))
-    if group == "model" and value not in choices:
-        refuse_as_shape(value)
-    if value not in choices:
-        raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
-
-
 def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dict[str, str]) -> None:
     """Check the configuration (of a sweep: every job's), then run the command with it. texts: the settings of TEXTS.
 
@@ -260,11 +146,6 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
             raise UserError(first_line(error)) from None
 
 
-def module_of(command: str) -> ModuleType:
-    """The module whose `run` is the command."""
-    return importlib.import_module(COMMANDS[command][0])
-
-
 @contextlib.contextmanager
 def full_errors(value: str | None) -> Iterator[None]:
     """Set HYDRA_FULL_ERROR within the block (None: unset it), then restore it."""
@@ -279,51 +160,9 @@ def full_errors(value: str | None) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:
-    """The primary configuration's name and the user's folder of YAML files. Raises: UserError for an unknown flag."""
-    name, folder = config_name(command), None
-    for i, flag in enumerate(flags):
-        key, equals, value = flag.partition("=")
-        value = value if equals else (flags[i + 1] if i + 1 < len(flags) else "")
-        if flag.startswith("-") and key not in FLAGS_WITH_VALUE + FLAGS_ALONE:
-            raise UserError(
-                f"unknown option {key!r}{nearest(key, list(FLAGS_WITH_VALUE + FLAGS_ALONE))}: write settings as key=value"
-            )
-        if key in ("-cp", "--config-path"):
-            raise UserError(
-                f"{key}: would hide the schema: use --config-dir {value} for a folder of your own YAML files"
-            )
-        if key in ("-cd", "--config-dir"):
-            if not Path(value).is_dir():
-                raise UserError(
-                    f"{key} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml"
-                )
-            folder = str(Path(value).resolve())
-        if key in ("-cn", "--config-name"):
-            name = value.removesuffix(".yaml")
-    return name, folder
-
-
-def check_jobs(jobs: list[list[str]], command: str) -> list[Any]:
-    """Check each job's configuration, and that no two jobs would write one run; returns them. Raises: UserError."""
-    from rlhf.config.checks import check_config
-
-    runs: dict[str, list[str]] = {}
-    configs = []
-    for job in jobs:
-        config = compose_config(job, command)
-        check_config(config, command)
-        configs.append(config)
-        if command != "import" and (command in STAGES or command == "pipeline"):
-            if config.run in runs:
-                other = sorted(set(job) ^ set(runs[config.run]))
-                key = next((o.partition("=")[0] for o in other if not o.startswith("run=")), "seed")
-                raise UserError(
-                    f"--multirun: several jobs would write run={config.run}: give each a run of its own, such as "
-                    f"'run={config.run}-${{{key}}}'"
-                )
-            runs[config.run] = job
-    return configs
+def module_of(command: str) -> ModuleType:
+    """The module whose `run` is the command."""
+    return importlib.import_module(COMMANDS[command][0])
 
 
 def _help() -> str:

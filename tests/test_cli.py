@@ -14,6 +14,8 @@ import yaml
 import rlhf
 from rlhf import cli
 from rlhf.commands import chat, pipeline, report
+from rlhf.config import command_table, compose
+from rlhf.config import overrides as words
 from rlhf.errors import UserError
 
 
@@ -68,7 +70,7 @@ def test_help_and_mistakes_import_nothing_heavy():
     # torch and transformers cost seconds; help, a misspelt key and a finished pipeline must not pay for them.
     script = (
         "import sys, rlhf.cli as cli, rlhf.commands.pipeline, rlhf.commands.report, rlhf.config.checks\n"
-        "cli.main(['--help']); cli.main(['ppo', '--help']); cli.compose_config(['experiment=gold'])\n"
+        "cli.main(['--help']); cli.main(['ppo', '--help']); compose.compose_config(['experiment=gold'])\n"
         "heavy = {'torch', 'transformers', 'datasets', 'trl', 'wandb', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)\n"
     )
@@ -244,7 +246,7 @@ def test_cfg_job_prints_the_configuration_and_runs_nothing(call, runs, flag):
 
 def test_flags_are_told_from_overrides():
     given = ["-m", "seed=1,2", "--cfg", "job", "-p", "kl", "--info", "ppo.lr=1", "x"]
-    assert cli.split_flags(given) == (
+    assert words.split_flags(given) == (
         ["-m", "--cfg", "job", "-p", "kl", "--info"],
         ["seed=1,2", "ppo.lr=1", "x"],
     )
@@ -282,7 +284,7 @@ def test_without_arguments_main_reads_the_command_line(monkeypatch, capsys):
 
 
 def test_schema_keys_are_dotted_and_hold_the_defaults():
-    keys = cli.schema_keys()
+    keys = compose.schema_keys()
     assert (keys["kl.coef"], keys["ppo.lam"], keys["run"]) == (0.02, 0.95, "default")
     assert "kl" in keys and "coef" not in keys
 
@@ -293,7 +295,7 @@ def test_a_command_composes_other_settings_while_it_runs(call, monkeypatch):
 
     def run(config):
         before = pipeline.forwarded_overrides()
-        other = cli.compose_config(["experiment=gold", "kl.coef=0.5"])
+        other = compose.compose_config(["experiment=gold", "kl.coef=0.5"])
         seen.append((config.kl.coef, other.kl.coef, before, pipeline.forwarded_overrides()))
 
     monkeypatch.setattr(pipeline, "run", run)
@@ -317,20 +319,20 @@ def test_what_is_gone_is_one_line_with_what_to_use(call, arguments, said):
 # --- settings that a command does not use ---
 
 
-SETTINGS = [key for key, value in cli.schema_keys().items() if not is_dataclass(value)]
+SETTINGS = [key for key, value in compose.schema_keys().items() if not is_dataclass(value)]
 
 
 @pytest.mark.parametrize("key", SETTINGS)
 def test_every_setting_is_used_by_some_command_and_refused_by_all_others(key):
     alone = [name for name in cli.COMMANDS if name not in ("pipeline", "plan", "import")]
-    users = [name for name in alone if cli.uses(name, key)]
-    assert users or cli.uses("pipeline", key)
+    users = [name for name in alone if command_table.uses(name, key)]
+    assert users or command_table.uses("pipeline", key)
     for command in alone:
         if command in users:
-            cli.check_used([f"{key}=1"], command)
+            words.check_used([f"{key}=1"], command)
         else:
             with pytest.raises(UserError, match=rf"^{key}: `rlhf {command}` does not use it; .*: leave it out, or add"):
-                cli.check_used([f"{key}=1"], command)
+                words.check_used([f"{key}=1"], command)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +356,7 @@ def test_settings_of_several_commands_pass_when_they_are_said_to_be_shared(call,
 
 
 def test_a_pipeline_lists_what_none_of_its_stages_uses(capsys):
-    cli.check_used(["chat.greedy=true", "sft.lr=0.1", "launcher.processes=2", "model=tiny"], "pipeline")
+    words.check_used(["chat.greedy=true", "sft.lr=0.1", "launcher.processes=2", "model=tiny"], "pipeline")
     assert capsys.readouterr().out == "pipeline: chat.greedy: no stage of the pipeline uses it\n"
 
 

@@ -7,12 +7,13 @@ import pytest
 import yaml
 
 from rlhf import cli
-from rlhf.config import Config
+from rlhf.config import Config, compose
 from rlhf.config import compose as composing
+from rlhf.config import overrides as words
 from rlhf.config.checks import check_config
 from rlhf.errors import UserError
 
-FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (cli.conf_dir() / group).glob("*.yaml"))
+FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (compose.conf_dir() / group).glob("*.yaml"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
 
 
@@ -25,19 +26,19 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_yaml(group: str, name: str) -> dict[str, Any]:
-    text = (cli.conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (compose.conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
     tree = yaml.safe_load(text)
     tree.pop("defaults", None)
     return leaves(tree, "" if text.startswith("# @package _global_") else f"{group}.")
 
 
 def test_without_overrides_the_schema_rules():
-    assert cli.compose_config([]) == Config()
+    assert compose.compose_config([]) == Config()
 
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_yaml_composes_and_its_values_arrive(group, name):
-    config = cli.compose_config([f"{group}={name}"])
+    config = compose.compose_config([f"{group}={name}"])
     written, composed = read_yaml(group, name), leaves(asdict(config))
     assert written and written == {key: composed[key] for key in written}
     for command in cli.COMMANDS:
@@ -46,10 +47,10 @@ def test_every_yaml_composes_and_its_values_arrive(group, name):
 
 @pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "experiment"])
 def test_an_override_wins_over_an_experiment_and_an_experiment_over_its_model(name):
-    config = cli.compose_config([f"experiment={name}", "kl.coef=0.77", "model.n_layer=3"])
+    config = compose.compose_config([f"experiment={name}", "kl.coef=0.77", "model.n_layer=3"])
     assert (config.kl.coef, config.model.n_layer) == (0.77, 3)
     assert (config.model.positions == "rotary") == (name in ("gold", "gold-dialogue", "real"))  # of model: tiny
-    assert cli.compose_config([f"experiment={name}", "model=gpt2"]).model.n_layer == 12
+    assert compose.compose_config([f"experiment={name}", "model=gpt2"]).model.n_layer == 12
 
 
 def test_a_key_that_the_schema_lacks_cannot_be_set():
@@ -58,23 +59,23 @@ def test_a_key_that_the_schema_lacks_cannot_be_set():
         config.ppo.typo = 1  # type: ignore[attr-defined]
     for override in ("ppo.typo=1", "+ppo.typo=1", "++ppo.typo=1", "+typo=1", "~ppo.typo"):
         with pytest.raises(UserError, match=r"unknown setting '(ppo\.)?typo'"):
-            cli.check_overrides([override])
+            words.check_overrides([override])
 
 
 def test_types_are_converted_or_refused():
-    config = cli.compose_config(["ppo.lr=1", "kl.target=null", "data.corpus=[a.txt,b.txt]", "overwrite=yes"])
+    config = compose.compose_config(["ppo.lr=1", "kl.target=null", "data.corpus=[a.txt,b.txt]", "overwrite=yes"])
     assert (config.ppo.lr, config.kl.target, config.data.corpus) == (1.0, None, ["a.txt", "b.txt"])
     assert config.overwrite is True
     for bad in ("ppo.epochs=1.5", "kl.coef=[1]", "overwrite=2.5"):
         with pytest.raises(UserError, match=bad.split("=")[0]):
-            cli.compose_config([bad])
+            compose.compose_config([bad])
 
 
 def test_every_command_has_help_groups_that_exist():
     assert set(cli.HELP_GROUPS) == set(cli.COMMANDS)
     shown: dict[type, set[str]] = {}
     for command, groups in cli.HELP_GROUPS.items():
-        shown.setdefault(cli.schema_of(command), set()).update(groups)
+        shown.setdefault(compose.schema_of(command), set()).update(groups)
     for schema, groups in shown.items():
         root = schema()
         every = {item.name for item in fields(root) if is_dataclass(getattr(root, item.name))}
@@ -90,7 +91,7 @@ def test_every_commands_help_runs(command, capsys):
     out, err = capsys.readouterr()
     assert err == "" and out.startswith(f"rlhf {command} [key=value …]\n\n{cli.COMMANDS[command][1]}\n")
     for group in ("", *(f"{name}." for name in cli.HELP_GROUPS[command])):
-        for key, value in cli.schema_keys(command).items():
+        for key, value in compose.schema_keys(command).items():
             if key.rpartition(".")[0] == group.rstrip(".") and not is_dataclass(value):
                 assert f"\n  {key}=" in out
     assert command in composing.SCHEMAS or (
@@ -107,7 +108,7 @@ def test_every_setting_is_documented(capsys):
         if line.startswith("  ") and "=" in line:
             key, _, rest = line.strip().partition("=")
             shown[key] = rest.partition(" ")[2].strip()
-    settings = [key for key, value in cli.schema_keys().items() if not is_dataclass(value)]
+    settings = [key for key, value in compose.schema_keys().items() if not is_dataclass(value)]
     assert [key for key in settings if not shown.get(key)] == []
     for name in (item.name for item in fields(Config())):
         group = getattr(Config(), name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import cli
+from rlhf.config import compose
 from rlhf.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel, load_reward_model
@@ -62,7 +63,7 @@ def planted(tmp_path, monkeypatch):
     ],
 )
 def test_a_command_does_not_run_a_models_own_code(planted, command, more):
-    config = cli.compose_config(["run=x", "device=cpu", "data.prompts=prompts.jsonl", "tracking=off", *more])
+    config = compose.compose_config(["run=x", "device=cpu", "data.prompts=prompts.jsonl", "tracking=off", *more])
     with pytest.raises(UserError, match=r"needs code of its own .*which is never run"):
         import_module(cli.COMMANDS[command][0]).run(config)
     assert not planted.exists()

@@ -13,7 +13,7 @@ import rlhf
 from rlhf import cli
 from rlhf.commands import chat, pipeline
 from rlhf.commands.watch import follow
-from rlhf.config import Config
+from rlhf.config import Config, compose
 from rlhf.data.tokenizer import encode_text, train_tokenizer
 from rlhf.engines import sampler as generate
 from rlhf.errors import UserError
@@ -137,7 +137,7 @@ def test_an_answer_is_streamed_without_controls_however_tokens_split_them(capsys
     ids = [token for character in HOSTILE + "\nnext\t" + SPOKEN for token in encode_text(tokenizer, character)]
     assert len(ids) > len(HOSTILE) + 3
     monkeypatch.setattr(generate, "stream", lambda *_, **__: iter(ids))
-    config = cli.compose_config(["rollout.max_new_tokens=24"])
+    config = compose.compose_config(["rollout.max_new_tokens=24"])
     answer = chat.answer(config, None, tokenizer, [{"role": "user", "content": "hello"}], 0)
     assert HOSTILE in answer, "the dialogue goes on with what the model wrote"
     out = capsys.readouterr().out

@@ -18,7 +18,6 @@ from rlhf.errors import UserError
 
 # Commands that have a schema of their own; all others share `Config`.
 SCHEMAS: dict[str, type[Any]] = {"import": ImportConfig, "plan": PlanConfig}
-TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
 
 
 def to_settings(composed: Any) -> Any:
@@ -52,17 +51,6 @@ def to_settings(composed: Any) -> Any:
         known = len(named)
         mark(raw, config, "")
     return config
-
-
-def jobs_of(overrides: list[str], sweep: bool) -> list[list[str]]:
-    """The overrides of each job of a sweep, or of the one job."""
-    if not sweep:
-        return [overrides]
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    batches = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)
-    return [list(job) for batch in batches for job in batch]
 
 
 def first_line(error: BaseException) -> str:
@@ -164,25 +152,3 @@ def unknown_key(error: BaseException, command: str) -> str | None:
     known = [key for key, value in schema_keys(command).items() if not is_dataclass(value)]
     message = unknown_setting(full_key[1], known)
     return f"{where[1]}.yaml: {message}" if where else message
-
-
-def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split off the overrides of TEXTS, whose plain text needs none of Hydra's quotes. Raises: UserError."""
-    texts: dict[str, str] = {}
-    keys = TEXTS.get(command, ())
-    if "--" in overrides:
-        if not keys:
-            takers = " and ".join(f"`rlhf {name}`" for name in TEXTS)
-            raise UserError(
-                f"--: only {takers} take text after it: write the settings of `rlhf {command}` as key=value"
-            )
-        at = overrides.index("--")
-        overrides, texts[keys[0]] = overrides[:at], " ".join(overrides[at + 1 :])
-    others = []
-    for text in overrides:
-        match = re.fullmatch(rf"{command}\.({'|'.join(keys)})=\s*([^\s'\"$].*)", text, re.DOTALL) if keys else None
-        if match is None or match[2] == "null":
-            others.append(text)
-        else:
-            texts.setdefault(match[1], match[2])
-    return others, texts

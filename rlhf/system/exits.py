@@ -49,7 +49,7 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
         if lost_another(error):
             time.sleep(SECONDS_TO_SPEAK)  # so that the launcher can name it and stop this process
             fail("another process of this launch has ended: see its own message or the launcher's")
-        message = None if os.environ.get("HYDRA_FULL_ERROR") else describe(error)
+        message = None if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0") else describe(error)
         if message is not None:
             fail(message)
         let_the_first_speak()

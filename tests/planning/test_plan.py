@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf import cli
-from rlhf.config import DEEPSPEED, PlanConfig
+from rlhf.config import DEEPSPEED, PlanConfig, compose
+from rlhf.config import overrides as words
 from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
@@ -29,8 +29,8 @@ from rlhf.planning.shapes import make_shape
 
 
 def planned(*overrides: str) -> PlanConfig:
-    cli.check_overrides(list(overrides), "plan")
-    config = cli.compose_config(list(overrides), "plan")
+    words.check_overrides(list(overrides), "plan")
+    config = compose.compose_config(list(overrides), "plan")
     check_config(config, "plan")
     return config
 

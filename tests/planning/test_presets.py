@@ -4,8 +4,7 @@ from functools import cache
 
 import pytest
 
-from rlhf import cli
-from rlhf.config import PlanConfig
+from rlhf.config import PlanConfig, compose
 from rlhf.config.checks import check_config
 from rlhf.planning import formulas
 from rlhf.planning.plan import make_times
@@ -55,7 +54,7 @@ TRAINING = {
 
 @cache
 def composed(name: str, *overrides: str, command: str = ""):
-    return cli.compose_config([f"model={name}", *overrides], command)
+    return compose.compose_config([f"model={name}", *overrides], command)
 
 
 def relative_positions(name: str, shape) -> int:
@@ -64,7 +63,7 @@ def relative_positions(name: str, shape) -> int:
 
 
 def test_every_preset_is_compared_with_its_paper():
-    names = {path.stem for path in (cli.conf_dir() / "model").glob("*.yaml")}
+    names = {path.stem for path in (compose.conf_dir() / "model").glob("*.yaml")}
     assert {name for name in names if "tiny" not in name} == set(PRINTED)
     assert set(PRINTED) - set(TRAINING) == {name for name in PRINTED if name.startswith("gpt2")}
 
@@ -105,7 +104,7 @@ def test_a_presets_training_gives_way_to_the_users_and_to_an_experiment():
     assert composed("gpt3-13b", "pretrain.lr=1e-3", "model.window=64").pretrain.lr == 1e-3
     gold = composed("llama-65b", "experiment=gold")
     assert (gold.model.width, gold.pretrain.lr, gold.pretrain.tokens) == (8192, 3e-3, 2_000_000)
-    assert cli.compose_config(["experiment=gold"]).pretrain.weight_decay == 0.1
+    assert compose.compose_config(["experiment=gold"]).pretrain.weight_decay == 0.1
 
 
 def test_llama_65b_takes_21_days_on_2048_gpus():

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf import cli
+from rlhf.config import compose
 from rlhf.config.model import ModelConfig, shape_of
 from rlhf.planning.shapes import make_shape
 
 
 def preset(name: str):
-    config = cli.compose_config([f"model={name}"])
+    config = compose.compose_config([f"model={name}"])
     return config.model, config.tokenizer.vocab_size
 
 

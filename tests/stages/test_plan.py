@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import cli
 from rlhf.commands import plan as stage
+from rlhf.config import compose
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(capsys, *overrides: str) -> str:
-    stage.run(cli.compose_config(list(overrides), "plan"))
+    stage.run(compose.compose_config(list(overrides), "plan"))
     return capsys.readouterr().out
 
 

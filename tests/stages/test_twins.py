@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf import cli
+from rlhf.config import compose
 from rlhf.engines.sampler import sample
 from rlhf.planning.shapes import make_shape
 from rlhf.runs.folders import read_stage
@@ -29,10 +29,10 @@ SHORT = [
 
 
 def test_twins_have_the_demos_number_of_parameters():
-    sizes = {name: make_shape(cli.compose_config([f"model={name}"]).model, 1024) for name in ("tiny", *TWINS)}
+    sizes = {name: make_shape(compose.compose_config([f"model={name}"]).model, 1024) for name in ("tiny", *TWINS)}
     wanted = sizes.pop("tiny").language_model
     assert {name for name, shape in sizes.items() if abs(shape.language_model / wanted - 1) > 0.01} == set()
-    names = {path.stem for path in (cli.conf_dir() / "model").glob("*-tiny.yaml")}
+    names = {path.stem for path in (compose.conf_dir() / "model").glob("*-tiny.yaml")}
     assert names == set(TWINS)
 
 

@@ -5,7 +5,7 @@ At each Tab the shell calls `rlhf -sc query=bash`, which reads the line from COM
 
 import os
 
-from rlhf.commands.table import COMMANDS, CONFIG_GROUPS, OF_SEVERAL, WITHOUT_GROUPS, uses
+from rlhf.config.command_table import COMMANDS, CONFIG_GROUPS, OF_SEVERAL, WITHOUT_GROUPS, uses
 from rlhf.config.compose import conf_dir, schema_keys, schema_of
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
