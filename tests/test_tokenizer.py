@@ -52,10 +52,6 @@ def test_special_tokens_have_ids_of_their_own():
     assert TOKENIZER.model_max_length == 16
 
 
-def test_merges_are_learned():
-    assert len(encode_text(TOKENIZER, "The capital of France")) < 12  # 21 bytes
-
-
 def test_the_vocabulary_size_counts_everything():
     assert len(TOKENIZER) == 290
     assert len(train_tokenizer(["ab"], 300, context_length=8)) == 256 + 6 + 1  # only one merge to learn
@@ -153,13 +149,6 @@ CHAT = [
     {"role": "user", "content": "And the cat?"},
     {"role": "assistant", "content": " On the mat."},
 ]
-
-
-def test_the_chat_template_gives_the_same_ids_for_ordinary_text():
-    prompt, response = encode_prompt(TOKENIZER, CHAT[:-1]), encode_response(TOKENIZER, CHAT[-1]["content"])
-    rendered = TOKENIZER.apply_chat_template(CHAT[:-1], add_generation_prompt=True, return_dict=False)
-    assert rendered == prompt
-    assert TOKENIZER.apply_chat_template(CHAT, return_dict=False) == prompt + response
 
 
 def test_the_generation_mask_covers_responses_with_their_end_token():

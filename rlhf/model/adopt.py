@@ -15,7 +15,7 @@ from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
-from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, check_finite, download, read_checkpoint
+from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, load_whole, read_checkpoint
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from rlhf.system.files import read_json, sha256_file
@@ -149,17 +149,12 @@ def load_weights(checkpoint: Checkpoint) -> Any:
             download(checkpoint.source.partition("@")[0], checkpoint.revision, (pattern,))
             if list(checkpoint.folder.glob(pattern)):
                 break
-    formats = {} if checkpoint.gguf_file else {"use_safetensors": checkpoint.weight_files()[0].suffix == ".safetensors"}
-    arguments: dict[str, Any] = {**checkpoint.arguments(), **formats, "weights_only": True, "output_loading_info": True}
+    safe = checkpoint.weight_files()[0].suffix == ".safetensors"
+    formats = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {"use_safetensors": safe}
     with reading(f"model.pretrained={checkpoint.source}: not readable weights", "download them again"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(**arguments, dtype=torch.float32, trust_remote_code=False)
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(
-            f"model.pretrained={checkpoint.source}: {len(missing)} tensors are missing ({missing[0]} …): "
-            "give a checkpoint of the whole language model"
+        model: Any = load_whole(
+            AutoModelForCausalLM, str(checkpoint.folder), **formats, weights_only=True, dtype=torch.float32
         )
-    check_finite(model, f"model.pretrained={checkpoint.source}")
     if checkpoint.gguf_file:  # a model that is marked as quantised cannot be saved
         config = copy.deepcopy(model.config)
         del config.quantization_config

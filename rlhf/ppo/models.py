@@ -141,7 +141,7 @@ def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.devi
     if config.lora.rank:
         reference: nn.Module = Reference(share_weights(policy).requires_grad_(False))
         add_adapters(policy, config, folder, device)
-        if isinstance(critic, RewardModel):
+        if critic is not None and not settings.shared_critic:
             from_reward = reward_model is not None and settings.critic == "reward"
             base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
             add_adapters(critic, config, base, device)

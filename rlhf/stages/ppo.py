@@ -16,7 +16,6 @@ from rlhf.config import Config
 from rlhf.data.chat_template import response_text
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.gold.truth import Truth, make_truth
-from rlhf.model.heads import RewardModel
 from rlhf.ops.gae import OF_GROUPS
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ops.masked import whiten
@@ -279,7 +278,7 @@ def write_models(state: State, policy: Any, critic: Any, tokenizer: Any) -> None
         average = state.ema.state_dict()
         with state.ema.applied():
             save_output(policy, tokenizer, stage, average=average)
-    if isinstance(critic, RewardModel):
+    if critic is not None and not stage.config.ppo.shared_critic:
         save_model(critic, stage.folder / "critic", stage.folder / "critic_adapters")
 
 

@@ -154,14 +154,7 @@ def test_a_prompt_is_cut_within_what_the_template_writes_around_it(tokenizer):
     assert encode_prompt_within(tokenizer, long, len(frame)) is None
 
 
-def test_no_template_is_refused():
-    tokenizer = make_tokenizer("chatml").__class__(tokenizer_object=make_tokenizer("chatml").backend_tokenizer)
-    with pytest.raises(UserError, match=r"no chat template: adopt it with model\.pretrained"):
-        encode_prompt(tokenizer, "a")
-
-
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLED = "{% set n = namespace(x='x') %}{% for a in range(32) %}{% set n.x = n.x ~ n.x ~ n.x ~ n.x %}{% endfor %}"
 # Jinja computes constants when it compiles, and drops whatever an expression raises then
 CONSTANTS = "".join(f"{{{{ ('x' * 999999) | replace('x', 'yy') | length + {i} }}}}" for i in range(99))
 FOREIGN = {
@@ -170,9 +163,7 @@ FOREIGN = {
     "{% set x = 9 %}{{ x ** x ** x }}": r"computes a power",
     "{{ 'x' * 10000001 }}": "writes 10,000,001 characters",
     "{{ ('x' * 2000000000) | length }}": "takes more than 1 GiB of memory",
-    "{{ ([1] * 300000000) | length }}": "takes more than 1 GiB of memory",
     "{{ ('x' * 99999) | replace('x', 'x' * 99999) | length }}": "takes more than 1 GiB of memory",
-    DOUBLED: "takes more than 1 GiB of memory",
     CONSTANTS: "takes more than 0.1 s",
     "hello": "does not write what the assistant says once",
     "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}": "does not write what the assistant says once",

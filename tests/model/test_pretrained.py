@@ -165,7 +165,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
             adopt(tmp_path, say=lambda _: None)
         assert "\n" not in str(error.value)
 
-    refuse("tensors are missing", num_hidden_layers=3, architectures=[1])
+    refuse("weights are missing from the file", num_hidden_layers=3, architectures=[1])
     refuse("quantised", quantization_config={"quant_method": "gptq", "bits": 4})
     refuse("code of its own", model_type="new", auto_map={"AutoConfig": "new.NewConfig"})
     refuse("no readable configuration", model_type="unheard-of")

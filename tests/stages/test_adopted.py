@@ -93,7 +93,12 @@ def metrics(run: Run, stage: str, name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt_neox", "openai-gpt", *OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "openai-gpt", "opt", "gemma2", "bloom"]
+    # which differ from these in what tests/model covers: tensors' names, and the logits of transformers' classes
+    + [pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "phi", "gemma3", "falcon", "mixtral")],
+)
 def test_an_adopted_model_goes_through_every_stage(tmp_path, labels, name):
     save(tmp_path / "hf", name)
     run = align(tmp_path, labels)

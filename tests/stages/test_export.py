@@ -1,11 +1,8 @@
 """`rlhf export` on a small gold run: policies and the reward model in plain transformers, each with its model card."""
 
 import json
-import os
 import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,14 +17,17 @@ from transformers import (
 from rlhf.cli import main
 from rlhf.commands.export import run
 from rlhf.config.checks import check_config
+from rlhf.data.chat_template import encode_prompt
 from rlhf.data.comparisons import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.interface import score
 from rlhf.runs.folders import read_stage
 from rlhf.system.files import hash_files, read_json, write_json
+from rlhf.training.setup import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -62,39 +62,25 @@ def test_the_reward_model_scores_alike_in_plain_transformers(gold_run, exported)
     assert torch.allclose(logits + theirs.config.score_offset, expected, atol=1e-4)
 
 
-def test_the_policy_answers_alike_in_a_process_without_this_package(gold_run, exported):
-    code = (
-        "import sys, torch, json; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval(); t = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-        "x = t.apply_chat_template([{'role': 'user', 'content': 'What colour is snow?'}], add_generation_prompt=True,"
-        " return_tensors='pt', return_dict=True)\n"
-        "print(json.dumps(m.generate(**x, max_new_tokens=16, do_sample=False)[0, x['input_ids'].shape[1]:].tolist()))\n"
-        "assert 'rlhf' not in sys.modules"
+def test_the_policy_answers_alike_in_plain_transformers(gold_run, exported):
+    theirs = AutoModelForCausalLM.from_pretrained(exported["ppo"]).eval()
+    assert type(theirs).__module__.startswith("transformers.")
+    chat = [{"role": "user", "content": "What colour is snow?"}]
+    prompt = AutoTokenizer.from_pretrained(exported["ppo"]).apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(exported["ppo"])], capture_output=True, text=True, check=True, env=os.environ
-    )
-    import rlhf.model  # noqa: F401 (registers our GPT)
-
+    drawn = theirs.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     folder = gold_run.folder / "ppo" / "model"
-    ours, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(folder)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What colour is snow?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )["input_ids"]
-    from rlhf.engines.sampler import sample
-
+    tokenizer = load_tokenizer(folder)
     expected = sample(
-        ours,
-        ids.tolist(),
+        load_policy(folder),
+        [encode_prompt(tokenizer, chat)],
         max_new_tokens=16,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         greedy=True,
     ).responses[0]
-    assert json.loads(done.stdout) == expected
+    assert drawn.tolist() == expected
 
 
 def test_the_card_says_what_the_records_say(gold_run, exported):

@@ -2,19 +2,18 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
-from rlhf.cli import main
+from rlhf.errors import UserError
+from rlhf.model.adopt import adopt
+from rlhf.model.checkpoint import read_checkpoint
 from tests.stages.test_adopted import save
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -48,12 +47,9 @@ class Hub(BaseHTTPRequestHandler):
         elif path.removeprefix(f"/me/tiny/resolve/{COMMIT}/") in names:
             status, body = 200, (self.folder / path.rpartition("/")[2]).read_bytes()
         self.send_response(status)
-        for name, value in {
-            "Content-Length": str(len(body)),
-            "X-Repo-Commit": COMMIT,
-            "ETag": f'"{hashlib.sha256(body).hexdigest()}"',
-        }.items():
-            self.send_header(name, value)
+        digest = hashlib.sha256(body).hexdigest()
+        for name, value in (("Content-Length", len(body)), ("X-Repo-Commit", COMMIT), ("ETag", f'"{digest}"')):
+            self.send_header(name, str(value))
         self.end_headers()
         return body
 
@@ -70,37 +66,19 @@ def hub(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-ADOPT = "import sys; from rlhf.cli import main; [main([stage, *sys.argv[1:]]) for stage in ('tokenizer', 'pretrain')]"
-
-
-def test_a_hub_id_with_a_revision_from_the_hub_and_then_from_the_cache(tmp_path, hub, monkeypatch, capsys):
-    settings = [f"runs_dir='{tmp_path}'", "device=cpu", "threads=1", "tracking=off"]
-    given = ["run=online", "model.pretrained=me/tiny@v2", *settings]
-    server = {
-        "HF_ENDPOINT": hub,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", ADOPT, *given], capture_output=True, text=True, env=os.environ | server
-    )
-    assert done.returncode == 0, done.stderr
-    # this process is offline (conftest.py)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    for stage in ("tokenizer", "pretrain"):
-        main([stage, "run=offline", "model.pretrained=me/tiny@v2", *settings])
-    online, offline = (
-        json.loads((tmp_path / run / "pretrain/adopted.json").read_text()) for run in ("online", "offline")
-    )
-    assert online == offline and online["revision"] == COMMIT and online["source"] == "me/tiny@v2"
+def test_a_hub_id_with_a_revision_from_the_hub_and_then_from_the_cache(tmp_path, hub, monkeypatch):
+    url = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with monkeypatch.context() as online:
+        for name, value in {"ENDPOINT": hub, "HUGGINGFACE_CO_URL_TEMPLATE": url, "HF_HUB_OFFLINE": False,
+                            "HF_HUB_DISABLE_XET": True}.items():  # fmt: skip
+            online.setattr(constants, name, value)
+        fetched = adopt("me/tiny@v2", say=[].append).record
+    kept = adopt("me/tiny@v2", say=[].append).record  # this process is offline (conftest.py)
+    assert kept == fetched and kept["revision"] == COMMIT and kept["source"] == "me/tiny@v2"
     weights = hashlib.sha256((tmp_path / "tiny/model.safetensors").read_bytes()).hexdigest()
-    assert online["sha256"] == {"model.safetensors": weights}
-
+    assert kept["sha256"] == {"model.safetensors": weights}
     for wrong in ("me/tiny@v3", "me/other"):  # neither is in the cache
-        with pytest.raises(SystemExit):
-            main(["tokenizer", "run=wrong", f"model.pretrained={wrong}", *settings])
-        said = capsys.readouterr().err
-        assert (
-            f"model.pretrained={wrong.partition('@')[0]}: not readable from the hub" in said and said.count("\n") == 1
-        )
+        with pytest.raises(UserError, match=f"^model.pretrained={wrong[:7]}.*: not readable from the hub") as told:
+            read_checkpoint(wrong)
+        assert "\n" not in str(told.value)
