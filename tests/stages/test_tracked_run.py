@@ -1,6 +1,7 @@
 """Real stages with W&B on: what they log is what the dashboard shows, and W&B's own file holds all of it."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -112,14 +113,12 @@ def logged_by_the_run(gold_run: Run, tracked: Run) -> set[str]:
     return {metric.name for row in rows for name in row if (metric := find(name)) is not None}
 
 
+@functools.cache
 def named_in_the_code() -> set[str]:
     """Rows of the table of metrics whose name, or a string that is built to one, stands in the stages' code."""
     names: set[str] = set()
-    trees = [
-        ast.parse(path.read_text(encoding="utf-8"))
-        for path in (ROOT / "rlhf").rglob("*.py")
-        if "tracking" not in path.parts
-    ]
+    tables = {ROOT / "rlhf/runs/metrics.py", ROOT / "rlhf/runs/charts.py"}
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in {*(ROOT / "rlhf").rglob("*.py")} - tables]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     passed = {a.value for call in calls for a in call.args if isinstance(a, ast.Constant)}  # such as "dpo"
     for tree in trees:
@@ -156,7 +155,7 @@ STAGE = "import sys; from rlhf.cli import main; main(sys.argv[1:])"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["error", "hang", "dies"])
+@pytest.mark.parametrize("mode", ["hang", "dies"])
 def test_training_against_a_broken_server_ends_with_the_same_numbers(gold_run: Run, tmp_path: Path, mode: str) -> None:
     run = gold_run.copy(tmp_path, "ppo", "broken")
     inherited = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_MODE")}
