@@ -206,9 +206,9 @@ def _command_help(command: str) -> str:
 
 def _import_help() -> list[str]:
     """Examples, and the keys that each format needs in a row."""
-    from rlhf.data.importers import formats
+    from rlhf.data.formats import FORMATS
 
-    wants = sorted((f.name, f.wants) for f in formats().values())
+    wants = sorted((f.name, f.wants) for f in FORMATS.values())
     return [
         "",
         "formats (auto recognises all but table):",

@@ -1,6 +1,6 @@
 """`rlhf import`: foreign files -> records in Arrow, in a folder that is written completely or not at all.
 
-The rows are read by `data/importing/importer.py`. This module has the rest: the temporary folder, which is renamed
+The rows are read by `data/importer.py`. This module has the rest: the temporary folder, which is renamed
 once its manifest is written, the cleaning up after a killed import, and the output on the screen.
 """
 
@@ -26,9 +26,9 @@ def run(config: ImportConfig) -> None:
     Raises: UserError if nothing can be read or written, and, after the accepted rows were written under
     `<out>.partial`, if there are more rejects than max_rejects.
     """
-    from rlhf.data.importing.importer import Importer
-    from rlhf.data.importing.report import describe
-    from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources, size_of
+    from rlhf.data.import_report import describe
+    from rlhf.data.importer import Importer
+    from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources, size_of
     from rlhf.data.storage import seal
     from rlhf.runs.progress import progress
 
@@ -42,7 +42,7 @@ def run(config: ImportConfig) -> None:
         with progress(size, "import", unit="byte") as bar:
             importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
             report = importer.run(sources)
-        partial = importer.reject_count > config.max_rejects
+        partial = importer.damaged or importer.reject_count > config.max_rejects
         splits = {name: getattr(config, name) for name in ("prefix_characters", "seed", "dev", "test")}
         seal(folder, "partial" if partial else "complete", {"records": report["records"], "splits": splits})
         target = _partial(out) if partial else out
@@ -69,8 +69,8 @@ def _say(text: str) -> None:
 
 def _earlier(config: ImportConfig, out: Path) -> Any:
     """The splits to keep: those of `earlier`, and of the import that is replaced."""
-    from rlhf.data.importing.assignments import Assignments, read_assignments
-    from rlhf.data.reading.sources import is_import
+    from rlhf.data.assignments import Assignments, read_assignments
+    from rlhf.data.inputs import is_import
 
     assignments = Assignments()
     for folder in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
@@ -109,7 +109,7 @@ def _partial(out: Path) -> Path:
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
     """Raises: UserError if `out` must not be replaced. A link is no import: its target may be someone else's."""
-    from rlhf.data.reading.sources import is_import
+    from rlhf.data.inputs import is_import
 
     if not overwrite:
         raise UserError(f"{out}: exists: choose another out=…, or add overwrite=true to replace it")

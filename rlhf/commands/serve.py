@@ -153,7 +153,7 @@ def read_instructions(path: Path) -> str:
 
 def load_tasks(given: str | None, run: Path) -> list[Any]:
     """The tasks that `rlhf sample` wrote: of serve.tasks, or of the run's own round if there is one. Raises: UserError."""
-    from rlhf.data.comparisons import load_comparisons
+    from rlhf.data.label_files import load_comparisons
 
     path = Path(given) if given else run / "sample" / "tasks.jsonl"
     if given is None and not path.is_file():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.setting import LEAST_TEMPERATURE, MAX_PROCESSES, MAX_SEED, NOTHING, group, setting
+from rlhf.config.setting import LEAST_TEMPERATURE, MAX_SEED, NOTHING, group, setting
 from rlhf.recipe import POLICY_STAGES
 
 
@@ -145,7 +145,7 @@ class ImportConfig:
     """`rlhf import`: converts files of other formats to records in Arrow and accounts for every row."""
 
     path: Any = setting(None, "a file, a folder, a hub id, or a list of these", kind="paths")
-    format: str = setting("auto", "name of the format, or auto")
+    format: str = setting("auto", "name of the format, auto, or a function as module:name or file.py:name")
     out: str | None = setting(None, "the folder to write", changes=NOTHING)
     columns: ColumnsConfig = group(ColumnsConfig)
     words: WordsConfig = group(WordsConfig)
@@ -163,5 +163,4 @@ class ImportConfig:
     test: float = setting(0.10, "fraction of prompts kept for the final figures", min=0, max=1)
     seed: int = setting(0, "seed of the splits", min=0, max=MAX_SEED)
     earlier: Any = setting(None, "folders of earlier imports whose prompts keep their splits", kind="paths")
-    processes: int = setting(1, "processes that parse", min=1, max=MAX_PROCESSES, changes=NOTHING)
     overwrite: bool = setting(False, "replace the contents of out; its prompts keep their splits", changes=NOTHING)

@@ -5,6 +5,7 @@ COMMANDS: dict[str, str] = {
     "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own",
 }
 SETTINGS: dict[str, str] = {
+    "processes": "`rlhf import` reads with one process: leave it out",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",
 }
 

@@ -1,5 +1,7 @@
 """The pretraining text: documents, packed once into memory-mapped token files, and served as blocks."""
 
+import codecs
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.data.reading.readers import Reject, read_text
-from rlhf.data.reading.rows import read_rows
-from rlhf.data.reading.sources import ROW_SUFFIXES, TEXT_SUFFIXES, Source, resolve_sources
+from rlhf.data.inputs import ROW_SUFFIXES, TEXT_SUFFIXES, Reject, Source, open_bytes, resolve_sources
+from rlhf.data.reading import read_rows
 from rlhf.data.records import shown
 from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_DOCUMENT = 1 << 24  # characters; a longer one becomes several documents, so that memory is bounded
 PIECE = 8192  # characters: a document above twice this is tokenised and assigned to a split in such pieces
+_CHUNK = 1 << 16  # bytes of a text file read at once
 _BATCH = 1 << 20  # characters tokenised at once
 _KEPT_TOKENS = 1 << 22  # most tokens that wait until it is decided what is held out
 SPLITS = ("train", "heldout")
@@ -48,6 +50,36 @@ def cut_text(text: str, size: int) -> list[str]:
         parts.append(text[begin:end])
         begin = end
     return [*parts, text[begin:]] if begin < len(text) else parts
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> Iterator[str]:
+    """Decode a file chunk by chunk; a BOM is dropped and line ends become a single newline.
+
+    Raises: UserError if the encoding is unknown or the bytes are not in it, naming the byte's offset.
+    """
+    try:
+        decoder = codecs.getincrementaldecoder(encoding)()
+    except LookupError as error:
+        raise UserError(f"data.encoding={encoding}: no such encoding: want utf-8, latin-1, cp1252, …") from error
+    newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
+    with open_bytes(path) as file:
+        offset = 0  # of the chunk in the file
+        ended = False
+        while not ended:
+            chunk = file.read(_CHUNK)
+            ended = not chunk
+            try:
+                text = newlines.decode(chunk, final=ended)
+            except UnicodeDecodeError as error:
+                # the decoder's input: the rest of the last chunk, then this chunk
+                at = offset - (len(error.object) - len(chunk)) + error.start
+                byte = error.object[error.start]
+                cure = "set data.encoding=latin-1 (or cp1252, …), or convert the file with iconv"
+                raise UserError(f"{path}: byte 0x{byte:02x} at offset {at} is not {encoding} text: {cure}") from error
+            text = text.removeprefix("\ufeff") if offset == 0 else text
+            offset += len(chunk)
+            if text:
+                yield text
 
 
 def _text_documents(source: Source, encoding: str) -> Iterator[str]:

@@ -1,12 +1,11 @@
-"""Demonstrations for SFT, loaded and encoded as tokens that fit the context."""
+"""Demonstrations for SFT, encoded as tokens that fit the context."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf.data.chat_template import encode_dialogue, encode_prompts, encode_responses
-from rlhf.data.conversion.foreign import is_learned
-from rlhf.data.importers import SourceInfo, load_kind
+from rlhf.data.formats.shapes import is_learned
 from rlhf.data.prompts import drop_oldest, encode_prompt_within
 from rlhf.data.records import Demonstration, Message
 
@@ -14,16 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Row = dict[str, list[int]]
-
-
-def load_demonstrations(
-    sources: Any, format: str = "auto", allow_partial: bool = False
-) -> tuple[list[Demonstration], SourceInfo]:
-    """The demonstrations of the sources in order.
-
-    Raises: UserError if a source cannot be read, a row is bad or there is no demonstration.
-    """
-    return load_kind(sources, format, Demonstration, allow_partial)
 
 
 def encode_demonstrations(

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.compose import nearest
-from rlhf.data.conversion.paths import MISSING, lookup
-from rlhf.data.reading.readers import Reject, Row
-from rlhf.data.reading.rows import TableOptions, read_rows
-from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
+from rlhf.data.formats.table import MISSING, lookup
+from rlhf.data.inputs import RECORD_SUFFIXES, Reading, Reject, Row, resolve_sources
+from rlhf.data.reading import read_rows
 from rlhf.data.splits import split_of
 from rlhf.data.tokenizer import END, ROLES, encode_texts, separator_id
 from rlhf.errors import UserError
@@ -53,7 +52,7 @@ def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -
     examples = [
         _example(source.name, row, columns)
         for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting)
-        for row in read_rows(source, TableOptions(encoding))
+        for row in read_rows(source, Reading(encoding))
     ]
     if not examples:
         raise UserError(f"{setting}: no row to read: want labelled examples")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.importers import SourceInfo, load_all
+from rlhf.data.label_files import SourceInfo, load_all
 from rlhf.data.records import Message, PromptRecord, Record
 from rlhf.data.splits import given_split, prompt_key
 from rlhf.errors import UserError

@@ -1,26 +1,16 @@
 """The three label records: what a labeler wrote, how one ranked K responses, and a prompt without a response.
 
 A record validates itself; everything that enters training passes through these models. How foreign files
-become records is in `importers/`, one format per file.
+become records is in `formats/`, one file per family.
 """
 
 import graphlib
-import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf.system.terminal import printable
@@ -59,7 +49,7 @@ class _Part(BaseModel):
     def _null_means_empty(cls, value: Any) -> Any:
         return {} if value is None else value
 
-    def _keep_unknown_keys(self, adapted: list[str] | None) -> None:
+    def _keep_unknown_keys(self) -> None:
         """Move unknown keys to `metadata`, so that nothing is dropped."""
         extra: dict[str, Any] = self.model_extra or {}
         clash = sorted(extra.keys() & self.metadata.keys())
@@ -67,19 +57,13 @@ class _Part(BaseModel):
             raise _problem("metadata", f'"{clash[0]}" is both in the record and under metadata: keep one of them')
         self.metadata |= extra
         self.__pydantic_extra__ = {}
-        if adapted is not None:
-            adapted.append("unknown keys")
 
 
 class _Record(_Part):
     @field_validator("prompt", mode="before", check_fields=False)
     @classmethod
-    def _bare_string_is_one_user_turn(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, str):
-            return value
-        if info.context is not None:
-            info.context.append("prompt")
-        return [{"role": "user", "content": value}]
+    def _bare_string_is_one_user_turn(cls, value: Any) -> Any:
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
     @field_validator("prompt", check_fields=False)
     @classmethod
@@ -107,9 +91,9 @@ class _Record(_Part):
         return created
 
     @model_validator(mode="after")
-    def _check_record(self, info: ValidationInfo) -> Self:
+    def _check_record(self) -> Self:
         if self.model_extra:
-            self._keep_unknown_keys(info.context)
+            self._keep_unknown_keys()
         return self
 
 
@@ -181,13 +165,13 @@ class Ranking(_Record):
         return ratings
 
     @model_validator(mode="after")
-    def _check_record(self, info: ValidationInfo) -> Self:
+    def _check_record(self) -> Self:
         if self.__pydantic_extra__:
-            self._keep_unknown_keys(info.context)
+            self._keep_unknown_keys()
         ids = []
         for response in self.responses:
             if response.__pydantic_extra__:
-                response._keep_unknown_keys(info.context)
+                response._keep_unknown_keys()
             ids.append(response.id)
         if not ids:
             raise _problem("responses", "responses: got none, want at least one")
@@ -247,50 +231,26 @@ class Ranking(_Record):
 
 
 Record = Demonstration | Ranking | PromptRecord
+RecordType = TypeVar("RecordType", bound=Record)
 KINDS: dict[str, type[Demonstration] | type[Ranking] | type[PromptRecord]] = {
     "demonstration": Demonstration,
     "ranking": Ranking,
     "prompt": PromptRecord,
 }
-_SPACED_COLON = re.compile(rb'"\s+:')
-_AS_JSON: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 
-def read_record(line: bytes) -> Record | None:
-    """The record that a line of JSON is as it stands; None if the line must be parsed to see what it is.
+def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
+    """The records that count, in their order: a labeler's correction names the one that it replaces in `metadata.replaces`.
 
-    pydantic's parser takes the last of repeated keys. A colon follows each key, so if there are as many colons as keys in
-    the record, no key is repeated. With colons in texts too, those that follow a quote are counted, if none has space
-    before it: what a text holds can only add to them.
+    Files of labels are only appended to, so that nothing is lost when a program is killed.
     """
-    adapted: list[str] = []  # by the validators above: then the record has other keys than the line
-    try:
-        record = _AS_JSON.validate_json(line, context=adapted)
-    except ValueError:
-        return None
-    if adapted:
-        return None
-    keys = len(record.__pydantic_fields_set__) + _count_keys(record.metadata)
-    for turn in record.prompt:
-        keys += len(turn.__pydantic_fields_set__)
-        if turn.__pydantic_extra__:
-            keys += _count_keys(list(turn.__pydantic_extra__.values()))
-    if isinstance(record, Ranking):
-        keys += len(record.ratings) + len(record.flags)
-        for response in record.responses:
-            keys += len(response.__pydantic_fields_set__)
-            if response.metadata:
-                keys += _count_keys(response.metadata)
-    if line.count(b":") == keys:
-        return record
-    return record if line.count(b'":') == keys and not _SPACED_COLON.search(line) else None
-
-
-def _count_keys(value: Any) -> int:
-    """How many keys the objects in a value have."""
-    if isinstance(value, dict):
-        return len(value) + sum(_count_keys(one) for one in value.values()) if value else 0
-    return sum(_count_keys(one) for one in value) if isinstance(value, list) else 0
+    known = list(records)
+    replaced = {
+        (old, getattr(record, "labeler", None))
+        for record in known
+        if (old := record.metadata.get("replaces")) is not None
+    }
+    return [one for one in known if (one.id, getattr(one, "labeler", None)) not in replaced] if replaced else known
 
 
 def first_repeat(names: Iterable[str]) -> str | None:
@@ -363,6 +323,19 @@ class Joined(NamedTuple):
     ranking: list[list[int]] | None  # best first; an inner list is a tie; a response never judged is left out
     pairs: list[tuple[int, int]] | None  # (better, worse), if the judgements are not a weak order
     ties: list[tuple[int, int]]  # pairs judged equal
+
+    def named(self, names: Sequence[str]) -> dict[str, Any]:
+        """The fields of a record whose responses have these ids."""
+        ranking = None if self.ranking is None else [[names[i] for i in tie] for tie in self.ranking]
+        return {
+            "ranking": ranking,
+            "pairs": None if self.pairs is None else [[names[i], names[j]] for i, j in self.pairs],
+        }
+
+    def named_ties(self, names: Sequence[str]) -> dict[str, Any]:
+        """Metadata with the pairs judged equal, which `pairs` do not show."""
+        ties = [[names[i], names[j]] for i, j in self.ties]
+        return {"ties": ties} if self.pairs is not None and ties else {}
 
 
 def join_judgements(n: int, judgements: Iterable[tuple[int, int, int]]) -> Joined:

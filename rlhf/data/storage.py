@@ -5,33 +5,31 @@
         dataset.json           the manifest: sha256 of every file; written last, so that without it nothing is trusted
 
 Parts without a fixed form (metadata, ratings, flags, further keys of a message) are JSON text in a column. How rows
-become records is in `importing/importer.py`.
+become records is in `importer.py`.
 """
 
 import json
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import to_json
 
-from rlhf.data.reading.json_rows import is_deep
-from rlhf.data.reading.sources import MANIFEST, is_import
+from rlhf.data.inputs import MANIFEST, is_import
+from rlhf.data.reading import is_deep
 from rlhf.data.records import KINDS, Message, Record, first_problem
 from rlhf.data.splits import SPLITS, with_split
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, sync_folder, write_json
 
 if TYPE_CHECKING:
-    import numpy as np
     import pyarrow as pa
 
 VERSION = 1
+BATCH_ROWS = 1000  # of one Arrow batch
+BATCH_BYTES = 4 << 20
 MAX_KEPT_DEPTH = 200  # of free-form parts: pydantic writes no record that nests more than 255 levels
 
 
@@ -56,7 +54,6 @@ def schemas() -> "dict[str, pa.Schema]":
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-_PLAIN = (str, int, bool, type(None))  # pydantic writes these as the json module does, and faster
 JSON_COLUMNS = ("metadata", "ratings", "flags")
 
 
@@ -65,15 +62,9 @@ def json_text(value: Any) -> str:
 
     Raises: ValueError if it holds what JSON has not (NaN, lone surrogates), or nests more than MAX_KEPT_DEPTH levels.
     """
-    if not value:
-        return "{}"
-    if all(type(one) in _PLAIN for one in value.values()):
-        with suppress(ValueError):  # the encoder finds what is wrong
-            return to_json(value).decode()
     try:
         text = _ENCODER.encode(value)
-        if not text.isascii():
-            text.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("got a lone surrogate (half of a character), want text that UTF-8 can hold") from error
     except RecursionError as error:
@@ -123,64 +114,55 @@ def from_row(kind: str, row: dict[str, Any]) -> Record:
     return KINDS[kind].model_validate(values)
 
 
-def to_batch(kind: str, rows: list[dict[str, Any]]) -> "pa.RecordBatch":
-    """Rows of one kind as an Arrow batch."""
-    import pyarrow as pa
-
-    return pa.RecordBatch.from_struct_array(pa.array(rows, pa.struct(schemas()[kind])))
-
-
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
 class ArrowWriter:
-    """Batches of one schema into one stream file, each written while the caller goes on; the file exists once there is a row."""
+    """Rows of one schema into one stream file, written in batches; the file exists once there is a row."""
 
     def __init__(self, path: Path, schema: "pa.Schema"):
         self.path, self.schema = path, schema
         self.rows = 0
+        self._waiting: list[dict[str, Any]] = []
+        self._size = 0
         self._file: Any = None
         self._stream: Any = None
-        self._thread = ThreadPoolExecutor(1)
-        self._last: Future[None] | None = None  # the write under way
 
-    def write(self, batch: "pa.RecordBatch", rows: "np.ndarray | None" = None) -> None:
-        """Write a batch, or those of its rows at which `rows` (N,) bool is True.
+    def add(self, row: dict[str, Any], size: int) -> None:
+        """Add a row of about `size` bytes."""
+        self._waiting.append(row)
+        self._size += size
+        if len(self._waiting) == BATCH_ROWS or self._size > BATCH_BYTES:
+            self._flush()
 
-        Raises: OSError if the batch before it cannot be written; `close` reports the last one's.
-        """
+    def _flush(self) -> None:
         import pyarrow as pa
 
-        count = batch.num_rows if rows is None else int(rows.sum())
-        if count == 0:
+        if self._waiting:
+            self.write(pa.RecordBatch.from_struct_array(pa.array(self._waiting, pa.struct(self.schema))))
+        self._waiting, self._size = [], 0
+
+    def write(self, batch: "pa.RecordBatch") -> None:
+        """Write a batch of rows. Raises: OSError."""
+        import pyarrow as pa
+
+        if batch.num_rows == 0:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("wb")
             self._stream = pa.ipc.new_stream(self._file, self.schema)
-        self._wait()
-        self._last = self._thread.submit(self._write, batch, rows)
-        self.rows += count
+        self._stream.write_batch(batch)
+        self.rows += batch.num_rows
 
-    def _write(self, batch: "pa.RecordBatch", rows: "np.ndarray | None") -> None:
-        import pyarrow as pa
-
-        self._stream.write_batch(batch if rows is None else batch.filter(pa.array(rows)))
-
-    def _wait(self) -> None:
-        if self._last is not None:
-            self._last.result()
-
-    def close(self, keep: bool = True) -> None:
-        """Finish the file, and make sure that it is on disk if it is to stay."""
-        if self._file is not None and not self._file.closed:
-            self._wait()
+    def close(self) -> None:
+        """Finish the file, and make sure that it is on disk."""
+        self._flush()
+        if self._file is not None:
             self._stream.close()
             self._file.flush()
-            if keep:
-                os.fsync(self._file.fileno())
+            os.fsync(self._file.fileno())
             self._file.close()
-        self._thread.shutdown()
 
 
 def seal(folder: Path, status: str, about: dict[str, Any]) -> None:

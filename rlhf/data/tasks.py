@@ -1,4 +1,4 @@
-"""Labelling tasks: rankings that are not filled in yet, written for the labelers' tool.
+"""Labelling tasks: rankings that are not filled in yet, written for the labelers' tool; and tables that came back.
 
 A task is a `Ranking` whose `ranking` is None, with the responses in the order in which a labeler will see them.
 """
@@ -12,7 +12,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.data.formats.shapes import (
+    BadRow,
+    Values,
+    as_json,
+    as_number,
+    is_empty,
+    is_list,
+    other_keys,
+    ranking_of,
+    require,
+)
+from rlhf.data.formats.verdicts import ordered, read_phrase
+from rlhf.data.records import Message, RankedResponse, Ranking, shown
 from rlhf.system.files import write_jsonl
 
 RANK = "rank"  # the control's name in Label Studio: exports name it
@@ -204,3 +216,72 @@ def next_step(folder: Path, tool: str, interface: str, most: int) -> str:
         f"Fill in {fill} and `labeler` in tasks.csv, with all columns opened as text, and leave the other columns as they "
         f"are, then: rlhf import path={folder}/tasks.csv format=tasks_csv out={out}"
     )
+
+
+# --- a table that came back (format=tasks_csv) -----------------------------------------------------------------------
+
+_COMMON = ("item", "prompt", "labeler", "ids", "about")
+_SIDES = ("left", "right")
+_LEAVE = "leave this column as it was written (a spreadsheet cuts cells at 32,767 characters)"
+
+
+def is_tasks_csv(row: Values) -> str | None:
+    """Why a row is a task that `rlhf sample sample.tool=csv` wrote; None if it is not."""
+    if not all(key in row for key in _COMMON):
+        return None
+    if all(key in row for key in (*_SIDES, "winner")):
+        return "tasks of rlhf sample: keys item, ids, about, winner"
+    return "tasks of rlhf sample: keys item, ids, about, score_1" if "response_1" in row and "score_1" in row else None
+
+
+def _cell_text(value: Any) -> str:
+    """A cell as text, without the apostrophe that guards against formulas; a spreadsheet's number as the text that it shows."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if value is None else unguarded(str(value))
+
+
+def from_tasks_csv(row: Values) -> Iterator[dict[str, Any]]:
+    """The ranking of a row; null if nobody has filled it in, as in a task. Raises: BadRow."""
+    require(is_tasks_csv(row) is not None, "", list(row), "item, prompt, labeler, ids, about, and winner or score_1 …")
+    about = as_json(row["about"])
+    parts = [about.get(name, {}) for name in ("responses", "metadata")] if isinstance(about, dict) else []
+    require(is_list(parts, dict), "about", row["about"], f"the JSON of rlhf sample: {_LEAVE}")
+    known, metadata = parts
+    pair = "winner" in row and all(side in row for side in _SIDES)
+    ids = _cell_text(row["ids"]).split()
+    columns = list(_SIDES) if pair else [f"response_{n}" for n in range(1, len(ids) + 1)]
+    fits = len(ids) == len(columns) and all(column in row for column in columns)
+    require(fits, "ids", row["ids"], f"an id for each response: {_LEAVE}")
+    responses, scores = [], {}
+    for name, column in zip(ids, columns, strict=True):
+        fits = isinstance(known.get(name), dict)
+        require(fits, "ids", row["ids"], f"some of {shown(list(known))}, which about knows: {_LEAVE}")
+        responses.append({"id": name, "text": _cell_text(row[column]), **known[name]})
+        score = row.get(column.replace("response", "score"))
+        if pair or is_empty(score):
+            continue
+        number = as_number(score)
+        if number is None:
+            raise BadRow(column.replace("response", "score"), f"got {shown(score)}, want a number, or nothing")
+        scores[name] = number
+    ranking = ranking_of(scores, best="highest") if scores else None
+    if pair and not is_empty(row["winner"]):
+        verdict = read_phrase(_cell_text(row["winner"]), 2)
+        if verdict is None:
+            raise BadRow("winner", f"got {shown(row['winner'])}, want left, right or tie")
+        ranking = ordered(verdict.winner, ids)
+    item = _cell_text(row["item"])
+    labeler = None if is_empty(row["labeler"]) else _cell_text(row["labeler"]).strip()
+    used = [*_COMMON, *(key for key in row if key in (*_SIDES, "winner") or key.startswith(("response_", "score_")))]
+    more = {key: value for key, value in other_keys(row, *used).items() if not is_empty(value)}
+    yield {
+        "kind": "ranking",
+        "id": (item if labeler is None else f"{item}:{labeler}") if item else None,
+        "prompt": about.get("dialogue") or _cell_text(row["prompt"]),
+        "responses": responses,
+        "ranking": ranking,
+        "labeler": labeler,
+        # Pairs of one item and labeler are joined by it; rankings are not joined.
+        "metadata": metadata | ({"item": item} if pair else {}) | ({"columns": more} if more else {}),
+    }

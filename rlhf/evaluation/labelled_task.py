@@ -8,8 +8,8 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
+from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
-from rlhf.data.reading.sources import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.tokenizer import encode_texts, separator_id
 from rlhf.errors import UserError
 from rlhf.evaluation.instructions import load_stage, models_of

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from rlhf.config import Config
-from rlhf.data.comparisons import load_comparisons
 from rlhf.data.items import Item, join_rankings
+from rlhf.data.label_files import load_comparisons
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import load_tokenizer

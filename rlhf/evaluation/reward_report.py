@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from rlhf.config import Config
-from rlhf.data.agreement.figures import ratio
-from rlhf.data.agreement.judgements import pairwise_agreement
+from rlhf.data.agreement import pairwise_agreement, ratio
 from rlhf.data.items import Encode, Item, Judgement, join_rankings, names_of
 from rlhf.data.records import Demonstration, Ranking
 from rlhf.errors import UserError

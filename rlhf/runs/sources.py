@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
-from rlhf.data.reading.sources import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
+from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.splits import record_split
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from rlhf.data.records import Record
 from collections.abc import Callable
 
-from rlhf.data.comparisons import load_comparisons
-from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
 

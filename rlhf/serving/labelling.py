@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from rlhf.data.agreement.judgements import AgreementCounter
-from rlhf.data.records import KINDS, Demonstration, RankedResponse, Ranking, Record, first_problem
-from rlhf.data.revisions import without_replaced
+from rlhf.data.agreement import AgreementCounter
+from rlhf.data.records import KINDS, Demonstration, RankedResponse, Ranking, Record, first_problem, without_replaced
 from rlhf.errors import UserError
 from rlhf.serving.schemas import DemonstrationRequest, Verdict
 from rlhf.serving.security import RefusedError

@@ -11,10 +11,10 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.data.agreement.judgements import pairwise_agreement
+from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.chat_template import encode_prompts, response_text
-from rlhf.data.comparisons import load_comparisons
 from rlhf.data.items import Answer
+from rlhf.data.label_files import load_comparisons
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.tokenizer import load_tokenizer

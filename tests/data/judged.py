@@ -1,6 +1,6 @@
 """Rankings written as text, and the report of their agreement."""
 
-from rlhf.data.agreement.judgements import AgreementCounter
+from rlhf.data.agreement import AgreementCounter
 from rlhf.data.records import Message, RankedResponse, Ranking
 
 

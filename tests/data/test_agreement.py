@@ -6,8 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from rlhf.data.agreement.figures import compute_cohen, compute_fleiss
-from rlhf.data.agreement.judgements import describe, pairwise_agreement
+from rlhf.data.agreement import compute_cohen, compute_fleiss, describe, pairwise_agreement
 from rlhf.data.records import RankedResponse, Ranking
 
 from .judged import FIGURES, agreement_report, judged

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.config.commands import ImportConfig
-from rlhf.data.importing.assignments import Assignments, read_assignments
-from rlhf.data.importing.importer import Importer
-from rlhf.data.reading.sources import resolve_sources
+from rlhf.data.assignments import Assignments, read_assignments
+from rlhf.data.importer import Importer
+from rlhf.data.inputs import resolve_sources
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import SPLITS, key_hash, record_split, split_key
 from rlhf.data.storage import read_records, seal

@@ -1,13 +1,9 @@
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.agreement.packing import item_of
-from rlhf.data.importing.cleaning import DUPLICATE, FACT, FILTERED, KEPT, KIND_NUMBERS, Cleaner, fact_of, find_pii, luhn
-from rlhf.data.importing.sizes import batch_sizes, count_text
+from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, Cleaner, Facts, facts_of, find_pii, luhn
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
-from rlhf.data.storage import to_batch, to_row
 
 RANKING = {
     "id": "r-1",
@@ -18,13 +14,12 @@ RANKING = {
 }
 
 
-def fact(record, own_id: bool = True, prefix_characters: int = 200) -> dict:
-    values = fact_of(record, item_of(record) if isinstance(record, Ranking) else None, own_id, prefix_characters, 0)
-    return dict(zip(FACT.names, values, strict=True))
+def fact(record, own_id: bool = True, prefix_characters: int = 200) -> Facts:
+    return facts_of(record, own_id, prefix_characters, seed=0)
 
 
 def identity(record, own_id: bool = True) -> int:
-    return fact(record, own_id)["identity"]
+    return fact(record, own_id).identity
 
 
 @pytest.mark.parametrize(
@@ -100,61 +95,39 @@ def test_identities_of_other_kinds():
 
 
 def test_the_steps_of_cleaning():
-    prompt, other = KIND_NUMBERS["prompt"], KIND_NUMBERS["demonstration"]
     cleaner = Cleaner("drop", "drop", filter_prefixes=True, max_prompts_per_user=2)
+
+    def judge(kind: str, identity: int, prefix: int, user: int, pii: bool, by: Cleaner = cleaner) -> int:
+        return by.judge(kind, Facts(identity, 0, 0, prefix, user, 0, None, ("email",) if pii else (), 0, 0))
+
     # (kind, identity, prefix, user, pii)
-    assert cleaner.judge(prompt, 1, 10, 7, 0) == KEPT
-    assert cleaner.judge(prompt, 1, 10, 7, 0) == DUPLICATE
-    assert cleaner.judge(prompt, 2, 10, 7, 0) == FILTERED, "begins as the first one"
-    assert cleaner.judge(prompt, 3, 11, 7, 1) == FILTERED, "pii=drop"
-    assert cleaner.judge(prompt, 4, 12, 7, 0) == KEPT
-    assert cleaner.judge(prompt, 5, 13, 7, 0) == FILTERED, "the user's third prompt"
-    assert cleaner.judge(other, 6, 10, 7, 0) == KEPT, "only prompts are filtered by user and by beginning"
-    assert cleaner.judge(prompt, 7, 14, 0, 0) == KEPT, "no user"
+    assert judge("prompt", 1, 10, 7, 0) == KEPT
+    assert judge("prompt", 1, 10, 7, 0) == DUPLICATE
+    assert judge("prompt", 2, 10, 7, 0) == FILTERED, "begins as the first one"
+    assert judge("prompt", 3, 11, 7, 1) == FILTERED, "pii=drop"
+    assert judge("prompt", 4, 12, 7, 0) == KEPT
+    assert judge("prompt", 5, 13, 7, 0) == FILTERED, "the user's third prompt"
+    assert judge("demonstration", 6, 10, 7, 0) == KEPT, "only prompts are filtered by user and by beginning"
+    assert judge("prompt", 7, 14, 0, 0) == KEPT, "no user"
     assert cleaner.counts == {"duplicates": 1, "pii": 1, "shared_prefix": 1, "prompts_of_user": 1}
     keeping = Cleaner("keep", "flag", filter_prefixes=False, max_prompts_per_user=9)
-    assert [keeping.judge(prompt, 1, 1, 1, 1) for _ in range(3)] == [KEPT] * 3
+    assert [judge("prompt", 1, 1, 1, 1, by=keeping) for _ in range(3)] == [KEPT] * 3
 
 
 def test_prompts_share_a_prefix_by_what_they_begin_with():
     def prefix(text: str) -> int:
-        return fact(PromptRecord(id="p", prompt=text), False, 20)["prefix"]
+        return fact(PromptRecord(id="p", prompt=text), False, 20).prefix
 
     assert prefix("Tell me about the old  town of Bern") == prefix("tell me about the old town of Basel")
     assert prefix("What is 5-3?") != prefix("What is 53?"), "a short prompt is compared as a whole"
     assert prefix("Tell me about it") != prefix("Tell me about it, please")
 
 
-def test_facts_count_responses_pairs_and_ties():
+def test_facts_count_pairs_and_ties():
     def counts(values) -> tuple:
         found = fact(Ranking(**values))
-        return found["responses"], found["pairs"], found["ties"]
+        return found.pairs, found.ties
 
-    assert counts(RANKING) == (3, 2, 1)  # b over a and c: 2 pairs; a = c: 1 tie
+    assert counts(RANKING) == (2, 1)  # b over a and c: 2 pairs; a = c: 1 tie
     pairs = RANKING | {"ranking": None, "pairs": [["b", "a"], ["b", "a"]], "metadata": {"ties": [["a", "c"]]}}
-    assert counts(pairs) == (3, 1, 1)
-
-
-def test_sizes_of_prompts_and_responses():
-    turns = [
-        {"role": "user", "content": "Hi there"},
-        {"role": "assistant", "content": ""},
-        {"role": "user", "content": "é é"},
-    ]
-    rankings = [Ranking(**RANKING), Ranking(**RANKING | {"prompt": turns})]
-    prompts, responses = batch_sizes("ranking", to_batch("ranking", [to_row(one) for one in rankings]))
-    assert prompts.tolist() == [[10, 2], [11, 4]] and responses.tolist() == [[3, 1], [3, 1], [5, 1]] * 2
-    shown = Demonstration(id="d", prompt="Say it.", response=" So be it.")
-    prompts, responses = batch_sizes("demonstration", to_batch("demonstration", [to_row(shown)]))
-    assert prompts.tolist() == [[7, 2]] and responses.tolist() == [[10, 3]]
-
-
-LETTERS = st.sampled_from(
-    "ab \t\n\x0b\x0c\r\x1b\x1c\x1d\x1e\x1f\x00\x08\x0e\x7f\x85\xa0é\u1680\u2003\u2028\u3000\u200b😀"
-)
-
-
-@given(st.lists(st.text(LETTERS, max_size=6), max_size=5), st.integers(0, 2))
-def test_words_are_those_of_str_split(texts, skipped):
-    array = pa.array(["x y"] * skipped + texts, pa.string())[skipped:]
-    assert count_text(array).tolist() == [[len(text), len(text.split())] for text in texts]
+    assert counts(pairs) == (1, 1)

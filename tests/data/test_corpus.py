@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from rlhf.data import corpus as corpus_module
 from rlhf.data.corpus import PackedCorpus, cut_text, iterate_documents, pack_corpus
-from rlhf.data.reading import readers
 from rlhf.data.tokenizer import encode_text, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 
@@ -40,7 +39,7 @@ def test_a_text_file_is_one_document_or_several(tmp_path, monkeypatch):
     assert list(iterate_documents(path)) == ["One.\n\nStill one."]
     path.write_text("One.\n<|endoftext|>\nTwo<|endo\n<|endoftext|><|endoftext|>  \n<|endoftext|>Three")
     for chunk in (3, 5, 14, 1000):
-        monkeypatch.setattr(readers, "_CHUNK", chunk)
+        monkeypatch.setattr(corpus_module, "_CHUNK", chunk)
         assert list(iterate_documents(path)) == ["One.", "Two<|endo", "Three"]
 
 
@@ -54,7 +53,7 @@ def test_json_rows_are_documents(write_jsonl, tmp_path):
 
 def test_a_document_above_the_limit_becomes_several(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "MAX_DOCUMENT", 100)
-    monkeypatch.setattr(readers, "_CHUNK", 30)
+    monkeypatch.setattr(corpus_module, "_CHUNK", 30)
     lines = [f"line {i}\n" for i in range(200)]
     (tmp_path / "a.txt").write_text("".join(lines))
     documents = list(iterate_documents(tmp_path / "a.txt"))

@@ -2,14 +2,14 @@
 
 import json
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
 from rlhf.commands import import_data
 from rlhf.config.compose import compose_config
-from rlhf.data.importers import formats
+from rlhf.data.formats import FORMATS
+from rlhf.data.label_files import load_all
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,18 +49,28 @@ def test_bad_lines_get_the_error_that_is_shown(tmp_path, capsys, line, shown):
 
 def test_the_guide_lists_every_format():
     listed = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", GUIDE, re.M))
-    assert listed.keys() == formats().keys()
-    assert all(listed[name] == f.wants for name, f in formats().items() if name != "table")
+    assert listed.keys() == FORMATS.keys()
+    assert all(listed[name] == f.wants for name, f in FORMATS.items() if name != "table")
 
 
-def test_the_format_that_the_guide_adds_works(tmp_path):
+def test_the_format_that_the_guide_adds_works_from_outside_the_package(tmp_path, capsys, monkeypatch):
     source = re.search(r"```python\n(.*?)\n```", GUIDE, re.S)
     assert source
-    (tmp_path / "arena.py").write_text(source[1], encoding="utf-8")
-    added = runpy.run_path(str(tmp_path / "arena.py"))["FORMAT"]
+    monkeypatch.chdir(tmp_path)
+    Path("arena.py").write_text(source[1], encoding="utf-8")
     row = {"asked": "Why?", "left": "So.", "right": "Because.", "won": "right", "judge": 7}
-    assert added.recognise(row) and not any(f.recognise(row) for f in formats().values())
-    [record] = added.convert(row)
-    assert record["ranking"] == [["right"], ["left"]] and record["metadata"] == {"judge": 7}
-    with pytest.raises(Exception, match="got 'both', want left or right"):
-        list(added.convert(row | {"won": "both"}))
+    rows = [row, row | {"won": "left"}]
+    Path("arena.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    import_data.run(compose_config(["path=arena.jsonl", "out=imported", "format=arena.py:arena"], "import"))
+    assert "import: arena.jsonl: arena.py:arena (asked for): 2 rows, 2 ranking" in capsys.readouterr().out
+    with Path("arena.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row | {"won": "both"}) + "\n" + json.dumps({"won": "left"}) + "\n")
+    with pytest.raises(UserError) as raised:
+        load_all("arena.jsonl", "arena.py:arena")
+    assert "arena.jsonl:3: won: got 'both', want left or right" in str(raised.value)
+    assert "arena.jsonl:4: asked: missing" in str(raised.value)
+    records, info = load_all("imported")
+    assert [record.ranking for record in records] == [[["right"], ["left"]], [["left"], ["right"]]]
+    assert records[0].metadata["judge"] == 7 and info.files[0].format == "import"
+    with pytest.raises(UserError, match=r"format arena\.py:none: cannot be imported"):
+        load_all("arena.jsonl", "arena.py:none")

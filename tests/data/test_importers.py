@@ -2,9 +2,7 @@
 
 import pytest
 
-from rlhf.data.comparisons import load_comparisons
-from rlhf.data.demonstrations import load_demonstrations
-from rlhf.data.importers import load_all
+from rlhf.data.label_files import load_all, load_comparisons, load_demonstrations
 from rlhf.errors import UserError
 
 ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
@@ -27,7 +25,7 @@ def test_an_empty_file_and_one_of_another_kind_are_refused(write_jsonl, tmp_path
     with pytest.raises(UserError, match="no demonstration record in the data"):
         load_demonstrations(write_jsonl([HH]))
     (tmp_path / "noise.jsonl").write_bytes(b"\x93NUMPY\nxx\n")
-    with pytest.raises(UserError, match=r"noise.jsonl:1: byte 0x93 at offset 0"):
+    with pytest.raises(UserError, match=r"noise.jsonl:1: byte 0x93 is not UTF-8"):
         load_all(tmp_path / "noise.jsonl")
 
 

@@ -1,16 +1,17 @@
+"""Pairwise judgements of one item by one labeler become one ranking."""
+
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.importing.batches import Held
-from rlhf.data.importing.joining import join_held
-from rlhf.data.reading.readers import Reject, Row
+from rlhf.data.formats import BadRow
+from rlhf.data.importer import join_rankings_of_item
 from rlhf.data.records import Ranking
 
 
-def judged(number: int, better: str, worse: str, tie: bool = False, **more) -> Held:
+def judged(number: int, better: str, worse: str, tie: bool = False, **more) -> Ranking:
     """One judgement: `better` stands first."""
     record = {
         "id": f"t{number}",
@@ -20,14 +21,11 @@ def judged(number: int, better: str, worse: str, tie: bool = False, **more) -> H
         "labeler": "ann",
         "metadata": {"item": "i-1", "task": number},
     }
-    row = Row(number + 1, {}, number + 1, 10 * number, b"{}")
-    return Held(number, row, Ranking(**record | more), True)
+    return Ranking(**record | more)
 
 
-def joined(*held: Held) -> Ranking:
-    [(members, record)] = join_held(list(held), "f")
-    assert members == list(held) and isinstance(record, Ranking)
-    return record
+def joined(*records: Ranking) -> Ranking:
+    return join_rankings_of_item(list(records))
 
 
 def test_judgements_of_one_labeler_become_one_ranking():
@@ -60,38 +58,21 @@ def test_what_is_no_weak_order_stays_pairs_with_its_ties():
     assert record.metadata["ties"] == [["a", "b"], ["b", "c"]]
 
 
-def test_a_circle_is_a_reject_of_each_of_its_rows_and_is_spelled_out():
-    held = [judged(0, "a", "b"), judged(1, "b", "c"), judged(2, "c", "a")]
-    [(_, rejects)] = join_held(held, "f")
-    assert [(r.line, r.offset, r.field, r.raw) for r in rejects] == [
-        (1, 0, "ranking", b"{}"),
-        (2, 10, "ranking", b"{}"),
-        (3, 20, "ranking", b"{}"),
-    ]
-    assert isinstance(rejects[0], Reject)
-    assert str(rejects[0]) == (
-        "f:1: ranking: the judgements of item i-1 by ann go in a circle, a over b over c over a: drop one of them"
-    )
-
-
-def test_labelers_and_items_are_kept_apart():
-    others = [judged(1, "b", "a", labeler="bob"), judged(2, "b", "a", metadata={"item": "i-2"})]
-    results = list(join_held([judged(0, "a", "b"), *others, judged(3, "b", "c")], "f"))
-    assert [record.ranking for _, record in results] == [[["a"], ["b"], ["c"]], [["b"], ["a"]], [["b"], ["a"]]]
-    assert [len(members) for members, _ in results] == [2, 1, 1]
-    assert "judgements" not in results[1][1].metadata, "one alone is left as it is"
+def test_a_circle_is_spelled_out():
+    with pytest.raises(BadRow, match="go in a circle, a over b over c over a: drop one of them"):
+        joined(judged(0, "a", "b"), judged(1, "b", "c"), judged(2, "c", "a"))
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"prompt": "Whom?"}, "prompt: the judgements of item i-1 by ann come with two prompts, want one"),
+        ({"prompt": "Whom?"}, "come with two prompts, want one"),
         ({"responses": [{"id": "b", "text": "?"}, {"id": "c", "text": "C"}]}, 'give response "b" two texts: want one'),
     ],
 )
 def test_what_does_not_belong_together_is_a_reject(more, message):
-    [(_, rejects)] = join_held([judged(0, "a", "b"), judged(1, "b", "c", **more)], "f")
-    assert len(rejects) == 2 and message in rejects[0].message
+    with pytest.raises(BadRow, match=message):
+        joined(judged(0, "a", "b"), judged(1, "b", "c", **more))
 
 
 def test_a_labeler_who_left_all_open_judged_nothing():

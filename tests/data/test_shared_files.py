@@ -14,10 +14,9 @@ import pytest
 
 from rlhf.commands import import_data
 from rlhf.config.commands import ImportConfig
-from rlhf.data.comparisons import load_comparisons
 from rlhf.data.corpus import iterate_documents
-from rlhf.data.demonstrations import encode_demonstrations, labels_of, load_demonstrations
-from rlhf.data.importers import load_all
+from rlhf.data.demonstrations import encode_demonstrations, labels_of
+from rlhf.data.label_files import load_all, load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import train_tokenizer
 from rlhf.errors import UserError

@@ -1,15 +1,13 @@
 """Which files a setting names: hostile names and folders, links, and folders that `save_to_disk` wrote."""
 
-import hashlib
 import os
 import socket
 
 import datasets
 import pytest
 
-from rlhf.data.importers import load_all
-from rlhf.data.importing.units import Digest
-from rlhf.data.reading.sources import RECORD_SUFFIXES, Source, is_import, resolve_sources
+from rlhf.data.inputs import RECORD_SUFFIXES, is_import, resolve_sources
+from rlhf.data.label_files import load_all
 from rlhf.errors import UserError
 
 PAIRS = [{"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {"prompt": "Who?", "chosen": "I.", "rejected": "U."}]
@@ -82,7 +80,7 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
 
 @pytest.mark.parametrize("what", ["folder", "file", "parent"])
 def test_no_permission_is_one_line(tmp_path, what):
-    from rlhf.data.reading.rows import read_rows
+    from rlhf.data.reading import read_rows
 
     folder = tmp_path / "in"
     folder.mkdir()
@@ -118,12 +116,3 @@ def test_of_saved_splits_the_training_one_is_read(tmp_path):
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "two"))
     records, _ = load_all(str(tmp_path / "two"))
     assert [r.prompt[0].content for r in records] == ["Who?"]
-
-
-def test_the_digest_of_a_file_is_its_sha256_and_a_missing_file_is_named(tmp_path):
-    path = tmp_path / "labels.jsonl"
-    path.write_bytes(b"one line\n" * 100_000)
-    assert Digest(Source("labels", path)).hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
-    path.unlink()
-    with pytest.raises(UserError, match=r"labels\.jsonl: cannot be read \(No such file"):
-        Digest(Source("labels", path)).hexdigest()

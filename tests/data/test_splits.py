@@ -160,7 +160,7 @@ def test_letters_whose_capital_is_another_letters_and_sparse_texts():
 
 
 def test_what_is_an_import_already_is_not_imported_again(tmp_path):
-    from rlhf.data.reading.sources import ROW_SUFFIXES, Source, resolve_sources
+    from rlhf.data.inputs import ROW_SUFFIXES, Source, resolve_sources
     from rlhf.data.storage import seal
 
     (tmp_path / "in" / "out").mkdir(parents=True)

@@ -3,13 +3,12 @@ import math
 from itertools import pairwise
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.importers import load_all, load_kind
+from rlhf.data.label_files import load_all, load_kind
 from rlhf.data.records import Demonstration, Message, PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import with_split
 from rlhf.data.storage import (
@@ -21,7 +20,6 @@ from rlhf.data.storage import (
     read_records,
     schemas,
     seal,
-    to_batch,
     to_row,
     verify,
 )
@@ -77,7 +75,8 @@ def test_records_come_back_as_they_were_written(tmp_path_factory, written, split
     for kind, schema in schemas().items():
         of_kind = [to_row(record) for record in written if record.kind == kind]
         writer = ArrowWriter(folder / kind / f"{split}.arrow", schema)
-        writer.write(to_batch(kind, of_kind))
+        for row in of_kind:
+            writer.add(row, 1)
         writer.close()
         assert (folder / kind / f"{split}.arrow").exists() == bool(of_kind)
     wanted = [with_split(record, split) for kind in schemas() for record in written if record.kind == kind]
@@ -120,38 +119,10 @@ RANKING = Ranking(
 def folder(tmp_path):
     for record, split in ((DEMONSTRATION, "train"), (RANKING, "test")):
         writer = ArrowWriter(tmp_path / "out" / record.kind / f"{split}.arrow", schemas()[record.kind])
-        writer.write(to_batch(record.kind, [to_row(record)]))
+        writer.add(to_row(record), 1)
         writer.close()
     seal(tmp_path / "out", "complete", {"records": {}})
     return tmp_path / "out"
-
-
-def test_some_rows_are_written_in_their_order_and_none_make_no_file(tmp_path):
-    records = [DEMONSTRATION.model_copy(update={"id": f"d{i}"}) for i in range(5)]
-    batch = to_batch("demonstration", [to_row(one) for one in records])
-    odd, none = (ArrowWriter(tmp_path / name, batch.schema) for name in ("odd", "none"))
-    for _ in range(2):
-        odd.write(batch, np.arange(5) % 2 == 1)
-        none.write(batch, np.zeros(5, bool))
-    odd.close()
-    none.close()
-    with pa.ipc.open_stream(tmp_path / "odd") as stream:
-        assert stream.read_all().column("id").to_pylist() == ["d1", "d3", "d1", "d3"]
-    assert odd.rows == 4 and none.rows == 0 and not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize("later", ["write", "close"])
-def test_what_could_not_be_written_is_an_error_of_the_next_call(tmp_path, monkeypatch, later):
-    batch = to_batch("demonstration", [to_row(DEMONSTRATION)])
-    writer = ArrowWriter(tmp_path / "file", batch.schema)
-
-    def full(*what):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writer, "_write", full)
-    writer.write(batch)
-    with pytest.raises(OSError, match="No space left"):
-        writer.write(batch) if later == "write" else writer.close()
 
 
 def test_the_files_are_arrow_that_datasets_maps_into_memory(folder):

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.data.importers import BadRow, formats
-from rlhf.data.importers.label_studio import FORMAT
-from rlhf.data.importers.tasks_csv import FORMAT as TASKS_CSV
-from rlhf.data.reading.tables import read_table
+from rlhf.data.formats import FORMATS, BadRow
+from rlhf.data.inputs import Source
+from rlhf.data.reading import read_rows
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.data.tasks import (
     BETTER,
@@ -118,7 +117,7 @@ texts = st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 def test_tasks_come_back_as_the_rankings_that_they_are(drawn, interface):
     task = make_task(texts=drawn)
     for row in label_studio_tasks(task, interface, seed=1):
-        [values] = FORMAT.convert(json.loads(json.dumps(row)))
+        [values] = FORMATS["label_studio"].convert(json.loads(json.dumps(row)))
         back = Ranking.model_validate({"id": "none"} | values)
         assert back.ranking is None and back.pairs is None and back.prompt == task.prompt
         assert back.metadata == task.metadata | {"item": task.id}
@@ -130,7 +129,7 @@ def test_tasks_come_back_as_the_rankings_that_they_are(drawn, interface):
 def test_a_click_on_equal_is_a_tie():
     [row] = label_studio_tasks(make_task(k=2), "pairwise", seed=0)
     value = {"from_name": EQUAL, "to_name": "prompt", "type": "choices", "value": {"choices": [EQUALLY_GOOD]}}
-    [values] = FORMAT.convert(row | {"annotations": [{"completed_by": 1, "result": [value]}]})
+    [values] = FORMATS["label_studio"].convert(row | {"annotations": [{"completed_by": 1, "result": [value]}]})
     assert sorted(values["ranking"][0]) == ["a", "b"] and len(values["ranking"]) == 1
 
 
@@ -171,8 +170,8 @@ def test_no_cell_is_a_formula_and_all_texts_come_back(tmp_path):
     raw = (tmp_path / "tasks.csv").read_text(encoding="utf-8-sig")
     cells = [cell for row in csv.reader(io.StringIO(raw, newline="")) for cell in row]
     assert not any(re.match("[\\s\ufeff]*[=+@\uff1d-]", cell) for cell in cells)
-    rows = [item.value for item in read_table(tmp_path / "tasks.csv", "tasks.csv")]
-    made = [record for row in rows for record in TASKS_CSV.convert(row)]
+    rows = [item.value for item in read_rows(Source("tasks.csv", tmp_path / "tasks.csv"))]
+    made = [record for row in rows for record in FORMATS["tasks_csv"].convert(row)]
     assert [record["id"] for record in made] == [task.id for task in tasks]
     assert [[r["text"] for r in m["responses"]] for m in made] == [[r.text for r in t.responses] for t in tasks]
 
@@ -207,7 +206,7 @@ def test_the_next_step_is_a_command_whose_settings_exist(tool, interface):
     check_config(config, "import")
     if tool == "csv":
         [row, *_] = csv_rows([make_task(k=3)], interface, seed=0)
-        assert [f.name for f in formats().values() if f.recognise(row)] == [config.format] == ["tasks_csv"]
+        assert [f.name for f in FORMATS.values() if f.recognise(row)] == [config.format] == ["tasks_csv"]
 
 
 @pytest.mark.parametrize("interface", ["pairwise", "ranker"])
@@ -219,7 +218,7 @@ def test_csv_that_was_filled_in_comes_back_by_the_command_that_is_told(tmp_path,
 
     from rlhf.commands.import_data import run
     from rlhf.config.compose import compose_config
-    from rlhf.data.importers import load_kind
+    from rlhf.data.label_files import load_kind
 
     tasks = [make_task("p-1", texts=["x" * 9, HTML, "=1+1, and\na line", ""]), make_task("p-2", texts=["yes", "no"])]
     turns = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user", "Who?")]
@@ -275,7 +274,7 @@ def fill_in(row: dict[str, str]) -> None:
         ({"winner": "1"}, "winner: got '1', want left, right or tie"),
         ({"about": '{"responses": {"a": {"po'}, "about: got .* want the JSON of rlhf sample: leave this column"),
         ({"ids": "a"}, "ids: got 'a', want an id for each response"),
-        ({"ids": "a z"}, "ids: got 'a z', but about knows"),
+        ({"ids": "a z"}, "ids: got 'a z', want some of"),
         ({"ids": None}, "ids: got None, want an id for each response"),
         ({"about": "[]"}, "about: got"),
         ({"about": '{"responses": 3}'}, "about: got"),
@@ -284,15 +283,17 @@ def fill_in(row: dict[str, str]) -> None:
 def test_a_broken_row_of_tasks_says_what_to_do(change, told):
     [row] = csv_rows([make_task(k=2)], "pairwise", seed=0)
     with pytest.raises(BadRow) as caught:
-        list(TASKS_CSV.convert(row | change))
+        list(FORMATS["tasks_csv"].convert(row | change))
     assert re.match(told, caught.value.message), caught.value.message
 
 
 def test_a_score_that_is_no_number_is_refused():
     [row] = csv_rows([make_task(k=2)], "ranker", seed=0)
     with pytest.raises(BadRow) as caught:
-        list(TASKS_CSV.convert(row | {"score_2": "good"}))
+        list(FORMATS["tasks_csv"].convert(row | {"score_2": "good"}))
     assert caught.value.message == "score_2: got 'good', want a number, or nothing"
-    [record] = TASKS_CSV.convert(row | {"score_1": 2.0, "score_2": 3, "comment": "hm"})  # as a spreadsheet gives them
+    [record] = FORMATS["tasks_csv"].convert(
+        row | {"score_1": 2.0, "score_2": 3, "comment": "hm"}
+    )  # as a spreadsheet gives them
     assert record["ranking"] == [[row["ids"].split()[1]], [row["ids"].split()[0]]]
     assert record["metadata"]["columns"] == {"comment": "hm"}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.label_files import load_demonstrations
 from rlhf.data.splits import split_of
 from rlhf.gold.conversations import SCRIPTS, make_conversation
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.data.comparisons import load_comparisons
 from rlhf.data.corpus import iterate_documents
-from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import record_split, split_of
 from rlhf.gold import corpus

@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from rlhf.config.gold import GoldConfig
-from rlhf.data.agreement.judgements import pairwise_agreement
+from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.records import Message, Ranking
 from rlhf.gold.judge import judge
 from rlhf.gold.labelers import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhf.data.chat_template import encode_prompt, encode_response
-from rlhf.data.comparisons import load_comparisons
 from rlhf.data.items import Item, Judgement
+from rlhf.data.label_files import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation import audit as auditing
 from rlhf.evaluation.attacks import ATTACKS, NO_PHRASES, Material, collect_material

@@ -18,7 +18,7 @@ from rlhf.cli import main
 from rlhf.commands.export import run
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.comparisons import load_comparisons
+from rlhf.data.label_files import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampler import sample
 from rlhf.errors import UserError

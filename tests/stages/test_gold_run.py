@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config
-from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.label_files import load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.data.tokenizer import load_tokenizer

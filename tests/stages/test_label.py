@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.config.checks import check_config
-from rlhf.data.comparisons import load_comparisons
+from rlhf.data.label_files import load_comparisons
 from rlhf.errors import UserError
 from rlhf.gold.labelers import make_held_out_labelers, make_labelers
 from rlhf.gold.truth import Requests

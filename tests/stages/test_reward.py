@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_prompt, encode_response
-from rlhf.data.comparisons import load_comparisons
-from rlhf.data.demonstrations import load_demonstrations
 from rlhf.data.items import Item, join_rankings, token_encoder
+from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import prompts_of
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
@@ -280,7 +279,7 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
 
 
 def test_a_model_that_scores_everything_alike_cannot_be_calibrated(gold_run, tokenizer, model):
-    from rlhf.data.comparisons import load_comparisons
+    from rlhf.data.label_files import load_comparisons
 
     records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0]
     torch.nn.init.zeros_(model.head.weight)
@@ -317,7 +316,7 @@ def write_rankings(source: Path, target: Path, keep) -> str:
 
 def test_rankings_of_held_out_labelers_train_nothing(copy_until, gold_run, tmp_path):
     """Kept out by the setting or not there at all: weights, calibration and held-out figures are the same."""
-    from rlhf.data.comparisons import load_comparisons
+    from rlhf.data.label_files import load_comparisons
 
     source = gold_run.folder / "label" / "comparisons.jsonl"
     strangers = {"labeler-3", "labeler-6", "labeler-7"}

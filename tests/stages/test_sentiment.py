@@ -12,7 +12,7 @@ from rlhf.commands.pipeline import show, stages_to_run, summarize
 from rlhf.commands.report import write
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt, end_ids
-from rlhf.data.comparisons import load_comparisons
+from rlhf.data.label_files import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.classifier import load_reward_model

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.data.importers import SourceInfo, import_source, load_all
-from rlhf.data.reading.readers import Reject
-from rlhf.data.reading.sources import Source
+from rlhf.data.inputs import Source
+from rlhf.data.label_files import FileInfo, load_all, read
 from rlhf.data.records import Record
 
 
@@ -29,11 +28,11 @@ def rejects(write_jsonl) -> Callable[..., list[tuple[str, str]]]:
 
     def run(format: str, good: dict[str, Any], bad: dict[str, Any]) -> list[tuple[str, str]]:
         path = write_jsonl([good, bad])
-        info = SourceInfo()
-        made = list(import_source(Source(str(path), path), "auto", info))
-        found = [one for one in made if isinstance(one, Reject)]
-        assert info.files[0].format == format and {reject.line for reject in found} == {2}
-        assert any(not isinstance(one, Reject) for one in made)
+        info = FileInfo(str(path))
+        made = list(read(Source(str(path), path), None, info))
+        found = [reject for one in made for reject in one.rejects]
+        assert info.format == format and {reject.line for reject in found} == {2}
+        assert any(one.records for one in made)
         return [(reject.field, reject.message) for reject in found]
 
     return run

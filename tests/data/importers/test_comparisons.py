@@ -46,10 +46,13 @@ def test_qa_feedback_keeps_pairs_that_are_no_weak_order(load):
             {"preference": [1, 2, 1, 1, 1, 1]},
             "preference: the judgements go in a circle, 1 over 2 over 3 over 1: drop the row",
         ),
-        ({"preference": [1, 1]}, "preference: got [1, 1], want six of 0 (tie), 1 (first), 2 (second)"),
+        (
+            {"preference": [1, 1]},
+            "preference: got [1, 1], want six of 0 (tie), 1 (first), 2 (second), for 12, 13, 14, 23, 24, 34",
+        ),
         (
             {"preference": [1, 1, 1, 1, 1, 3]},
-            "preference: got [1, 1, 1, 1, 1, 3], want six of 0 (tie), 1 (first), 2 (second)",
+            "preference: got [1, 1, 1, 1, 1, 3], want six of 0 (tie), 1 (first), 2 (second), for 12, 13, 14, 23, 24, 34",
         ),
         ({"passages": ["x"]}, "passages: got 'x', want lists of a title and sentences"),
         ({"passages": 3}, "passages: got 3, want a list"),
@@ -90,14 +93,14 @@ def test_openai_ratings_on_axes_are_single_rated_responses(load):
     [
         (COMPARISON | {"choice": None}, "choice", "got None, want 0 or 1, the better summary: remove rows without a judgement"),
         (COMPARISON | {"choice": 2}, "choice", "got 2, want 0 or 1, the better summary: remove rows without a judgement"),
-        (COMPARISON | {"summaries": [{"text": "x"}]}, "summaries", "got [{'text': 'x'}], want two of {text, policy}"),
+        (COMPARISON | {"summaries": [{"text": "x"}]}, "summaries", "got [{'text': 'x'}], want two summaries"),
         (COMPARISON | {"summaries": [{"text": "x"}, {}]}, "summaries.1", "got {}, want {text, policy}"),
         (COMPARISON | {"info": {"title": "x"}}, "info", "got {'title': 'x'}, want a post or an article to sum up"),
         (COMPARISON | {"info": {"post": "x", "title": 3}}, "info.title", "got 3, want text or null"),
         (
             AXES | {"summary": {"text": "x", "axes": {"overall": None}}},
             "summary.axes.overall",
-            "got no rating, want a number from 1 to 7: remove rows without a judgement",
+            "got None, want a number from 1 to 7: remove rows without a judgement",
         ),
     ],
 )  # fmt: skip
@@ -261,7 +264,10 @@ def test_kto_false_is_the_lowest_rating(load):
         (KTO | {"label": None}, "label: got None, want true or false: remove rows without a judgement"),
         (KTO | {"label": 1}, "label: got 1, want true or false: remove rows without a judgement"),
         (KTO | {"completion": 3}, "completion: got 3, want a string"),
-        (KTO | {"completion": [answer("a"), answer("b")]}, "completion: got 2 turns, want one assistant turn"),
+        (
+            KTO | {"completion": [answer("a"), answer("b")]},
+            "completion: got turns assistant, assistant, want one assistant turn",
+        ),
         ({"messages": [USER], "label": True}, 'messages: the last turn is "user", want the assistant\'s answer'),
         ({"messages": [], "label": True}, "messages: got [], want a list of turns"),
     ],

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rlhf.data.demonstrations import load_demonstrations
+from rlhf.data.label_files import FileInfo, load_demonstrations, read
 from tests.data.importers.samples import USER, answer, says
 
 ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
@@ -15,7 +15,7 @@ SEED = {"id": "seed_0", "name": "n", "instruction": " Add. ", "instances": [{"in
 QA = {"question": "1 + 1?", "answer": "2\n#### 2"}
 DECODED = {"id": 0, "instruction": "Hi", "text": "Hello", "decoded": "Hum"}
 TURNS = {"question_id": 81, "category": "c", "turns": ["Say a.", "Say b."], "reference": ["a", "b"]}
-NO_ANSWER = "response: got no text, want the demonstrated answer: remove the record"
+NO_ANSWER = "got no text, want the demonstrated answer: remove the row"
 
 
 def turns(record):
@@ -50,7 +50,6 @@ def test_alpaca(tmp_path):
         ({"output": None}, "output: got None, want a string"),
         ({"input": ["x"]}, "input: got ['x'], want a string"),
         ({"instruction": " "}, "prompt: got no text, want at least one turn that says something"),
-        ({"response": "x"}, "output: got output and response, want one of output and response"),
         ({"history": ["x"]}, "history: got ['x'], want a list of [request, answer]"),
         ({"history": [["x", 3]]}, "history.0: got 3, want text or a list of text parts"),
     ],
@@ -99,7 +98,7 @@ def test_a_dialogue_without_an_answer_is_a_prompt(load):
             "prompt",
             'its last turn is "assistant": want turns that end with role "user"',
         ),
-        ([says("human", "x"), says("gpt", " ")], "response", NO_ANSWER.removeprefix("response: ")),
+        ([says("human", "x"), says("gpt", " ")], "conversations", NO_ANSWER),
     ],
 )
 def test_a_bad_sharegpt_row(rejects, conversations, field, message):
@@ -180,12 +179,12 @@ def test_self_instruct_gives_a_demonstration_an_instance(load):
     ("instances", "field", "message"),
     [
         ([], "instances", "got [], want a list of {input, output}"),
-        (["x"], "instances.0", "got 'x', want {input, output}"),
-        ([{"input": "x"}], "instances.0.output", "got None, want a string"),
+        (["x"], "instances.0", "got 'x', want {input, output}, both strings"),
+        ([{"input": "x"}], "instances.0", "got {'input': 'x'}, want {input, output}, both strings"),
         (
             [{"input": "", "output": "3"}, {"input": "", "output": " "}],
             "instances.1.output",
-            "got no text, want the demonstrated answer: remove the instance",
+            "got no text, want the demonstrated answer: remove the row",
         ),
     ],
 )
@@ -194,13 +193,12 @@ def test_a_bad_self_instruct_row(rejects, instances, field, message):
 
 
 def test_a_bad_instance_does_not_take_the_good_ones_with_it(write_jsonl):
-    from rlhf.data.importers import SourceInfo, import_source
-    from rlhf.data.reading.readers import Reject
-    from rlhf.data.reading.sources import Source
+    from rlhf.data.inputs import Source
 
     path = write_jsonl([SEED | {"instances": [{"input": "", "output": ""}, {"input": "", "output": "3"}]}])
-    bad, good = import_source(Source(str(path), path), "auto", SourceInfo())
-    assert isinstance(bad, Reject) and bad.field == "instances.0.output"
+    [made] = read(Source(str(path), path), None, FileInfo(""))
+    [bad], [good] = made.rejects, made.records
+    assert bad.field == "instances.0.output"
     assert good.response == "3" and good.id == "seed_0.1"
 
 
@@ -223,10 +221,10 @@ def test_a_request_and_its_answer(load, format, row, prompt, response, metadata)
 @pytest.mark.parametrize(
     ("format", "good", "change", "message"),
     [
-        ("question_answer", QA, {"answer": " "}, NO_ANSWER),
+        ("question_answer", QA, {"answer": " "}, f"answer: {NO_ANSWER}"),
         ("question_answer", QA, {"question": None}, "question: got None, want a string"),
         ("question_answer", QA, {"question": ""}, "prompt: got no text, want at least one turn that says something"),
-        ("decoded", DECODED, {"text": ""}, NO_ANSWER),
+        ("decoded", DECODED, {"text": ""}, f"text: {NO_ANSWER}"),
         ("decoded", DECODED, {"instruction": 3}, "instruction: got 3, want a string"),
         ("mt_bench", TURNS, {"turns": []}, "turns: got [], want a list of texts"),
         ("mt_bench", TURNS, {"turns": "Say a."}, "turns: got 'Say a.', want a list of texts"),

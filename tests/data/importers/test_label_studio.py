@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.data.importers import BadRow, formats
-from rlhf.data.importers.label_studio import FORMAT
-from rlhf.data.reading.readers import Row
-from rlhf.data.reading.rows import read_rows
-from rlhf.data.reading.sources import resolve_sources
-from rlhf.data.reading.tables import read_table
+from rlhf.data.formats import FORMATS, BadRow
+from rlhf.data.inputs import RECORD_SUFFIXES, Row, resolve_sources
+from rlhf.data.reading import read_rows
 from rlhf.data.records import Ranking
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "label_studio"
@@ -22,16 +19,16 @@ EXPORTS = ("export.json", "export-min.json", "export.csv")
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".csv":
-        found = list(read_table(path, path.name))
-    else:
-        found = [row for source in resolve_sources(str(path), (".json",)) for row in read_rows(source)]
+    found = [row for source in resolve_sources(str(path), RECORD_SUFFIXES) for row in read_rows(source)]
     assert all(isinstance(row, Row) for row in found)
     return [row.value for row in found]  # type: ignore[union-attr]
 
 
 def convert(row: dict[str, Any]) -> list[Ranking]:
-    made = [{"id": "none"} | {k: v for k, v in values.items() if v is not None} for values in FORMAT.convert(row)]
+    made = [
+        {"id": "none"} | {k: v for k, v in values.items() if v is not None}
+        for values in FORMATS["label_studio"].convert(row)
+    ]
     return [Ranking.model_validate(values) for values in made]
 
 
@@ -39,7 +36,7 @@ def imported(path: Path, tmp_path: Path) -> list[Ranking]:
     """Through `rlhf import` as a whole, which joins the pairs of an item."""
     from rlhf.commands.import_data import run
     from rlhf.config.compose import compose_config
-    from rlhf.data.importers import load_kind
+    from rlhf.data.label_files import load_kind
 
     out = tmp_path / "out"
     run(compose_config([f"path='{path}'", f"out='{out}'", "format=auto"], "import"))
@@ -186,14 +183,14 @@ def test_the_real_pairwise_export_and_its_tasks(shared_data):
     assert len(unlabelled) == 32 and all(r.ranking is None and r.pairs is None for r in unlabelled)
     assert [r.responses for r in unlabelled] == [r.responses for r in records]
     for row in (*rows, *tasks):
-        assert [f.name for f in formats().values() if f.recognise(row) is not None] == ["label_studio"]
+        assert [f.name for f in FORMATS.values() if f.recognise(row) is not None] == ["label_studio"]
 
 
 @pytest.mark.parametrize("interface", ["pairwise", "ranker"])
 @pytest.mark.parametrize("name", [*EXPORTS, "tasks.json"])
 def test_only_this_format_recognises_its_files(interface, name):
     for row in rows_of(FIXTURES / interface / name):
-        assert [f.name for f in formats().values() if f.recognise(row) is not None] == ["label_studio"]
+        assert [f.name for f in FORMATS.values() if f.recognise(row) is not None] == ["label_studio"]
 
 
 # --- one annotation --------------------------------------------------------------------------------------------------
@@ -438,9 +435,9 @@ flat = st.builds(
 @settings(max_examples=400, deadline=None)
 @given(exports | flat | objects)
 def test_whatever_comes_is_a_record_or_a_bad_row(row):
-    FORMAT.recognise(row)
+    FORMATS["label_studio"].recognise(row)
     try:
-        made = list(FORMAT.convert(row))
+        made = list(FORMATS["label_studio"].convert(row))
     except BadRow as error:
         assert error.message
     else:

@@ -1,1 +1,0 @@
-"""How often labelers agree with each other."""

@@ -1,0 +1,164 @@
+"""What cleaning and splitting need of a record, and the steps of cleaning in order. Only hashes are kept."""
+
+import hashlib
+import marshal
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+from rlhf.data.records import Ranking, Record
+from rlhf.data.splits import conversation, given_split, hash64, key_hash, prompt_key, seeded_bits
+
+PII_KINDS = ("card", "email", "phone")
+# The result for a record; for a row with several records, the first of these that one of them has.
+KEPT, FILTERED, DUPLICATE, REJECTED = range(4)
+
+# Begins where a run of such characters does: a search from each of a million letters would take hours.
+_EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[^\W\d_]{2,}")
+_DIGITS = re.compile(r"(?<![\w.])[+(]?\d(?:[\d ().\-/]{5,}\d)(?![\w]|[.,]\d)")
+_PHONES = (
+    re.compile(r"\+\d{1,3}[ .\-/]?(?:\(\d{1,4}\)[ .\-/]?)?\d{1,4}(?:[ .\-/]?\d{2,4}){1,4}"),  # international
+    re.compile(r"(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4}"),  # North America
+    re.compile(r"\(?0\d{1,4}\)?[ .\-/]\d{2,4}(?:[ .\-/]\d{2,4}){1,3}"),  # with a trunk zero
+)
+_CARD = re.compile(r"\d(?:[ -]?\d){12,18}")
+
+
+class Facts(NamedTuple):
+    """The properties of one record; hashes are 64 bits, 0 if there is none."""
+
+    identity: int  # of the content
+    prompt: int  # of the unchanged prompt
+    key: int  # of the split key
+    prefix: int  # of the normalised beginning of a prompt record
+    user: int
+    group: int  # u of its hash with the seed, times 2^64
+    given: str | None  # the split that the record states
+    pii: tuple[str, ...]
+    pairs: int  # strictly ordered
+    ties: int
+
+
+def luhn(digits: str) -> bool:
+    """Whether a card number's check digit is right: ISO/IEC 7812-1, annex B."""
+    total = 0
+    for i, digit in enumerate(reversed(digits)):
+        value = int(digit) * (1 + i % 2)
+        total += value - 9 * (value > 9)
+    return total % 10 == 0
+
+
+def find_pii(text: str) -> set[str]:
+    """Which of PII_KINDS a text holds: e-mail addresses, card numbers with a right check digit, phone numbers."""
+    kinds = {"email"} if "@" in text and _EMAIL.search(text) else set()
+    for match in _DIGITS.finditer(text):
+        run = match[0]
+        digits = "".join(c for c in run if c in "0123456789")
+        if _CARD.fullmatch(run) and 13 <= len(digits) <= 19 and luhn(digits) and len(set(digits)) > 1:
+            kinds.add("card")
+        elif 7 <= len(digits) <= 15 and any(phone.fullmatch(run) for phone in _PHONES):
+            kinds.add("phone")
+    return kinds
+
+
+def _digest(value: Any) -> int:
+    """64 bits of a hash of lists, strings and numbers; compared within one import only."""
+    plain = marshal.dumps(value, 2)  # later versions write what is one object in memory once
+    return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
+
+
+def _judgement(record: Ranking) -> list[Any]:
+    """The responses' texts, and what a labeler said of them by position, so that their names do not matter."""
+    texts = [response.text for response in record.responses]
+    at = {response.id: i for i, response in enumerate(record.responses)}
+    return [
+        texts,
+        None if record.ranking is None else record.ranks(),
+        None if record.pairs is None else sorted([at[better], at[worse]] for better, worse in record.pairs),
+        sorted((at[name], value) for name, value in record.ratings.items()),
+        sorted((at[name], sorted(values)) for name, values in record.flags.items()),
+    ]
+
+
+def identity_of(record: Record, own_id: bool) -> int:
+    """The hash of what makes two records duplicates: prompt, responses, judgement and labeler.
+
+    Neither id nor time belongs to it. But two people without a name may judge alike, so the id of a ranking without a
+    labeler does, if the file gives one (`own_id`).
+    """
+    said: list[Any] = [record.kind, [[m.role, m.content] for m in record.prompt]]
+    if record.kind == "demonstration":
+        said += [record.response, record.labeler]
+    elif record.kind == "ranking":
+        said += [_judgement(record), record.labeler, record.id if own_id and record.labeler is None else None]
+    return _digest(said)
+
+
+def _count_pairs(record: Ranking) -> tuple[int, int]:
+    """Strictly ordered pairs and ties of a ranking; beside `pairs`, its ties are in the metadata."""
+    if record.pairs is not None:
+        ties = record.metadata.get("ties")
+        return len({(a, b) for a, b in record.pairs}), len(ties) if isinstance(ties, list) else 0
+    sizes = [len(tie) for tie in record.ranking or ()]
+    ranked, tied = sum(sizes), sum(size * (size - 1) // 2 for size in sizes)
+    return ranked * (ranked - 1) // 2 - tied, tied
+
+
+def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) -> Facts:
+    turns, metadata = record.prompt, record.metadata
+    user = (record.user if record.kind == "prompt" else None) or metadata.get("user")
+    group = metadata.get("group")
+    prefix = 0
+    if record.kind == "prompt":
+        prefix = hash64(prompt_key(conversation(turns)[: 2 * prefix_characters])[:prefix_characters])
+    pairs, ties = _count_pairs(record) if record.kind == "ranking" else (0, 0)
+    return Facts(
+        identity_of(record, own_id),
+        _digest([[m.role, m.content] for m in turns]),
+        key_hash(turns, prefix_characters),
+        prefix,
+        0 if user is None else hash64("user", str(user)),
+        0 if group is None else seeded_bits(prompt_key(str(group)), seed),
+        given_split(record),
+        tuple(sorted({kind for message in turns for kind in find_pii(message.content)})),
+        pairs,
+        ties,
+    )
+
+
+class Cleaner:
+    """Decides for each record in order whether it is kept; the steps in the order of their counts."""
+
+    def __init__(self, duplicates: str, pii: str, filter_prefixes: bool, max_prompts_per_user: int):
+        self.drop_duplicates = duplicates == "drop"
+        self.drop_pii = pii == "drop"
+        self.filter_prefixes = filter_prefixes
+        self.max_prompts_per_user = max_prompts_per_user
+        self.counts: Counter[str] = Counter(dict.fromkeys(("duplicates", "pii", "shared_prefix", "prompts_of_user"), 0))
+        self._seen: set[int] = set()
+        self._prefixes: set[int] = set()
+        self._of_user: Counter[int] = Counter()
+
+    def judge(self, kind: str, facts: Facts) -> int:
+        """KEPT, DUPLICATE or FILTERED."""
+        if self.drop_duplicates:
+            if facts.identity in self._seen:
+                self.counts["duplicates"] += 1
+                return DUPLICATE
+            self._seen.add(facts.identity)
+        if facts.pii and self.drop_pii:
+            self.counts["pii"] += 1
+            return FILTERED
+        if kind != "prompt":
+            return KEPT
+        if self.filter_prefixes:
+            if facts.prefix in self._prefixes:
+                self.counts["shared_prefix"] += 1
+                return FILTERED
+            self._prefixes.add(facts.prefix)
+        if facts.user:
+            if self._of_user[facts.user] >= self.max_prompts_per_user:
+                self.counts["prompts_of_user"] += 1
+                return FILTERED
+            self._of_user[facts.user] += 1
+        return KEPT

@@ -1,1 +1,0 @@
-"""Shared by the importers: chat turns, column mappings, verdict words."""

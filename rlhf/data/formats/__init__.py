@@ -1,0 +1,237 @@
+"""Foreign formats: the table of them, and which one a file is of (`format=auto`).
+
+A format recognises a row and converts it into records as plain dicts, without reading files or validating. One that is not
+in the table is named as `module:name` or `file.py:name`: a function that gives the records of one row.
+"""
+
+import difflib
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.data.formats import dialogues, oasst, preferences, scored
+from rlhf.data.formats.argilla import from_argilla, is_argilla
+from rlhf.data.formats.label_studio import from_label_studio, is_label_studio
+from rlhf.data.formats.shapes import BadRow, Format, Values, is_empty, require_text
+from rlhf.data.formats.table import WANTS
+from rlhf.data.formats.verdicts import counted, normal, read_phrase
+from rlhf.data.records import KINDS, shown
+from rlhf.data.tasks import from_tasks_csv, is_tasks_csv
+from rlhf.errors import UserError
+from rlhf.system.plugins import load_named
+
+__all__ = ["FORMATS", "BadRow", "Format", "choose_format", "require_text"]
+
+LOOK_AHEAD = 20  # rows used for recognition
+_KEYS = 12  # of a row, in a message
+_NEAREST = 3  # formats, in a message
+
+
+def _is_native(row: Values) -> str | None:
+    """A kind that is spelt wrong counts too: such a row is a native one with a mistake."""
+    return f"key kind is {row['kind']!r}" if isinstance(row.get("kind"), str) and "prompt" in row else None
+
+
+def _unnamed(row: Values) -> list[dict[str, Any]]:
+    raise BadRow("columns", "got none, want the columns named: set columns.prompt=… and what else the file holds")
+
+
+FORMATS: dict[str, Format] = {
+    one.name: one
+    for one in (
+        Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", _is_native, lambda row: [dict(row)]),
+        Format(
+            "alpaca", "keys instruction, input and output or response", dialogues.is_alpaca, dialogues.from_alpaca
+        ),
+        Format("argilla", "keys fields and responses, or questions with user_id, value and status", is_argilla, from_argilla),
+        Format(
+            "choices", "keys prompt, and chosen and rejected, each a list of strings", preferences.is_choices,
+            preferences.from_choices,
+        ),
+        Format(
+            "decoded", "keys instruction, text (a person's answer) and decoded (a model's)", dialogues.is_decoded,
+            dialogues.from_decoded,
+        ),
+        Format(
+            "hh", "keys chosen and rejected with dialogues of Human: and Assistant:, or text with two of them and score",
+            preferences.is_hh, preferences.from_hh,
+        ),
+        Format(
+            "kto", "prompt and completion, or messages or conversations, and key label (true or false)",
+            preferences.is_kto, preferences.from_kto,
+        ),
+        Format(
+            "label_studio", "keys data and annotations (an export), or data (a task)", is_label_studio,
+            from_label_studio, joins=True,
+        ),
+        Format("messages", "key messages with turns of role and content", dialogues.is_messages, dialogues.from_messages),
+        Format("mt_bench", "key turns with a list of texts", dialogues.is_mt_bench, dialogues.from_mt_bench),
+        Format("nectar", "keys prompt and answers, a list of answer, model and rank", scored.is_nectar, scored.from_nectar),
+        Format(
+            "oasst", "key prompt with the first message of a tree: text, role and replies", oasst.is_oasst,
+            oasst.from_oasst,
+        ),
+        Format(
+            "oasst_messages",
+            "keys message_id, parent_id, text, role, rank: one message of a tree per row; rows are counted as trees",
+            oasst.is_oasst_message, oasst.from_oasst, gather=oasst.gather_messages,
+        ),
+        Format(
+            "openai_comparisons", "keys info, and summaries and choice or a summary with axes",
+            scored.is_openai_comparisons, scored.from_openai_comparisons,
+        ),
+        Format(
+            "pairs",
+            "a prompt (prompt, question or instruction) and chosen_response and rejected_response, response_j and "
+            "response_k, or chosen and rejected",
+            preferences.is_pairs, preferences.from_pairs,
+        ),
+        Format(
+            "qa_feedback", "keys question, passages, prediction 1 … 4, preference", scored.is_qa_feedback,
+            scored.from_qa_feedback,
+        ),
+        Format(
+            "question_answer", "keys question and answer", dialogues.is_question_answer, dialogues.from_question_answer
+        ),
+        Format(
+            "self_instruct", "keys instruction and instances of input and output", dialogues.is_self_instruct,
+            dialogues.from_self_instruct,
+        ),
+        Format(
+            "sharegpt", "key conversations with turns of from and value, and perhaps chosen and rejected",
+            dialogues.is_sharegpt, dialogues.from_sharegpt,
+        ),
+        Format("table", WANTS, lambda row: None, _unnamed),
+        Format(
+            "tasks_csv", "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …",
+            is_tasks_csv, from_tasks_csv, joins=True,
+        ),
+        Format(
+            "trl", "keys chosen and rejected, or prompt and completion (strings or messages); or prompt",
+            preferences.is_trl, preferences.from_trl,
+        ),
+        Format(
+            "ultrafeedback", "keys instruction and completions with response and scores", scored.is_ultrafeedback,
+            scored.from_ultrafeedback,
+        ),
+        Format(
+            "webgpt", "keys question with full_text, answer_0, answer_1, score_0 and score_1", scored.is_webgpt,
+            scored.from_webgpt,
+        ),
+    )
+}  # fmt: skip
+
+
+def _reason(format: Format, row: Values) -> str | None:
+    try:
+        return format.recognise(row)
+    except Exception:  # a foreign row can contain values of any type: this one is not of this format
+        return None
+
+
+def find_format(name: str, setting: str) -> Format | None:
+    """The format of a name; None for auto. Raises: UserError if there is none."""
+    if name == "auto":
+        return None
+    if ":" in name:
+        convert = inspect.unwrap(load_named("format", name, 1))  # a row that it cannot read is a reject
+        return Format(name, "what the function reads", lambda row: "asked for", convert)
+    if name not in FORMATS:
+        known = ", ".join(sorted(FORMATS))
+        raise UserError(f"{setting}={name}: no such format: want auto, {known}, or a function as file.py:name")
+    return FORMATS[name]
+
+
+def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setting: str) -> tuple[Format, str]:
+    """A file's format and why: the one asked for, if one of the first rows has its shape, or the recognised one.
+
+    `name` is the file's, `setting` what the user sets a format with; both for messages.
+
+    Raises: UserError if no format, or more than one, fits.
+    """
+    if asked is None:
+        return _recognise(name, rows, setting)
+    if asked.prepare or any(_reason(asked, row) is not None for row in rows[:LOOK_AHEAD]):
+        return asked, "asked for"
+    try:
+        other, why = _recognise(name, rows, setting)
+        instead = f"it looks like {other.name} ({why}): set {setting}={other.name} or auto"
+    except UserError:
+        instead = f"it has the keys {', '.join(map(str, list(rows[0])[:_KEYS]))}"
+    raise UserError(f"{name}: not of {setting}={asked.name}, which wants {asked.wants}: {instead}")
+
+
+def _recognise(name: str, rows: Sequence[Values], setting: str) -> tuple[Format, str]:
+    for row in rows[:LOOK_AHEAD]:
+        matches = {f.name: why for f in FORMATS.values() if (why := _reason(f, row)) is not None}
+        if "argilla" in matches:  # a flat row of it can have the keys of others
+            matches = {"argilla": matches["argilla"]}
+        if len(matches) == 1:
+            [(chosen, why)] = matches.items()
+            return FORMATS[chosen], why
+        if matches:
+            raise UserError(f"{name}: could be {' and '.join(matches)}: set {setting} to one of them")
+    keys = ", ".join(shown(str(key))[1:-1] for key in list(rows[0])[:_KEYS])
+    nearest = _nearest(rows[0])
+    near = f"The nearest formats are {nearest}. " if nearest else ""
+    raise UserError(f"{name}: no format recognised: rows have the keys {keys}. {near}{propose_columns(rows)}")
+
+
+def _nearest(row: Values) -> str:
+    """The formats whose keys are most similar to those of a row, with their keys; empty if none is similar."""
+
+    def likeness(one: Format) -> float:
+        named = set(re.findall(r"\w+", one.wants.lower()))
+        keys = [str(key).lower() for key in list(row)[:_KEYS]]
+        return sum(1.0 if key in named else 0.5 * bool(difflib.get_close_matches(key, named, 1, 0.75)) for key in keys)
+
+    ranked = sorted(((likeness(one), one) for one in FORMATS.values()), key=lambda pair: (-pair[0], pair[1].name))
+    return "; ".join(f"{one.name}: {one.wants}" for score, one in ranked[:_NEAREST] if score > 0)
+
+
+# --- the proposed column map -----------------------------------------------------------------------------------------
+
+_PROMPT = re.compile("prompt|instruction|question|query|request|input", re.I)
+_ANSWER = re.compile("answer|response|completion|output|reply|summary", re.I)
+_VERDICT = re.compile("winner|label|prefer|choice|better|vote|verdict|annotator", re.I)
+_MOST_WORDS = 12  # a column with more different values holds no verdicts
+
+
+def propose_columns(rows: Sequence[Values]) -> str:
+    """The command line that would read such rows as a table, as far as their keys and values tell."""
+    columns = {str(key): [row.get(key) for row in rows] for key in rows[0]}
+    texts = [key for key, values in columns.items() if any(isinstance(value, str) for value in values)]
+    groups: dict[str, list[str]] = {}
+    for key in texts:
+        groups.setdefault(re.sub(r"[ _-]?(\d+|[ab]|left|right|chosen|rejected)$", "", key, flags=re.I), []).append(key)
+    sides = max((group for group in groups.values() if len(group) > 1), key=len, default=[])
+    prompts = [key for key in texts if _PROMPT.search(key) and key not in sides]
+    rest = [key for key in texts if key not in sides]
+    proposed = [f"columns.prompt={_setting(prompts[:2] or rest[:1]) or '…'}"]
+    found = ""
+    if sides:
+        winners = [
+            key for key, values in columns.items() if key not in (*sides, *prompts) and _holds_verdicts(key, values)
+        ]
+        proposed.append(f"columns.responses={_setting(sides)}")
+        said = [value for key in winners for value in columns[key]]
+        words = sorted({normal(value) for value in said if not is_empty(value)})
+        proposed += [f"columns.winner={_setting(winners)}"] if winners else []
+        if winners and not all(read_phrase(word, len(sides)) for word in words):
+            proposed += ["words.first=…", "words.second=…", "words.tie=…"]
+        found = f" ({', '.join(winners)}: {counted(said, _MOST_WORDS)})" if winners else ""
+    else:
+        answers = [key for key in rest if _ANSWER.search(key) and key not in prompts]
+        proposed += [f"columns.response={answers[0]}"] if answers else []
+    return f"Name the columns, as: format=table {' '.join(proposed)}{found}"
+
+
+def _setting(names: Sequence[str]) -> str:
+    text = ",".join(names) if len(names) < 2 else f"[{','.join(names)}]"
+    return f"'{text}'" if re.search(r"[\s\[]", text) else text
+
+
+def _holds_verdicts(key: str, values: Sequence[Any]) -> bool:
+    words = {normal(value) for value in values if isinstance(value, str | int | float) and not is_empty(value)}
+    return bool(_VERDICT.search(key)) and 0 < len(words) <= _MOST_WORDS and all(len(word) < 60 for word in words)

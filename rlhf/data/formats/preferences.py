@@ -1,0 +1,306 @@
+"""Pairs and single verdicts: hh, trl, pairs, choices (several chosen and several rejected answers) and kto."""
+
+import re
+from collections.abc import Iterator
+from itertools import groupby, takewhile
+from operator import itemgetter
+from typing import Any
+
+from rlhf.data.formats.dialogues import request
+from rlhf.data.formats.shapes import (
+    RATINGS,
+    ROLES,
+    BadRow,
+    Turns,
+    Values,
+    chat_turns,
+    demonstration,
+    id_and_rest,
+    is_chat,
+    is_list,
+    is_text,
+    last_answer,
+    letters,
+    number,
+    one_answer,
+    other_keys,
+    preference,
+    ranking_of,
+    require,
+    require_text,
+    response_of,
+    user_turn,
+    with_system,
+)
+
+Made = Iterator[dict[str, Any]]
+_JUDGED = ("chosen", "rejected")
+_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_HEADING = re.compile(r"(?:\A|\n)\s*#{2,3} ?(Human|Assistant):")
+
+
+# --- hh --------------------------------------------------------------------------------------------------------------
+
+
+def _hh_text(text: str) -> str:
+    """The text with HH's own markers; some sets write them as headings, "## Human:"."""
+    if re.match(r"\s*#{2,3} ?Human:", text):
+        text = _HEADING.sub(r"\n\n\1:", text)
+    return "\n\n" + text.lstrip()
+
+
+def _is_hh_text(value: Any) -> bool:
+    return isinstance(value, str) and _hh_text(value).startswith(_HUMAN)
+
+
+def is_hh(row: Values) -> str | None:
+    if "prompt" not in row and all(_is_hh_text(row.get(key)) for key in _JUDGED):
+        return 'chosen and rejected are dialogues of "Human:" and "Assistant:"'
+    texts: Any = row.get("text")
+    if "score" in row and is_list(texts) and all(map(_is_hh_text, texts)):
+        return 'text holds dialogues of "Human:" and "Assistant:", score a number each'
+    return None
+
+
+def _hh_turns(text: str) -> Turns:
+    """The turns of a dialogue; one speaker's turns in a row are one turn, its parts a blank line apart."""
+    _, *parts = _TURN.split(text)  # role, text, role, text, …
+    spoken = zip(parts[::2], parts[1::2], strict=True)
+    return [
+        {"role": ROLES[speaker.lower()], "content": "\n\n".join(said.strip() for _, said in group)}
+        for speaker, group in groupby(spoken, key=itemgetter(0))
+    ]
+
+
+def text_prompt(text: str) -> Turns:
+    """A prompt given as one string: the turns of a dialogue that ends with "Assistant:", else one user turn as it is."""
+    whole = _hh_text(text).rstrip()
+    if _is_hh_text(text) and whole.endswith(_ASSISTANT):
+        return _hh_turns(whole.removesuffix(_ASSISTANT))
+    return user_turn(text)
+
+
+def _shared_length(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def from_hh(row: Values) -> Made:
+    """One ranking with K = 2: response "a" is the chosen one, or the first text, whose higher score wins.
+
+    The prompt ends at the last "Assistant:" that both dialogues share, not at each one's own last one: an answer may itself
+    contain that marker, and two answers may begin with the same words. White space around each turn belongs to the markers.
+    """
+    scored = "text" in row and "chosen" not in row
+    texts: Any = row["text"] if scored else [require_text(row, key) for key in _JUDGED]
+    fields = ("text.0", "text.1") if scored else _JUDGED
+    require(is_list(texts, str) and len(texts) == 2, "text", texts, "two dialogues")
+    for field, text in zip(fields, texts, strict=True):
+        require(_is_hh_text(text), field, text.strip()[:30], 'a dialogue that begins with "Human:"')
+    first, second = map(_hh_text, texts)
+    at = first.rfind(_ASSISTANT, 0, _shared_length(first, second))
+    both = " and ".join(fields)
+    if at < 0:
+        raise BadRow(fields[0], f'{both} share no "Assistant:" turn: want dialogues that differ at the end')
+    answers = [text[at + len(_ASSISTANT) :] for text in (first, second)]
+    if any(_HUMAN in answer for answer in answers):
+        raise BadRow(fields[0], f"{both} part before the last answer: want the same dialogue up to it")
+    judged = preference(*({"content": answer.strip()} for answer in answers))
+    if scored:
+        scores: Any = row.get("score")
+        require(is_list(scores) and len(scores) == 2, "score", scores, "two numbers")
+        judged["ranking"] = ranking_of(
+            {n: number(s, "score") for n, s in zip("ab", scores, strict=True)}, best="highest"
+        )
+    yield {"prompt": _hh_turns(first[:at]), **judged, "metadata": other_keys(row, *(("text",) if scored else _JUDGED))}
+
+
+# --- trl -------------------------------------------------------------------------------------------------------------
+
+
+def is_trl(row: Values) -> str | None:
+    others = (
+        "kind", "messages", "conversations", "label", "kto_tag", "fields", "turns", "text", "annotation_id", "winner",
+    )  # fmt: skip
+    both = [row.get(key) for key in _JUDGED]
+    if is_hh(row) is not None or "kind" in row or "conversations" in row:
+        return None
+    if "prompt" in row and "completion" in row and "label" not in row and "kto_tag" not in row:
+        return "keys prompt and completion"
+    answers = (*_JUDGED, "completion", "response", "answer", "output")  # in any key's name
+    alone = not any(word in key for key in row for word in answers) and not any(key in row for key in others)
+    alone = alone and not any(is_list(value, dict) for key, value in row.items() if key != "prompt")
+    if alone and (isinstance(row.get("prompt"), str) or is_chat(row.get("prompt"))):
+        return "key prompt and no answer"
+    prompt = "with" if "prompt" in row else "without"
+    if all(isinstance(text, str) for text in both) and (
+        "prompt" in row or not row.keys() & {"question", "instruction"}
+    ):
+        return f"keys chosen and rejected hold strings, {prompt} a prompt"
+    return f"keys chosen and rejected hold messages, {prompt} a prompt" if all(map(is_chat, both)) else None
+
+
+def _prompt(value: Any) -> Any:
+    """A prompt as turns if it contains some; anything else as it came, for the record to judge."""
+    return chat_turns(value, "prompt") if is_chat(value) else text_prompt(value) if isinstance(value, str) else value
+
+
+def _split_messages(chosen: Turns, rejected: Turns) -> tuple[Turns, list[dict[str, Any]]]:
+    """The turns that both share, and the answer's turn of each; an equal last turn is still an answer."""
+    said = [[(turn["role"], turn["content"]) for turn in turns[:-1]] for turns in (chosen, rejected)]
+    shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*said, strict=False)))
+    answers = [one_answer(turns[shared:], key) for key, turns in (("chosen", chosen), ("rejected", rejected))]
+    return chosen[:shared], answers
+
+
+def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
+    """An implicit prompt: what both strings share, up to the last white space that leaves both an answer."""
+    at = min(_shared_length(chosen, rejected), len(chosen.rstrip()) - 1, len(rejected.rstrip()) - 1)
+    while at > 0 and not chosen[at - 1].isspace():
+        at -= 1
+    if at < 1 or not chosen[:at].strip():
+        raise BadRow("chosen", "chosen and rejected share no beginning that could be the prompt: give the key prompt")
+    return chosen[:at].strip(), [chosen[at:].strip(), rejected[at:].strip()]
+
+
+def from_trl(row: Values) -> Made:
+    """One ranking with K = 2, response "a" the chosen one; or one demonstration of a completion; or one prompt."""
+    prompt: Any = row.get("prompt")
+    if "chosen" in row or "rejected" in row:
+        both = [row.get(key) for key in _JUDGED]
+        if all(isinstance(text, str) for text in both):
+            if prompt is None:
+                prompt, both = _split_strings(*both)
+            answers: Any = [{"content": text} for text in both]
+        else:
+            odd = "rejected" if isinstance(both[0], str) or is_chat(both[0]) else "chosen"
+            require(all(map(is_chat, both)), odd, row.get(odd), "a string or a list of messages, as its counterpart")
+            shared, answers = _split_messages(*(chat_turns(row[key], key) for key in _JUDGED))
+            # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
+            prompt = shared if shared or prompt is None else prompt
+        yield {"prompt": _prompt(prompt), **preference(*answers), "metadata": other_keys(row, "prompt", *_JUDGED)}
+    elif "completion" in row:
+        answer, metadata = row["completion"], other_keys(row, "prompt", "completion")
+        if is_chat(answer):
+            turn = one_answer(answer, "completion")
+            answer, more = turn["content"], other_keys(turn, "role", "content")
+            metadata |= {"answer": more} if more else {}
+        yield demonstration(_prompt(prompt), require_text({"completion": answer}, "completion"), metadata, "completion")
+    else:
+        name, rest = id_and_rest(row, "prompt", "user", ids=("id", "prompt_id"))
+        inner = rest.pop("metadata") if isinstance(rest.get("metadata"), dict) else {}
+        yield {
+            "kind": "prompt",
+            "id": name,
+            "prompt": _prompt(prompt),
+            "user": row.get("user"),
+            "metadata": inner | rest,
+        }
+
+
+# --- pairs, choices --------------------------------------------------------------------------------------------------
+
+
+def _pair_keys(row: Values) -> tuple[str, str, str] | None:
+    """Which keys hold the prompt, the better and the worse answer."""
+    prompt = next((key for key in ("prompt", "question", "instruction") if isinstance(row.get(key), str)), None)
+    ways = (("chosen_response", "rejected_response"), ("response_j", "response_k"), _JUDGED)
+    answers = next((pair for pair in ways if all(key in row for key in pair)), None)
+    if prompt is None or answers is None or (prompt == "prompt" and answers == _JUDGED):
+        return None
+    return prompt, *answers
+
+
+def is_pairs(row: Values) -> str | None:
+    keys = _pair_keys(row)
+    if keys is None or "kind" in row or is_hh(row) is not None or not all(isinstance(row[key], str) for key in keys):
+        return None
+    return f"keys {keys[0]}, {keys[1]} (better) and {keys[2]}"
+
+
+def from_pairs(row: Values) -> Made:
+    """One ranking with K = 2: response "a" is the better one. Texts stay as they are, a maker's special tokens included."""
+    keys = _pair_keys(row)
+    if keys is None:
+        raise BadRow("prompt", "missing: want prompt, question or instruction, and two answers as in the rows before")
+    parts = [require_text(row, keys[0])]
+    used = [*keys, "system"]
+    if keys[0] == "instruction":
+        used.append("input")
+        parts += [row["input"]] if row.get("input") is not None and is_text(require_text(row, "input")) else []
+    name, rest = id_and_rest(row, *used)
+    judged = preference(*({"content": require_text(row, key)} for key in keys[1:]))
+    yield {
+        "id": name,
+        "prompt": with_system(row.get("system"), user_turn("\n\n".join(parts))),
+        **judged,
+        "metadata": rest,
+    }
+
+
+def is_choices(row: Values) -> str | None:
+    both = all(is_list(row.get(key), str) for key in _JUDGED)
+    fits = both and "kind" not in row and isinstance(row.get("prompt"), str)
+    return "keys prompt, chosen and rejected, the latter two lists of strings" if fits else None
+
+
+def from_choices(row: Values) -> Made:
+    """As reward benchmarks have them: every chosen answer beats every rejected one; among either, nothing is said."""
+    for key in _JUDGED:
+        require(is_list(row.get(key), str), key, row.get(key), "a list of strings")
+    chosen, rejected = row["chosen"], row["rejected"]
+    names = letters(len(chosen) + len(rejected))
+    name, rest = id_and_rest(row, "prompt", *_JUDGED, "system")
+    yield {
+        "kind": "ranking",
+        "id": name,
+        "prompt": with_system(row.get("system"), text_prompt(require_text(row, "prompt"))),
+        "responses": [{"id": i, "text": text} for i, text in zip(names, [*chosen, *rejected], strict=True)],
+        "ranking": [names[: len(chosen)], names[len(chosen) :]],
+        "metadata": rest,
+    }
+
+
+# --- kto -------------------------------------------------------------------------------------------------------------
+
+
+def is_kto(row: Values) -> str | None:
+    label = next((key for key in ("label", "kto_tag") if key in row), None)
+    if label is None or "kind" in row:
+        return None
+    if "prompt" in row and "completion" in row:
+        return f"keys prompt, completion and {label}"
+    if label == "kto_tag" and "instruction" in row and "output" in row:
+        return "keys instruction, output and kto_tag"
+    chat = next((key for key in ("messages", "conversations") if isinstance(row.get(key), list)), None)
+    return f"keys {chat} and {label}" if chat else None
+
+
+def from_kto(row: Values) -> Made:
+    """One answer with a label true or false: a ranking with K = 1, rated 7 or 1; the label stays under `metadata`."""
+    key = "kto_tag" if "kto_tag" in row and "label" not in row else "label"
+    label: Any = row.get(key)
+    require(isinstance(label, bool), key, label, "true or false: remove rows without a judgement")
+    chat = next((key for key in ("messages", "conversations") if key in row), None)
+    used: tuple[str, ...] = ("prompt", "completion")
+    prompt: Any
+    if chat is not None:
+        prompt, answer = last_answer(with_system(row.get("system"), chat_turns(row[chat], chat)), chat)
+        used = (chat, "system")
+    elif "instruction" in row:
+        prompt = with_system(row.get("system"), user_turn(request(row)))
+        answer = {"content": require_text(row, "output")}
+        used = ("instruction", "input", "context", "output", "system")
+    else:
+        listed = isinstance(row.get("prompt"), list)
+        prompt = chat_turns(row["prompt"], "prompt") if listed else text_prompt(require_text(row, "prompt"))
+        completion = row.get("completion")
+        as_turn = isinstance(completion, list)
+        answer = one_answer(completion, "completion") if as_turn else {"content": require_text(row, "completion")}
+    yield {
+        "kind": "ranking",
+        "prompt": prompt,
+        "responses": [response_of("a", answer)],
+        "ratings": {"a": RATINGS[label]},
+        "metadata": other_keys(row, *used),
+    }

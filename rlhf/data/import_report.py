@@ -1,0 +1,152 @@
+"""The reports of an import: report.json, rejects.jsonl and the table on the screen. They contain no times and no paths of
+their own files, so that importing the same rows twice writes the same bytes.
+"""
+
+import base64
+import importlib.metadata
+import json
+import platform
+import re
+from collections import Counter
+from itertools import accumulate
+from typing import Any
+
+from rlhf import __version__
+from rlhf.data import agreement
+from rlhf.data.cleaning import PII_KINDS, Facts
+from rlhf.data.inputs import Reject
+from rlhf.data.records import Record
+from rlhf.data.splits import SPLITS
+
+KEPT_BYTES = 1 << 20  # of a reject's row
+ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
+_GOT_WANT = re.compile(r"(?:got )?(.*), want (.*)", re.DOTALL)
+
+
+class Statistics:
+    """Figures of the records that are kept."""
+
+    def __init__(self) -> None:
+        self.labelers: Counter[str] = Counter()
+        self.unnamed = self.unpaired = self.pairs = self.ties = 0
+        self.pii: Counter[str] = Counter(dict.fromkeys(PII_KINDS, 0))
+        self.sizes: Counter[int] = Counter()  # responses of a ranking
+        parts = (f"{part}_{unit}" for part in ("prompt", "response") for unit in ("characters", "words"))
+        self.lengths: dict[str, Counter[int]] = {name: Counter() for name in parts}
+
+    def add(self, record: Record, facts: Facts) -> int:
+        """Add a kept record; returns its characters."""
+        prompts = [turn.content for turn in record.prompt]
+        texts: list[str] = []
+        if record.kind == "demonstration":
+            texts = [record.response]
+        elif record.kind == "ranking":
+            texts = [response.text for response in record.responses]
+            self.sizes[len(texts)] += 1
+            self.unpaired += facts.pairs == 0
+            self.pairs += facts.pairs
+            self.ties += facts.ties
+        if record.kind != "prompt":
+            self.labelers.update([record.labeler] if record.labeler is not None else [])
+            self.unnamed += record.labeler is None
+        self.pii.update(facts.pii)
+        characters = sum(map(len, prompts))
+        self.lengths["prompt_characters"][characters] += 1
+        self.lengths["prompt_words"][sum(len(text.split()) for text in prompts)] += 1
+        for text in texts:
+            self.lengths["response_characters"][len(text)] += 1
+            self.lengths["response_words"][len(text.split())] += 1
+        return characters + sum(map(len, texts))
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "ties": self.ties,
+            "pairs": self.pairs,
+            "unpaired": self.unpaired,
+            "responses_a_ranking": {str(size): self.sizes[size] for size in sorted(self.sizes)},
+            "labelers": {name: self.labelers[name] for name in sorted(self.labelers)},
+            "records_without_labeler": self.unnamed,
+            "lengths": {name: summarise(counts) for name, counts in self.lengths.items()},
+        }
+
+
+def summarise(counts: Counter[int]) -> dict[str, Any] | None:
+    """n, mean, least, median, 95th percentile and largest of counted integers; a quantile is a value that occurs."""
+    if not counts:
+        return None
+    values = sorted(counts)
+    seen = list(accumulate(counts[value] for value in values))
+    median, high = (
+        next(v for v, n in zip(values, seen, strict=True) if n >= share * seen[-1]) for share in (0.5, 0.95)
+    )
+    mean = sum(value * count for value, count in counts.items()) / seen[-1]
+    return {"n": seen[-1], "mean": round(mean, 2), "min": values[0], "median": median, "p95": high, "max": values[-1]}
+
+
+def versions() -> dict[str, str]:
+    ours = {"rlhf": __version__, "python": platform.python_version()}
+    return ours | {name: importlib.metadata.version(name) for name in ("pydantic", "pyarrow", "datasets")}
+
+
+def reject_line(reject: Reject) -> str:
+    """A line of rejects.jsonl: where, what came, what was wanted, and the row, of which at most KEPT_BYTES are kept."""
+    message = reject.message.removeprefix(f"{reject.field}: ") if reject.field else reject.message
+    parts = _GOT_WANT.fullmatch(message)
+    if parts:
+        got, wanted = parts[1], parts[2]
+    elif message == "missing":
+        got, wanted = "nothing", "a value"
+    else:
+        got, _, wanted = message.rpartition(": ")
+        got, wanted = (got, wanted) if got else (wanted, "")
+    entry: dict[str, Any] = {
+        "file": reject.file, "line": reject.line, "number": reject.number, "field": reject.field, "got": got,
+        "want": wanted, "message": reject.message,
+    }  # fmt: skip
+    if reject.raw is not None:
+        kept = reject.raw[:KEPT_BYTES]
+        try:
+            entry["original"] = kept.decode("utf-8", "ignore" if len(kept) < len(reject.raw) else "strict")
+        except UnicodeDecodeError:
+            entry["base64"] = base64.b64encode(kept).decode("ascii")
+        if len(kept) < len(reject.raw):
+            entry["bytes"] = len(reject.raw)
+    text = json.dumps(entry, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # a message with characters that UTF-8 cannot encode
+        text = json.dumps(entry)
+    return text + "\n"
+
+
+def describe(report: dict[str, Any]) -> list[str]:
+    """The report as lines for the screen."""
+    lines = []
+    for file in report["files"]:
+        made = ", ".join(f"{count:,} {kind}" for kind, count in sorted(file["records"].items())) or "no record"
+        taken = f"{file['format']} ({file['why']})" if file["format"] else file["why"]
+        lines.append(f"{file['file']}: {taken}: {file['counts']['input']:,} rows, {made}")
+    counts = report["counts"]
+    lines.append("rows: " + ", ".join(f"{counts[name]:,} {name}" for name in ROW_COUNTS))
+    records = report["records"]
+    if records:
+        lines.append(f"  {'records':<15}" + "".join(f"{name:>10}" for name in (*SPLITS, "in all")))
+        for kind, by_split in records.items():
+            cells = [by_split[split] for split in SPLITS]
+            lines.append(f"  {kind:<15}" + "".join(f"{count:>10,}" for count in (*cells, sum(cells))))
+    done = [f"{count:,} {name.replace('_', ' ')}" for name, count in report["cleaning"].items() if count]
+    if done:
+        lines.append("cleaning: " + ", ".join(done))
+    if "ranking" in records:
+        k = ", ".join(f"{count:,} of {size}" for size, count in report["responses_a_ranking"].items())
+        lines.append(
+            f"rankings: responses {k}; {report['pairs']:,} pairs, {report['ties']:,} ties, "
+            f"{report['unpaired']:,} unpaired; {len(report['labelers']):,} labelers"
+        )
+    for name, figures in report["lengths"].items():
+        if figures and name.endswith("_words"):
+            lines.append(
+                f"words per {name.removesuffix('_words')}: median {figures['median']:,}, "
+                f"95% up to {figures['p95']:,}, longest {figures['max']:,}"
+            )
+    return lines + (agreement.describe(report["agreement"]) if "ranking" in records else [])

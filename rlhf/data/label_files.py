@@ -1,0 +1,235 @@
+"""Files of labels as records: the rows of a source, its format, and one validated record after another."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from rlhf.data.formats import BadRow, Format, choose_format, find_format
+from rlhf.data.inputs import RECORD_SUFFIXES, Reading, Reject, Row, Source, printable_path, resolve_sources
+from rlhf.data.reading import read_rows
+from rlhf.data.records import (
+    KINDS,
+    Demonstration,
+    PromptRecord,
+    Ranking,
+    Record,
+    first_problem,
+    shown,
+    without_replaced,
+)
+from rlhf.data.storage import check_whole, read_records, verify
+from rlhf.errors import UserError
+
+HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
+_SHOWN_PROBLEMS = 5
+
+
+class Converted(NamedTuple):
+    """What became of one row."""
+
+    row: Row | Reject
+    records: list[Record]
+    rejects: list[Reject]
+    own_id: bool = False  # whether the file gives the records' ids
+
+
+@dataclass(slots=True)
+class FileInfo:
+    """The recognised format of one file, and the number of its records."""
+
+    name: str
+    format: str | None = None
+    why: str = "no row could be read"  # how the format was recognised; "asked for" if the user named it
+    rows: int = 0
+    records: Counter[str] = field(default_factory=Counter)  # by kind
+
+
+@dataclass(slots=True)
+class SourceInfo:
+    """What was read: one entry per file."""
+
+    files: list[FileInfo] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
+
+    def describe(self) -> list[str]:
+        """One line per file: name, format and why, rows, records by kind."""
+        return [
+            f"{f.name}: {f.format} ({f.why}), {f.rows} rows: "
+            + (", ".join(f"{count} {kind} records" for kind, count in sorted(f.records.items())) or "no record")
+            for f in self.files
+        ]
+
+
+def read(
+    source: Source,
+    format: Format | None,
+    info: FileInfo,
+    reading: Reading | None = None,
+    setting: str = "data.format",
+) -> Iterator[Converted]:
+    """Every row of a source with its records; `format` None: what the rows look like. `info` gets the format and why.
+
+    Raises: UserError if the source as a whole cannot be read, is empty or is of no known format.
+    """
+    reading = reading or Reading()
+    rows = read_rows(source, reading)
+    head: list[Row | Reject] = []
+    values: list[dict[str, Any]] = []
+    problem: UserError | None = None  # of the file, after the rows of `head`
+    try:
+        for row in rows:
+            head.append(row)
+            values += [row.value] if isinstance(row, Row) else []
+            if len(head) >= HEAD_ROWS and values:
+                break
+    except UserError as error:
+        problem = error
+    if not head:
+        raise problem or UserError(f"{source.name}: the file is empty: want rows of a known format")
+    if not values:
+        yield from (Converted(row, [], [row]) for row in head if isinstance(row, Reject))
+        if problem is not None:
+            raise problem
+        return
+    chosen, info.why = choose_format(source.name, values, format, setting)
+    info.format = chosen.name
+    if chosen.prepare is not None:
+        chosen = chosen.prepare(source.name, values)
+        info.why = "; ".join(filter(None, [info.why, reading.note, chosen.recognise(values[0])]))
+    stem = printable_path(source.path.name) if source.path else source.name
+    every = chain(head, rows)
+    for row in every if chosen.gather is None else chosen.gather(every, source.name):
+        yield convert_row(row, chosen, source.name, stem)
+    if problem is not None:
+        raise problem
+
+
+def convert_row(row: Row | Reject, chosen: Format, name: str, stem: str) -> Converted:
+    """The validated records of one row; one without an id is named `<file>:<number>`, of several `<file>:<number>.<i>`."""
+    if isinstance(row, Reject):
+        return Converted(row, [], [row])
+    values: list[dict[str, Any]] = []
+    rejects: list[Reject] = []
+    records: list[Record] = []
+    try:
+        for one in chosen.convert(row.value):
+            if isinstance(one, BadRow):
+                rejects.append(reject_row(name, row, one.field, one.message))
+            else:
+                values.append(one)
+        if not values and not rejects:
+            raise BadRow("", f"got a row that gives no record, want {chosen.wants}")
+        for i, fields in enumerate(values):
+            kind = fields.get("kind")
+            if not isinstance(kind, str) or kind not in KINDS:
+                raise BadRow("kind", f"got {shown(kind)}, want {', '.join(KINDS)}" if "kind" in fields else "missing")
+            if fields.get("id") is None:
+                fields = fields | {"id": f"{stem}:{row.number}" + (f".{i}" if len(values) > 1 else "")}
+            records.append(KINDS[kind].model_validate(fields))
+        return Converted(row, records, rejects, all(fields.get("id") is not None for fields in values))
+    except BadRow as error:
+        problem = error.field, error.message
+    except ValidationError as error:
+        problem = first_problem(error)
+    except RecursionError:
+        problem = "", "nested too deeply"
+    except Exception as error:  # an unexpected shape must not stop the other rows
+        came = shown(f"{type(error).__name__}: {error}")[1:-1]
+        problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
+    return Converted(row, [], [reject_row(name, row, *problem)])
+
+
+def reject_row(name: str, row: Row, field: str, message: str) -> Reject:
+    return Reject(name, row.line, field, message, row.number, row_bytes(row))
+
+
+def row_bytes(row: Row) -> bytes:
+    """A row's bytes in its file, or its JSON if it comes from no line."""
+    if row.raw is not None:
+        return row.raw
+    try:
+        return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    except (ValueError, TypeError, RecursionError):  # circular, with keys of other types, or too deep
+        return ascii(list(row.value)).encode()
+
+
+# --- what stages read ------------------------------------------------------------------------------------------------
+
+
+def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], SourceInfo]:
+    """All records of the sources, of every kind; of finished imports with the split that was written there.
+
+    Raises: UserError if a source cannot be read, where any row is bad (the first five problems and their count),
+    and for an import that had too many rejects, unless `allow_partial`.
+    """
+    info = SourceInfo()
+    records: list[Record] = []
+    rejects: list[Reject] = []
+    for source in resolve_sources(sources, RECORD_SUFFIXES, imports=True):
+        about = FileInfo(source.name)
+        info.files.append(about)
+        made: list[Record] = []
+        if source.imported:
+            assert source.path is not None
+            check_whole(source.path, verify(source.path), allow_partial)
+            about.format, about.why = "import", "written by rlhf import"
+            made = list(read_records(source.path))
+            about.rows = len(made)
+        else:
+            for one in read(source, find_format(format, "data.format"), about):
+                about.rows += 1
+                made += one.records
+                rejects += one.rejects
+            if about.format and (known := find_format(about.format, "data.format")) and known.joins:
+                raise UserError(
+                    f"{source.name}: is of the format {known.name}, whose rows belong together: give it to "
+                    "`rlhf import` first"
+                )
+            made = without_replaced(made)
+        about.records.update(record.kind for record in made)
+        records += made
+    if rejects:
+        first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
+        more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""
+        raise UserError(f"{len(rejects)} of {info.rows} rows cannot be used: mend or remove them: {first}{more}")
+    return records, info
+
+
+RecordType = TypeVar("RecordType", Demonstration, Ranking, PromptRecord)
+
+
+def load_kind(
+    sources: Any, format: str, wanted: type[RecordType], allow_partial: bool = False
+) -> tuple[list[RecordType], SourceInfo]:
+    """The records of one kind; those of other kinds are left out, but counted in the info.
+
+    Raises: UserError as `load_all`, and if there is no record of that kind.
+    """
+    records, info = load_all(sources, format, allow_partial)
+    chosen = [record for record in records if isinstance(record, wanted)]
+    if not chosen:
+        kind = wanted.model_fields["kind"].default
+        raise UserError(f"no {kind} record in the data: want at least one. Read: {'; '.join(info.describe())}")
+    return chosen, info
+
+
+def load_comparisons(
+    sources: Any, format: str = "auto", allow_partial: bool = False
+) -> tuple[list[Ranking], SourceInfo]:
+    """The rankings of the sources in order, those without an ordered pair (one response, all ties) included."""
+    return load_kind(sources, format, Ranking, allow_partial)
+
+
+def load_demonstrations(
+    sources: Any, format: str = "auto", allow_partial: bool = False
+) -> tuple[list[Demonstration], SourceInfo]:
+    """The demonstrations of the sources in order."""
+    return load_kind(sources, format, Demonstration, allow_partial)

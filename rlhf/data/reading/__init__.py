@@ -1,1 +1,0 @@
-"""Bytes to rows: text lines, JSON, tables, spreadsheets."""
