@@ -17,7 +17,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.endpoint import Endpoint, shown_counts
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import Scores, score_answers_by
-from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, prompts_needed, show
+from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, show
 from rlhf.model.classifier import load_reward_model
 from rlhf.runs.folders import run_folder, stage_folder
 from rlhf.runs.run_files import read_jsonl
@@ -202,7 +202,7 @@ def pairs_of(policies: Sequence[str]) -> list[tuple[str, str]]:
 def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[list[str]]]) -> Figures:
     """How often our answers win over theirs, plainly and at equal length: all pairs of answers to a prompt, ties half.
 
-    words: ours minus theirs. needed: the number of prompts that would detect an effect of this size, if the interval contains 1/2.
+    words: ours minus theirs.
     """
     points = pair_points(ours[0], theirs[0])
     words = [
@@ -213,12 +213,7 @@ def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[lis
         "win_rate": interval([sum(row) / len(row) for row in points]),
         "length_controlled": length_controlled(points, words),
     }
-    needed = {key: prompts_needed(figure) for key, figure in rates.items() if reaches_half(figure)}
-    return rates | {"words": interval([sum(row) / len(row) for row in words]), "needed": needed}
-
-
-def reaches_half(figure: Figures) -> bool:
-    return figure["value"] is not None and figure["ci95"][0] <= 0.5 <= figure["ci95"][1]
+    return rates | {"words": interval([sum(row) / len(row) for row in words])}
 
 
 def describe_comparisons(results: Figures) -> list[str]:
@@ -226,9 +221,8 @@ def describe_comparisons(results: Figures) -> list[str]:
     accuracy, length = held_out["accuracy"], held_out["length_baseline"]
     lines = [f"judge: accuracy {show(accuracy)} on {accuracy['n']} held-out pairs, length alone {length:.3f}"]
     for row in results["pairs"]:
-        needed = [f"{n:,} prompts for {key.replace('_', ' ')}" for key, n in row["needed"].items() if n is not None]
         lines.append(
             f"judge: {' over '.join(row['pair'])} {show(row['win_rate'])}, at equal length {show(row['length_controlled'])}; "
-            f"{row['words']['value']:+.1f} words" + (f"; to show such an effect: {', '.join(needed)}" if needed else "")
+            f"{row['words']['value']:+.1f} words"
         )
     return lines

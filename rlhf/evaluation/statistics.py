@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 RIDGE = 1e-3  # ridge of a logistic regression, so that it has a solution if one side always wins
-DETECTED = 2.8  # standard errors at which a 5% test detects an effect in 80% of samples: 1.96 + 0.84
 
 
 Figures = dict[str, Any]
@@ -97,17 +96,6 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
     rate: Figures = {"value": round(value, 4), "ci95": [round(low, 4), round(high, 4)], "n": len(y)}
     return rate | {"per_sd_of_length": round(float(w[1]), 4)}
-
-
-def prompts_needed(figure: dict[str, Any]) -> int | None:
-    """Prompts at which an effect of this size would be detected in 80% of samples at the 5% level: n (2.8 SE / |value - 1/2|)².
-
-    None if the figure has no value, no spread or no effect.
-    """
-    if figure["value"] is None or figure["value"] == 0.5 or figure["ci95"][0] == figure["ci95"][1]:
-        return None
-    error = (figure["ci95"][1] - figure["ci95"][0]) / (2 * 1.96)
-    return math.ceil(figure["n"] * (DETECTED * error / (figure["value"] - 0.5)) ** 2)
 
 
 def show(figure: dict[str, Any] | None, digits: int = 3) -> str:

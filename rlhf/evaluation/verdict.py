@@ -17,8 +17,8 @@ LEAST_PROMPTS = 30
 LEAST_PAIRS = 100
 MOST_FLIPS = 0.25  # of the pairs in the right order
 SOME_FLIPS = 0.05
-# On average over the attacks. Of the figures of an audit this one predicts best what PPO gains (docs/audit.md, from whose runs the
-# bound comes).
+# On average over the attacks. The bound comes from 24 runs in which this figure falls with the number of labelled prompts, as PPO's
+# gain rises with it; given that number, the figure does not predict the gain (docs/audit.md).
 MEAN_FLIPS = 0.15
 SHOWN = 3  # reasons on the screen
 LEAST_CEILING = 0.5  # nats: a policy within a lower ceiling has learned nothing
