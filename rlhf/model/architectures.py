@@ -48,18 +48,18 @@ class Architecture:
     """One row of the table.
 
     shape: the values (one, or a tuple of them) that our configuration must have to be written as this architecture.
-    names: of the fields that mean the same, ours to theirs. read: their configuration to our other fields. write: ours to
-    their other fields. problems: why their configuration cannot be expressed, as texts. entries: the names of each tensor.
-    misfits: why our configuration cannot be written, as texts, beyond `shape`.
+    wanted: the values that their configuration must have to be read; the first one is written. names: of the fields that mean
+    the same, ours to theirs. read: their configuration to our other fields. write: ours to their other fields. entries: the
+    names of each tensor. misfits: why our configuration cannot be written, as texts, beyond `shape`.
     """
 
     config_class: Any
     model_class: Any
     shape: Fields
+    wanted: dict[str, tuple[Any, ...]]
     names: dict[str, str]
     read: Callable[[Any], Fields]
     write: Callable[[GPTConfig], Fields]
-    problems: Callable[[Any], list[str]]
     entries: Callable[[GPTConfig], Iterator[Entry]]
     misfits: Callable[[GPTConfig], list[str]] = _nothing
 
@@ -71,8 +71,10 @@ class Architecture:
 
     def their_fields(self, c: GPTConfig) -> Fields:
         """The fields of their configuration for ours."""
+        known = self.config_class().to_dict()
+        fixed = {name: values[0] for name, values in self.wanted.items() if name in known}
         same = {theirs: getattr(c, ours) for ours, theirs in (COMMON | self.names).items()}
-        return {**same, **special_ids(c), **self.write(c)}
+        return {**fixed, **same, **special_ids(c), **self.write(c)}
 
 
 ARCHITECTURES: dict[str, Architecture] = {}  # by transformers' model type; export tries them in this order
@@ -91,7 +93,14 @@ def why_not_native(config: Any) -> list[str]:
     kind = config.model_type
     if kind not in ARCHITECTURES:
         return [f"{kind} is none of {', '.join(ARCHITECTURES)}"]
-    return ARCHITECTURES[kind].problems(config)
+    problems = []
+    for name, values in ARCHITECTURES[kind].wanted.items():
+        if (value := getattr(config, name, values[0])) not in values:
+            problems.append(f"{name} is {value!r}, wanted {' or '.join(map(repr, values))}")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return (
+        problems if rope == "default" else [*problems, f"rope_type is {rope!r}: only unscaled rotary positions convert"]
+    )
 
 
 COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
@@ -137,15 +146,12 @@ def _write_gpt(c: GPTConfig) -> Fields:
     return {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
 
 
-def _gpt2_problems(c: Any) -> list[str]:
-    problems = []
-    if c.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
-        problems.append(f"activation_function is {c.activation_function!r}, wanted 'gelu_new'")
-    if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx:
-        problems.append("attention must be scaled by 1/sqrt(head size) in every layer")
-    if c.add_cross_attention:
-        problems.append("add_cross_attention is True: cross-attention has no place in a decoder-only model")
-    return problems
+_GPT2_WANTED = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
 
 
 def _gpt1_misfits(c: GPTConfig) -> list[str]:
@@ -175,14 +181,12 @@ def _gpt_entries(tokens: str, positions: str, last_norm: bool, c: GPTConfig) -> 
 
 
 register_architecture("gpt2", Architecture(
-    transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"}, _GPT_NAMES, _read_gpt,
-    lambda c: {**_write_gpt(c), "n_inner": c.mlp_width, "activation_function": "gelu_new"}, _gpt2_problems,
-    partial(_gpt_entries, "wte", "wpe", True), _square,
+    transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"}, _GPT2_WANTED, _GPT_NAMES, _read_gpt,
+    lambda c: {**_write_gpt(c), "n_inner": c.mlp_width}, partial(_gpt_entries, "wte", "wpe", True), _square,
 ))  # fmt: skip
 register_architecture("openai-gpt", Architecture(
-    transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"}, _GPT_NAMES, _read_gpt,
-    _write_gpt, lambda c: [] if c.afn == "gelu" else [f"afn is {c.afn!r}, wanted 'gelu'"],
-    partial(_gpt_entries, "tokens_embed", "positions_embed", False), _gpt1_misfits,
+    transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"},
+    {"afn": ("gelu",)}, _GPT_NAMES, _read_gpt, _write_gpt, partial(_gpt_entries, "tokens_embed", "positions_embed", False), _gpt1_misfits,
 ))  # fmt: skip
 
 # ------------------------------------------------------------------------------------- Llama and what shares its shape
@@ -198,6 +202,7 @@ _LLAMA_NAMES = {
     "dropout": "attention_dropout",
     "norm_eps": "rms_norm_eps",
 }
+_LLAMA_WANTED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
 _LLAMA_SHAPE = {
     "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "block": "pre", "bias": False, "rotary_share": 1.0,
     "qkv_bias": False, "qk_norm": False,
@@ -212,11 +217,6 @@ def window(c: Any) -> int | None:
     return c.sliding_window if kinds is None or "sliding_attention" in kinds else None
 
 
-def _rope_problems(c: Any) -> list[str]:
-    kind = (c.rope_parameters or {}).get("rope_type", "default")
-    return [] if kind == "default" else [f"rope_type is {kind!r}: only unscaled rotary positions convert"]
-
-
 def read_llama(c: Any) -> Fields:
     """The context is as long as the window masks nothing."""
     return {
@@ -228,7 +228,7 @@ def read_llama(c: Any) -> Fields:
 
 def write_llama(c: GPTConfig) -> Fields:
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
-    return {"head_dim": c.head_dim, "hidden_act": "silu", "rope_parameters": rope}
+    return {"head_dim": c.head_dim, "rope_parameters": rope}
 
 
 def _write_qwen2(c: GPTConfig) -> Fields:
@@ -237,15 +237,6 @@ def _write_qwen2(c: GPTConfig) -> Fields:
     if c.head_dim * c.n_head == c.width:
         del fields["head_dim"]
     return fields
-
-
-def llama_problems(c: Any) -> list[str]:
-    problems = _rope_problems(c)
-    if c.hidden_act != "silu":
-        problems.append(f"hidden_act is {c.hidden_act!r}, wanted 'silu'")
-    if getattr(c, "attention_bias", False) or getattr(c, "mlp_bias", False):
-        problems.append("attention_bias and mlp_bias must be False")
-    return problems
 
 
 def llama_entries(c: GPTConfig) -> Iterator[Entry]:
@@ -271,12 +262,12 @@ def llama_entries(c: GPTConfig) -> Iterator[Entry]:
             yield f"model.layers.{layer}.{ours}", tuple(f"model.layers.{layer}.{name}" for name in theirs), layout
 
 
-def llama_like(config_class: Any, model_class: Any, write: Any = write_llama, **shape: Any) -> Architecture:
+def llama_like(
+    config_class: Any, model_class: Any, write: Any = write_llama, wanted: Any = _LLAMA_WANTED, **shape: Any
+) -> Architecture:
     """A row for an architecture with Llama's fields and tensors; `shape`: what differs."""
-    shape = {**_LLAMA_SHAPE, **shape}
-    return Architecture(
-        config_class, model_class, shape, _LLAMA_NAMES, read_llama, write, llama_problems, llama_entries
-    )
+    both = {**_LLAMA_SHAPE, **shape}
+    return Architecture(config_class, model_class, both, wanted, _LLAMA_NAMES, read_llama, write, llama_entries)
 
 
 register_architecture("llama", llama_like(transformers.LlamaConfig, transformers.LlamaForCausalLM))
@@ -289,15 +280,6 @@ register_architecture("qwen2", llama_like(
 register_architecture("qwen3", llama_like(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, qk_norm=True))
 
 # ----------------------------------------------------------------------------------------- Cohere, which is PaLM's block
-
-
-def _cohere_problems(c: Any) -> list[str]:
-    problems = llama_problems(c)
-    if c.logit_scale != 1.0:
-        problems.append(f"logit_scale is {c.logit_scale}, wanted 1")
-    if c.use_qk_norm:
-        problems.append("use_qk_norm must be False")
-    return problems
 
 
 def _cohere_entries(c: GPTConfig) -> Iterator[Entry]:
@@ -323,22 +305,15 @@ def _cohere_entries(c: GPTConfig) -> Iterator[Entry]:
 
 register_architecture("cohere", Architecture(
     transformers.CohereConfig, transformers.CohereForCausalLM, {**_LLAMA_SHAPE, "norm": "layernorm", "block": "one_norm"},
-    {**_LLAMA_NAMES, "norm_eps": "layer_norm_eps"}, read_llama,
-    lambda c: {**_write_qwen2(c), "logit_scale": 1.0, "use_qk_norm": False}, _cohere_problems, _cohere_entries,
+    {**_LLAMA_WANTED, "logit_scale": (1.0,), "use_qk_norm": (False,)}, {**_LLAMA_NAMES, "norm_eps": "layer_norm_eps"},
+    read_llama, _write_qwen2, _cohere_entries,
 ))  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------- GPT-NeoX
 
 
-_NEOX_NAMES = {
-    "context_length": "max_position_embeddings",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "dropout": "hidden_dropout",
-    "norm_eps": "layer_norm_eps",
-}
+_NEOX_NAMES = {**_LLAMA_NAMES, "dropout": "hidden_dropout", "norm_eps": "layer_norm_eps"}
+del _NEOX_NAMES["n_kv_head"]
 
 
 def _read_neox(c: Any) -> Fields:
@@ -358,15 +333,6 @@ def _write_neox(c: GPTConfig) -> Fields:
         "attention_dropout": c.dropout,
         "rope_parameters": rope,
     }
-
-
-def _neox_problems(c: Any) -> list[str]:
-    problems = _rope_problems(c)
-    if c.hidden_act not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
-        problems.append(f"hidden_act is {c.hidden_act!r}, wanted 'gelu' or 'gelu_new'")
-    if not c.attention_bias:
-        problems.append("attention_bias must be True")
-    return problems
 
 
 def _neox_qkv(c: GPTConfig) -> Layout:
@@ -413,6 +379,7 @@ def _neox_entries(c: GPTConfig) -> Iterator[Entry]:
 
 register_architecture("gpt_neox", Architecture(
     transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM,
-    {**_GPT_SHAPE, "positions": "rotary", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel")}, _NEOX_NAMES,
-    _read_neox, _write_neox, _neox_problems, _neox_entries, _square,
+    {**_GPT_SHAPE, "positions": "rotary", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel")},
+    {"hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"), "attention_bias": (True,)}, _NEOX_NAMES, _read_neox, _write_neox,
+    _neox_entries, _square,
 ))  # fmt: skip

@@ -101,12 +101,12 @@ def test_a_window_limits_the_context_and_comes_back():
 def test_what_has_no_form_is_refused():
     for name, overrides, said in (
         ("gpt2", {"activation_function": "relu"}, "'relu'"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "every layer"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "layer_idx is True, wanted False"),
         ("openai-gpt", {"afn": "relu"}, "afn is 'relu'"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
-        ("gpt_neox", {"attention_bias": False}, "attention_bias must be True"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias is False, wanted True"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
