@@ -17,7 +17,6 @@ class Metric:
     """One row of the table. `name` may contain `<split>` and `<part>`, each a placeholder for one lower-case word."""
 
     name: str
-    stages: tuple[str, ...]
     unit: str  # "" for a pure number
     mask: str  # the entries that count; "-" if nothing is masked
     reduction: str  # a key of REDUCTIONS
@@ -37,128 +36,114 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
     "last": ("value",),
 }
 
-_PPO = ("ppo",)
-_RANKED = ("reward", "judge")
-_TRAINED = ("pretrain", "sft", *_RANKED, "ppo", "dpo", "classify")
-_ALL = ("tokenizer", *_TRAINED, "evaluate")
 _NATS_TOKEN, _NATS_SEQUENCE, _SHARE = "nats per token", "nats per sequence", "share"
 _RESPONSE, _SEQUENCES, _PAIRS = "response tokens", "sequences", "ordered pairs"
 
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     # x axes
-    Metric("progress/step", _ALL, "optimizer steps; updates in ppo", "-", "last", "x axis of every curve"),
-    Metric("progress/episodes", _ALL, "episodes", "-", "last", "global prompts or rollouts seen so far"),
-    Metric("progress/tokens", _ALL, "tokens", "-", "last", "global tokens seen so far"),
+    Metric("progress/step", "optimizer steps; updates in ppo", "-", "last", "x axis of every curve"),
+    Metric("progress/episodes", "episodes", "-", "last", "global prompts or rollouts seen so far"),
+    Metric("progress/tokens", "tokens", "-", "last", "global tokens seen so far"),
     # pretraining and SFT
-    Metric("pretrain/loss", ("pretrain",), _NATS_TOKEN, "tokens of full blocks", "mean", "next-token loss"),
-    Metric("sft/loss", ("sft",), _NATS_TOKEN, "response tokens, end of turn included", "mean",
+    Metric("pretrain/loss", _NATS_TOKEN, "tokens of full blocks", "mean", "next-token loss"),
+    Metric("sft/loss", _NATS_TOKEN, "response tokens, end of turn included", "mean",
            "loss on the demonstrated response, with sft.lm_coef times that on the prompt"),
     # reward model
-    Metric("reward/loss", _RANKED, "nats per prompt", "prompts with an ordered pair", "mean", "ranking loss"),
-    Metric("reward/accuracy", _RANKED, _SHARE, _PAIRS, "mean", "pairs whose winner has the higher score"),
-    Metric("reward/lm_loss", _RANKED, _NATS_TOKEN, "tokens after the first", "mean",
+    Metric("reward/loss", "nats per prompt", "prompts with an ordered pair", "mean", "ranking loss"),
+    Metric("reward/accuracy", _SHARE, _PAIRS, "mean", "pairs whose winner has the higher score"),
+    Metric("reward/lm_loss", _NATS_TOKEN, "tokens after the first", "mean",
            "mean over prompts of the language model's loss on their responses' rows, with reward.lm_coef"),
-    Metric("reward/margin", _RANKED, "score", _PAIRS, "mean", "score of the winner minus score of the loser"),
-    Metric("reward/mean", _RANKED, "score", "responses", "mean", "mean score"),
-    Metric("reward/std", _RANKED, "score", "responses", "std", "standard deviation of the scores"),
-    Metric("calibration/gain", _RANKED, "", "SFT samples", "last",
+    Metric("reward/margin", "score", _PAIRS, "mean", "score of the winner minus score of the loser"),
+    Metric("reward/mean", "score", "responses", "mean", "mean score"),
+    Metric("reward/std", "score", "responses", "std", "standard deviation of the scores"),
+    Metric("calibration/gain", "", "SFT samples", "last",
            "factor that makes scores of SFT samples have standard deviation 1"),
-    Metric("calibration/shift", _RANKED, "score", "demonstrations", "last",
+    Metric("calibration/shift", "score", "demonstrations", "last",
            "bias that makes scores of demonstrations 0 on average"),
     # DPO
-    Metric("dpo/loss", ("dpo",), "nats per prompt", "prompts with an ordered pair", "mean",
+    Metric("dpo/loss", "nats per prompt", "prompts with an ordered pair", "mean",
            "ranking loss of beta * (logp - logp_ref)"),
-    Metric("dpo/accuracy", ("dpo",), _SHARE, _PAIRS, "mean", "pairs whose winner gained more log-probability over SFT"),
-    Metric("dpo/margin", ("dpo",), "score", _PAIRS, "mean",
-           "beta * (logp - logp_ref) of the winner minus that of the loser"),
+    Metric("dpo/accuracy", _SHARE, _PAIRS, "mean", "pairs whose winner gained more log-probability over SFT"),
+    Metric("dpo/margin", "score", _PAIRS, "mean", "beta * (logp - logp_ref) of the winner minus that of the loser"),
     # labelled tasks
-    Metric("classify/loss", ("classify",), "nats per example", "examples", "mean", "-log P(y | x)"),
-    Metric("classify/accuracy", ("classify",), _SHARE, "examples", "mean", "examples whose likeliest class is the label"),
-    Metric("classify/lm_loss", ("classify",), _NATS_TOKEN, "tokens after the first", "mean",
+    Metric("classify/loss", "nats per example", "examples", "mean", "-log P(y | x)"),
+    Metric("classify/accuracy", _SHARE, "examples", "mean", "examples whose likeliest class is the label"),
+    Metric("classify/lm_loss", _NATS_TOKEN, "tokens after the first", "mean",
            "mean over examples of the language model's loss on their rows"),
     # PPO: the objective
-    Metric("objective/kl", _PPO, _NATS_SEQUENCE, _RESPONSE, "mean",
-           "mean over sequences of sum_t (logp_old - logp_ref)"),
-    Metric("objective/kl_k3", _PPO, _NATS_SEQUENCE, _RESPONSE, "mean",
+    Metric("objective/kl", _NATS_SEQUENCE, _RESPONSE, "mean", "mean over sequences of sum_t (logp_old - logp_ref)"),
+    Metric("objective/kl_k3", _NATS_SEQUENCE, _RESPONSE, "mean",
            "mean over sequences of sum_t (exp(-d) - 1 + d), d = logp_old - logp_ref"),
-    Metric("objective/scores", _PPO, "score", _SEQUENCES, "mean",
+    Metric("objective/scores", "score", _SEQUENCES, "mean",
            "score in the reward: after score_clip and the rule for a missing end token"),
-    Metric("objective/scores/<part>", _PPO, "score", _SEQUENCES, "mean", "score of one of several sources"),
-    Metric("objective/non_score_reward", _PPO, "score", _SEQUENCES, "mean", "-kl_coef * KL; 0 if kl.penalty=loss"),
-    Metric("objective/rlhf_reward", _PPO, "score", _SEQUENCES, "mean", "objective/scores + objective/non_score_reward"),
-    Metric("objective/entropy", _PPO, _NATS_SEQUENCE, _RESPONSE, "mean", "mean over sequences of -sum_t logp_old"),
-    Metric("objective/kl_coef", _PPO, "score per nat", "-", "last", "KL coefficient in force"),
-    Metric("objective/sqrt_kl", _PPO, "sqrt(nats per sequence)", _RESPONSE, "last",
+    Metric("objective/scores/<part>", "score", _SEQUENCES, "mean", "score of one of several sources"),
+    Metric("objective/non_score_reward", "score", _SEQUENCES, "mean", "-kl_coef * KL; 0 if kl.penalty=loss"),
+    Metric("objective/rlhf_reward", "score", _SEQUENCES, "mean", "objective/scores + objective/non_score_reward"),
+    Metric("objective/entropy", _NATS_SEQUENCE, _RESPONSE, "mean", "mean over sequences of -sum_t logp_old"),
+    Metric("objective/kl_coef", "score per nat", "-", "last", "KL coefficient in force"),
+    Metric("objective/sqrt_kl", "sqrt(nats per sequence)", _RESPONSE, "last",
            "sqrt(max(objective/kl, 0)), the distance that reward is plotted against"),
     # PPO: the update
-    Metric("policy/approxkl_avg", _PPO, _NATS_TOKEN, _RESPONSE, "mean", "0.5 * mean of (logp - logp_old)^2"),
-    Metric("policy/clipfrac_avg", _PPO, _SHARE, _RESPONSE, "mean", "tokens whose policy ratio was clipped"),
-    Metric("policy/entropy_avg", _PPO, _NATS_TOKEN, _RESPONSE, "mean", "full-softmax entropy"),
-    Metric("policy/ratio_max", _PPO, "", _RESPONSE, "max", "largest policy ratio rho"),
-    Metric("loss/policy_avg", _PPO, "", _RESPONSE, "mean", "clipped surrogate"),
-    Metric("loss/value_avg", _PPO, "score squared", _RESPONSE, "mean", "half the clipped squared error"),
-    Metric("loss/ptx_avg", _PPO, _NATS_TOKEN, "tokens of pretraining blocks", "mean", "pretraining loss of PPO-ptx"),
-    Metric("val/clipfrac_avg", _PPO, _SHARE, _RESPONSE, "mean", "tokens whose value was clipped"),
-    Metric("val/explained_var", _PPO, "", _RESPONSE, "explained", "1 - var(returns - values) / var(returns)"),
+    Metric("policy/approxkl_avg", _NATS_TOKEN, _RESPONSE, "mean", "0.5 * mean of (logp - logp_old)^2"),
+    Metric("policy/clipfrac_avg", _SHARE, _RESPONSE, "mean", "tokens whose policy ratio was clipped"),
+    Metric("policy/entropy_avg", _NATS_TOKEN, _RESPONSE, "mean", "full-softmax entropy"),
+    Metric("policy/ratio_max", "", _RESPONSE, "max", "largest policy ratio rho"),
+    Metric("loss/policy_avg", "", _RESPONSE, "mean", "clipped surrogate"),
+    Metric("loss/value_avg", "score squared", _RESPONSE, "mean", "half the clipped squared error"),
+    Metric("loss/ptx_avg", _NATS_TOKEN, "tokens of pretraining blocks", "mean", "pretraining loss of PPO-ptx"),
+    Metric("val/clipfrac_avg", _SHARE, _RESPONSE, "mean", "tokens whose value was clipped"),
+    Metric("val/explained_var", "", _RESPONSE, "explained", "1 - var(returns - values) / var(returns)"),
     # PPO: the rollouts
-    Metric("rollout/eos_fraction", _PPO, _SHARE, _SEQUENCES, "mean", "responses that ended by themselves"),
-    Metric("rollout/response_len", _PPO, "tokens", _SEQUENCES, "mean", "response tokens, end of turn included"),
-    Metric("rollout/tokens_per_s", _PPO, "tokens per second", _RESPONSE, "last", "global tokens over seconds"),
-    Metric("custom/<part>", _PPO, "", _SEQUENCES, "mean", "a metric of the functions in ppo.metrics"),
-    Metric("gold/<part>", _PPO, "gold score", _SEQUENCES, "mean", "the judge's own score of the rollouts"),
+    Metric("rollout/eos_fraction", _SHARE, _SEQUENCES, "mean", "responses that ended by themselves"),
+    Metric("rollout/response_len", "tokens", _SEQUENCES, "mean", "response tokens, end of turn included"),
+    Metric("rollout/tokens_per_s", "tokens per second", _RESPONSE, "last", "global tokens over seconds"),
+    Metric("custom/<part>", "", _SEQUENCES, "mean", "a metric of the functions in ppo.metrics"),
+    Metric("gold/<part>", "gold score", _SEQUENCES, "mean", "the judge's own score of the rollouts"),
     # optimizer
-    Metric("optim/lr", _TRAINED, "", "-", "last", "learning rate; the policy's in ppo"),
-    Metric("optim/grad_norm", _TRAINED, "", "-", "last", "gradient norm before clipping, all parameters"),
-    Metric("optim/critic_lr", _PPO, "", "-", "last", "learning rate of the critic"),
-    Metric("optim/policy_grad_norm", _PPO, "", "-", "last", "gradient norm of the policy before clipping"),
-    Metric("optim/critic_grad_norm", _PPO, "", "-", "last", "gradient norm of the critic before clipping"),
-    Metric("optim/steps", _PPO, "steps", "-", "last", "optimizer steps of an update"),
-    Metric("optim/rl_grad_norm", _PPO, "", "-", "last", "gradient norm of the policy without the pretraining term"),
-    Metric("optim/ptx_grad_norm", _PPO, "", "-", "last", "gradient norm of the pretraining term before clipping"),
+    Metric("optim/lr", "", "-", "last", "learning rate; the policy's in ppo"),
+    Metric("optim/grad_norm", "", "-", "last", "gradient norm before clipping, all parameters"),
+    Metric("optim/critic_lr", "", "-", "last", "learning rate of the critic"),
+    Metric("optim/policy_grad_norm", "", "-", "last", "gradient norm of the policy before clipping"),
+    Metric("optim/critic_grad_norm", "", "-", "last", "gradient norm of the critic before clipping"),
+    Metric("optim/steps", "steps", "-", "last", "optimizer steps of an update"),
+    Metric("optim/rl_grad_norm", "", "-", "last", "gradient norm of the policy without the pretraining term"),
+    Metric("optim/ptx_grad_norm", "", "-", "last", "gradient norm of the pretraining term before clipping"),
     # cost
-    Metric("time/elapsed_s", _ALL, "seconds", "-", "last", "wall time of the stage, earlier attempts included"),
-    Metric("time/rollout_s", _PPO, "seconds", "-", "max", "sampling, one update"),
-    Metric("time/score_s", _PPO, "seconds", "-", "max", "reward, reference and values, one update"),
-    Metric("time/update_s", _PPO, "seconds", "-", "max", "optimisation, one update"),
-    Metric("time/tokens_per_s", _TRAINED, "tokens per second", "-", "last", "global tokens over seconds"),
-    Metric("time/samples_per_s", _TRAINED, "samples per second", "-", "last", "global sequences over seconds"),
-    Metric("time/mfu", _TRAINED, _SHARE, "-", "last", "the models' own FLOPs over what all devices could do meanwhile"),
-    Metric("memory/peak_rss_mb", _TRAINED, "MB", "-", "max", "peak resident memory of a process"),
-    Metric("memory/peak_gpu_mb", _TRAINED, "MB", "-", "max", "peak memory that tensors took on a GPU"),
+    Metric("time/elapsed_s", "seconds", "-", "last", "wall time of the stage, earlier attempts included"),
+    Metric("time/rollout_s", "seconds", "-", "max", "sampling, one update"),
+    Metric("time/score_s", "seconds", "-", "max", "reward, reference and values, one update"),
+    Metric("time/update_s", "seconds", "-", "max", "optimisation, one update"),
+    Metric("time/tokens_per_s", "tokens per second", "-", "last", "global tokens over seconds"),
+    Metric("time/samples_per_s", "samples per second", "-", "last", "global sequences over seconds"),
+    Metric("time/mfu", _SHARE, "-", "last", "the models' own FLOPs over what all devices could do meanwhile"),
+    Metric("memory/peak_rss_mb", "MB", "-", "max", "peak resident memory of a process"),
+    Metric("memory/peak_gpu_mb", "MB", "-", "max", "peak memory that tensors took on a GPU"),
     # held-out, always under eval/
-    Metric("eval/<split>/loss", _ALL, "nats", "as the stage's own loss", "mean", "the stage's loss, held out"),
-    Metric("eval/<split>/bpb", ("pretrain", "evaluate"), "bits per byte", "text tokens, no separators",
-           "mean", "nats of text tokens over bytes of text, in bits, held out"),
-    Metric("eval/<split>/accuracy", (*_RANKED, "dpo", "classify", "evaluate"), _SHARE, "ordered pairs; examples", "mean",
+    Metric("eval/<split>/loss", "nats", "as the stage's own loss", "mean", "the stage's loss, held out"),
+    Metric("eval/<split>/bpb", "bits per byte", "text tokens, no separators", "mean",
+           "nats of text tokens over bytes of text, in bits, held out"),
+    Metric("eval/<split>/accuracy", _SHARE, "ordered pairs; examples", "mean",
            "as reward/accuracy, dpo/accuracy or classify/accuracy, held out"),
-    Metric("eval/<split>/macro_f1", ("classify",), _SHARE, "examples", "mean", "mean over classes of F1"),
-    Metric("eval/<split>/margin", (*_RANKED, "dpo", "evaluate"), "score", _PAIRS, "mean",
-           "as reward/margin or dpo/margin, held out"),
-    Metric("eval/<split>/mean", (*_RANKED, "evaluate"), "score", "responses", "mean", "as reward/mean, held out"),
-    Metric("eval/<split>/std", (*_RANKED, "evaluate"), "score", "responses", "std", "as reward/std, held out"),
-    Metric("eval/<split>/length_baseline", (*_RANKED, "evaluate"), _SHARE, _PAIRS, "mean",
+    Metric("eval/<split>/macro_f1", _SHARE, "examples", "mean", "mean over classes of F1"),
+    Metric("eval/<split>/margin", "score", _PAIRS, "mean", "as reward/margin or dpo/margin, held out"),
+    Metric("eval/<split>/mean", "score", "responses", "mean", "as reward/mean, held out"),
+    Metric("eval/<split>/std", "score", "responses", "std", "as reward/std, held out"),
+    Metric("eval/<split>/length_baseline", _SHARE, _PAIRS, "mean",
            "pairs whose winner is the longer response, or the shorter where that is right more often"),
-    Metric("eval/<split>/noise_ceiling", (*_RANKED, "evaluate"), _SHARE, _PAIRS, "mean",
-           "accuracy that the labels' own noise allows"),
-    Metric("eval/<split>/gold_order_accuracy", (*_RANKED, "evaluate"), _SHARE, _PAIRS, "mean",
-           "pairs ordered as the judge orders them"),
-    Metric("eval/<split>/labeler_agreement", (*_RANKED, "evaluate"), _SHARE, "pairs labelled twice", "mean",
+    Metric("eval/<split>/noise_ceiling", _SHARE, _PAIRS, "mean", "accuracy that the labels' own noise allows"),
+    Metric("eval/<split>/gold_order_accuracy", _SHARE, _PAIRS, "mean", "pairs ordered as the judge orders them"),
+    Metric("eval/<split>/labeler_agreement", _SHARE, "pairs labelled twice", "mean",
            "labelers who agree with each other"),
-    Metric("eval/<split>/scores", ("sft", "ppo", "evaluate"), "score", _SEQUENCES, "mean",
-           "reward-model score; in ppo as objective/scores"),
-    Metric("eval/<split>/kl", ("ppo", "evaluate"), _NATS_SEQUENCE, _RESPONSE, "mean", "as objective/kl, held out"),
-    Metric("eval/<split>/entropy", ("ppo", "evaluate"), _NATS_SEQUENCE, _RESPONSE, "mean",
-           "as objective/entropy, held out"),
-    Metric("eval/<split>/eos_fraction", ("sft", "ppo", "evaluate"), _SHARE, _SEQUENCES, "mean",
-           "responses that ended by themselves"),
-    Metric("eval/<split>/response_len", ("sft", "ppo", "evaluate"), "tokens", _SEQUENCES, "mean", "response tokens"),
-    Metric("eval/<split>/win_rate", ("ppo", "evaluate"), _SHARE, "prompts", "mean",
+    Metric("eval/<split>/scores", "score", _SEQUENCES, "mean", "reward-model score; in ppo as objective/scores"),
+    Metric("eval/<split>/kl", _NATS_SEQUENCE, _RESPONSE, "mean", "as objective/kl, held out"),
+    Metric("eval/<split>/entropy", _NATS_SEQUENCE, _RESPONSE, "mean", "as objective/entropy, held out"),
+    Metric("eval/<split>/eos_fraction", _SHARE, _SEQUENCES, "mean", "responses that ended by themselves"),
+    Metric("eval/<split>/response_len", "tokens", _SEQUENCES, "mean", "response tokens"),
+    Metric("eval/<split>/win_rate", _SHARE, "prompts", "mean",
            "responses preferred to the SFT model's; a tie counts half"),
-    Metric("eval/<split>/win_rate_greedy", ("ppo", "evaluate"), _SHARE, "prompts", "mean",
-           "as win_rate, both models decoding greedily"),
-    Metric("eval/<split>/gold/<part>", ("sft", "ppo", "evaluate"), "gold score", _SEQUENCES, "mean",
-           "the judge's own score, held out"),
+    Metric("eval/<split>/win_rate_greedy", _SHARE, "prompts", "mean", "as win_rate, both models decoding greedily"),
+    Metric("eval/<split>/gold/<part>", "gold score", _SEQUENCES, "mean", "the judge's own score, held out"),
 )
 # fmt: on
 
@@ -168,22 +153,15 @@ X_AXES = {"pretrain": "progress/tokens", "ppo": "progress/episodes"}
 DERIVED = {"objective/sqrt_kl": ("objective/kl", lambda kl: math.sqrt(kl) if kl > 0 else 0.0 * kl)}
 
 _WORD = r"[a-z][a-z0-9_\-]*"
-
-
-def _compile(name: str) -> re.Pattern[str]:
-    parts = re.split(r"(<[a-z]+>)", name)
-    return re.compile("".join(_WORD if part.startswith("<") else re.escape(part) for part in parts))
-
-
 _EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
-_PATTERNS = [(_compile(metric.name), metric) for metric in METRICS if metric.is_pattern]
+_PATTERNS = [
+    (re.compile(re.sub("<[a-z]+>", lambda _: _WORD, metric.name)), metric) for metric in METRICS if metric.is_pattern
+]
 
 
 def find(name: str) -> Metric | None:
     """The row of the table that `name` belongs to, or None. `eval/dev/loss` finds `eval/<split>/loss`."""
-    if name in _EXACT:
-        return _EXACT[name]
-    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+    return _EXACT.get(name) or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -191,14 +169,11 @@ def check_names(names: Iterable[str]) -> None:
 
     Raises: ValueError that lists every unknown name, each with the nearest known one.
     """
-    unknown = [name for name in names if find(name) is None]
-    if unknown:
+    if unknown := [name for name in names if find(name) is None]:
         import difflib
 
-        hints = []
-        for name in unknown:
-            near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
-            hints.append(f"{name!r}" + (f" (nearest: {near[0]})" if near else ""))
+        near = [difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1) for name in unknown]
+        hints = [f"{name!r}" + (f" (nearest: {n[0]})" if n else "") for name, n in zip(unknown, near, strict=True)]
         raise ValueError(f"unknown metric {', '.join(hints)}: add it to rlhf/runs/metrics.py or use a known name")
 
 
@@ -212,6 +187,7 @@ def derive(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _reduction_of(name: str) -> str:
+    check_names([name])
     metric = find(name)
     assert metric is not None
     return metric.reduction
@@ -253,7 +229,6 @@ class Sums:
 
         Raises: ValueError if the table lacks `name` or its reduction wants other sums.
         """
-        check_names([name])
         reduction = _reduction_of(name)
         wanted = REDUCTIONS[reduction]
         if len(sums) != len(wanted):

@@ -3,7 +3,7 @@
 results.json is the record; figures that it lacks are left out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.runs.charts import TABLES
@@ -42,18 +42,13 @@ def log_results(tracker: Tracker, results: Mapping[str, Any], scores: Mapping[st
     if (strangers := interval(get(results, *HELD_OUT_LABELERS))[0]) is not None:
         metrics["eval/held_out_labelers/accuracy"] = strangers
     tracker.log(metrics, step=0)
-    tracker.table("calibration", TABLES["calibration"], list(calibration_rows(results)))
+    rows = get(results, "reward_model", "calibration") or []
+    curves = [(row["gap"], curve, row[curve], row["n"]) for row in rows for curve in ("predicted", "observed")]
+    tracker.table("calibration", TABLES["calibration"], curves)
     flat = {model: [score for row in rows for score in row] for model, rows in scores.items()}
     bins = [(middle, model, share) for model, rows in histogram(flat).items() for middle, share in rows]
     tracker.table("score_histogram", TABLES["score_histogram"], bins)
     tracker.summary(metrics)
-
-
-def calibration_rows(results: Mapping[str, Any]) -> Iterator[tuple[float, str, float, int]]:
-    """(score gap, predicted or observed, share of wins, pairs)."""
-    for row in get(results, "reward_model", "calibration") or []:
-        for curve in ("predicted", "observed"):
-            yield row["gap"], curve, row[curve], row["n"]
 
 
 def histogram(scores: Mapping[Any, Sequence[float]]) -> dict[Any, list[tuple[float, float]]]:
@@ -62,9 +57,5 @@ def histogram(scores: Mapping[Any, Sequence[float]]) -> dict[Any, list[tuple[flo
 
     edges = np.histogram_bin_edges([score for values in scores.values() for score in values], BINS)
     middles = ((edges[:-1] + edges[1:]) / 2).tolist()
-    return {
-        model: list(zip(middles, (np.histogram(values, edges)[0] / len(values)).tolist(), strict=True))
-        if values
-        else []
-        for model, values in scores.items()
-    }
+    shares = {model: np.histogram(values, edges)[0] / max(len(values), 1) for model, values in scores.items()}
+    return {model: list(zip(middles, shares[model].tolist(), strict=True)) if scores[model] else [] for model in scores}
