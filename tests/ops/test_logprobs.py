@@ -21,12 +21,6 @@ def test_by_hand():
     assert entropy(logits).tolist() == pytest.approx([by_hand, math.log(3)], abs=1e-6)
 
 
-def test_one_distribution_without_a_batch():
-    logits = torch.zeros(4)
-    assert token_logprobs(logits, torch.tensor(1)).item() == pytest.approx(-math.log(4))
-    assert entropy(logits).item() == pytest.approx(math.log(4))
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**31),

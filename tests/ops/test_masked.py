@@ -1,5 +1,3 @@
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -77,54 +75,36 @@ def test_parts_with_the_global_count_add_up_to_the_whole(batch):
     assert sum(parts).item() == pytest.approx(masked_mean(batch.a, batch.mask).item(), rel=1e-5)
 
 
-class Ranks:
-    """A sum over threads that stand for ranks."""
+class Reduce:
+    """What all ranks' sums add up to, in the order in which `whiten` sums them; keeps this rank's own."""
 
-    def __init__(self, size: int):
-        self.parts = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+    def __init__(self, *totals: torch.Tensor):
+        self.totals, self.own = list(totals), []
 
-    def all_reduce(self, rank):
-        def reduce(x):
-            self.parts[rank] = x
-            self.barrier.wait()
-            total = torch.stack(self.parts).sum(0)
-            self.barrier.wait()
-            return total
-
-        return reduce
-
-
-def on_ranks(function, shards):
-    ranks, results = Ranks(len(shards)), [None] * len(shards)
-
-    def work(rank):
-        try:
-            results[rank] = function(*shards[rank], all_reduce=ranks.all_reduce(rank))
-        except ValueError as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shards))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    return results
+    def __call__(self, own: torch.Tensor) -> torch.Tensor:
+        self.own.append(own)
+        return self.totals[len(self.own) - 1]
 
 
 def test_whiten_over_ranks_is_whiten_of_the_whole():
     x = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [7.0, 7.0, 7.0]])
     mask = torch.tensor([[True, True, True], [True, False, True], [False, False, False]])
-    shards = [(x[:1], mask[:1]), (x[1:2], mask[1:2]), (x[2:], mask[2:])]  # the last rank counts nothing
-    whole = whiten(x, mask)
-    torch.testing.assert_close(torch.cat(on_ranks(whiten, shards)), whole)
-    alone = torch.cat([whiten(*shard) for shard in shards[:2]])
-    assert (alone - whole[:2]).abs().max() > 0.1  # whitening per rank is something else
+    # counted: 1, 2, 3, 10, 30: five of sum 46, mean 9.2; squares 67.24 + 51.84 + 38.44 + 0.64 + 432.64 = 590.8
+    wanted = [
+        ([3, 6], 157.52),
+        ([2, 40], 433.28),
+        ([0, 0], 0.0),
+    ]  # count and sum, squares; the last rank counts nothing
+    for rank, (sums, squares) in enumerate(wanted):
+        reduce = Reduce(torch.tensor([5.0, 46.0]), torch.tensor(590.8))
+        found = whiten(x[rank : rank + 1], mask[rank : rank + 1], reduce)
+        torch.testing.assert_close(found, whiten(x, mask)[rank : rank + 1])
+        assert reduce.own[0].tolist() == sums and reduce.own[1].item() == pytest.approx(squares)
 
 
-def test_all_ranks_raise_together_when_nothing_counts():
-    shards = [(X, torch.zeros_like(MASK)), (X, torch.zeros_like(MASK))]
-    assert all(isinstance(result, ValueError) for result in on_ranks(whiten, shards))
+def test_every_rank_raises_when_nothing_counts_on_any():
+    with pytest.raises(ValueError, match="no True"):
+        whiten(X, torch.zeros_like(MASK), lambda own: torch.zeros(2))
 
 
 def test_half_precision_is_summed_in_float32():

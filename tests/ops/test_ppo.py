@@ -87,13 +87,6 @@ def test_token_rewards_agree_with_the_oracle_and_sum_to_the_objective(batch, kl_
     torch.testing.assert_close(rewards.sum(1), scores - kl_coef * kl, rtol=1e-4, atol=1e-4)
 
 
-def test_without_kl_the_reward_is_the_score_on_a_token_that_counts():
-    batch = make_batch(0, [(0, 3), (2, 4), (6, 1)], T=7)
-    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0]), batch.a, batch.a, batch.mask, 0.3)
-    assert rewards.nonzero().tolist() == [[0, 2], [1, 5], [2, 6]]
-    assert batch.mask[rewards != 0].all()
-
-
 def test_token_rewards_refuse():
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     empty = mask.clone()
