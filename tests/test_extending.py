@@ -1,5 +1,6 @@
 """docs/extending.md: the code blocks of what PPO calls are written to files and run by its commands, on the small gold run."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.checks import check_config
+from rlhf.data.label_files import load_comparisons
 from rlhf.errors import UserError
 from rlhf.ppo.experience import Experience, load_estimator
 from rlhf.ppo.metrics import load_measure
@@ -38,7 +40,8 @@ def settings_of_commands() -> list[str]:
 
 
 def test_every_file_of_the_page_is_used_by_a_command(files):
-    assert set(files) == {re.split("[=:]", setting)[1] for setting in settings_of_commands()} and len(files) == 3
+    assert set(files) == {re.split("[=:]", setting)[1] for setting in settings_of_commands()} | {"stars.py"}
+    assert len(files) == 4
 
 
 def test_reward_estimator_and_metric_train_together(copy_until, files):  # noqa: F811
@@ -55,6 +58,21 @@ def test_reward_estimator_and_metric_train_together(copy_until, files):  # noqa:
         "reward:variety.py:pay",
         "advantages:baseline.py:batch_mean",
     }
+
+
+def test_a_format_reads_rankings_and_a_bad_row_is_a_reject(files):
+    rows = [
+        {"ask": "Colour?", "answers": ["Red.", "No."], "stars": [5, 1], "who": "kim"},
+        {"ask": "Size?", "answers": ["Big.", "Small."], "stars": [3, 3], "who": "kim"},
+        {"ask": "Shape?", "answers": ["Round."], "stars": [3], "who": "kim"},
+    ]
+    path = Path("stars.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    records, info = load_comparisons("stars.jsonl", "stars.py:ranking")
+    assert [record.ranks for record in records] == [[0, 1], [0, 0]] and info.rows == 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"stars\.jsonl:3: .*list index out of range"):
+        load_comparisons("stars.jsonl", "stars.py:ranking")
 
 
 def test_an_estimator_by_hand(files):
