@@ -44,11 +44,9 @@ def rewrite_arguments(arguments: list[str]) -> list[str]:
 
 def run(config: Config) -> None:
     """Serve until a signal stops the process. Raises: UserError for a run without models, or an address in use."""
-    if not (find_spec("fastapi") and find_spec("uvicorn") and find_spec("httptools")):
-        raise UserError("serve: needs FastAPI, uvicorn and httptools: pip install 'rlhf-recipe[serve]'")
+    if not (find_spec("fastapi") and find_spec("uvicorn")):
+        raise UserError("serve: needs FastAPI and uvicorn: pip install 'rlhf-recipe[serve]'")
     import uvicorn
-
-    from rlhf.serving.security import BoundedProtocol
 
     folders = run_folders(config)
     loopback = check_address(config)
@@ -69,7 +67,7 @@ def run(config: Config) -> None:
                 timeout_keep_alive=15,
                 timeout_graceful_shutdown=5,
                 limit_concurrency=4 * (config.serve.batch + config.serve.queue),
-                http=BoundedProtocol,
+                http="h11",
             )
         )
         try:

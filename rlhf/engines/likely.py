@@ -1,4 +1,4 @@
-"""The most likely next tokens of a text that begins a document, without a chat template."""
+"""What a model thinks of tokens: the most likely next ones of a document, and those of a given response."""
 
 from typing import Any
 
@@ -24,6 +24,21 @@ def likeliest(model: Any, tokens: list[int], count: int) -> list[tuple[int, floa
     logits = model(row, use_cache=False).logits[0, -1]
     top = logits.float().softmax(-1).topk(min(count, len(logits)))
     return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
+
+@torch.no_grad()
+def judge_tokens(
+    policy: Any, reference: Any, prompt: list[int], response: list[int]
+) -> tuple[list[float], list[float]]:
+    """Per token of a response log pi(token) in nats, and KL(pi || reference) over the vocabulary at its position."""
+
+    def logprobs(model: Any) -> torch.Tensor:
+        tokens = torch.tensor([prompt + response], device=next(model.parameters()).device)
+        return model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+
+    logp, logp_ref = logprobs(policy), logprobs(reference)
+    chosen = logp.gather(-1, torch.tensor(response, device=logp.device)[:, None])[:, 0]
+    return chosen.tolist(), (logp.exp() * (logp - logp_ref)).sum(-1).clamp(min=0).tolist()
 
 
 def show(tokenizer: Any, token: int) -> str:

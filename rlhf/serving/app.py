@@ -9,15 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
-from pydantic import ValidationError
 
-from rlhf.data.records import Message, RankedResponse, Ranking, first_problem
-from rlhf.engines.likely import document_tokens, show
+from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.engines.likely import document_tokens, judge_tokens, likeliest, show
 from rlhf.serving.labelling import Labelling
-from rlhf.serving.models import ModelFailedError, ModelThread, ServedModel, next_tokens, shade
+from rlhf.serving.models import ModelFailedError, ModelThread, ServedModel
 from rlhf.serving.openai_api import make_router
 from rlhf.serving.schemas import (
     FLAGS,
@@ -32,6 +31,7 @@ from rlhf.serving.schemas import (
 from rlhf.serving.security import COOKIE, ERRORS, Access, Guard, RefusedError
 from rlhf.serving.streaming import Completion, EventStream, chat_prompt, event
 
+Body = dict[str, Any]
 PAGE = Path(__file__).parent / "page"
 
 
@@ -46,9 +46,9 @@ def make_app(thread: ModelThread, access: Access, labelling: Labelling, instruct
 
     app = FastAPI(title="rlhf serve", docs_url=None, redoc_url=None, exception_handlers=ERRORS)
     app.include_router(make_router(thread))
-    router = APIRouter(prefix="/api")
-    add_labelling(router, labelling, labeler_of)
-    add_models(router, thread, labelling, labeler_of)
+    router, labeler = APIRouter(prefix="/api"), Depends(labeler_of)
+    add_labelling(router, labelling, labeler)
+    add_models(router, thread, labelling, labeler)
 
     @router.post("/session")
     async def open_session(asked: SessionRequest, request: Request) -> Response:
@@ -61,15 +61,10 @@ def make_app(thread: ModelThread, access: Access, labelling: Labelling, instruct
         return answer
 
     @router.get("/me")
-    async def me(request: Request) -> dict[str, Any]:
-        return {
-            "labeler": request.state.who or ("local" if not access.labelers else None),
-            "models": list(thread.models),
-            "tasks": len(labelling.tasks),
-            "flags": FLAGS,
-            "max_tokens": thread.most_tokens,
-            "instructions": instructions,
-        }
+    async def me(request: Request) -> Body:
+        who = request.state.who or ("local" if not access.labelers else None)
+        about = {"labeler": who, "models": list(thread.models), "tasks": len(labelling.tasks), "flags": FLAGS}
+        return about | {"max_tokens": thread.most_tokens, "instructions": instructions}
 
     app.include_router(router)
     app.mount("/page", StaticFiles(directory=PAGE))
@@ -81,13 +76,10 @@ def make_app(thread: ModelThread, access: Access, labelling: Labelling, instruct
     return Guard(app, access)
 
 
-# ------------------------------------------------------------------------------------------------- labelling
+def add_labelling(router: APIRouter, labelling: Labelling, who: Any) -> None:
+    """Routes: the next task, the last one again, a ranking, a demonstration. They wait for the disk in threads."""
 
-
-def add_labelling(router: APIRouter, labelling: Labelling, labeler_of: Any) -> None:
-    """Routes: the next task, the last one again, a ranking, a demonstration."""
-
-    def task_body(task: Ranking, labeler: str) -> dict[str, Any]:
+    def task_body(task: Ranking, labeler: str) -> Body:
         """A task for its labeler: without the policies that wrote the responses."""
         return {
             "name": task.id,
@@ -96,16 +88,13 @@ def add_labelling(router: APIRouter, labelling: Labelling, labeler_of: Any) -> N
         }
 
     @router.get("/rank/next")
-    async def next_task(request: Request) -> dict[str, Any]:
-        labeler = labeler_of(request)
-        task = await asyncio.to_thread(labelling.next_task, labeler)
-        progress = await asyncio.to_thread(labelling.progress, labeler)
-        return {"task": None if task is None else task_body(task, labeler), "progress": progress}
+    def next_task(labeler: str = who) -> Body:
+        task = labelling.next_task(labeler)
+        return {"task": task and task_body(task, labeler), "progress": labelling.progress(labeler)}
 
     @router.get("/rank/last")
-    async def last_task(request: Request) -> dict[str, Any]:
-        labeler = labeler_of(request)
-        record = await asyncio.to_thread(labelling.last, labeler)
+    def last_task(labeler: str = who) -> Body:
+        record = labelling.last(labeler)
         if record is None:
             raise RefusedError(404, "there is nothing to undo")
         answer = record.model_dump(include={"ranking", "ratings", "flags"})
@@ -113,39 +102,26 @@ def add_labelling(router: APIRouter, labelling: Labelling, labeler_of: Any) -> N
         return {"task": task_body(labelling.tasks[record.metadata["task"]], labeler), "answer": answer}
 
     @router.post("/rank")
-    async def rank(asked: Verdict, request: Request) -> dict[str, Any]:
-        return {"saved": (await saved(labelling.rank, labeler_of(request), asked)).id}
+    def rank(asked: Verdict, labeler: str = who) -> Body:
+        return {"saved": labelling.rank(labeler, asked).id}
 
     @router.get("/demonstrate/next")
-    async def next_prompt(request: Request) -> dict[str, Any]:
-        labeler = labeler_of(request)
-        task = await asyncio.to_thread(labelling.next_prompt, labeler)
+    def next_prompt(labeler: str = who) -> Body:
+        task = labelling.next_prompt(labeler)
         body = task_body(task, labeler) if task else {"name": None, "messages": None, "responses": []}
         return {"task": body.pop("name")} | body
 
     @router.post("/demonstrate")
-    async def demonstrate(asked: DemonstrationRequest, request: Request) -> dict[str, Any]:
-        return {"saved": (await saved(labelling.demonstrate, labeler_of(request), asked)).id}
+    def demonstrate(asked: DemonstrationRequest, labeler: str = who) -> Body:
+        return {"saved": labelling.demonstrate(labeler, asked).id}
 
     @router.post("/compare/judge")
-    async def judge(asked: Verdict, request: Request) -> dict[str, Any]:
-        record = await saved(labelling.judge, labeler_of(request), asked)
+    def judge(asked: Verdict, labeler: str = who) -> Body:
+        record = labelling.judge(labeler, asked)
         return {"saved": record.id, "policies": {r.id: r.policy for r in record.responses}}
 
 
-async def saved(save: Any, *arguments: Any) -> Any:
-    """Save a label, which waits for the disk, in a thread. Raises: RefusedError for unknown names."""
-    try:
-        return await asyncio.to_thread(save, *arguments)
-    except ValidationError as error:
-        field, message = first_problem(error)
-        raise RefusedError(400, message, field) from None
-
-
-# ------------------------------------------------------------------------------------------------- models
-
-
-def add_models(router: APIRouter, thread: ModelThread, labelling: Labelling, labeler_of: Any) -> None:
+def add_models(router: APIRouter, thread: ModelThread, labelling: Labelling, who: Any) -> None:
     """Routes: the shading of a response's tokens, the most likely next tokens, and one prompt to several models."""
 
     def find(name: str, param: str = "model") -> ServedModel:
@@ -154,27 +130,26 @@ def add_models(router: APIRouter, thread: ModelThread, labelling: Labelling, lab
         return thread.models[name]
 
     @router.post("/shading")
-    async def shading(asked: ShadingRequest) -> dict[str, Any]:
+    async def shading(asked: ShadingRequest) -> Body:
         model, ids = find(asked.model), asked.token_ids
-        reference = find(asked.reference, "reference") if asked.reference else None
+        reference = find(asked.reference or asked.model, "reference")
         prompt, _ = await chat_prompt(model, [one.message() for one in asked.messages])
         if len(prompt) + len(ids) > model.context or not all(0 <= i < model.vocabulary for i in ids):
             raise RefusedError(400, "the response does not fit this model", "token_ids")
-        if reference is not None and not reference.reads_like(model):
+        if not reference.reads_like(model):
             raise RefusedError(400, "the two models have different tokenizers", "reference")
-        shades = await thread.call(shade, model, reference, prompt, ids)
-        return {"tokens": [model.spelled(i) for i in ids]} | shades
+        logprobs, kl = await thread.call(judge_tokens, model.policy, reference.policy, prompt, ids)
+        return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
 
     @router.post("/next")
-    async def following(asked: NextRequest) -> dict[str, Any]:
+    async def following(asked: NextRequest) -> Body:
         model = find(asked.model)
         tokens = await asyncio.to_thread(document_tokens, model.tokenizer, asked.text, model.context)
-        likeliest = await thread.call(next_tokens, model, tokens, asked.count)
-        return {"tokens": [{"text": show(model.tokenizer, i), "probability": p} for i, p in likeliest]}
+        found = await thread.call(likeliest, model.policy, tokens, asked.count)
+        return {"tokens": [{"text": show(model.tokenizer, i), "probability": p} for i, p in found]}
 
     @router.post("/compare")
-    async def compare(asked: CompareRequest, request: Request) -> EventStream:
-        labeler = labeler_of(request)
+    async def compare(asked: CompareRequest, labeler: str = who) -> EventStream:
         models = [find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
         messages = [one.message() for one in asked.messages]

@@ -20,18 +20,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlhf.api import LoadedRun
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import end_ids
-from rlhf.engines.likely import likeliest
 from rlhf.engines.sampler import default_batch
 from rlhf.engines.slots import COLUMN_BLOCK, Response, RunningBatch
 from rlhf.errors import UserError
 from rlhf.model.half import hold_frozen
-from rlhf.model.packed import packed_weights, unpacked
+from rlhf.model.packed import packed_weights
 from rlhf.serving.security import RefusedError
 from rlhf.system.terminal import one_line, say
 
@@ -75,8 +72,7 @@ class ServedModel:
 
     def reads_like(self, other: "ServedModel") -> bool:
         """Whether two models' tokens mean the same, so that their probabilities can be compared."""
-        mine, others = self.tokenizer.backend_tokenizer, other.tokenizer.backend_tokenizer
-        return self.vocabulary == other.vocabulary and mine.get_vocab() == others.get_vocab()
+        return self.vocabulary == other.vocabulary and self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
 
 
 Models = dict[str, ServedModel]
@@ -112,17 +108,16 @@ def served_models(config: Config, folders: Sequence[Path], stages: list[str] | N
 # --------------------------------------------------------------------------------------------- queue and batch
 
 
-class QueueFullError(RefusedError):
-    def __init__(self) -> None:
-        text = "the queue is full: try again in a moment"
-        super().__init__(429, text, code="rate_limit_exceeded", headers={"retry-after": "1"})
-
-
 class ModelFailedError(RefusedError):
     """A model raised an error, or the server is stopping."""
 
     def __init__(self, message: str = "the model failed on this request"):
         super().__init__(500, message)
+
+
+def queue_full() -> RefusedError:
+    text = "the queue is full: try again in a moment"
+    return RefusedError(429, text, code="rate_limit_exceeded", headers={"retry-after": "1"})
 
 
 class Generation:
@@ -136,7 +131,6 @@ class Generation:
         self.over = self.cancelled = False
 
     def close(self, error: ModelFailedError | None = None) -> None:
-        """Mark the end."""
         self.error, self.over = error, True
         self.wake()
 
@@ -169,22 +163,19 @@ class Queue:
             report(error)
             self.fail(ModelFailedError())
             return
-        now = time.monotonic()
         for one in self.running:
-            if now >= one.due:
+            if time.monotonic() >= one.due:
                 one.wake()
         self._remove()
 
     def _remove(self) -> None:
         """Take out finished and cancelled responses."""
         with self.lock:
-            over = [one for one in self.running if one.response.finished or one.cancelled]
+            over = [one for one in [*self.running, *self.waiting] if one.response.finished or one.cancelled]
             for one in over:
-                self.running.remove(one)
-                self.batch.leave(one.response)
-            for one in [one for one in self.waiting if one.cancelled]:
-                self.waiting.remove(one)
-                over.append(one)
+                if one in self.running:
+                    self.batch.leave(one.response)
+                (self.running if one in self.running else self.waiting).remove(one)
         for one in over:
             one.close()
 
@@ -238,18 +229,13 @@ class ModelThread:
         return sum(map(len, self.queues.values()))
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue the responses of one request. Raises: QueueFullError, ModelFailedError, or RefusedError if they never fit."""
+        """Queue the responses of one request. Raises: RefusedError if the queue is full or too short."""
         more, most = Counter(one.model.name for one in generations), self.rows + self.limit
         if max(more.values()) > most:
             raise RefusedError(400, f"{len(generations)} responses at once: want at most {most}")
-        with self.changed:
-            if self.ended:
-                raise ModelFailedError(ENDED)
-            if any(len(self.queues[name]) + count > most for name, count in more.items()):
-                raise QueueFullError
+        with self._work(any(len(self.queues[name]) + count > most for name, count in more.items())):
             for one in generations:
                 self.queues[one.model.name].waiting.append(one)
-            self.changed.notify()
 
     def cancel(self, generations: Iterable[Generation]) -> None:
         """Cancel responses that nobody waits for."""
@@ -259,16 +245,22 @@ class ModelThread:
             self.changed.notify()
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a function that runs between two tokens. Raises: UserError, QueueFullError, ModelFailedError."""
+        """The result of a function that runs between two tokens. Raises: UserError, RefusedError."""
         future: Future[Any] = Future()
+        with self._work(len(self.calls) >= self.limit):
+            self.calls.append((future, function, arguments))
+        return await asyncio.wrap_future(future)
+
+    @contextmanager
+    def _work(self, full: bool) -> Iterator[None]:
+        """A context in which work is added, with which the thread goes on. Raises: RefusedError."""
         with self.changed:
             if self.ended:
                 raise ModelFailedError(ENDED)
-            if len(self.calls) >= self.limit:
-                raise QueueFullError
-            self.calls.append((future, function, arguments))
+            if full:
+                raise queue_full()
+            yield
             self.changed.notify()
-        return await asyncio.wrap_future(future)
 
     def stop(self) -> None:
         """End the thread after its present step; unfinished responses fail."""
@@ -326,33 +318,6 @@ class ModelThread:
 
 def report(error: BaseException) -> None:
     say(f"serve: {type(error).__name__}: {one_line(error)}", sys.stderr)
-
-
-# ------------------------------------------------------------------------------------ what else a model is asked
-
-
-def next_tokens(model: ServedModel, tokens: list[int], count: int) -> list[tuple[int, float]]:
-    """The most likely next tokens, with their probabilities."""
-    with unpacked(model.policy):
-        return likeliest(model.policy, tokens, count)
-
-
-@torch.inference_mode()
-def shade(model: ServedModel, reference: ServedModel | None, prompt: list[int], response: list[int]) -> dict[str, Any]:
-    """Per token of a response log pi(token) in nats, and KL(pi || reference) over the vocabulary at its position."""
-
-    def logprobs(policy: Any) -> torch.Tensor:
-        tokens = torch.tensor([prompt + response], device=next(policy.parameters()).device)
-        with unpacked(policy):
-            logits = policy(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        return torch.log_softmax(logits.float(), -1)
-
-    logp = logprobs(model.policy)
-    chosen = logp.gather(-1, torch.tensor(response, device=logp.device)[:, None])[:, 0]
-    if reference is None:
-        return {"logprobs": chosen.tolist()}
-    kl = (logp.exp() * (logp - logprobs(reference.policy))).sum(-1).clamp(min=0)
-    return {"logprobs": chosen.tolist(), "kl": kl.tolist()}
 
 
 def doubts(text: str, tokens: int, limit: int) -> list[str]:

@@ -48,14 +48,15 @@ def make_router(thread: ModelThread) -> APIRouter:
     async def chat(asked: ChatRequest, request: Request) -> Response:
         model = find(asked.model)
         prompt = await chat_prompt(model, [one.message() for one in asked.messages])
-        completion = Completion(thread, [(model, prompt)], asked)
+        completion = Completion(thread, [(model, prompt)], asked, asked.top_logprobs or 0)
         return await answer(Form(completion, True, bool(asked.logprobs)), asked, request)
 
     @router.post("/completions")
     async def complete(asked: CompletionRequest, request: Request) -> Response:
         model = find(asked.model)
         prompts = [(model, await text_prompt(model, prompt)) for prompt in asked.prompts()]
-        return await answer(Form(Completion(thread, prompts, asked), False, asked.logprobs is not None), asked, request)
+        completion = Completion(thread, prompts, asked, asked.logprobs or 0)
+        return await answer(Form(completion, False, asked.logprobs is not None), asked, request)
 
     @router.post("/score")
     async def score(asked: ScoreRequest) -> Body:

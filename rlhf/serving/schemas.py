@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rlhf.data.records import Message, Text
 
@@ -18,6 +18,9 @@ Stop = Annotated[Text, Field(min_length=1, max_length=200)]
 Id = Annotated[Text, Field(min_length=1, max_length=500)]
 Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+MostTokens = Annotated[int, Field(ge=1, le=2**20)]
+Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class Strict(BaseModel):
@@ -53,60 +56,42 @@ class StreamOptions(Strict):
 class Sampling(Strict):
     """The fields of both kinds of completion."""
 
-    model: Annotated[Text, Field(min_length=1, max_length=300)]
-    max_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
+    model: Id
+    max_tokens: MostTokens | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
     n: Annotated[int | None, Field(ge=1, le=MOST_RESPONSES)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
-    presence_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
     user: Text | None = None
     return_token_ids: bool = False  # as in vLLM: each choice with the ids of its tokens
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def alternatives(self) -> int:
-        """The number of alternatives to report with each token."""
-        return 0
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+def ends_with_user(messages: list[ChatMessage]) -> list[ChatMessage]:
+    if messages[-1].role != "user":
+        raise ValueError("want messages that end with one of the user")
+    return messages
+
+
 class ChatRequest(Sampling):
-    messages: Messages
-    max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
+    messages: Annotated[Messages, AfterValidator(ends_with_user)]
+    max_completion_tokens: MostTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def alternatives(self) -> int:
-        return self.top_logprobs or 0
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _with_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
-        if count and not info.data.get("logprobs"):
+    @model_validator(mode="after")
+    def _check(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("want logprobs=true with top_logprobs")
-        return count
-
-    @field_validator("messages")
-    @classmethod
-    def _ends_with_user(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
-        if messages[-1].role != "user":
-            raise ValueError("want messages that end with one of the user")
-        return messages
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        return self
 
 
 class CompletionRequest(Sampling):
@@ -119,10 +104,6 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     echo: Literal[False] | None = None
 
-    @property
-    def alternatives(self) -> int:
-        return self.logprobs or 0
-
     def prompts(self) -> list[Any]:
         given: Any = self.prompt
         return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
@@ -131,7 +112,7 @@ class CompletionRequest(Sampling):
 class ScoreRequest(Strict):
     """Responses to one prompt, for the reward model of a run."""
 
-    model: Annotated[Text, Field(min_length=1, max_length=300)]
+    model: Id
     prompt: Text | Messages
     responses: Annotated[list[Text], Field(min_length=1, max_length=64)]
 
@@ -170,8 +151,8 @@ class SessionRequest(Strict):
 class CompareRequest(Strict):
     messages: Messages
     models: Annotated[list[Id], Field(min_length=2, max_length=MOST_COMPARED)]
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
-    max_tokens: Annotated[int | None, Field(ge=1, le=2**20)] = None
+    temperature: Temperature = 1.0
+    max_tokens: MostTokens | None = None
 
 
 class ShadingRequest(Strict):

@@ -8,26 +8,25 @@ carry its origin, or another host's name. Each labeler has a secret. Errors are 
 import asyncio
 import hmac
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rlhf.data.records import first_problem
 from rlhf.errors import UserError
 from rlhf.system.terminal import printable
 
 COOKIE = "rlhf_session"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
-MOST_CLIENTS = 10_000  # clients whose rates are stored
-MOST_FRAMING = 64 * 1024  # bytes of a request that are not its body, beyond those of its first packet
-CHUNK_FRAMING = 8  # bytes that a body's byte may come with: it may be a chunk of its own
+MOST_CLIENTS = 10_000  # clients in one minute
 OPEN = ("/", "/favicon.ico", "/api/session")  # open without a token, as is everything below /page/
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = [
@@ -73,6 +72,9 @@ async def error_response(_: Any, error: Exception) -> Response:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:])
         error = RefusedError(400, f"{param}: {first['msg']}" if param else first["msg"], param or None)
+    elif isinstance(error, ValidationError):  # of a record that a request would make
+        param, message = first_problem(error)
+        error = RefusedError(400, message, param)
     elif isinstance(error, HTTPException):
         error = RefusedError(error.status_code, str(error.detail), headers=error.headers)
     elif isinstance(error, UserError):
@@ -82,7 +84,8 @@ async def error_response(_: Any, error: Exception) -> Response:
     return error.response()
 
 
-ERRORS: Any = dict.fromkeys([RefusedError, RequestValidationError, HTTPException, UserError, Exception], error_response)
+ANSWERED = (RefusedError, RequestValidationError, ValidationError, HTTPException, UserError, Exception)
+ERRORS: Any = dict.fromkeys(ANSWERED, error_response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +108,20 @@ class Access:
         return owner
 
 
-@dataclass(slots=True)
 class Rates:
-    """A bucket of requests per client, filled evenly."""
+    """Counts the requests of each client, anew every minute."""
 
-    per_minute: int
-    # by client: requests left, and the time of that
-    buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
+    def __init__(self, per_minute: int):
+        self.per_minute, self.start, self.counts = per_minute, time.monotonic(), Counter[str]()
 
-    def take(self, client: str) -> float:
+    def wait(self, client: str) -> float:
         """0 if the client may send a request now; otherwise the seconds until it may."""
-        now, rate = time.monotonic(), self.per_minute / 60
-        left, then = self.buckets.pop(client, (float(self.per_minute), now))
-        left = min(float(self.per_minute), left + (now - then) * rate)
-        allowed = left >= 1
-        self.buckets[client] = (left - allowed, now)
-        if len(self.buckets) > MOST_CLIENTS:
-            self.buckets.popitem(last=False)
-        return 0.0 if allowed else (1 - left) / rate
+        if (now := time.monotonic()) >= self.start + 60:
+            self.start, self.counts = now, Counter()
+        if self.counts[client] >= self.per_minute or (client not in self.counts and len(self.counts) >= MOST_CLIENTS):
+            return self.start + 60 - now
+        self.counts[client] += 1
+        return 0.0
 
 
 class Guard:
@@ -159,7 +158,7 @@ class Guard:
             raise RefusedError(421, "this server answers to 127.0.0.1 and localhost only")
         who = access.who(session_of(headers))
         client = who if who is not None else str((scope.get("client") or [""])[0])
-        if wait := self.rates.take(client):
+        if wait := self.rates.wait(client):
             retry_after = str(max(1, round(wait)))
             raise RefusedError(429, "too many requests: wait a moment", headers={"retry-after": retry_after})
         if who is None and access.token is None:
@@ -220,23 +219,3 @@ def bounded(receive: Receive, most: int) -> Receive:
         return message
 
     return limited
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's faster parser, which also refuses a request whose head, chunk sizes or trailers do not end."""
-
-    framing = 0
-
-    def data_received(self, data: bytes) -> None:
-        self.framing += len(data)
-        super().data_received(data)
-        if self.framing > MOST_FRAMING and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too large.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.framing = 0
-
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self.framing -= CHUNK_FRAMING * len(body)

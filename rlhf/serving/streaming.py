@@ -17,6 +17,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import encode_text
 from rlhf.engines.choosing import Choice
 from rlhf.engines.slots import Response
+from rlhf.engines.text_stream import TextStream
 from rlhf.errors import UserError
 from rlhf.serving.models import Generation, ModelThread, ServedModel
 from rlhf.serving.schemas import Sampling
@@ -62,10 +63,13 @@ class Chunk(NamedTuple):
 class Completion:
     """The responses to one request: `asked.n` to each prompt. `close` always frees their places.
 
-    Raises: RefusedError if they do not fit the model's context, the server's limits or its queue.
+    alternatives: the number of alternatives to report with each token. Raises: RefusedError if the responses do not fit the
+    model's context, the server's limits or its queue.
     """
 
-    def __init__(self, thread: ModelThread, prompts: Sequence[tuple[ServedModel, Prompt]], asked: Sampling):
+    def __init__(
+        self, thread: ModelThread, prompts: Sequence[tuple[ServedModel, Prompt]], asked: Sampling, alternatives: int = 0
+    ):
         temperature = 1.0 if asked.temperature is None else asked.temperature
         greedy = temperature < LEAST_TEMPERATURE
         choice = Choice(1.0 if greedy else temperature, asked.top_p or 1.0, greedy=greedy)
@@ -74,11 +78,11 @@ class Completion:
         self.prompt_tokens = sum(len(ids) for _, (ids, _) in prompts)
         self.changed, self.generations = asyncio.Event(), list[Generation]()
         for model, (ids, key) in prompts:
-            length = room_of(model, ids, asked.most_tokens, thread.most_tokens)
+            length = room_of(model, ids, asked.max_tokens, thread.most_tokens)
             for j in range(asked.n or 1):
-                response = Response(ids, choice, self.seed, (*key, j), length, model.ends, asked.alternatives)
+                response = Response(ids, choice, self.seed, (*key, j), length, model.ends, alternatives)
                 self.generations.append(Generation(model, response, self.changed))
-        self.texts = [TextStream(one.model, self.stops) for one in self.generations]
+        self.texts = [TextStream(one.model.tokenizer, one.model.ends, self.stops) for one in self.generations]
         thread.submit(self.generations)
 
     @property
@@ -147,46 +151,6 @@ def room_of(model: ServedModel, prompt: list[int], asked: int | None, limit: int
         message = f"the model's context is {model.context} tokens: the prompt has {len(prompt)}{more}: shorten it"
         raise RefusedError(400, message, "messages", "context_length_exceeded")
     return length
-
-
-class TextStream:
-    """The text of tokens as they arrive: complete characters only, no possible beginning of a stop string, each character once."""
-
-    def __init__(self, model: ServedModel, stops: Sequence[str] = ()):
-        self.model, self.stops = model, stops
-        self.ids: list[int] = []
-        self.text = ""
-        self.shown = 0  # characters returned so far
-        self.stopped = False
-
-    def add(self, ids: Sequence[int], over: bool = False) -> str:
-        """The new characters after more tokens; after a stop string or the end, the last ones."""
-        before = len(self.ids)
-        self.ids += ids
-        self.text = self.spell(len(self.ids))
-        if self._stop_in(self.text) >= 0:
-            self.stopped = True  # with the first token that completes a stop string
-            self.ids = self.ids[
-                : next(n for n in range(before + 1, len(self.ids) + 1) if self._stop_in(self.spell(n)) >= 0)
-            ]
-            self.text = self.spell(len(self.ids))
-            self.text = self.text[: self._stop_in(self.text)]
-        limit = len(self.text)
-        if not over and not self.stopped:
-            limit = len(self.text.rstrip("�"))  # an incomplete character waits for the next token
-            ends = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-            limit = min(limit, len(self.text) - max(ends, default=0))
-        piece, self.shown = self.text[self.shown : limit], max(self.shown, limit)
-        return piece
-
-    def spell(self, count: int) -> str:
-        """The text of the first tokens."""
-        ids = [i for i in self.ids[:count] if i not in self.model.ends]
-        return self.model.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
-
-    def _stop_in(self, text: str) -> int:
-        """Where the first stop string begins; -1 if there is none."""
-        return min((place for stop in self.stops if (place := text.find(stop)) >= 0), default=-1)
 
 
 # ------------------------------------------------------------------------------------------------- events

@@ -92,12 +92,10 @@ def server(app) -> Iterator[str]:
 def serving(app: Any) -> Iterator[str]:
     import uvicorn
 
-    from rlhf.serving.security import BoundedProtocol
-
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", http=BoundedProtocol)
+        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", http="h11")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
