@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch import Tensor
 from rlhf.cpu.kernels import Seen, attend
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
 from rlhf.engines.decoder import QKV, Decoder
-from rlhf.engines.sampler import rows_carried
+from rlhf.engines.sampler import default_batch, rows_carried
 from rlhf.model import packed
 from rlhf.model.gpt import GPTForCausalLM
 
+PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
 COLUMN_BLOCK = 64  # the cache grows by this many columns
 TOGETHER = 512  # tokens of prompts that are read in one pass with the others' next tokens; attention takes longer there
 
@@ -190,9 +192,22 @@ class RunningBatch:
         self.slots = Slots(model, rows) if native else None
         self.caches: list[Any] = []  # caches of a model that is not ours, per response
         self.device = next(model.parameters()).device
+        self.most_rows = lru_cache(lambda blocks: default_batch(model, blocks * COLUMN_BLOCK))
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    def fitting(self, waiting: Sequence[Response]) -> list[Response]:
+        """The first of the waiting responses, as many as can join at the next step: by rows, memory and the length of prompts."""
+        new: list[Response] = []
+        for one in waiting[: self.rows - len(self)]:
+            together = [*self.responses, *new, one]
+            rows = self.most_rows(-(-max(other.columns for other in together) // COLUMN_BLOCK))
+            tokens = sum(len(other.prompt) for other in [*new, one])
+            if len(together) > max(rows, 1) or (new and tokens > PREFILL_TOKENS):
+                break
+            new.append(one)
+        return new
 
     @torch.inference_mode()
     def advance(self, new: Sequence[Response] = ()) -> None:

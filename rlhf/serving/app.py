@@ -117,7 +117,7 @@ def add_labelling(router: APIRouter, labelling: Labelling, who: Any) -> None:
 
     @router.post("/compare/judge")
     def judge(asked: Verdict, labeler: str = who) -> Body:
-        record = labelling.judge(labeler, asked)
+        record = labelling.rank(labeler, asked, compared=True)
         return {"saved": record.id, "policies": {r.id: r.policy for r in record.responses}}
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -56,6 +56,9 @@ class LabelFile:
         self._read()
 
     def _read(self) -> None:
+        def refuse(number: int, problem: str) -> UserError:
+            return UserError(f"{self.path}:{number}: {problem}: correct the line, or choose another serve.labels=…")
+
         data = self.path.read_bytes()
         size = data.rfind(b"\n") + 1
         lines, rest = data[:size].splitlines(), data[size:]
@@ -63,18 +66,15 @@ class LabelFile:
             try:
                 row = json.loads(line)
                 self._add(KINDS[row["kind"]].model_validate(row))
-            except (ValueError, KeyError, TypeError) as error:
-                self._refuse(number, first_problem(error)[1] if isinstance(error, ValidationError) else "not a record")
+            except ValidationError as error:
+                raise refuse(number, first_problem(error)[1]) from None
+            except (ValueError, KeyError, TypeError):
+                raise refuse(number, "not a record") from None
         if not any(start.startswith(rest[: len(start)]) for start in STARTS):
-            self._refuse(len(lines) + 1, "not a record")
+            raise refuse(len(lines) + 1, "not a record")
         if rest:
             os.ftruncate(self.file, size)
             os.fsync(self.file)
-
-    def _refuse(self, number: int, problem: str) -> NoReturn:
-        raise UserError(
-            f"{self.path}:{number}: {problem}: correct the line, or choose another serve.labels=…"
-        ) from None
 
     def _add(self, record: Record) -> None:
         self.records.append(record)
@@ -156,27 +156,48 @@ class Labelling:
         random.Random(f"order-{self.seed}-{task.id}-{labeler}").shuffle(responses)
         return responses
 
-    def rank(self, labeler: str, verdict: Verdict) -> Ranking:
-        """Save a ranking. Raises: RefusedError if enough others have the task, or this labeler has ranked it already."""
+    def rank(self, labeler: str, verdict: Verdict, compared: bool = False) -> Ranking:
+        """Save a ranking of a task, or of a comparison. Raises: RefusedError if there is none, if this labeler has ranked it, or if
+        enough others have; ValidationError for names that it does not have.
+        """
         name, replaces = verdict.name, verdict.replaces
         with self.lock:
             if (stored := self.file.find("ranking", labeler, verdict.submission)) is not None:
                 return stored
-            task = self.tasks.get(name)
-            if task is None:
-                raise RefusedError(404, "no such task", "task")
-            before = self.ranked[name].get(labeler)
-            # a task from before a restart of the server, or from long ago, may still be open
-            if before is None and (replaces is not None or not self._is_open(name, labeler)):
-                raise RefusedError(409, "enough labelers have this task: load the next one", "task")
-            if before is not None and before.id != replaces:
-                raise RefusedError(409, "you have labelled this task: go back to change your answer", "task")
-            current, since = self.assigned.get(labeler, ("", 0.0))
-            longest = time.monotonic() - since if current == name else ASSIGNED_SECONDS
-            more = {"task": name, "order": [response.id for response in self.shown(task, labeler)]}
-            record = make_ranking(task, labeler, verdict, longest, more | ({"replaces": replaces} if replaces else {}))
+            task, longest = (self.comparisons if compared else self.tasks).get(name), ASSIGNED_SECONDS
+            if task is None or (compared and task.labeler != labeler):
+                raise RefusedError(404, "no such comparison, or it was judged" if compared else "no such task", "name")
+            more: dict[str, Any] = {"comparison": name}
+            if not compared:
+                before = self.ranked[name].get(labeler)
+                # a task from before a restart of the server, or from long ago, may still be open
+                if before is None and (replaces is not None or not self._is_open(name, labeler)):
+                    raise RefusedError(409, "enough labelers have this task: load the next one", "name")
+                if before is not None and before.id != replaces:
+                    raise RefusedError(409, "you have labelled this task: go back to change your answer", "name")
+                current, since = self.assigned.get(labeler, ("", 0.0))
+                longest = time.monotonic() - since if current == name else longest
+                more = {"task": name, "order": [response.id for response in self.shown(task, labeler)]}
+                more |= {"replaces": replaces} if replaces else {}
+            more |= {"cannot_judge": True} if verdict.ranking is None else {}
+            more |= {"note": verdict.note} if verdict.note else {}
+            record = Ranking(
+                id=f"{task.id}/{labeler}/{verdict.submission}",
+                prompt=task.prompt,
+                responses=task.responses,
+                ranking=verdict.ranking,
+                ratings=dict(verdict.ratings),
+                flags={response: flags for response, flags in verdict.flags.items() if flags},
+                labeler=labeler,
+                seconds=round(min(verdict.seconds, longest), 1),
+                created=now_text(),
+                metadata=task.metadata | more | {"submission": verdict.submission},
+            )
             self.file.append(record)
-            self.ranked[name][labeler] = record
+            if compared:
+                del self.comparisons[name]
+            else:
+                self.ranked[name][labeler] = record
             return record
 
     def last(self, labeler: str) -> Ranking | None:
@@ -208,19 +229,6 @@ class Labelling:
             self.comparisons[comparison.id] = comparison
             while len(self.comparisons) > MOST_COMPARISONS:
                 self.comparisons.pop(next(iter(self.comparisons)))
-
-    def judge(self, labeler: str, verdict: Verdict) -> Ranking:
-        """Save the judgement of a comparison. Raises: RefusedError if there is none, or it was judged."""
-        with self.lock:
-            if (stored := self.file.find("ranking", labeler, verdict.submission)) is not None:
-                return stored
-            task = self.comparisons.get(verdict.name)
-            if task is None or task.labeler != labeler:
-                raise RefusedError(404, "no such comparison, or it was judged", "comparison")
-            record = make_ranking(task, labeler, verdict, ASSIGNED_SECONDS, {"comparison": verdict.name})
-            self.file.append(record)
-            del self.comparisons[verdict.name]
-            return record
 
     def next_prompt(self, labeler: str) -> Ranking | None:
         """A task to whose prompt neither the labeler nor enough others have written a response."""
@@ -257,24 +265,6 @@ class Labelling:
             record = self.file.append(record)
             self._count(record)
             return record
-
-
-def make_ranking(task: Ranking, labeler: str, verdict: Verdict, longest: float, more: dict[str, Any]) -> Ranking:
-    """The record of a judgement. longest: seconds that it can have taken. Raises: ValidationError for names that the task does not have."""
-    unable = {"cannot_judge": True} if verdict.ranking is None else {}
-    note = {"note": verdict.note} if verdict.note else {}
-    return Ranking(
-        id=f"{task.id}/{labeler}/{verdict.submission}",
-        prompt=task.prompt,
-        responses=task.responses,
-        ranking=verdict.ranking,
-        ratings=dict(verdict.ratings),
-        flags={name: flags for name, flags in verdict.flags.items() if flags},
-        labeler=labeler,
-        seconds=round(min(verdict.seconds, longest), 1),
-        created=now_text(),
-        metadata=task.metadata | more | unable | note | {"submission": verdict.submission},
-    )
 
 
 def now_text() -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,13 @@ from rlhf.api import LoadedRun
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import end_ids
-from rlhf.engines.sampler import default_batch
-from rlhf.engines.slots import COLUMN_BLOCK, Response, RunningBatch
+from rlhf.engines.slots import Response, RunningBatch
 from rlhf.errors import UserError
 from rlhf.model.half import hold_frozen
 from rlhf.model.packed import packed_weights
 from rlhf.serving.security import RefusedError
 from rlhf.system.terminal import one_line, say
 
-PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
 ENDED = "the models have stopped: start the server again"
 PHRASE = 4  # words of a phrase that counts as repetition
 LONG_WORDS = 12  # least words of a response that is checked for repetition
@@ -115,11 +113,6 @@ class ModelFailedError(RefusedError):
         super().__init__(500, message)
 
 
-def queue_full() -> RefusedError:
-    text = "the queue is full: try again in a moment"
-    return RefusedError(429, text, code="rate_limit_exceeded", headers={"retry-after": "1"})
-
-
 class Generation:
     """A response in progress, which the models' thread draws and a coroutine reads at its own pace."""
 
@@ -147,7 +140,6 @@ class Queue:
         self.waiting: deque[Generation] = deque()
         self.running: list[Generation] = []
         self.batch = RunningBatch(policy, rows)
-        self.fitting = lru_cache(lambda blocks: default_batch(policy, blocks * COLUMN_BLOCK))
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -156,9 +148,11 @@ class Queue:
         """One more token of each running response; waiting ones join first, and draw their first."""
         try:
             self._remove()
-            new = self._admit()
+            with self.lock:
+                new = self.batch.fitting([one.response for one in self.waiting])
+                self.running += [self.waiting.popleft() for _ in new]
             if self.running:
-                self.batch.advance([one.response for one in new])
+                self.batch.advance(new)
         except Exception as error:  # one bad request must not stop the server for the others
             report(error)
             self.fail(ModelFailedError())
@@ -178,22 +172,6 @@ class Queue:
                 (self.running if one in self.running else self.waiting).remove(one)
         for one in over:
             one.close()
-
-    def _admit(self) -> list[Generation]:
-        """Move the first responses of the queue to the batch, as many as fit its rows and the memory."""
-        new: list[Generation] = []
-        tokens = 0
-        with self.lock:
-            while self.waiting and len(self.running) < self.rows:
-                first = self.waiting[0]
-                tokens += len(first.response.prompt)
-                columns = max(one.response.columns for one in [*self.running, first])
-                fits = len(self.running) < self.fitting(-(-columns // COLUMN_BLOCK))
-                if self.running and (not fits or (new and tokens > PREFILL_TOKENS)):
-                    break
-                new.append(self.waiting.popleft())
-                self.running.append(first)
-        return new
 
     def fail(self, error: ModelFailedError) -> None:
         """End all responses with an error; the next ones start with an empty batch."""
@@ -258,7 +236,8 @@ class ModelThread:
             if self.ended:
                 raise ModelFailedError(ENDED)
             if full:
-                raise queue_full()
+                message, more = "the queue is full: try again in a moment", {"retry-after": "1"}
+                raise RefusedError(429, message, code="rate_limit_exceeded", headers=more)
             yield
             self.changed.notify()
 
