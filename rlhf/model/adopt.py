@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf.cpu.products import by_torch_alone
@@ -76,7 +75,7 @@ def adopt(
         "native": not reason,
         "plain_logits": lm(model).plain,
         "end_token_ids": ends,
-        "context": getattr(model.config, "max_position_embeddings", None),
+        "context": lm(model).context,
         "notes": notes,
     }
     return Adopted(model, tokenizer, record)
@@ -117,26 +116,22 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
         tokenizer.add_special_tokens({"extra_special_tokens": [*ROLES.values(), END]})
         tokenizer.chat_template = CHAT_TEMPLATE
         notes.append(f"no chat template: given ours, with the new tokens {' '.join([*ROLES.values(), END])}")
-    known = _end_tokens(checkpoint)
-    if tokenizer.eos_token_id is None and not known and find_end_of_turn(tokenizer) is None:
-        raise UserError(f"model.pretrained={checkpoint.source}: it has no end token: set eos_token in its tokenizer")
+    stated = [checkpoint.config.eos_token_id]
+    if checkpoint.gguf_file is None:
+        stated.insert(0, read_json(checkpoint.folder / "generation_config.json").get("eos_token_id"))
+    known = [i for value in stated for i in (value if isinstance(value, list) else [value]) if i is not None]
+    turn = find_end_of_turn(tokenizer)
     if tokenizer.chat_template == CHAT_TEMPLATE or tokenizer.eos_token_id is None:
-        turn = find_end_of_turn(tokenizer)
+        if turn is None and not known:
+            raise UserError(
+                f"model.pretrained={checkpoint.source}: it has no end token: set eos_token in its tokenizer"
+            )
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(known[0] if turn is None else turn)
-    ends = [find_end_of_turn(tokenizer), tokenizer.eos_token_id, *known]
+    ends = [turn, tokenizer.eos_token_id, *known]
     tokenizer.init_kwargs[ENDS] = list(dict.fromkeys(i for i in ends if i is not None))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return notes
-
-
-def _end_tokens(checkpoint: Checkpoint) -> list[int]:
-    """The end tokens of the generation configuration and the configuration."""
-    named = [checkpoint.config.eos_token_id]
-    generation = read_json(checkpoint.folder / "generation_config.json")
-    if checkpoint.gguf_file is None:
-        named.insert(0, generation.get("eos_token_id"))
-    return [i for value in named for i in (value if isinstance(value, list) else [value]) if i is not None]
 
 
 def load_weights(checkpoint: Checkpoint) -> Any:
@@ -194,6 +189,8 @@ def compare_logits(theirs: Any, ours: Any) -> float:
     place = torch.arange(width)
     mask = torch.where(torch.tensor([[True], [True], [False], [False]]), place < lengths, place >= width - lengths)
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    inputs: dict[str, Tensor] = {"input_ids": tokens, "attention_mask": mask.long(), "position_ids": positions}
-    pair = [model(**inputs, use_cache=False).logits[mask] for model in (theirs, ours)]
-    return float((pair[0] - pair[1]).abs().max())
+    one, other = (
+        model(tokens, attention_mask=mask.long(), position_ids=positions, use_cache=False).logits[mask]
+        for model in (theirs, ours)
+    )
+    return float((one - other).abs().max())

@@ -217,10 +217,9 @@ def check_sizes(config: Any, source: str, *more: str) -> None:
 
     more: further settings of transformers' configuration that are at least 1.
     """
-    layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise UserError(f"{source}: config.json says {layers:,} layers, want at most {MOST_LAYERS:,}: restore it")
     for name in (*SIZES, *more):
         size = getattr(config, name, None)
         if isinstance(size, int) and size < 1:
             raise UserError(f"{source}: config.json says {name}={size}, want 1 or more: restore it")
+        if isinstance(size, int) and name == SIZES[0] and size > MOST_LAYERS:
+            raise UserError(f"{source}: config.json says {size:,} layers, want at most {MOST_LAYERS:,}: restore it")

@@ -5,6 +5,7 @@ Of encoder-decoders (T5, BART) the encoder is used, with a new scalar head; ever
 """
 
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from rlhf.data.records import Demonstration, Message
 from rlhf.errors import UserError, reading
 from rlhf.model.checkpoint import check_sizes, load_whole
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
-from rlhf.model.interface import Episodes, score
+from rlhf.model.interface import Episodes
 
 LEAST_PROMPT = 4  # a long response leaves the prompt at least one token in this many
 
@@ -53,8 +54,8 @@ class TextEncoder:
         self.tokenizer, self.limit = tokenizer, limit
         added = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
         self.form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
-        if self.form == "template" and not tokenizer.is_fast:
-            raise UserError("reward.model: a chat template, but no tokenizer.json: save its tokenizer as a fast one")
+        if not tokenizer.is_fast:
+            raise UserError("reward.model: its tokenizer has no tokenizer.json: save it as a fast one")
         # spellings of special tokens in messages are marked when the template is rendered
         special = [] if self.form == "template" else tokenizer.all_special_tokens
         spellings = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
@@ -76,11 +77,10 @@ class TextEncoder:
         while (over := len(row) - self.limit) > 0:
             spare = self._count(render_prompt(messages)) - self.limit // LEAST_PROMPT
             if spare <= 0:
+                row = self._row(messages, response, ended=False)
                 break
             messages = self._shorten(messages, min(over, spare))
             row = self._row(messages, response, ended)
-        if len(row) > self.limit:
-            row = self._row(messages, response, ended=False)
         while (over := len(row) - self.limit) > 0 and response:
             response = self._cut(response, max(0, self._count(response) - over), keep_start=True)
             row = self._row(messages, response, ended=False)
@@ -100,22 +100,14 @@ class TextEncoder:
             turns = [f"{m.role.capitalize()}: {m.content}" for m in messages]
             encoded = self.tokenizer("\n\n".join([*turns, f"Assistant: {response}"]), return_token_type_ids=True)
         ids, types = list(encoded["input_ids"]), list(encoded["token_type_ids"])
-        at = self._find_closing(ids)
+        ending = itertools.takewhile(lambda i: ids[i] in self._special_ids, reversed(range(len(ids))))
+        at = next((i for i in ending if ids[i] in self._closing), None)  # of the token that closes the response
         if at is not None and not ended:
             del ids[at], types[at]
         elif at is None and ended and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
             types.append(types[-1] if types else 0)
         return TextRow(ids, types)
-
-    def _find_closing(self, ids: list[int]) -> int | None:
-        """The position of the token that closes the response, among the special tokens at the end."""
-        for at in range(len(ids) - 1, -1, -1):
-            if ids[at] in self._closing:
-                return at
-            if ids[at] not in self._special_ids:
-                return None
-        return None
 
     def _as_text(self, text: str) -> str:
         return self._special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) if self._special else text
@@ -140,9 +132,6 @@ class TextEncoder:
         """The first or the last `keep` tokens of a text."""
         if not keep:
             return ""
-        if not self.tokenizer.is_fast:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return self.tokenizer.decode(ids[:keep] if keep_start else ids[-keep:])
         offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return text[: offsets[keep - 1][1]] if keep_start else text[offsets[-keep][0] :]
 
@@ -258,13 +247,6 @@ class TextRewardModel(nn.Module):
         output = self.network(**inputs)
         raw = (output if isinstance(output, Tensor) else output.logits).squeeze(-1).float()
         return self.gain * (raw - self.shift) if calibrated else raw
-
-    def score_texts(
-        self, prompts: list[list[Message]], responses: list[str], ended: list[bool], calibrated: bool = True
-    ) -> Tensor:
-        """Scores (B,) float32 of responses as text; `ended` is false if the response was cut off."""
-        rows = [self.encode(p, r, e) for p, r, e in zip(prompts, responses, ended, strict=True)]
-        return score(self, rows, calibrated)
 
     def calibrate(self, gain: float, shift: float) -> None:
         """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""

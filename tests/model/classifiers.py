@@ -9,6 +9,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.model.interface import score
+
 WORDS = "what colour is blood snow coal the sky a dog cat red white black blue good bad of course user assistant system . ? :"
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 PLACES = {"max_position_embeddings": 40}
@@ -83,3 +85,8 @@ def save_classifier(folder: Path, name: str, *, text: Sequence[str] = (WORDS,), 
     model_class(config).save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
     return str(folder)
+
+
+def score_texts(model: Any, prompts: Any, responses: Any, ended: Any, calibrated: bool = True) -> torch.Tensor:
+    """A text reward model's scores (B,) of responses."""
+    return score(model, [model.encode(*given) for given in zip(prompts, responses, ended, strict=True)], calibrated)

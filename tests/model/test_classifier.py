@@ -15,7 +15,7 @@ from rlhf.model.heads import RewardModel
 from rlhf.model.interface import score
 from rlhf.ops.ranking import pair_weights, ranking_loss
 
-from .classifiers import ARCHITECTURES, make_tokenizer, save_classifier
+from .classifiers import ARCHITECTURES, make_tokenizer, save_classifier, score_texts
 from .test_heads import make_policy
 
 CPU = torch.device("cpu")
@@ -46,11 +46,11 @@ def model(request, tmp_path) -> TextRewardModel:
 
 
 def test_padding_and_order_change_no_score(model):
-    together = model.score_texts(PROMPTS, RESPONSES, ENDED)
+    together = score_texts(model, PROMPTS, RESPONSES, ENDED)
     assert together.shape == (4,) and together.dtype == torch.float32 and len(set(together.tolist())) == 4
-    alone = [model.score_texts([p], [r], [e])[0] for p, r, e in zip(PROMPTS, RESPONSES, ENDED, strict=True)]
+    alone = [score_texts(model, [p], [r], [e])[0] for p, r, e in zip(PROMPTS, RESPONSES, ENDED, strict=True)]
     assert torch.allclose(together, torch.stack(alone), atol=1e-6)
-    turned = model.score_texts(PROMPTS[::-1], RESPONSES[::-1], ENDED[::-1])
+    turned = score_texts(model, PROMPTS[::-1], RESPONSES[::-1], ENDED[::-1])
     assert torch.allclose(turned.flip(0), together, atol=1e-6)
 
 
@@ -74,9 +74,9 @@ def test_scores_in_bfloat16_are_not_rounded(model):
     """A raw score near 40 in bfloat16 has steps of 1/4."""
     head = next(m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1)
     head.bias.add_(40.1)
-    exact = model.score_texts(PROMPTS, RESPONSES, ENDED)
+    exact = score_texts(model, PROMPTS, RESPONSES, ENDED)
     with torch.autocast("cpu", torch.bfloat16):
-        found = model.score_texts(PROMPTS, RESPONSES, ENDED)
+        found = score_texts(model, PROMPTS, RESPONSES, ENDED)
     assert (found - exact).abs().max() < 0.05
 
 
@@ -116,20 +116,20 @@ def test_learns_which_answer_is_better_in_a_few_steps(model):
 
 def test_what_is_saved_comes_back_with_tokenizer_and_calibration(model, tmp_path):
     model.calibrate(gain=2.0, shift=0.25)
-    raw = model.score_texts(PROMPTS, RESPONSES, ENDED, calibrated=False)
-    scores = model.score_texts(PROMPTS, RESPONSES, ENDED)
+    raw = score_texts(model, PROMPTS, RESPONSES, ENDED, calibrated=False)
+    scores = score_texts(model, PROMPTS, RESPONSES, ENDED)
     assert torch.allclose(scores, 2.0 * (raw - 0.25))
     model.save_pretrained(tmp_path / "kept")
     assert (tmp_path / "kept" / "model.safetensors").is_file()
     again = load_reward_model(tmp_path / "kept", CPU)
     assert isinstance(again, TextRewardModel) and (again.gain, again.shift) == (2.0, 0.25) and not again.training
-    assert torch.equal(again.score_texts(PROMPTS, RESPONSES, ENDED), scores)
+    assert torch.equal(score_texts(again, PROMPTS, RESPONSES, ENDED), scores)
     if not isinstance(model.network, EncoderClassifier):  # and transformers alone reads it
         assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "kept").num_labels == 1
 
 
 def test_whether_the_author_ended_is_seen(model):
-    ended, cut = model.score_texts([PROMPTS[0]] * 2, ["red"] * 2, [True, False]).tolist()
+    ended, cut = score_texts(model, [PROMPTS[0]] * 2, ["red"] * 2, [True, False]).tolist()
     assert ended != cut
     whole, open_end = (model.encode(PROMPTS[0], "red", e).ids for e in (True, False))
     assert len(whole) == len(open_end) + 1
@@ -236,12 +236,12 @@ def test_a_classifier_that_others_trained_scores_as_it_is(tmp_path):
     inputs = found.tokenizer("what colour is blood ?", "red .", return_tensors="pt")
     with torch.no_grad():
         wanted = theirs(**inputs).logits[0, 0]
-    assert found.score_texts([PROMPTS[0]], ["red ."], [True])[0] == pytest.approx(wanted.item(), abs=1e-6)
+    assert score_texts(found, [PROMPTS[0]], ["red ."], [True])[0] == pytest.approx(wanted.item(), abs=1e-6)
 
 
 def test_a_head_for_other_labels_is_replaced_for_training_and_refused_for_scoring(tmp_path):
     source = save_classifier(tmp_path / "theirs", "bert", num_labels=3)
-    assert TextRewardModel.from_base(source).score_texts([PROMPTS[0]], ["red"], [True]).shape == (1,)
+    assert score_texts(TextRewardModel.from_base(source), [PROMPTS[0]], ["red"], [True]).shape == (1,)
     with pytest.raises(UserError, match="a bert with 3 labels is no reward model"):
         load_reward_model(source, CPU)
 

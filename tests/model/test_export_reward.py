@@ -16,7 +16,7 @@ from rlhf.model.gpt import GPTForCausalLM
 
 from ..presets import preset
 from .chats import make_tokenizer
-from .classifiers import save_classifier
+from .classifiers import save_classifier, score_texts
 from .test_generate import KINDS
 
 LLAMA_LIKE = {
@@ -125,8 +125,8 @@ def test_a_text_classifier_exports_with_its_calibration(name, tmp_path):
     loaded = TextRewardModel.from_pretrained(tmp_path / "out")
     asked = ([[{"role": "user", "content": "what colour is snow ?"}]] * 2, ["white .", "a dog"], [True, True])
     prompts = [[Message(**turn) for turn in prompt] for prompt in asked[0]]
-    ours = model.score_texts(prompts, *asked[1:])
-    theirs = loaded.score_texts(prompts, *asked[1:])
+    ours = score_texts(model, prompts, *asked[1:])
+    theirs = score_texts(loaded, prompts, *asked[1:])
     assert loaded.gain == 1.0 and torch.allclose(theirs + told.offset, ours, atol=1e-4)
     assert told.offset == (pytest.approx(-1.0) if name == "llama" else 0.0)
 

@@ -12,7 +12,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation import pairs
 from rlhf.model.classifier import load_reward_model
 
-from ..model.classifiers import WORDS, save_classifier
+from ..model.classifiers import WORDS, save_classifier, score_texts
 from .conftest import GOLD, Run
 
 
@@ -114,7 +114,7 @@ def test_a_classifiers_folder(files, tmp_path):
     model = load_reward_model(folder, torch.device("cpu"))
     prompts = [f"Name colour {i}." for i in range(6)]
     asked = [[Message(role="user", content=text)] for text in prompts]
-    better, worse = (model.score_texts(asked, [text] * 6, [True] * 6) for text in ("It is red.", "No."))
+    better, worse = (score_texts(model, asked, [text] * 6, [True] * 6) for text in ("It is red.", "No."))
     points = (better > worse).float() + 0.5 * (better == worse).float()
     assert found["overall"]["pairs"]["value"] == pytest.approx(points.mean().item(), abs=1e-4)
 

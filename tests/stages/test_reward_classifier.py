@@ -13,7 +13,7 @@ from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
 from tests.stages.ppo_trainer import make_trainer
 
-from ..model.classifiers import ARCHITECTURES, save_classifier
+from ..model.classifiers import ARCHITECTURES, save_classifier, score_texts
 
 CPU = torch.device("cpu")
 FILLERS = ["Snow is white.", "Coal is black.", "A dog barks.", "Of course.", "That depends."]
@@ -74,8 +74,8 @@ def test_every_architecture_learns_from_comparisons_and_pays_in_ppo(copy_until, 
             for row, start, end in zip(rollout.tokens, rollout.prompt_lengths, rollout.lengths, strict=True)
         ]
         texts = [decode_response(trainer.tokenizer, answer) for answer in ids]
-        wanted = model.score_texts(
-            [record.prompt for record, _ in trainer.prompts.train[:12]], texts, rollout.ended.tolist()
+        wanted = score_texts(
+            model, [record.prompt for record, _ in trainer.prompts.train[:12]], texts, rollout.ended.tolist()
         )
         assert torch.allclose(rollout.scores, wanted, atol=1e-5) and wanted.std() > 0
         before = [p.detach().clone() for p in trainer.actor_critic.policy.parameters()]
@@ -96,7 +96,7 @@ def test_calibration_holds_for_a_classifier_too(copy_until, comparisons):
     records = load_demonstrations(str(run.folder / "world" / "demonstrations.jsonl"))[0]
     written = [r for r in records if record_split(r, 0, fractions(config)) == "train"]
     model = load_reward_model(folder / "model", CPU)
-    scores = model.score_texts([r.prompt for r in written], [r.response for r in written], [True] * len(written))
+    scores = score_texts(model, [r.prompt for r in written], [r.response for r in written], [True] * len(written))
     assert scores.mean().item() == pytest.approx(0, abs=1e-4) and scores.std() > 0.01
 
 
