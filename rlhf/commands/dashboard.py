@@ -11,7 +11,7 @@ from rlhf.system.files import read_json, write_json, writing
 from rlhf.system.terminal import say
 
 # Seconds after which a server that does not answer is given up.
-TIMEOUT = 60.0
+SEND_TIMEOUT = 60.0
 
 
 def run(config: Config) -> None:
@@ -36,7 +36,7 @@ def run(config: Config) -> None:
     if not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         say("dashboard: offline: set WANDB_API_KEY and run it again to create or update it in the project")
         return
-    specification["url"] = send_within(TIMEOUT, project, entity, path)
+    specification["url"] = send_within(SEND_TIMEOUT, project, entity, path)
     write_json(path, specification)
     say(f"dashboard: {specification['url']}")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.commands.launch import import_once, run_stage_processes
-from rlhf.commands.report import write
+from rlhf.commands.report import write_page
 from rlhf.config import Config
 from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
@@ -51,7 +51,7 @@ def run(config: Config) -> None:
             done |= ensure_rounds(config, overrides)
         done[stage] = ensure_stage(config, stage, overrides)
     if any(state != "complete before" for state in done.values()) or not (folder / "report.html").exists():
-        write(folder)
+        write_page(folder)
     table = summarize(config, done)
     write_json(folder / "pipeline.json", table)
     show(config, table, time.monotonic() - started)

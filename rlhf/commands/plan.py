@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.config import PlanConfig
 from rlhf.errors import UserError
-from rlhf.planning.plan import GB, PARTS, make_plan, peak_bytes
+from rlhf.planning.plan import BYTE_PARTS, GB, make_plan, peak_bytes
 from rlhf.system.files import write_json
 from rlhf.system.terminal import say
 
@@ -17,7 +17,7 @@ from rlhf.system.terminal import say
 def run(config: PlanConfig) -> None:
     """Print the plan, and write it to `out`, a .json file or a folder, if that is set. Raises: UserError if it cannot be written."""
     plan = make_plan(config)
-    for line in describe(plan):
+    for line in plan_lines(plan):
         say(line)
     if config.out is None:
         return
@@ -31,7 +31,7 @@ def run(config: PlanConfig) -> None:
     say(f"written to {path}")
 
 
-def describe(plan: dict[str, Any]) -> Iterator[str]:
+def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     """The plan as lines: model, memory, time, compute-optimal sizes, and last the verdict."""
     shape, setup, counts = plan["shape"], plan["setup"], plan["parameters"]
     yield (
@@ -48,7 +48,7 @@ def describe(plan: dict[str, Any]) -> Iterator[str]:
     checkpointing = "on" if setup["checkpointing"] else "off"
     yield f"setting  deepspeed={setup['deepspeed']}, {setup['dtype']}, AdamW, gradient checkpointing {checkpointing}{lora}"
     yield ""
-    shown = [part for part in (*PARTS, "host") if any(parts[part] for parts in plan["bytes"].values())]
+    shown = [part for part in (*BYTE_PARTS, "host") if any(parts[part] for parts in plan["bytes"].values())]
     columns = ["rows", *(part for part in shown if part != "host"), "sum", *(["host"] if "host" in shown else [])]
     yield "GB per GPU   " + "  ".join(f"{name:>7}" for name in columns) + "  fits"
     for stage, parts in plan["bytes"].items():
@@ -59,9 +59,9 @@ def describe(plan: dict[str, Any]) -> Iterator[str]:
         yield f"{stage:<12} {text}  {'yes' if most <= plan['room_bytes'] else 'NO'}"
     yield from ("", f"{'time':<12} {'FLOPs':>9}")
     for name, figures in plan["time"].items():
-        yield f"{name:<12} {figures['flops']:>9.2e}  {duration(figures['hours'])}"
+        yield f"{name:<12} {figures['flops']:>9.2e}  {format_hours(figures['hours'])}"
     whole = sum(figures["hours"] for name, figures in plan["time"].items() if name.startswith("ppo"))
-    yield from (f"{'ppo in all':<12} {'':>9}  {duration(whole)}", "")
+    yield from (f"{'ppo in all':<12} {'':>9}  {format_hours(whole)}", "")
     if optimal := plan["compute_optimal"]:
         budget = f"{optimal['budget_flops']:.2e}"
         yield f"compute-optimal (Hoffmann et al. 2022)     for this model          for {budget} FLOPs"
@@ -102,7 +102,7 @@ def amount(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def duration(hours: float) -> str:
+def format_hours(hours: float) -> str:
     """Hours in a convenient unit."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"

@@ -31,7 +31,7 @@ def run(config: Config) -> None:
     target = None if config.report.figures is None else Path(config.report.figures)
     if target is not None:
         refuse_inside_stage(target, "report.figures")
-    say(f"report: {write(*folders, out=checked_out(config))}")
+    say(f"report: {write_page(*folders, out=checked_out(config))}")
     if target is not None:
         from rlhf.report.page import write_figures
 
@@ -70,7 +70,7 @@ def run_folders(config: Config) -> list[Path]:
     return folders
 
 
-def write(*folders: Path, out: Path | None = None) -> Path:
+def write_page(*folders: Path, out: Path | None = None) -> Path:
     """The page of one run, or of several side by side."""
     from rlhf.report.page import write_report
 

@@ -25,11 +25,11 @@ from rlhf.system.terminal import printable, say, write
 PLAIN_INTERVAL, PATIENCE = 10.0, 30.0
 RATE_LINES = 20  # over which the speed is measured
 MARKS = {"complete": "●", "running": "◐", "stopped": "✕"}
-BLOCKS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(slots=True)
-class Stage:
+class StageState:
     """A stage that has begun, as its files show it. As text: its state in one line."""
 
     folder: Path
@@ -67,7 +67,7 @@ class Stage:
         return "  ".join([*parts, *(f"{label} {format_figure(values[-1])}" for label, values in self.curves)])
 
 
-def look(run: Path) -> list[Stage]:
+def look(run: Path) -> list[StageState]:
     """The stages that have begun, in order, with those of earlier labelling rounds before this run's labelling."""
     homes, at, stages = [(run / name, name) for name in STAGES], list(STAGES).index("label"), []
     rounds = [p for p in run.parent.glob(f"{glob.escape(run.name)}-round-*") if p.name.rpartition("-")[2].isdigit()]
@@ -80,7 +80,7 @@ def look(run: Path) -> list[Stage]:
             status = "complete" if record.get("status") == "complete" else "running" if locked else "stopped"
             path = folder / "metrics.jsonl"
             rows = read_steps(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else []
-            stages.append(Stage(folder, title, status, record, rows))
+            stages.append(StageState(folder, title, status, record, rows))
     return stages
 
 
@@ -98,7 +98,7 @@ def is_locked(path: Path) -> bool:
     return f":{path.stat().st_ino} " in kernel.read_text(encoding="ascii")
 
 
-def draw_screen(run: Path, stages: list[Stage], width: int) -> list[str]:
+def draw_screen(run: Path, stages: list[StageState], width: int) -> list[str]:
     """The live view: the stages, and of the current one its state, a bar and a small curve per figure."""
     if not stages:
         return [f"{run.name}  nothing has started"[:width]]
@@ -121,7 +121,7 @@ def sparkline(values: list[float], width: int) -> str:
     parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
     means = [sum(part) / len(part) for part in parts]
     low, span = min(means), max(means) - min(means) or 1.0
-    return "".join(BLOCKS[min(len(BLOCKS) - 1, int(len(BLOCKS) * (mean - low) / span))] for mean in means)
+    return "".join(BARS[min(len(BARS) - 1, int(len(BARS) * (mean - low) / span))] for mean in means)
 
 
 def run(config: Config) -> None:

@@ -13,10 +13,10 @@ from rlhf.errors import UserError
 from rlhf.planning import formulas, scaling
 from rlhf.planning.shapes import Shape, make_shape, read_shape
 
-STAGES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
-PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "activations", "logits", "kv_cache")
+PHASES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
+BYTE_PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "activations", "logits", "kv_cache")
 # Settings that only split a batch, and the stages that use them.
-FORWARDS = (
+BATCH_SETTINGS = (
     ("pretrain", "micro_batch_sequences", ("pretrain",)), ("reward", "micro_batch_responses", ("reward",)),
     ("sft", "micro_batch_size", ("sft",)), ("ppo", "micro_batch_episodes", ("ppo score", "ppo update")),
     ("rollout", "batch_size", ("ppo rollout",)),
@@ -28,7 +28,7 @@ RESPONSES = 9  # the most that InstructGPT's labelers ranked (K)
 PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
 
 
-def shape_of(config: PlanConfig) -> Shape:
+def planned_shape(config: PlanConfig) -> Shape:
     """The model's shape; of an adopted one, as its configuration states it."""
     if config.model.pretrained is not None:
         return read_shape(config.model.pretrained)
@@ -40,7 +40,7 @@ def sequence_of(config: PlanConfig) -> int:
 
     Raises: UserError for more than the model's context, or too few for a prompt and an answer.
     """
-    context, answer = shape_of(config).context_length, config.rollout.max_new_tokens
+    context, answer = planned_shape(config).context_length, config.rollout.max_new_tokens
     longest = config.sequence or context
     if longest > context:
         raise UserError(f"sequence={longest}: want at most the model's context of {context} tokens")
@@ -49,9 +49,9 @@ def sequence_of(config: PlanConfig) -> int:
     return longest
 
 
-def block_length(config: PlanConfig) -> int:
+def block_tokens(config: PlanConfig) -> int:
     """Tokens of a block of pretraining: the context, or one batch if that is less."""
-    return min(shape_of(config).context_length, config.pretrain.global_batch_tokens)
+    return min(planned_shape(config).context_length, config.pretrain.global_batch_tokens)
 
 
 def critic_parameters(config: PlanConfig, shape: Shape) -> int:
@@ -67,7 +67,7 @@ def reward_models(config: PlanConfig) -> int:
     return max(1, len(rewards)) if isinstance(rewards, list) else 1
 
 
-def micro_batches(config: PlanConfig) -> dict[str, int]:
+def planned_rows(config: PlanConfig) -> dict[str, int]:
     """Rows of one forward on one GPU: the stage's setting, or this GPU's share of the batch if that is smaller."""
 
     def share(rows: int) -> int:
@@ -77,7 +77,7 @@ def micro_batches(config: PlanConfig) -> dict[str, int]:
     minibatch = share(ppo.episodes_per_update // ppo.minibatches)
     episodes = share(ppo.episodes_per_update)
     return {
-        "pretrain": min(pretrain.micro_batch_sequences, share(pretrain.global_batch_tokens // block_length(config))),
+        "pretrain": min(pretrain.micro_batch_sequences, share(pretrain.global_batch_tokens // block_tokens(config))),
         "sft": min(config.sft.micro_batch_size, share(config.sft.batch_size)),
         "reward": min(config.reward.micro_batch_responses, share(config.reward.batch_prompts * RESPONSES)),
         "ppo rollout": min(config.rollout.batch_size, episodes),
@@ -88,14 +88,14 @@ def micro_batches(config: PlanConfig) -> dict[str, int]:
 
 def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     """Bytes per GPU by part at the peak of a stage (PPO: of a phase), and `host`, bytes per GPU in the host's memory."""
-    shape, dtype, gpus, rows = shape_of(config), config.dtype, config.gpus, micro_batches(config)[stage]
+    shape, dtype, gpus, rows = planned_shape(config), config.dtype, config.gpus, planned_rows(config)[stage]
     zero, offload = DEEPSPEED[config.deepspeed]
     longest = sequence_of(config)
     answer = min(longest, config.rollout.max_new_tokens)
     language, scalar, critic = shape.language_model, shape.scalar_model, critic_parameters(config, shape)
     trained = {"pretrain": language, "sft": language, "reward": scalar}.get(stage, language + critic)
     held = formulas.model_state_bytes(trained, gpus, zero, dtype, offload=offload)
-    parts = {**dict.fromkeys(PARTS, 0), **held}
+    parts = {**dict.fromkeys(BYTE_PARTS, 0), **held}
     if zero == 3:
         parts["gathered"] = formulas.gathered_bytes(shape, dtype)
     if stage.startswith("ppo"):
@@ -113,7 +113,7 @@ def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
             if zero == 3:  # the policy is gathered whole once per rollout
                 parts["gathered"] = formulas.ELEMENT[dtype] * language
         return parts
-    tokens = block_length(config) if stage == "pretrain" else longest
+    tokens = block_tokens(config) if stage == "pretrain" else longest
     dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)
     how = {"checkpointing": config.gradient_checkpointing, "fused": config.fused_attention}
     kept = formulas.activation_bytes(shape, rows, tokens, dtype, dropout=dropout, **how)
@@ -125,19 +125,19 @@ def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     return parts
 
 
-def stages_of(config: PlanConfig) -> tuple[str, ...]:
+def planned_stages(config: PlanConfig) -> tuple[str, ...]:
     """The planned stages: an adopted model is pretrained only if tokens are set for that."""
-    return STAGES if pretraining_tokens(config) else STAGES[1:]
+    return PHASES if pretraining_tokens(config) else PHASES[1:]
 
 
 def peak_bytes(parts: dict[str, int]) -> int:
     """Bytes on the GPU."""
-    return sum(parts[name] for name in PARTS)
+    return sum(parts[name] for name in BYTE_PARTS)
 
 
 def largest(config: PlanConfig) -> tuple[str, int]:
     """The stage that needs most, and its bytes per GPU."""
-    needs = ((stage, peak_bytes(stage_bytes(config, stage))) for stage in stages_of(config))
+    needs = ((stage, peak_bytes(stage_bytes(config, stage))) for stage in planned_stages(config))
     return max(needs, key=lambda pair: pair[1])
 
 
@@ -169,7 +169,7 @@ def fewest_gpus(config: PlanConfig) -> int | None:
 def smaller_batches(config: PlanConfig) -> str | None:
     """Overrides that halve micro-batches, which changes no result, until every stage fits; None if that is not enough."""
     tried, changed = copy.deepcopy(config), []
-    for group, name, stages in FORWARDS:
+    for group, name, stages in BATCH_SETTINGS:
         settings = getattr(tried, group)
         before = getattr(settings, name)
         while max(peak_bytes(stage_bytes(tried, stage)) for stage in stages) > room(config):
@@ -207,7 +207,7 @@ def _as_overrides(config: PlanConfig) -> str:
 
 def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     """FLOPs and hours of pretraining and of PPO by phase, at the stated MFU; decoding by the roofline."""
-    shape, context, longest = shape_of(config), block_length(config), sequence_of(config)
+    shape, context, longest = planned_shape(config), block_tokens(config), sequence_of(config)
     flops_a_gpu = config.mfu * 1e12 * (config.peak_tflops or PEAK_TFLOPS[config.dtype])
     speed = config.gpus * flops_a_gpu
     pretrain = formulas.TRAINING_PASSES * formulas.shape_flops(shape, pretraining_tokens(config), context)
@@ -239,7 +239,7 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
 
 def make_optimal(config: PlanConfig) -> dict[str, Any]:
     """By approach: the optimal tokens and FLOPs for this model, and the optimal model and tokens for this budget (6 N D)."""
-    parameters, tokens = shape_of(config).language_model, pretraining_tokens(config)
+    parameters, tokens = planned_shape(config).language_model, pretraining_tokens(config)
     if tokens == 0:
         return {}  # an adopted model is not pretrained
     budget = 6.0 * parameters * tokens
@@ -254,7 +254,7 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
     """The whole plan as JSON values: bytes, FLOPs, hours, and the verdict."""
-    shape = shape_of(config)
+    shape = planned_shape(config)
     stage, most = largest(config)
     fits = most <= room(config)
     return {
@@ -274,8 +274,8 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "peak_tflops": config.peak_tflops or PEAK_TFLOPS[config.dtype],
             "bandwidth_gb": config.bandwidth_gb,
         },
-        "micro_batches": micro_batches(config),
-        "bytes": {name: stage_bytes(config, name) for name in stages_of(config)},
+        "micro_batches": planned_rows(config),
+        "bytes": {name: stage_bytes(config, name) for name in planned_stages(config)},
         "largest": {"stage": stage, "bytes": most},
         "room_bytes": room(config),
         "fits": fits,

@@ -217,7 +217,7 @@ def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
         axes.plot(*thin(one.xs, moving_average(one.ys, reach=len(one.ys) // 40)), **strong)
 
 
-def save(curve: Curve, path: Path, title: str) -> Path:
+def save_picture(curve: Curve, path: Path, title: str) -> Path:
     """Writes the picture with title, axes' names and legend as an SVG or PNG file, by the path's suffix.
 
     Raises: ValueError if no series has a point; OSError if the file cannot be written.
@@ -240,7 +240,7 @@ def save(curve: Curve, path: Path, title: str) -> Path:
 # --- inside the page ----------------------------------------------------------------------------------------
 
 
-def draw(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool = False) -> str:
+def draw_svg(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool = False) -> str:
     """The picture as an <svg> element, for use inside an HTML page that defines the colour variables.
 
     log: a logarithmic y axis; pass the result of `for_log`.

@@ -42,7 +42,7 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def cell(figure: Any, show: Callable[[float], str] = lambda value: decimal(value, 2)) -> str:
+def figure_cell(figure: Any, show: Callable[[float], str] = lambda value: decimal(value, 2)) -> str:
     """A figure with its 95% interval, or a dash."""
     value, low, high = interval(figure)
     if value is None:
@@ -50,12 +50,12 @@ def cell(figure: Any, show: Callable[[float], str] = lambda value: decimal(value
     return show(value) + ("" if low is None or high is None else f" ({show(low)} – {show(high)})")
 
 
-def share(figure: Any) -> str:
-    return cell(figure, percent)
+def share_cell(figure: Any) -> str:
+    return figure_cell(figure, percent)
 
 
 def shares(tree: Any, *keys: str) -> list[str]:
-    return [share(get(tree, key)) for key in keys]
+    return [share_cell(get(tree, key)) for key in keys]
 
 
 def count(tree: Any, key: str) -> str:
@@ -114,7 +114,10 @@ def make_tables(run: RunFiles) -> list[Table]:
         Table(
             "The responses as text, with 95% intervals",
             ("policy", *TEXT_FIGURES.values()),
-            [[titled(name), *(cell(get(figures, key), decimal) for key in TEXT_FIGURES)] for name, figures in texts],
+            [
+                [titled(name), *(figure_cell(get(figures, key), decimal) for key in TEXT_FIGURES)]
+                for name, figures in texts
+            ],
         ),
         Table(
             "Reward model",
@@ -150,7 +153,7 @@ def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
 
     def row(name: str, tree: Any, kl: str, reward: float | None, score: Any) -> list[str]:
         rates = shares(tree, "rm_win_rate_vs_sft", "win_rate_vs_sft")
-        return [name, decimal(reward), decimal(number(tree, kl)), *rates, cell(score, decimal)]
+        return [name, decimal(reward), decimal(number(tree, kl)), *rates, figure_cell(score, decimal)]
 
     ppo = results | {"win_rate_vs_sft": get(results, "gold", "win_rate_vs_sft")}
     for name, tree in [("sft", {}), ("ppo", ppo), *baselines.items()]:
@@ -163,7 +166,7 @@ def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def pair_rows(figures: list[tuple[str, Any]]) -> list[list[str]]:
-    """Label, share, interval and number of pairs of the figures that have a value."""
+    """Label, share_cell, interval and number of pairs of the figures that have a value."""
     rows = []
     for label, figure in figures:
         (value, low, high), n = interval(figure), number(figure, "n")
@@ -198,12 +201,12 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
     limit = f" of {ceiling:g} nats" if number(audit, "verdict", "ceiling") is not None else ""
     attacks = [
         [visible(str(row.get("name")).replace("_", " "), 40), *shares(row, "flips")]
-        + [cell(row.get(key)) for key in ("gain", "gain_better", "gain_worse", "nats")]
+        + [figure_cell(row.get(key)) for key in ("gain", "gain_better", "gain_worse", "nats")]
         for row in rows_of(audit, "attacks")
     ]
     best_of = [
         [f"{number(row, 'n') or 0:g}", decimal(number(row, "kl"), 2)]
-        + [cell(row.get(key)) for key in ("score", "check", "truth")]
+        + [figure_cell(row.get(key)) for key in ("score", "check", "truth")]
         for row in rows_of(audit, "best_of")
     ]
     return {
@@ -239,9 +242,9 @@ def compared(figures: Any) -> list[list[str]]:
         *((f"On {name}", figure) for name, figure in entries(figures, "by_labeler")),
         *((f"On answers {number(row, 'gap') or 0:g} ranks apart", row) for row in rows_of(figures, "by_rank_gap")),
     ]
-    shown = [[visible(label, 60), share(figure)] for label, figure in rows if number(figure, "value") is not None]
+    shown = [[visible(label, 60), share_cell(figure)] for label, figure in rows if number(figure, "value") is not None]
     bounds = (("Length alone", "length_baseline"), ("Calibration error", "calibration_error"))
-    return shown + [[label, share(value)] for label, key in bounds if (value := number(figures, key)) is not None]
+    return shown + [[label, share_cell(value)] for label, key in bounds if (value := number(figures, key)) is not None]
 
 
 def make_labelled(results: dict[str, Any]) -> list[Table]:
@@ -281,7 +284,7 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
     by_subset.append(("mean of subsets", get(pairs, "mean_of_subsets")))
     benchmarks = items_of(found, "benchmarks", "models")
     tasks = dict.fromkeys(key for _, model in benchmarks for key, _ in items_of(model))
-    accuracy, majority = share(get(trained_judge, "held_out", "accuracy")), percent(number(shots, "majority"))
+    accuracy, majority = share_cell(get(trained_judge, "held_out", "accuracy")), percent(number(shots, "majority"))
     overlap = [
         [
             name,
@@ -298,7 +301,7 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
                 [
                     visible(" over ".join(map(str, row["pair"])), 100),
                     *shares(row, "win_rate", "length_controlled"),
-                    cell(row.get("words")),
+                    figure_cell(row.get("words")),
                 ]
                 for row in rows_of(trained_judge, "pairs")
                 if isinstance(row.get("pair"), list)
@@ -309,7 +312,7 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
             ("subset", "pairs in order", "rows all in order", "length alone"),
             [[name, *shares(row, "pairs", "all_right", "length")] for name, row in by_subset if isinstance(row, dict)],
         ),
-        Table("By style", ("pairs", "in order"), [[name, share(row)] for name, row in items_of(pairs, "styles")]),
+        Table("By style", ("pairs", "in order"), [[name, share_cell(row)] for name, row in items_of(pairs, "styles")]),
         Table(
             "Instructions that a program checks",
             ("model", "prompts, all followed", "instructions followed"),
@@ -333,16 +336,16 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
         Table(
             "Benchmarks (lm-eval)",
             ("task", *(name for name, _ in benchmarks)),
-            [[task, *(cell(get(model, task)) for _, model in benchmarks)] for task in tasks],
+            [[task, *(figure_cell(get(model, task)) for _, model in benchmarks)] for task in tasks],
         ),
     ]
     return {"tables": [table for table in tables if table.rows], "disagreements": disagreements(judged)}
 
 
 def disagreements(judged: Any) -> list[str]:
-    judge, ours = visible(str(get(judged, "judge")), 60), share(get(judged, "win_rate"))
+    judge, ours = visible(str(get(judged, "judge")), 60), share_cell(get(judged, "win_rate"))
     return [
-        f"{judge} gives a win rate of {ours}, the {name} {share(get(other, 'win_rate'))}, on the same answers."
+        f"{judge} gives a win rate of {ours}, the {name} {share_cell(get(other, 'win_rate'))}, on the same answers."
         for name, other in items_of(judged, "others")
         if get(other, "disagrees") is True
     ]
@@ -361,5 +364,9 @@ def judge_tables(judged: Any) -> list[Table]:
     cost = "" if (paid := number(judged, "cost")) is None else f", cost {paid:g}"
     caption = f"{' over '.join(map(str, judged['pair']))}, judged by {judged.get('judge')} ({counts}){cost}"
     return [
-        Table(visible(caption, 300), ("share of prompts", "value"), [[label, share(figure)] for label, figure in rows])
+        Table(
+            visible(caption, 300),
+            ("share of prompts", "value"),
+            [[label, share_cell(figure)] for label, figure in rows],
+        )
     ]

@@ -73,7 +73,7 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
     return {"name": run.name, "facts": facts, "sentence": _sentence(run.stages, run.results), "tiles": tiles}
 
 
-def compare(overviews: list[dict[str, Any]]) -> list[tuple[str, list[Tile | None]]]:
+def compare_overviews(overviews: list[dict[str, Any]]) -> list[tuple[str, list[Tile | None]]]:
     """The tiles of several runs as rows: (title, one tile per run, or None)."""
     by_run = [{tile.title: tile for tile in overview["tiles"]} for overview in overviews]
     titles = dict.fromkeys(title for tiles in by_run for title in tiles)

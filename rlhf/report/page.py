@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.recipe import STAGES
 from rlhf.report import overview, provenance, samples
-from rlhf.report.drawing import SERIES_COLOURS, Mark, save
+from rlhf.report.drawing import SERIES_COLOURS, Mark, save_picture
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.report.pictures import make_pictures, make_stage_figures
 from rlhf.runs.run_files import RunFiles, decimal, duration, memory, number, percent, read_run
@@ -58,7 +58,7 @@ def make_page(runs: Sequence[RunFiles]) -> str:
         title=", ".join(run.name for run in listed),
         runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
         overviews=overviews,
-        comparison=overview.compare(overviews) if len(listed) > 1 else [],
+        comparison=overview.compare_overviews(overviews) if len(listed) > 1 else [],
         pipelines=[
             {
                 "run": name,
@@ -103,6 +103,8 @@ def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path
     pictures = [figure for stage in make_curves(runs) for figure in (*stage["figures"], *stage["rest"])]
     target.mkdir(parents=True, exist_ok=True)
     return [
-        save(picture.curve, target / f"{picture.name}.{form}", f"{picture.stage}: {picture.title}".removeprefix(": "))
+        save_picture(
+            picture.curve, target / f"{picture.name}.{form}", f"{picture.stage}: {picture.title}".removeprefix(": ")
+        )
         for picture in (*pictures, *make_pictures(runs))
     ]

@@ -17,7 +17,7 @@ from rlhf.report.drawing import (
     Curve,
     Mark,
     Series,
-    draw,
+    draw_svg,
     for_log,
     format_value,
     thin,
@@ -59,14 +59,14 @@ class Picture:
 
     @property
     def svg(self) -> str:
-        return draw(self.curve, *((HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)))
+        return draw_svg(self.curve, *((HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)))
 
     @property
     def log_svg(self) -> str:
         """The same over a logarithmic axis; empty if that shows nothing."""
         curve = for_log(self.curve)
         size = (HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)
-        return draw(curve, *size, log=True) if curve is not None else ""
+        return draw_svg(curve, *size, log=True) if curve is not None else ""
 
     @property
     def legend(self) -> list[dict[str, Any]]:

@@ -85,14 +85,14 @@ def _rollout(run: str, row: dict[str, Any]) -> dict[str, Any]:
         "run": run,
         "step": row["step"],
         "text": visible(row.get("response", "")),
-        "tokens": shade(row.get("tokens"), row.get("kl_tokens")),
+        "tokens": shade_tokens(row.get("tokens"), row.get("kl_tokens")),
         "score": number(row, "score"),
         "kl": number(row, "kl"),
         "gold": _total(row.get("gold")),
     }
 
 
-def shade(tokens: Any, kl_tokens: Any) -> list[tuple[str, str, str]]:
+def shade_tokens(tokens: Any, kl_tokens: Any) -> list[tuple[str, str, str]]:
     """(text, class, nats) of each token: "u1"…"u5" if the policy likes it more than SFT does, "d1"…"d5" less.
 
     Empty if the row has no such lists.

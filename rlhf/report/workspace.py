@@ -11,10 +11,10 @@ from rlhf.runs.charts import CHARTS, COST, TABLE_PANELS, TABLES, Chart, TablePan
 from rlhf.runs.metrics import X_AXES, find
 from rlhf.system.files import read_json
 
-NAME = "RLHF: reward and KL"
+WORKSPACE_NAME = "RLHF: reward and KL"
 # Grid units of W&B's page: 24 across.
 COLUMNS, PANEL_HEIGHT, TABLE_HEIGHT = 24, 8, 14
-STEP = "progress/step"
+STEP_AXIS = "progress/step"
 NAMES = {
     "ppo": "PPO", "reward": "Reward model", "dpo": "DPO", "classify": "Labelled tasks", "sft": "SFT", "pretrain": "Pretraining",
 }  # fmt: skip
@@ -24,8 +24,8 @@ def sections() -> Iterator[tuple[str, str, tuple[Chart | TablePanel, ...]]]:
     """(name, x axis, panels) of each section: one per stage, and one of the cost of all."""
     for stage, name in NAMES.items():
         charts = [chart for chart in CHARTS[stage] if chart not in COST]
-        yield name, X_AXES.get(stage, STEP), (*charts, *TABLE_PANELS.get(stage, ()))
-    yield "Cost", STEP, COST
+        yield name, X_AXES.get(stage, STEP_AXIS), (*charts, *TABLE_PANELS.get(stage, ()))
+    yield "Cost", STEP_AXIS, COST
 
 
 def width_of(panel: Chart | TablePanel) -> int:
@@ -52,7 +52,7 @@ def make_specification(project: str, entity: str | None = None) -> dict[str, Any
         return both | {"kind": "lines", "x": panel.x or x, "log_y": panel.log_y, "metrics": metrics}
 
     shown = [{"name": name, "panels": [specify(panel, x) for panel in panels]} for name, x, panels in sections()]
-    return {"name": NAME, "project": project, "entity": entity, "sections": shown}
+    return {"name": WORKSPACE_NAME, "project": project, "entity": entity, "sections": shown}
 
 
 def make_workspace(project: str, entity: str) -> Any:
@@ -65,8 +65,8 @@ def make_workspace(project: str, entity: str) -> Any:
         shown = [make_panel(panel, place, x) for panel, place in zip(panels, places, strict=True)]
         layout = ws.SectionLayoutSettings(columns=3, rows=3)
         made.append(ws.Section(name=name, panels=shown, is_open=len(made) < 2, layout_settings=layout))
-    settings = ws.WorkspaceSettings(x_axis=STEP, remove_legends_from_panels=False)
-    return ws.Workspace(entity=entity, project=project, name=NAME, sections=made, settings=settings)
+    settings = ws.WorkspaceSettings(x_axis=STEP_AXIS, remove_legends_from_panels=False)
+    return ws.Workspace(entity=entity, project=project, name=WORKSPACE_NAME, sections=made, settings=settings)
 
 
 def flow(widths: list[int]) -> list[tuple[int, int]]:

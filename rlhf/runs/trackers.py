@@ -23,8 +23,8 @@ from rlhf.runs.run_files import encode_line, read_jsonl, truncate_jsonl
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["wandb", "tensorboard", "jsonl", "off", "silent"]
-Rows = list[dict[str, Any]]
+TrackerKind = Literal["wandb", "tensorboard", "jsonl", "off", "silent"]
+SampleRows = list[dict[str, Any]]
 SAMPLE_KEYS = ("id", "prompt", "response")
 # Seconds that finishing W&B may take in addition to W&B's own limits, and that closing TensorBoard may take.
 FINISH_MARGIN, TENSORBOARD_TIMEOUT = 5.0, 60.0
@@ -185,7 +185,7 @@ class Tracker:
             logger.warning("%s is %s: written as null (only one warning per name)", name, value)
         return None
 
-    def samples(self, step: int, rows: Rows) -> None:
+    def samples(self, step: int, rows: SampleRows) -> None:
         """Writes generated text, one row per response: the table that grows while the policy changes.
 
         Give the same held-out prompts each time, by `id`. Keys: id, prompt, response; score; kl, nats of the whole
@@ -245,7 +245,7 @@ class Tracker:
 
 
 def make_tracker(
-    kind: Kind,
+    kind: TrackerKind,
     *,
     folder: Path,
     run: str,
@@ -264,7 +264,7 @@ def make_tracker(
     keeps its run id over a resume. Its failures give one warning and stop nothing.
     Raises: UserError for an unknown kind, and for tensorboard if the package is missing.
     """
-    if kind not in get_args(Kind):
+    if kind not in get_args(TrackerKind):
         raise UserError(f"tracking: got {kind!r}, want wandb, tensorboard, jsonl or off: set tracking to one of them")
     if kind == "silent":
         return Tracker(None, 0)
@@ -316,7 +316,7 @@ class Tensorboard:
             if name != "progress/step":
                 self._writer.add_scalar(name, value, step)
 
-    def samples(self, rows: Rows, step: int) -> None:
+    def samples(self, rows: SampleRows, step: int) -> None:
         for number, row in enumerate(rows):
             text = "\n\n".join(f"{key}\n\n" + _as_code(row.get(key)) for key in ("prompt", "response", "score", "kl"))
             self._writer.add_text(f"samples/{number}", text, step)

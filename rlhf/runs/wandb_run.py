@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rlhf.runs.charts import TABLES
 from rlhf.runs.metrics import X_AXES
 from rlhf.runs.records import tracking_config
-from rlhf.runs.trackers import Background, Rows
+from rlhf.runs.trackers import Background, SampleRows
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,13 @@ class WandbRun:
     """A W&B run, written by `trackers.Background`, which handles the errors of wandb that it raises."""
 
     def __init__(
-        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, kept: tuple[Rows, Rows] | None
+        self,
+        folder: Path,
+        run: str,
+        stage: str,
+        config: dict[str, Any],
+        project: str,
+        kept: tuple[SampleRows, SampleRows] | None,
     ) -> None:
         """kept: the lines of metrics.jsonl and samples.jsonl that a stage continues; None opens a finished run again."""
         self._folder, self._stage, self._name = folder, stage, run
@@ -68,7 +74,9 @@ class WandbRun:
             self._restore_environment()
             raise
 
-    def _start(self, home: Path, config: dict[str, Any], project: str, kept: tuple[Rows, Rows] | None) -> None:
+    def _start(
+        self, home: Path, config: dict[str, Any], project: str, kept: tuple[SampleRows, SampleRows] | None
+    ) -> None:
         id_file = home / "run-id"
         run_id = id_file.read_text(encoding="ascii", errors="replace").strip() if id_file.is_file() else ""
         if not run_id:
@@ -85,7 +93,7 @@ class WandbRun:
         self._run.define_metric("*", step_metric=X_AXES.get(self._stage, "progress/step"))
         self._first_step = 0 if self._run.offline else int(getattr(self._run, "starting_step", 0) or 0)
         metrics, samples = kept
-        at: dict[int, Rows] = {}
+        at: dict[int, SampleRows] = {}
         for row in samples:
             at.setdefault(row["step"], []).append(row)
         for row in metrics:
@@ -106,13 +114,13 @@ class WandbRun:
         if step >= self._first_step:
             self._run.log(dict(row), step=step)
 
-    def samples(self, rows: Rows, step: int) -> None:
+    def samples(self, rows: SampleRows, step: int) -> None:
         if step < self._first_step:
             return
         import wandb
 
         if self._table is None:
-            self._columns = columns_of(rows)
+            self._columns = sample_columns(rows)
             self._table = wandb.Table(columns=[*self._columns], log_mode="INCREMENTAL")
         for row in rows:
             flat = flatten_sample(row)
@@ -227,7 +235,7 @@ def choose_mode() -> Literal["online", "offline"] | None:
     return "offline"
 
 
-def columns_of(rows: Rows) -> list[str]:
+def sample_columns(rows: SampleRows) -> list[str]:
     """The samples table's columns: the fixed ones, then one for each part of a score."""
     parts = {f"{group}/{name}": None for row in rows for group in SAMPLE_PARTS for name in row.get(group) or {}}
     return [*TABLES["samples"], *parts]

@@ -15,14 +15,14 @@ from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
 from rlhf.planning import formulas
 from rlhf.planning.plan import (
-    PARTS,
-    STAGES,
+    BYTE_PARTS,
+    PHASES,
     fewest_gpus,
     largest,
     make_plan,
     make_times,
-    micro_batches,
     peak_bytes,
+    planned_rows,
     room,
     stage_bytes,
 )
@@ -75,8 +75,8 @@ def test_activations_and_cache_of_a_stage_by_hand():
 
 
 def test_micro_batches_are_at_most_a_gpus_share():
-    assert micro_batches(planned()) == dict(zip(STAGES, (16, 32, 64, 256, 128, 64), strict=True))
-    assert micro_batches(planned("gpus=100")) == dict(zip(STAGES, (6, 1, 6, 6, 6, 1), strict=True))
+    assert planned_rows(planned()) == dict(zip(PHASES, (16, 32, 64, 256, 128, 64), strict=True))
+    assert planned_rows(planned("gpus=100")) == dict(zip(PHASES, (6, 1, 6, 6, 6, 1), strict=True))
 
 
 PLANNED = {model: planned(f"model={model}") for model in ("gpt3-xl", "gpt3-13b", "llama-2-70b")}
@@ -129,9 +129,11 @@ def test_pretraining_time_is_6nd_over_the_machine():
 
 def test_every_part_is_counted_once():
     plan = make_plan(planned("model=gpt3-xl", "deepspeed=zero2_offload", "gpus=2"))
-    for stage in STAGES:
+    for stage in PHASES:
         parts = plan["bytes"][stage]
-        assert set(parts) == {*PARTS, "host"} and all(isinstance(value, int) and value >= 0 for value in parts.values())
+        assert set(parts) == {*BYTE_PARTS, "host"} and all(
+            isinstance(value, int) and value >= 0 for value in parts.values()
+        )
         assert peak_bytes(parts) == sum(parts.values()) - parts["host"]
     assert plan["largest"]["bytes"] == max(peak_bytes(parts) for parts in plan["bytes"].values())
     assert json.loads(json.dumps(plan)) == plan

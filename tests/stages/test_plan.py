@@ -64,7 +64,7 @@ def test_a_disk_that_refuses_is_one_line(capsys, tmp_path, monkeypatch):
 
 def test_numbers_are_written_for_people():
     assert [stage.amount(x) for x in (117e6, 1.3157e9, 2.6e13, 950.0)] == ["117 M", "1.32 B", "26 T", "950"]
-    assert [stage.duration(x) for x in (0.5, 1.5, 48.0)] == ["30.0 minutes", "1.5 hours", "2.0 days"]
+    assert [stage.format_hours(x) for x in (0.5, 1.5, 48.0)] == ["30.0 minutes", "1.5 hours", "2.0 days"]
     assert [stage.gigabytes(x) for x in (1.234e9, 12.34e9, 1234e9)] == ["1.23", "12.3", "1,234"]
 
 

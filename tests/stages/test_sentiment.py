@@ -9,7 +9,7 @@ import torch
 
 from rlhf.cli import main
 from rlhf.commands.pipeline import show, stages_to_run, summarize
-from rlhf.commands.report import write
+from rlhf.commands.report import write_page
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt, end_ids
 from rlhf.data.label_files import load_comparisons
@@ -108,7 +108,7 @@ def test_the_table_compares_every_policy_by_the_truth(sentiment_run):
     assert {"score", "win_rate_vs_sft", "text", "kl_estimate_nats"} <= set(best)
     assert best["ppo_above"]["value"] == pytest.approx(results["gold"]["mean_score"]["ppo"] - best["gold"], abs=2e-4)
     assert best["ppo_above"]["n"] == 4, "a passage is the unit"
-    write(sentiment_run.folder)
+    write_page(sentiment_run.folder)
     page = (sentiment_run.folder / "report.html").read_text(encoding="utf-8")
     assert "gold judge" not in page and "sentiment lexicon" in page
 

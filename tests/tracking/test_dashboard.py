@@ -113,7 +113,7 @@ def test_offline_the_command_writes_the_specification_and_keeps_a_known_address(
 def test_a_server_that_refuses_is_one_line(
     tmp_path: Path, no_account: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("rlhf.commands.dashboard.TIMEOUT", 2.0)
+    monkeypatch.setattr("rlhf.commands.dashboard.SEND_TIMEOUT", 2.0)
     with serve("hang") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

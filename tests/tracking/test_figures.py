@@ -11,12 +11,12 @@ from rlhf.report.drawing import (
     Curve,
     Mark,
     Series,
-    draw,
+    draw_svg,
     for_log,
     format_value,
     is_noisy,
     moving_average,
-    save,
+    save_picture,
     thin,
 )
 from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
@@ -56,7 +56,7 @@ def test_a_picture_is_wellformed_and_takes_the_pages_colours() -> None:
     xs = [float(x) for x in range(500)]
     noisy = Series("a <b>", xs, [x % 7 for x in xs])
     sparse = Series("dev", [0.0, 250.0, 499.0], [1.0, 2.0, 3.0], colour=1, dots=True)
-    svg = draw(Curve([noisy, sparse], [Mark("ceiling & co", 5.0)]))
+    svg = draw_svg(Curve([noisy, sparse], [Mark("ceiling & co", 5.0)]))
     root = ElementTree.fromstring(svg)
     assert not re.search(r"#[0-9a-f]{6}|url\(|href|<script|<style| id=|http", svg)
     assert "var(--s0)" in svg and "var(--s1)" in svg and "var(--grid)" in svg
@@ -73,10 +73,10 @@ def test_a_picture_is_wellformed_and_takes_the_pages_colours() -> None:
 
 def test_odd_ranges_can_be_drawn() -> None:
     for ys in ([1.0], [2.0, 2.0], [0.0, 0.0], [1e-12, 1e-12], [-1e20, 1e20]):
-        ElementTree.fromstring(draw(Curve([Series("x", [float(i) for i in range(len(ys))], ys)])))
-    assert ">0.002</text>" in draw(Curve([Series("lr", [0.0, 1.0], [0.0, 0.0025])])), "labels keep their digits"
+        ElementTree.fromstring(draw_svg(Curve([Series("x", [float(i) for i in range(len(ys))], ys)])))
+    assert ">0.002</text>" in draw_svg(Curve([Series("lr", [0.0, 1.0], [0.0, 0.0025])])), "labels keep their digits"
     with pytest.raises(ValueError, match="at least one point"):
-        draw(Curve([Series("x", [], [])]))
+        draw_svg(Curve([Series("x", [], [])]))
 
 
 POINTS = {
@@ -136,7 +136,7 @@ def test_logarithmic_axes_are_for_what_is_above_zero() -> None:
         Curve([Series("x", xs, [0.0, 1.0, 10.0, 100.0, 1000.0, 1e4])], [Mark("zero", 0.0), Mark("ten", 10.0)])
     )
     assert curve is not None and curve.series[0].xs == xs[1:] and [mark.y for mark in curve.marks] == [10.0]
-    svg = draw(curve, log=True)
+    svg = draw_svg(curve, log=True)
     ElementTree.fromstring(svg)
     labels = re.findall(r">([^<>]+)</text>", svg)
     assert {"1", "10", "100", "1000"} <= set(labels)
@@ -147,7 +147,7 @@ def test_logarithmic_axes_are_for_what_is_above_zero() -> None:
 
 def test_values_under_the_pointer_are_the_nearest_of_each_curve() -> None:
     curve = Curve([Series("a", [0.0, 10.0, 20.0], [1.0, 2.0, 3.0]), Series("b", [9.0, 9.0], [5.0, 6.0])])
-    strips = ElementTree.fromstring(draw(curve)).findall("g[@class='at']")
+    strips = ElementTree.fromstring(draw_svg(curve)).findall("g[@class='at']")
     told = [[text.text for text in strip.findall("text")] for strip in strips]
     # x = 9 is a strip of its own up to 9.5; of two points at the same x the last
     assert told == [["step 0", "a 1"], ["step 9", "b 6"], ["step 10", "a 2"], ["step 20", "a 3"]]
@@ -157,7 +157,7 @@ def test_values_under_the_pointer_are_the_nearest_of_each_curve() -> None:
 def test_a_picture_of_its_own_has_title_legend_and_real_colours(tmp_path: Path, form: str) -> None:
     series = [Series("a", [0.0, 1.0], [1.0, 2.0]), Series("b", [0.0, 1.0], [2.0, 1.0], colour=1, dots=True)]
     curve = Curve(series, [Mark("level", 1.5)], y_name="score")
-    path = save(curve, tmp_path / f"x.{form}", "ppo: Reward")
+    path = save_picture(curve, tmp_path / f"x.{form}", "ppo: Reward")
     if form == "png":
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 5000
         return
