@@ -84,7 +84,8 @@ def token_encoder(tokenizer: "PreTrainedTokenizerFast", context_length: int, roo
         if fitted is None:
             return None
         encoded = [encode_response(tokenizer, text, ended=ended) for text, ended in answers]
-        return [(fitted[0] + answer)[:context_length] for answer in encoded], [len(answer) for answer in encoded]
+        rows = [(fitted[0] + answer)[:context_length] for answer in encoded]
+        return rows, [len(row) - len(fitted[0]) for row in rows]
 
     return encode
 

@@ -25,14 +25,15 @@ def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
     return model.answer_encoder(tokenizer, min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2))
 
 
+def item_length(item: Item) -> int:
+    """The tokens that a forward reads of an item's rows together; token rows are joined if that is faster (`LanguageModel.hidden`)."""
+    return joined_length(item.rows) if isinstance(item.rows[0], list) else max(map(len, item.rows))
+
+
 def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
     """Whole prompts, of similar length, with at most `size` responses together (but at least one prompt)."""
-
-    def length(item: Item) -> int:  # token rows are joined if that is faster (`LanguageModel.hidden`)
-        return joined_length(item.rows) if isinstance(item.rows[0], list) else max(map(len, item.rows))
-
     part: list[Item] = []
-    for item in sorted(batch, key=length):
+    for item in sorted(batch, key=item_length):
         if part and sum(len(i.rows) for i in part) + len(item.rows) > size:
             yield part
             part = []

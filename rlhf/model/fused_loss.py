@@ -22,7 +22,7 @@ def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[
     trunk: a GPTModel, called with `inputs`; weight (V, D); labels (B, T). N is inputs["num_items_in_batch"], or the
     number of such labels. In half precision the logits are not rounded.
     """
-    targets, before = _before_labels(labels.to(weight.device))
+    targets, before = before_labels(labels.to(weight.device))
     few = len(before) <= labels.numel() * 7 // 8  # if nearly all are chosen, nothing is saved
     whole = inputs.get("output_hidden_states") or trunk.config.experts  # the balance loss needs all tokens of a row
     kept = before if few and not whole else None
@@ -38,7 +38,7 @@ def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[
     )
 
 
-def _before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+def before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Labels (N,) of (B, T) that count, and the position of the token before each, as row * T + position."""
     after = labels[:, 1:]
     counted = after != IGNORED

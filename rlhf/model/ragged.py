@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rlhf.model.batching import by_length
 from rlhf.model.fused_loss import IGNORED
-from rlhf.model.gpt import GPTForCausalLM
 
 PART_ROWS = 8  # rows per part: fewer leave the processor idle, more add padding
 
@@ -47,32 +46,3 @@ def ragged_loss(
     if not parts:  # no labels: a loss of 0 that still has a gradient
         return model(input_ids=input_ids[:1, :1], use_cache=False).logits.sum() * 0.0
     return torch.stack(parts).sum()
-
-
-class RaggedLoss:
-    """Mixin for a Trainer of padded rows: `ragged_loss` instead of one forward over the whole batch.
-
-    Packed rows, other models and sharded weights use the Trainer's own loss.
-    """
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-        **keywords: Any,
-    ) -> Any:
-        bare = getattr(model, "module", model)
-        known = set(inputs) <= {"input_ids", "attention_mask", "labels"} and "attention_mask" in inputs
-        sharded = any(hasattr(p, "ds_id") for p in bare.parameters())
-        if return_outputs or not known or sharded or not isinstance(bare, GPTForCausalLM):
-            return super().compute_loss(  # type: ignore[misc]
-                model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords
-            )
-        lengths = inputs["attention_mask"].sum(1)
-        loss = ragged_loss(model, inputs["input_ids"], inputs["labels"], lengths, num_items_in_batch)
-        args = self.args  # type: ignore[attr-defined]
-        if args.average_tokens_across_devices and num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes  # type: ignore[attr-defined]
-        return loss

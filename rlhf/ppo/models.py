@@ -195,10 +195,12 @@ def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.d
                 module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     rates = {"policy": settings.lr, "critic": settings.critic_lr}
     groups = [
-        {"params": [p for p in module.parameters() if p.requires_grad], "lr": rates[name]}
+        {"name": name, "params": [p for p in module.parameters() if p.requires_grad], "lr": rates[name]}
         for name, module in model.parts().items()
     ]
     engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm, sampled=model.policy)
+    if settings.ema_decay is not None:
+        engine.keep_average("policy", model.policy, settings.ema_decay)
     check_shares(config, engine.ranks)
     return engine
 

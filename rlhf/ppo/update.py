@@ -7,10 +7,10 @@ loss or a gradient.
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.stages import PpoConfig
@@ -20,25 +20,19 @@ from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.experience import Experience, PretrainingBlocks
 from rlhf.ppo.invariants import Checked, check_first_minibatch
 from rlhf.runs.metrics import Sums
-from rlhf.runs.stage import Stage
 from rlhf.system.processes import gather
-from rlhf.training.ema import Ema
-from rlhf.training.engine import Engine, ZeroEngine
-from rlhf.training.loop import gradient_norm, refuse_nonfinite
+from rlhf.training.engine import Engine
 
 SHARED_VALUE_COEF = 0.1
 
 
 @dataclass(slots=True)
 class State:
-    """What an update changes, and a checkpoint contains."""
+    """What an update changes; checkpoints contain it."""
 
-    stage: Stage
-    engine: Engine  # policy and critic with their optimizer
+    engine: Engine  # policy and critic with their optimizer; the average of the policy's weights
     kl: FixedKL | AdaptiveKL
-    ema: Ema | None = None  # of the policy
     tokens: int = 0  # response tokens sampled so far
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last update
 
 
 def optimize(
@@ -53,7 +47,10 @@ def optimize(
     """All minibatches of one update. `episodes`: the numbers of this rank's episodes among those of all ranks."""
     settings, first_of_policy = config.ppo, 1 + config.ppo.critic_warmup_updates
     with_policy = update >= first_of_policy
-    factors = {"policy": rate_factor(settings, update, first_of_policy), "critic": rate_factor(settings, update, 1)}
+    factors = {name: rate_factor(settings, update, 1) for name in state.engine.module.parts()}
+    factors.pop("policy")
+    if with_policy:
+        factors["policy"] = rate_factor(settings, update, first_of_policy)
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
     state.engine.module.train(config.gradient_checkpointing)
     row_of = {episode: row for row, episode in enumerate(episodes)}
@@ -66,10 +63,11 @@ def optimize(
             train_minibatch(config, experience, chosen, state, sums, with_policy=with_policy, check=check)
             if blocks is not None and with_policy:
                 add_pretraining_gradient(config, state, blocks, (update, epoch, number), sums)
-            step(config, experience, chosen, state, factors, with_policy, sums)
+            for name, norm in state.engine.step(factors).items():
+                sums.add(name, norm)
     sums.add("optim/steps", settings.epochs * settings.minibatches)
-    sums.add("optim/lr", settings.lr * factors["policy"] if with_policy else 0.0)
-    if state.engine.module.critic is not None:
+    sums.add("optim/lr", settings.lr * factors.get("policy", 0.0))
+    if "critic" in factors:
         sums.add("optim/critic_lr", settings.critic_lr * factors["critic"])
 
 
@@ -121,10 +119,7 @@ def train_minibatch(
         part = experience.rows(groups[number]) if number < len(groups) else experience.rows([0]).without_tokens()
         for parts in passes:
             loss = micro_batch_loss(config, part, tokens, parts, state, sums, checked)
-            refuse_nonfinite(state.stage, {"loss": loss}, part.rollout._asdict())
-            engine.backward(loss)
-    # During the critic's warm-up the policy has no gradient; it must have none on several ranks too.
-    engine.reduce(list((model if with_policy or model.critic is None else model.critic).parameters()))
+            engine.backward(loss, part.rollout._asdict())
     if checked is not None:
         found = [part for of_rank in gather(checked) for part in of_rank]
         check_first_minibatch(found, model.policy.config.vocab_size, engine.bfloat16)
@@ -189,36 +184,6 @@ def micro_batch_loss(
     return loss
 
 
-def step(
-    config: Config,
-    experience: Experience,
-    chosen: list[int],
-    state: State,
-    factors: dict[str, float],
-    with_policy: bool,
-    sums: Sums,
-) -> None:
-    """Clip each model's gradient and take one optimizer step, with each model's learning rate times its factor."""
-    engine, model = state.engine, state.engine.module
-    if not engine.sharded:  # ZeRO computes and clips the joint norm of both models in its step
-        norms = {name: gradient_norm(module.parameters()) for name, module in model.parts().items()}
-        sums.add("optim/grad_norm", torch.stack(list(norms.values())).norm().item())
-        refuse_nonfinite(state.stage, norms, experience.rollout.rows(chosen or [0])._asdict())
-        for name, module in model.parts().items():
-            sums.add(f"optim/{name}_grad_norm", norms[name].item())
-            nn.utils.clip_grad_norm_(module.parameters(), config.ppo.max_grad_norm)
-    rates = {"policy": config.ppo.lr, "critic": config.ppo.critic_lr}
-    engine.step([rates[name] * factors[name] for name in model.parts()])
-    if isinstance(engine, ZeroEngine):
-        norm = engine.gradient_norm()
-        refuse_nonfinite(state.stage, {"optim/grad_norm": norm}, {})
-        sums.add("optim/grad_norm", norm)
-        if not with_policy:  # its steps had no gradient; without ZeRO, AdamW skips such parameters
-            engine.whole_state.set_steps({0: 0.0})
-    if state.ema is not None and with_policy:
-        state.ema.update()
-
-
 def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBlocks, key: tuple, sums: Sums) -> None:
     """PPO-ptx: add ptx_coef times the gradient of the pretraining loss to the policy's, and log both norms.
 
@@ -228,7 +193,7 @@ def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBl
     parameters = [p for p in engine.module.policy.parameters() if p.requires_grad]
     rl_gradients = [p.grad for p in parameters]
     if not engine.sharded:
-        sums.add("optim/rl_grad_norm", gradient_norm(parameters).item())
+        sums.add("optim/rl_grad_norm", engine.gradient_norm(parameters))
         for p in parameters:
             p.grad = None
     episodes = settings.episodes_per_update // settings.minibatches
@@ -242,13 +207,11 @@ def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBl
         # a rank without blocks left computes one that does not count
         batch = blocks.batch(counted or drawn[:1], engine.device)
         loss = engine(batch, tokens, method="pretraining_loss") * bool(counted)
-        refuse_nonfinite(state.stage, {"loss/ptx_avg": loss}, batch)
-        engine.backward(settings.ptx_coef * loss)
+        engine.backward(settings.ptx_coef * loss, batch)
         sums.add("loss/ptx_avg", loss.item() * tokens, len(counted) * (width - 1))
     if engine.sharded:
         return
-    engine.reduce(parameters)
-    sums.add("optim/ptx_grad_norm", gradient_norm(parameters).item())
+    sums.add("optim/ptx_grad_norm", engine.gradient_norm(parameters))
     for p, gradient in zip(parameters, rl_gradients, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient

@@ -8,7 +8,6 @@ decay, lambda 0.5, dropout 0.1 on the classifier). Differs: Adam's betas are tho
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from rlhf.runs.folders import stage_folder
 from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
-from rlhf.training.batches import take_step, train_batches
+from rlhf.training.batches import Batches, Objective, shuffled_order, train
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.loop import open_loop, refuse_nonfinite
+from rlhf.training.loop import open_loop
 from rlhf.training.optim import decay_groups, linear_schedule
 from rlhf.training.setup import load_policy, set_up
 
@@ -53,10 +52,10 @@ def run(config: Config) -> None:
         device = set_up(config)
 
         # 1. The examples
-        train, held_out, classes = load_task(config, columns, stage.folder)
+        examples, held_out, classes = load_task(config, columns, stage.folder)
         base = stage_folder(config, "pretrain") / "model"
         tokenizer, lm = load_tokenizer(base), load_policy(base)
-        coded = [encode(stage, part, tokenizer, lm, classes) for part in (train, held_out)]
+        coded = [encode(stage, part, tokenizer, lm, classes) for part in (examples, held_out)]
 
         # 2. The base, or its transferred part, with W_y
         lm = transfer(lm, settings.layers, settings.from_scratch)
@@ -67,12 +66,14 @@ def run(config: Config) -> None:
         model = LabelModel(lm, classes, bool(columns.choices), settings.dropout)
 
         # 3. Train
-        engine = make_engine(config, model, decay_groups(model, settings.weight_decay), device)
-        steps = settings.epochs * -(-len(train) // settings.batch_size)
-        pad = tokenizer.pad_token_id
-        with open_loop(stage, engine.ranks, steps) as loop:
-            step = partial(train_step, stage, engine, pad, steps)
-            train_batches(loop, engine, coded[0], settings.batch_size, settings.epochs, step)
+        groups = decay_groups(model, settings.weight_decay, settings.lr)
+        engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
+        batches = Batches(coded[0], settings.batch_size, shuffled_order(f"{stage.name}-{config.seed}"))
+        steps, pad = settings.epochs * batches.per_epoch, tokenizer.pad_token_id
+        with open_loop(stage, engine, steps) as loop:
+            warmup = math.ceil(settings.warmup_fraction * steps)
+            objective = make_objective(config, engine, pad, most=max(len(example.rows) for example in coded[0]))
+            train(loop, batches, objective, lambda step: linear_schedule(step, steps, warmup), averages=False)
             lm.save_pretrained(str(stage.model))
             tokenizer.save_pretrained(str(stage.model))
             model.save_head(stage.model)
@@ -112,27 +113,21 @@ def collate(examples: list[Coded], pad: int, device: torch.device) -> tuple[dict
     return {"tokens": tokens.to(device), "lengths": lengths.to(device), "examples": len(examples)}, labels
 
 
-def train_step(stage: Stage, engine: Engine, pad: int, steps: int, step: int, batch: list[Coded]) -> Sums:
-    """One optimizer step on L2 + lambda L1, both means over the whole batch, however it is split."""
-    settings = stage.config.classify
-    engine.module.train()
-    sums = Sums()
-    for start in range(0, len(batch), settings.micro_batch_size):
-        inputs, labels = collate(batch[start : start + settings.micro_batch_size], pad, engine.device)
+def make_objective(config: Config, engine: Engine, pad: int, most: int) -> Objective[Coded]:
+    """L2 + lambda L1, both means over the examples of a batch. most: rows of an example."""
+    settings = config.classify
+
+    def loss_of(part: list[Coded], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs, labels = collate(part, pad, engine.device)
         logits, nats = engine(**inputs, with_lm=settings.lm_coef > 0)
         losses = F.cross_entropy(logits, labels, reduction="none")
-        loss = (losses + settings.lm_coef * nats).sum() / len(batch)
-        kept = {"tokens": inputs["tokens"], "lengths": inputs["lengths"], "logits": logits}
-        refuse_nonfinite(stage, {"classify/loss": loss, "logits": logits}, kept)
-        engine.backward(loss)
-        sums.add("classify/loss", losses.sum().item(), len(labels))
-        sums.add("classify/accuracy", (logits.argmax(-1) == labels).sum().item(), len(labels))
+        sums.add("classify/loss", losses.sum().item(), len(part))
+        sums.add("classify/accuracy", (logits.argmax(-1) == labels).sum().item(), len(part))
         if settings.lm_coef > 0:
-            sums.add("classify/lm_loss", nats.sum().item(), len(labels))
-    warmup = math.ceil(settings.warmup_fraction * steps)
-    lr = settings.lr * linear_schedule(step - 1, steps, warmup)
-    sums.merge(take_step(stage, engine, lr, settings.max_grad_norm, kept).state())
-    return sums
+            sums.add("classify/lm_loss", nats.sum().item(), len(part))
+        return (losses + settings.lm_coef * nats).sum() / count, inputs | {"logits": logits}
+
+    return Objective(lambda example: example.rows, loss_of, settings.micro_batch_size * most)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ are in `rlhf.ppo.update`.
 import contextlib
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,13 +49,12 @@ from rlhf.runs.folders import stage_folder
 from rlhf.runs.metrics import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
-from rlhf.runs.stage import open_stage
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_model, save_output
-from rlhf.training.ema import Ema
-from rlhf.training.loop import open_loop, refuse_nonfinite
+from rlhf.training.engine import Engine, check_finite
+from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up
-from rlhf.training.state import put_random_state, read_state, write_checkpoint
 
 Reference = Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs (B, A) of the SFT model
 TO_CHECK = ("scores", "logp_old", "logp_ref", "values")
@@ -72,22 +70,23 @@ def run(config: Config) -> None:
         tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
         policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
         prompts = load_texts(config, tokenizer, stage.say)
-        state = State(stage, engine, make_kl(config), make_ema(config, policy))
+        state = State(engine, make_kl(config))
         models = {"policy": policy, "reference": reference, "reward": reward}
 
         # Loop
         updates = settings.episodes // settings.episodes_per_update
-        with open_loop(stage, engine.ranks, updates, unit="update") as loop:
-            if loop.resume:
-                restore(state, loop.resume)
-                logged = list(read_jsonl(stage.folder / "metrics.jsonl"))
-                state.metrics = logged[-1] if logged else {}  # what is reported if no update is left
+        with open_loop(stage, engine, updates, unit="update") as loop:
+            metrics: dict[str, float] = {}
+            if loop.resumed:
+                state.kl.load_state_dict(loop.notes["kl"])
+                state.tokens = loop.tokens
+                metrics = ([{}, *read_jsonl(stage.folder / "metrics.jsonl")])[-1]  # is reported if no update is left
             elif settings.eval_every:
-                metrics, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
+                held_out, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
                 loop.tracker.samples(0, rows)
-                loop.tracker.log(metrics, step=0, episodes=0)
-            for update in loop.steps(lambda update: save(config, state, update)):
-                metrics = state.metrics = one_update(
+                loop.tracker.log(held_out, step=0, episodes=0)
+            for update in loop.steps():
+                metrics = one_update(
                     config,
                     update,
                     policy=policy,
@@ -106,6 +105,8 @@ def run(config: Config) -> None:
                         loop.tracker.samples(update, rows)
                 episodes = update * settings.episodes_per_update
                 loop.tracker.log(metrics, step=update, episodes=episodes, tokens=state.tokens)
+                loop.tokens, loop.notes["kl"] = state.tokens, state.kl.state_dict()
+                loop.figure = figure_of(config, metrics)
                 kl, length = metrics["objective/kl"], metrics["rollout/response_len"]
                 loop.bar.update(1, reward=metrics["objective/scores"], KL=kl, length=length)
                 if above_ceiling(config, kl):
@@ -116,10 +117,8 @@ def run(config: Config) -> None:
                     break
 
         # Write
-        write_models(state, policy, critic, tokenizer)
-        stage.finish(
-            {name: state.metrics[name] for name in ("objective/scores", "objective/kl") if name in state.metrics}
-        )
+        write_models(stage, engine, tokenizer)
+        stage.finish({name: metrics[name] for name in ("objective/scores", "objective/kl") if name in metrics})
 
 
 def one_update(
@@ -151,7 +150,7 @@ def one_update(
     rollout = score_responses(config, engine, reference, reward, prompts.tokenizer, asked, samples, texts)
     mask = rollout.response_mask
     phases.end("score")
-    refuse_nonfinite(state.stage, {name: getattr(rollout, name) for name in TO_CHECK}, rollout._asdict())
+    check_finite({name: getattr(rollout, name) for name in TO_CHECK}, rollout._asdict())
 
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score, or each token its part of it
     scores = adjust_scores(config, rollout.scores, rollout.ended)
@@ -239,12 +238,12 @@ def evaluate_held_out(
     sums, rows = Sums(), []
     if asked:
         records = [record for record, _ in asked]
-        with state.ema.applied() if state.ema is not None else contextlib.nullcontext():
+        with engine.ema.applied() if engine.ema is not None else contextlib.nullcontext():
             keys = [("held out", record.id) for record in records]
             samples = sample_responses(config, engine, policy, tokenizer, asked, keys)
             texts = [response_text(tokenizer, ids) for ids in samples.responses]
             rollout = score_responses(config, engine, reference, reward, tokenizer, asked, samples, texts)
-        refuse_nonfinite(state.stage, {name: getattr(rollout, name) for name in TO_CHECK}, rollout._asdict())
+        check_finite({name: getattr(rollout, name) for name in TO_CHECK}, rollout._asdict())
         scores, gold = adjust_scores(config, rollout.scores, rollout.ended), true_scores(truth, records, texts, rollout)
         sums = held_out_sums(rollout, scores, gold)
         rows = sample_rows(tokenizer, records, rollout, scores, gold)
@@ -261,37 +260,18 @@ def make_kl(config: Config) -> FixedKL | AdaptiveKL:
     return FixedKL(kl.coef) if kl.target is None else AdaptiveKL(init=kl.coef, target=kl.target, horizon=kl.horizon)
 
 
-def make_ema(config: Config, policy: nn.Module) -> Ema | None:
-    return None if config.ppo.ema_decay is None else Ema(policy, config.ppo.ema_decay)
-
-
-# --------------------------------------------------------------------------------------------------- checkpoints
-
-
-def write_models(state: State, policy: Any, critic: Any, tokenizer: Any) -> None:
+def write_models(stage: Stage, engine: Engine, tokenizer: Any) -> None:
     """`model` (the average if there is one, with adapters merged), and the critic. Every rank has to call it."""
-    stage = state.stage
-    if state.ema is None:
+    policy, critic, ema = engine.module.policy, engine.module.critic, engine.ema
+    if ema is None:
         save_output(policy, tokenizer, stage)
     else:
         save_output(policy, tokenizer, stage, "last")
-        average = state.ema.state_dict()
-        with state.ema.applied():
+        average = ema.state_dict()
+        with ema.applied():
             save_output(policy, tokenizer, stage, average=average)
     if critic is not None and not stage.config.ppo.shared_critic:
         save_model(critic, stage.folder / "critic", stage.folder / "critic_adapters")
-
-
-def save(config: Config, state: State, update: int) -> None:
-    """A checkpoint; every rank has to call it, and rank 0 writes."""
-    tensors = state.engine.state()
-    notes = {"tokens": state.tokens, "kl": state.kl.state_dict()}
-    if state.ema is not None:
-        average = state.ema.state_dict()
-        notes["averaged_steps"] = state.ema.steps
-        if tensors is not None:
-            tensors["ema"] = average
-    write_checkpoint(state.stage, update, tensors, notes, figure=figure_of(config, state.metrics))
 
 
 def figure_of(config: Config, metrics: dict[str, float]) -> float | None:
@@ -302,14 +282,3 @@ def figure_of(config: Config, metrics: dict[str, float]) -> float | None:
     if "eval/dev/scores" not in metrics:
         return None
     return metrics["eval/dev/scores"] - config.kl.coef * metrics["eval/dev/kl"]
-
-
-def restore(state: State, folder: Path) -> None:
-    """Read a checkpoint."""
-    tensors, notes = read_state(folder)
-    state.engine.restore(tensors)
-    put_random_state(folder)
-    if state.ema is not None:
-        state.ema.load_state_dict(tensors["ema"], notes["averaged_steps"])
-    state.kl.load_state_dict(notes["kl"])
-    state.tokens = notes["tokens"]

@@ -1,8 +1,9 @@
 """Stage 1: the GPT from random weights, by next-token prediction on packed blocks; or a pretrained model, adopted.
 
-L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1). The loop is transformers' Trainer.
+L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1).
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.checks import batch_problems
@@ -22,22 +24,24 @@ from rlhf.data.mixing import Part, mix_corpora
 from rlhf.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
+from rlhf.model.fused_loss import IGNORED
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import context_of, lm
 from rlhf.model.mlp import limited_experts
-from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import stage_folder
+from rlhf.runs.metrics import Sums
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import sha256_file, write_json
-from rlhf.system.processes import Ranks, on_first_rank
+from rlhf.system.processes import on_first_rank
 from rlhf.training.adapters import save_output
+from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
-from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, inverse_sqrt_schedule, make_adamw
+from rlhf.training.next_token import NextToken
+from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, inverse_sqrt_schedule
 from rlhf.training.setup import set_up
-from rlhf.training.trainer import StageTrainer, one_device, shared_arguments, train
-from rlhf.training.zero import offloads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -80,10 +84,21 @@ def pretrain(
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
         # 3. Train
-        with open_loop(stage, Ranks(device), steps) as loop:
-            trainer = make_trainer(stage, model, blocks, steps, device)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine = make_engine(
+            config,
+            NextToken(model.to(device)),
+            make_optimizer(config, model),
+            device,
+            max_grad_norm=config.pretrain.max_grad_norm,
+        )
+        with open_loop(stage, engine, steps) as loop:
             with limited_experts(model):
-                train(trainer, loop, "pretrain/loss", config.pretrain.global_batch_tokens)
+                rows = config.pretrain.global_batch_tokens // length
+                order = accelerate_order(config.seed) if config.pretrain.shuffle else lambda count, epoch: range(count)
+                objective = make_objective(config, engine, blocks)
+                train(loop, Batches(blocks, rows, order), objective, make_schedule(config, steps))
             save_output(model, tokenizer, stage)
 
             # 4. Held-out loss
@@ -212,12 +227,12 @@ def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCa
     return GPTForCausalLM(shape)
 
 
-def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(config: Config, model: torch.nn.Module) -> list[dict[str, Any]] | torch.optim.Optimizer:
+    """AdamW's groups, or Muon."""
     settings = config.pretrain
     betas = (settings.beta1, settings.beta2)
     if settings.optimizer == "adamw":
-        groups = decay_groups(model, settings.weight_decay)
-        return make_adamw(groups, lr=settings.lr, betas=betas, on_host=offloads(config))
+        return decay_groups(model, settings.weight_decay, settings.lr, betas)
     return MuonAdamW(model, muon_lr=settings.muon_lr, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
 
 
@@ -231,39 +246,19 @@ def make_schedule(config: Config, steps: int) -> Callable[[int], float]:
     return lambda step: cosine_schedule(step, decay, warmup, settings.final_lr_fraction)
 
 
-def make_trainer(stage: Stage, model: GPTForCausalLM, blocks: Any, steps: int, device: torch.device) -> Any:
-    """transformers' Trainer over the blocks, with our optimizer and schedule."""
-    from transformers import Trainer, TrainingArguments
+def make_objective(config: Config, engine: Engine, blocks: Any) -> Objective[dict[str, Tensor]]:
+    """The mean loss per token of blocks; their first tokens have no prediction."""
+    collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
+    predicted = blocks.context_length - 1
 
-    config, settings = stage.config, stage.config.pretrain
-    arguments = TrainingArguments(
-        train_sampling_strategy="random" if settings.shuffle else "sequential",
-        remove_unused_columns=False,
-        **shared_arguments(
-            stage,
-            device,
-            rows=settings.global_batch_tokens // blocks.context_length,
-            micro=settings.micro_batch_sequences,
-            setting=f"pretrain.global_batch_tokens={settings.global_batch_tokens}",
-            steps=steps,
-            max_grad_norm=settings.max_grad_norm,
-        ),
-    )
+    def loss_of(part: list[dict[str, Tensor]], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = put(collate(part), engine.device)
+        loss = engine(denominator=count, **batch)
+        sums.add("pretrain/loss", loss.item() * count, len(part) * predicted)
+        return loss, batch
 
-    class PretrainTrainer(StageTrainer, Trainer):
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            ours = {"skip_logits": True} if lm(model).native else {}
-            return super().compute_loss(model, inputs | ours, *args, **kwargs)
-
-    return PretrainTrainer(
-        stage=stage,
-        optimizer=lambda: make_optimizer(config, model),
-        factor=make_schedule(config, steps),
-        model=model,
-        args=one_device(arguments),
-        train_dataset=blocks,
-        data_collator=make_collator(blocks.separator, settings.isolate_documents),
-    )
+    most = config.pretrain.micro_batch_sequences
+    return Objective(lambda block: [block["input_ids"]], loss_of, most, count=lambda block: predicted)
 
 
 def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTrainedTokenizerFast") -> dict[str, float]:
@@ -275,16 +270,16 @@ def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTraine
     lengths = token_byte_lengths(tokenizer)
     bytes_of = None if lengths is None else torch.tensor(lengths)
     device = next(model.parameters()).device
-    model.eval()
+    loss = NextToken(model).eval()
     nats = bytes_seen = tokens_seen = 0.0
     count = min(len(blocks), config.pretrain.eval_sequences)
     for start in range(0, count, 16):
         batch = collate([blocks[i] for i in range(start, min(count, start + 16))])
-        labels = batch.pop("labels")[:, 1:].to(device)
-        logits = model(**{k: v.to(device) for k, v in batch.items()}, use_cache=False).logits[:, :-1]
-        text = labels != blocks.separator
-        nats -= (token_logprobs(logits, labels) * text).sum().item()
+        labels = batch["labels"]
+        text = labels[:, 1:] != blocks.separator
         tokens_seen += text.sum().item()
-        bytes_seen += 0 if bytes_of is None else bytes_of[labels.cpu()].sum().item()
-    loss = {"loss": nats / tokens_seen}
-    return loss if bytes_of is None else loss | {"bpb": nats / (bytes_seen * 0.6931471805599453)}
+        bytes_seen += 0 if bytes_of is None else bytes_of[labels[:, 1:]].sum().item()
+        labels[:, 1:][~text] = IGNORED
+        nats += loss(**put(batch, device)).item()
+    summary = {"loss": nats / tokens_seen}
+    return summary if bytes_of is None else summary | {"bpb": nats / (bytes_seen * math.log(2))}

@@ -27,12 +27,9 @@ from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources, of_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import open_stage
-from rlhf.stages.sft import load_with_dropout, make_trainer
-from rlhf.system.processes import Ranks
+from rlhf.stages.sft import fine_tuned, load_with_dropout
 from rlhf.training.adapters import save_output
-from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up
-from rlhf.training.trainer import train
 
 PARTS = {"SENSIBLE": "correct", "SPECIFIC": "complete", "INTERESTING": "polite", "SAFE": "safe"}  # of the truth
 
@@ -70,10 +67,8 @@ def run(config: Config) -> None:
         )
 
         # 2. Train on both
-        trainer = make_trainer(stage, model, tokenizer, rating_rows + answer_rows, config.rate.epochs, device)
-        with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
-            train(trainer, loop, "sft/loss")
-        save_output(model, tokenizer, stage)
+        with fine_tuned(stage, model, tokenizer, rating_rows + answer_rows, config.rate.epochs, device):
+            save_output(model, tokenizer, stage)
 
         # 3. How well it orders responses of held-out prompts by each quality
         with inference(config, device):

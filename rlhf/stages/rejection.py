@@ -24,13 +24,10 @@ from rlhf.runs.progress import progress
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.stages.sft import load_with_dropout, make_trainer
+from rlhf.stages.sft import fine_tuned, load_with_dropout
 from rlhf.system.files import write_text
-from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_output
-from rlhf.training.loop import open_loop
 from rlhf.training.setup import load_frozen, set_up
-from rlhf.training.trainer import train
 
 
 def run(config: Config) -> None:
@@ -51,10 +48,8 @@ def run(config: Config) -> None:
         # 2. Fine-tune on them
         rows = encode_demonstrations(demonstrations, tokenizer, context_of(policy, tokenizer))
         model = load_with_dropout(folder, config.sft.dropout)
-        trainer = make_trainer(stage, model, tokenizer, rows, config.rejection.epochs, device)
-        with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
-            train(trainer, loop, "sft/loss")
-        save_output(model, tokenizer, stage)
+        with fine_tuned(stage, model, tokenizer, rows, config.rejection.epochs, device):
+            save_output(model, tokenizer, stage)
         stage.finish({"demonstrations": float(len(demonstrations))})
 
 

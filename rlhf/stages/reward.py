@@ -30,6 +30,7 @@ from rlhf.evaluation.scoring import (
     by_item,
     held_out_labelers,
     item_encoder,
+    item_length,
     length_baseline,
     micro_batches,
     pad_weights,
@@ -47,12 +48,11 @@ from rlhf.runs.metrics import Sums
 from rlhf.runs.sources import hash_sources, of_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json
-from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, save_output
-from rlhf.training.batches import take_step, train_batches
+from rlhf.training.batches import Batches, Objective, put, shuffled_order, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.gather import gathered_state
-from rlhf.training.loop import StageLoop, newest_checkpoint, open_loop, refuse_nonfinite
+from rlhf.training.loop import TrainingLoop, newest_checkpoint, open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups
 from rlhf.training.setup import load_frozen, load_policy, set_up
 from rlhf.training.state import put_weights
@@ -86,13 +86,21 @@ def train_reward_model(config: Config, name: str) -> None:
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
         add_adapters(model, config, folder, device)
         settings = config.reward
-        groups = decay_groups(model, settings.weight_decay)
+        groups = decay_groups(model, settings.weight_decay, settings.lr)
         engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
         later = config.gold.later_reward_epochs
         epochs = settings.epochs if start is None or later is None else later
-        steps = epochs * -(-len(items["train"]) // settings.batch_prompts)
-        with open_loop(stage, engine.ranks, steps) as loop:
-            train(loop, engine, items["train"], tokenizer.pad_token_id, epochs)
+        batches = Batches(items["train"], settings.batch_prompts, shuffled_order(f"{name}-{config.seed}"))
+        steps = epochs * batches.per_epoch
+        with open_loop(stage, engine, steps) as loop:
+            objective = make_objective(config, engine)
+            train(
+                loop,
+                batches,
+                objective,
+                lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction),
+                averages=False,
+            )
             with inference(config, device):
                 gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
             write_model(model, tokenizer, stage)
@@ -207,18 +215,28 @@ def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Enc
     return items
 
 
-def train(loop: StageLoop, engine: Engine, items: list[Item], pad: int, epochs: int) -> None:
-    """The ranking loss over all prompts, `epochs` times."""
-    stage, settings = loop.stage, loop.stage.config.reward
+def make_objective(config: Config, engine: Engine) -> Objective[Item]:
+    """The mean ranking loss over the prompts of a batch, plus lm_coef times the language model's loss on their rows."""
+    settings = config.reward
 
-    def one_step(step: int, batch: list[Item]) -> Sums:
-        lr = settings.lr * cosine_schedule(step - 1, loop.total, 0, settings.final_lr_fraction)
-        return train_step(stage.config, stage, engine, batch, lr, pad)
+    def loss_of(part: list[Item], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = engine.module.collate([row for item in part for row in item.rows])
+        given = put(inputs, engine.device) | {"calibrated": False}
+        flat, nats = engine(**given, with_lm=True) if settings.lm_coef else (engine(**given), None)
+        scores = by_item(part, flat)
+        loss, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=count)
+        if nats is not None:  # of an item the mean over its rows of their mean nats per token
+            rows = torch.tensor([len(item.rows) for item in part], device=engine.device)
+            total = (by_item(part, nats).sum(1) / rows).sum()
+            loss = loss + settings.lm_coef * total / count
+            sums.add("reward/lm_loss", total.item(), len(part))
+        add_figures(sums, part, scores, figures)
+        return loss, inputs | {"scores": scores}
 
-    train_batches(loop, engine, items, settings.batch_prompts, epochs, one_step)
+    return Objective(lambda item: item.rows, loss_of, settings.micro_batch_responses, length=item_length)
 
 
-def held_out_figures(loop: StageLoop, engine: Engine, items: list[Item], pad: int) -> dict[str, float]:
+def held_out_figures(loop: TrainingLoop, engine: Engine, items: list[Item], pad: int) -> dict[str, float]:
     """Loss and accuracy on held-out prompts, and the accuracy of choosing by length; empty without held-out prompts."""
     if not items:
         return {}
@@ -227,52 +245,6 @@ def held_out_figures(loop: StageLoop, engine: Engine, items: list[Item], pad: in
     loop.tracker.log({f"eval/dev/{name}": value for name, value in logged.items()}, step=loop.total)
     loop.stage.say(f"held out: accuracy {figures['accuracy']:.3f}, loss {figures['loss']:.3f}")
     return figures
-
-
-def train_step(config: Config, stage: Stage, engine: Engine, batch: list[Item], lr: float, pad: int) -> Sums:
-    """One optimizer step on one batch of prompts. The loss is the mean over the whole batch, however it is split.
-
-    Returns this rank's sums.
-    """
-    engine.module.train()
-    sums, device, lm_coef = Sums(), engine.device, config.reward.lm_coef
-    zero = torch.zeros((), device=device)
-    for part, counts in parts_of_rank(config, batch, engine.ranks):
-        rows = [row for item in part for row in item.rows]
-        scores, nats = score_and_read(engine, part, pad) if lm_coef else (score_items(engine, part, device), zero)
-        weights = pad_weights(part, device) * counts
-        loss, figures = ranking_loss(scores, weights, denominator=len(batch))
-        loss = loss + lm_coef * nats.sum() * counts / len(batch)
-        refuse_nonfinite(
-            stage, {"reward/loss": loss, "scores": scores}, engine.module.collate(rows) | {"scores": scores}
-        )
-        engine.backward(loss)
-        if counts:
-            add_figures(sums, part, scores, figures)
-            if lm_coef:
-                sums.add("reward/lm_loss", nats.sum().item(), len(part))
-    rows = [row for item in batch for row in item.rows]
-    sums.merge(take_step(stage, engine, lr, config.reward.max_grad_norm, engine.module.collate(rows)).state())
-    return sums
-
-
-def score_and_read(engine: Engine, items: list[Item], pad: int) -> tuple[Tensor, Tensor]:
-    """Scores (N, K) of items, and the language model's loss (N,) of each: the mean over its rows of their mean nats per token."""
-    inputs = engine.module.collate([row for item in items for row in item.rows])
-    scores, nats = engine(**{name: x.to(engine.device) for name, x in inputs.items()}, calibrated=False, with_lm=True)
-    counts = torch.tensor([len(item.rows) for item in items], device=engine.device)
-    return by_item(items, scores), by_item(items, nats).sum(1) / counts
-
-
-def parts_of_rank(config: Config, batch: list[Item], ranks: Ranks) -> list[tuple[list[Item], bool]]:
-    """This rank's micro-batches of a batch, and whether each counts. Every rank has the same number.
-
-    Prompts are assigned to the ranks in turn. A rank with fewer micro-batches repeats a prompt that does not count.
-    """
-    parts = list(micro_batches(batch[ranks.rank :: ranks.count], config.reward.micro_batch_responses))
-    counted = [(part, True) for part in parts if part]
-    missing = int(ranks.max(len(counted))) - len(counted)
-    return counted + [(batch[:1], False)] * missing
 
 
 @torch.no_grad()

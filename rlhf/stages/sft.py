@@ -1,4 +1,4 @@
-"""Stage 2: supervised fine-tuning on demonstrations. The loop is TRL's SFTTrainer.
+"""Stage 2: supervised fine-tuning on demonstrations.
 
 The loss counts the assistant's tokens, each turn's end token included, never the user's text (Ouyang et al. 2022, section
 3.5). With sft.turns=last only a dialogue's last answer counts.
@@ -9,12 +9,16 @@ trained on this one. Blocks of pretraining text are one document to the model, e
 Residual dropout acts in our GPT only.
 """
 
+import contextlib
+import itertools
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
@@ -26,18 +30,19 @@ from rlhf.model.batching import by_length, right_pad
 from rlhf.model.blocks import Block
 from rlhf.model.fused_loss import IGNORED
 from rlhf.model.interface import context_of
-from rlhf.model.ragged import RaggedLoss
-from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import stage_folder
+from rlhf.runs.metrics import Sums
 from rlhf.runs.sources import hash_sources, of_split, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, save_output
-from rlhf.training.loop import open_loop
-from rlhf.training.optim import cosine_schedule, decay_groups, make_adamw
+from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.engine import Engine, make_engine
+from rlhf.training.loop import TrainingLoop, open_loop
+from rlhf.training.next_token import NextToken
+from rlhf.training.optim import cosine_schedule, decay_groups
 from rlhf.training.setup import check_tokenizer, load_policy, set_up
-from rlhf.training.trainer import StageTrainer, one_device, shared_arguments, train
-from rlhf.training.zero import offloads
+
+CPU_ROWS = 8  # rows per forward on a CPU: fewer leave it idle, more add padding
 
 
 def run(config: Config) -> None:
@@ -77,9 +82,7 @@ def run(config: Config) -> None:
 
         # 2. Train: all weights, or with lora.rank low-rank adapters on them
         add_adapters(model, config, base, device)
-        trainer = make_trainer(stage, model, tokenizer, rows["train"], config.sft.epochs, device)
-        with open_loop(stage, Ranks(device), trainer.args.max_steps) as loop:
-            train(trainer, loop, "sft/loss")
+        with fine_tuned(stage, model, tokenizer, rows["train"], config.sft.epochs, device) as loop:
             save_output(model, tokenizer, stage)
 
             # 3. Held-out loss
@@ -123,87 +126,103 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     return [{"prompt": [], "response": blocks[i]["input_ids"].tolist()} for i in drawn]
 
 
-class PromptLoss:
-    """Mixed into SFTTrainer, before it: L2 + lm_coef L1, both as sums over tokens, divided by the response tokens.
+def make_rows(rows: Sequence[Row], context: int, pack: bool) -> list[dict[str, list[int]]]:
+    """{"input_ids", "labels", "seq_lengths"} of demonstrations; with `pack` a row contains several, by TRL's best fit."""
+    made = [{"input_ids": row["prompt"] + row["response"], "labels": labels_of(row, IGNORED)} for row in rows]
+    if pack:
+        import datasets
+        from trl import pack_dataset
 
-    L1 counts the tokens of the prompts, except the first token of a row, which has no prediction.
+        datasets.disable_progress_bars()
+        made = pack_dataset(datasets.Dataset.from_list(made), context, "bfd").to_list()
+    for row in made:
+        row.setdefault("seq_lengths", [len(row["input_ids"])])
+        for start in itertools.accumulate(row["seq_lengths"][:-1], initial=0):
+            row["labels"][start] = IGNORED  # nothing comes before the first token
+    return made
+
+
+def make_collator(
+    pad: int, pack: bool, with_prompts: bool
+) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Any]]:
+    """Rows as arguments of `NextToken`: padded on the right, or packed ones joined to a single row.
+
+    with_prompts: also `prompts`, labels that count the tokens which `labels` ignore.
     """
+    if pack:
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    lm_coef = 0.0
+        join = DataCollatorForLanguageModeling(pad, padding_free=True)
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *arguments, **keywords)  # type: ignore[misc]
-        if not self.lm_coef:
-            return loss
-        labels, tokens = inputs["labels"], inputs["input_ids"]
-        real = inputs["attention_mask"].bool() if "attention_mask" in inputs else inputs["position_ids"] != 0
-        prompt = tokens.masked_fill((labels != IGNORED) | ~real, IGNORED)
-        return loss + self.lm_coef * super().compute_loss(model, inputs | {"labels": prompt}, *arguments, **keywords)  # type: ignore[misc]
+    def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+        if pack:
+            batch = join(list(rows))
+        else:
+            batch = {
+                "input_ids": right_pad([row["input_ids"] for row in rows], pad)[0],
+                "labels": right_pad([row["labels"] for row in rows], IGNORED)[0],
+            }
+        if with_prompts:
+            lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+            real = batch["position_ids"] > 0 if pack else torch.arange(int(lengths.max())) < lengths[:, None]
+            batch["prompts"] = batch["input_ids"].masked_fill((batch["labels"] != IGNORED) | ~real, IGNORED)
+        return batch
+
+    return collate
 
 
-def make_trainer(stage: Stage, model: Any, tokenizer: Any, rows: list[Row], epochs: int, device: torch.device) -> Any:
-    """SFTTrainer over tokenised demonstrations and pretraining text, with AdamW and a cosine without warm-up.
-
-    `args.max_steps` is `epochs` passes over the rows. With sft.pack a row contains several demonstrations.
+@contextlib.contextmanager
+def fine_tuned(
+    stage: Stage, model: Any, tokenizer: Any, rows: list[Row], epochs: int, device: torch.device
+) -> Iterator[TrainingLoop]:
+    """Train on demonstrations and pretraining text, with AdamW and a cosine without warm-up; within the context the model is
+    trained and its loop still open.
     """
-    import datasets
-    from trl import SFTConfig, SFTTrainer
-
-    datasets.disable_progress_bars()
     settings = stage.config.sft
-    rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context_of(model, tokenizer))
-    data = datasets.Dataset.from_dict(
-        {
-            "input_ids": [row["prompt"] + row["response"] for row in rows],
-            "labels": [labels_of(row, IGNORED) for row in rows],
-        }
-    )
-    arguments = SFTConfig(
-        include_num_input_tokens_seen="non_padding",
-        packing=settings.pack,
-        eos_token=tokenizer.eos_token,
-        max_length=context_of(model, tokenizer),
-        router_aux_loss_coef=0.0,  # the loss is only the demonstrations'
-        **shared_arguments(
-            stage,
-            device,
-            rows=settings.batch_size,
-            micro=settings.micro_batch_size,
-            setting=f"sft.batch_size={settings.batch_size}",
-            steps=1,
-            max_grad_norm=settings.max_grad_norm,
-        ),
-    )
+    context = context_of(model, tokenizer)
+    rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
+    batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
+    steps = epochs * batches.per_epoch
+    if stage.config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    groups = decay_groups(model, settings.weight_decay, settings.lr)
+    engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
+    with open_loop(stage, engine, steps) as loop:
+        objective = make_objective(stage.config, engine, tokenizer.pad_token_id)
+        train(loop, batches, objective, lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction))
+        yield loop
 
-    class SftTrainer(StageTrainer, PromptLoss, RaggedLoss, SFTTrainer):
-        lm_coef = settings.lm_coef
 
-    on_host = offloads(stage.config)
-    trainer = SftTrainer(
-        stage=stage,
-        factor=lambda step: cosine_schedule(step, trainer.args.max_steps, 0, settings.final_lr_fraction),
-        optimizer=lambda: make_adamw(decay_groups(model, settings.weight_decay), lr=settings.lr, on_host=on_host),
-        model=model,
-        args=one_device(arguments),
-        train_dataset=data,
-        processing_class=tokenizer,
-    )
-    packed: Any = trainer.train_dataset
-    trainer.args.max_steps = epochs * -(-len(packed) // settings.batch_size)
-    return trainer
+def make_objective(config: Config, engine: Engine, pad: int) -> Objective[dict[str, list[int]]]:
+    """L2 + lm_coef L1, both sums over tokens divided by the response tokens of the batch; L1 counts the prompts' tokens except
+    the first of a row.
+    """
+    settings = config.sft
+    collate = make_collator(pad, settings.pack, bool(settings.lm_coef))
+
+    def loss_of(part: list[dict[str, list[int]]], count: int, sums: Sums) -> tuple[Tensor, dict[str, Any]]:
+        batch = put(collate(part), engine.device)
+        prompts = batch.pop("prompts", None)
+        loss = engine(denominator=count, **batch)
+        if prompts is not None:
+            loss = loss + settings.lm_coef * engine(denominator=count, **(batch | {"labels": prompts}))
+        sums.add("sft/loss", loss.item() * count, sum(map(labels_in, part)))
+        return loss, batch
+
+    most = settings.micro_batch_size
+    most = most if engine.device.type == "cuda" else min(most, CPU_ROWS)
+    return Objective(lambda row: [row["input_ids"]], loss_of, most, count=labels_in)
+
+
+def labels_in(row: dict[str, list[int]]) -> int:
+    """The learned tokens of a row."""
+    return sum(label != IGNORED for label in row["labels"])
 
 
 def response_loss(model: Any, rows: list[Row], pad: int) -> float:
     """Mean loss in nats over all learned tokens of the rows."""
-    model.eval()
+    loss, collate, made = NextToken(model).eval(), make_collator(pad, False, False), make_rows(rows, 0, False)
     device = next(model.parameters()).device
-    nats = tokens = 0.0
-    for group in by_length([len(row["prompt"]) + len(row["response"]) for row in rows], 32):
-        padded, _ = right_pad([rows[i]["prompt"] + rows[i]["response"] for i in group], pad)
-        labels, _ = right_pad([labels_of(rows[i], IGNORED) for i in group], IGNORED)
-        mask = labels[:, 1:] != IGNORED  # (B, T - 1)
-        logits = model(padded.to(device), use_cache=False).logits[:, :-1]
-        logp = token_logprobs(logits, padded[:, 1:].to(device)).cpu()
-        nats -= (logp * mask).sum().item()
-        tokens += mask.sum().item()
-    return nats / tokens
+    groups = by_length([len(row["input_ids"]) for row in made], 32)
+    nats = sum(loss(**put(collate([made[i] for i in group]), device)).item() for group in groups)
+    return nats / sum(map(labels_in, made))

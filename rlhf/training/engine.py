@@ -1,4 +1,4 @@
-"""Training of a module in our own loops (reward model, PPO): on one process, on several, or with DeepSpeed ZeRO.
+"""Gradients and optimizer steps of a module: on one process, on several, or with DeepSpeed ZeRO.
 
 Losses are already divided by GLOBAL counts, so the gradient of a step is the SUM over all ranks and micro-batches of
 the losses given to `backward`.
@@ -10,11 +10,10 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rlhf.config import Config
@@ -22,26 +21,56 @@ from rlhf.config.precision import wants_bfloat16
 from rlhf.model.half import hold_frozen
 from rlhf.system.processes import Ranks, connect_alone
 from rlhf.training import gather
+from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
 from rlhf.training.state import PlainState, State
 from rlhf.training.zero import deepspeed_settings, need_deepspeed, offloads, zero_stage
 from rlhf.training.zero_state import ZeroState, group_numbers
 
 
+class NonFinite(Exception):
+    """Values that are not finite, by name, and the batch that they come from; `open_loop` makes one line of it."""
+
+    def __init__(self, names: list[str], batch: Mapping[str, Tensor]):
+        super().__init__(", ".join(names))
+        self.names, self.batch = names, batch
+
+
+def check_finite(values: Mapping[str, Tensor | float], batch: Mapping[str, Tensor]) -> None:
+    """Invariant 8: a value that is not finite ends the stage before the optimizer step. Raises: NonFinite."""
+    bad = [name for name, value in values.items() if not torch.isfinite(torch.as_tensor(value)).all()]
+    if bad:
+        raise NonFinite(bad, batch)
+
+
 class Engine:
-    """A module and its AdamW, with a whole copy on each process; gradients are summed over processes."""
+    """A module and its optimizer, with a whole copy on each process; gradients are summed over processes.
+
+    groups: the optimizer's parameter groups; those of one "name" are a part of the module that is clipped by itself.
+    """
 
     # whether ZeRO owns the gradients: they cannot be read before the step, which all ranks take together
     sharded = False
 
-    def __init__(self, module: nn.Module, groups: list[dict[str, Any]], accelerator: Accelerator):
-        self.module, self.accelerator = module, accelerator
-        self.device = accelerator.device
-        self.ranks = Ranks(accelerator.device)
-        self.bfloat16 = accelerator.mixed_precision == "bf16"
-        module.to(self.device)
-        self.optimizer: Any = make_adamw(groups)
-        self.whole_state: Any = PlainState(module, self.optimizer)
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, bfloat16: bool, most: float
+    ):
+        self.module, self.optimizer, self.device, self.bfloat16 = module, optimizer, device, bfloat16
+        self.max_grad_norm = most
+        self.ranks = Ranks(device)
+        self.names: list[str] = [group.pop("name", "") for group in optimizer.param_groups]
+        self.rates: list[float] = [group["lr"] for group in optimizer.param_groups]
+        self.parts: dict[str, list[nn.Parameter]] = {name: [] for name in self.names}
+        for name, group in zip(self.names, optimizer.param_groups, strict=True):
+            self.parts[name] += group["params"]
+        place = {id(p): i for i, p in enumerate(module.parameters())}
+        for parameters in self.parts.values():
+            parameters.sort(key=lambda p: place[id(p)])
+        self.whole_state: Any = PlainState(module, optimizer)
+        self.ema: Ema | None = None
+        self.averaged = ""  # the part whose weights `ema` averages
+        self.batch: Mapping[str, Tensor] = {}  # the last micro-batch; the first whose loss is not finite
+        self.loss_is_finite = True
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""
@@ -56,25 +85,62 @@ class Engine:
     def autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bfloat16 else contextlib.nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        """Add this micro-batch's gradient."""
+    def keep_average(self, part: str, module: nn.Module, decay: float) -> None:
+        """Average the weights of `module`, which belong to this part, at each step in which the part trains."""
+        self.ema, self.averaged = Ema(module, decay), part
+
+    def backward(self, loss: Tensor, batch: Mapping[str, Tensor] | None = None) -> None:
+        """Add a micro-batch's gradient. batch: its tensors, which are kept if the loss is not finite."""
+        if self.loss_is_finite:
+            self.batch, self.loss_is_finite = batch or {}, bool(torch.isfinite(loss.detach()).all())
+        self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def reduce(self, parameters: list[nn.Parameter]) -> None:
-        """Sum the gradients over all ranks."""
-        if self.ranks.count == 1:
-            return
-        trained = [p for p in parameters if p.requires_grad]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        for p, total in zip(trained, self.ranks.sum_tensors(gradients), strict=True):
-            p.grad = total
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> float:
+        """The norm of the gradient over all ranks; changes no gradient."""
+        return gradient_norm(self._summed(list(parameters))).item()
 
-    def step(self, rates: list[float]) -> None:
-        """One optimizer step, with a learning rate per group; clears the gradients."""
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+    def _summed(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """The gradients summed over ranks; those of parameters without one on any rank are zeros, or left out on one rank."""
+        if self.ranks.count == 1:
+            return [p.grad for p in parameters if p.grad is not None]
+        return self.ranks.sum_tensors([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+
+    def step(self, factors: float | Mapping[str, float] = 1.0) -> dict[str, float]:
+        """One optimizer step by the gradients since the last one, clipped; clears them.
+
+        factors: on the learning rates, by part if parts differ. A part that is not named is idle: it has no gradient and
+        takes no step. Returns the norms before clipping: optim/grad_norm and, without ZeRO, optim/<part>_grad_norm.
+
+        Raises: NonFinite on every rank, before the step, if a loss or a gradient of any rank is not finite.
+        """
+        factors = factors if isinstance(factors, Mapping) else dict.fromkeys(self.parts, factors)
+        if self.ranks.max(not self.loss_is_finite):
+            raise NonFinite(["loss"], {} if self.loss_is_finite else self.batch)
+        for group, name, rate in zip(self.optimizer.param_groups, self.names, self.rates, strict=True):
+            group["lr"] = rate * factors.get(name, 0.0)
+        norms = self._step(factors)
+        if self.ema is not None and self.averaged in factors:
+            self.ema.update()
+        return norms
+
+    def _step(self, factors: Mapping[str, float]) -> dict[str, float]:
+        norms = {}
+        for name, parameters in self.parts.items():
+            if name in factors and self.ranks.count > 1:
+                for p, total in zip(parameters, self._summed(parameters), strict=True):
+                    p.grad = total
+            norms[name] = gradient_norm([p.grad for p in parameters if p.grad is not None]).to(self.device)
+        check_finite({f"gradient of {name}" if name else "gradient": norm for name, norm in norms.items()}, self.batch)
+        if self.max_grad_norm:
+            for name, parameters in self.parts.items():
+                nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norms[name])
         self.optimizer.step()
         self.optimizer.zero_grad()
+        parts = {f"optim/{name}_grad_norm": norm.item() for name, norm in norms.items() if name}
+        return {"optim/grad_norm": torch.stack(list(norms.values())).norm().item()} | parts
 
     @contextlib.contextmanager
     def whole(self, part: nn.Module) -> Iterator[nn.Module]:
@@ -82,15 +148,22 @@ class Engine:
         yield part
 
     def state(self) -> dict[str, dict[str, Tensor]] | None:
-        """{"weights", "exp_avg", "exp_avg_sq", "steps"}: whole float32 tensors by parameter, on rank 0's CPU.
+        """{"weights", "exp_avg", "exp_avg_sq", "steps", "ema"}: whole float32 tensors by parameter, on rank 0's CPU.
 
         Moments of parameters that have taken no step yet are absent. Every rank has to call it.
         """
-        return self.whole_state.read()
+        state = self.whole_state.read()
+        if self.ema is not None:
+            average = self.ema.state_dict()
+            if state is not None:
+                state |= {"ema": average, "ema_steps": {"steps": torch.tensor(self.ema.steps)}}
+        return state
 
     def restore(self, state: State) -> None:
         """Restore the result of `state`."""
-        self.whole_state.write(state)
+        self.whole_state.write({kind: tensors for kind, tensors in state.items() if not kind.startswith("ema")})
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"], int(state["ema_steps"]["steps"]))
 
 
 class ZeroEngine(Engine):
@@ -103,38 +176,29 @@ class ZeroEngine(Engine):
     sharded = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        groups: list[dict[str, Any]],
-        accelerator: Accelerator,
-        config: Config,
-        max_grad_norm: float,
-        sampled: nn.Module | None,
+        self, config: Config, module: nn.Module, optimizer: Any, device: torch.device, most: float, sampled: Any
     ):
-        deepspeed = import_deepspeed(accelerator.device)
-        self.accelerator, self.device, self.ranks = accelerator, accelerator.device, Ranks(accelerator.device)
-        self.stage, self.bfloat16 = zero_stage(config), wants_bfloat16(config, accelerator.device)
+        deepspeed = import_deepspeed(device)
+        super().__init__(module, optimizer, device, wants_bfloat16(config, device), most)
+        stage = zero_stage(config)
         # Under ZeRO-3 a rank has only slices: this copy without weights receives the whole ones for sampling.
         self.empty_copy: nn.Module | None = None
-        if self.stage == 3 and sampled is not None:
+        if stage == 3 and sampled is not None:
             self.empty_copy = empty(copy.deepcopy(sampled).requires_grad_(False).eval())
             # samples by the logits that the sharded unembedding gives
             self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
-        group_of = group_numbers(module, groups)
-        settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=max_grad_norm)
+        group_of = group_numbers(module, optimizer.param_groups)
+        self.part_of = {name: self.names[group] for name, group in group_of.items()}
+        settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=most)
         settings["managed_gradient_accumulation"] = False  # we call the step ourselves, after any number of backwards
-        if self.stage == 3:
-            # forwards run different parts (policy, critic, both), so prefetched weights could stay in memory
+        if stage == 3:
+            # steps run different parts (policy, critic, both), so prefetched weights could stay in memory
             settings["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
-        module.to(self.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            optimizer=make_adamw(groups, on_host=offloads(config)),
-            config=settings,
-            dist_init_required=False,
+            model=module, optimizer=optimizer, config=settings, dist_init_required=False
         )
         self.module = self.engine.module
-        self.whole_state = ZeroState(self.module, self.optimizer, self.stage, group_of, self.ranks)
+        self.whole_state = ZeroState(self.module, self.optimizer, stage, group_of, self.ranks)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.engine(*arguments, **keywords)
@@ -142,22 +206,17 @@ class ZeroEngine(Engine):
     def autocast(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()  # in bfloat16 the weights themselves are bfloat16
 
-    def backward(self, loss: Tensor) -> None:
+    def _backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks and divides by accumulation steps; our losses need the sum.
         self.engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
 
-    def reduce(self, parameters: list[nn.Parameter]) -> None:
-        """Does nothing: DeepSpeed sums gradients in its step."""
-
-    def step(self, rates: list[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+    def _step(self, factors: Mapping[str, float]) -> dict[str, float]:
         self.engine.step()
-
-    def gradient_norm(self) -> float:
-        """The joint norm of the last step before clipping; not finite if DeepSpeed skipped the step."""
-        norm = self.engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
+        norm = self.engine.get_global_grad_norm()  # before clipping; not finite if DeepSpeed skipped the step
+        check_finite({"gradient": float("nan") if norm is None else norm}, self.batch)
+        idle = {group: 0.0 for group, name in enumerate(self.names) if name not in factors}
+        self.whole_state.set_steps(idle)  # their steps had no gradient; without ZeRO, AdamW skips such parameters
+        return {"optim/grad_norm": float(norm)}
 
     @contextlib.contextmanager
     def whole(self, part: nn.Module) -> Iterator[nn.Module]:
@@ -176,7 +235,7 @@ class ZeroEngine(Engine):
 def make_engine(
     config: Config,
     module: nn.Module,
-    groups: list[dict[str, Any]],
+    groups: list[dict[str, Any]] | torch.optim.Optimizer,
     device: torch.device,
     *,
     max_grad_norm: float = 0.0,
@@ -184,15 +243,20 @@ def make_engine(
 ) -> Engine:
     """The engine of deepspeed=…. Raises: UserError if DeepSpeed is not installed.
 
-    groups: AdamW's, with their weights. max_grad_norm: the joint norm to which ZeRO clips (without ZeRO the loop clips).
-    sampled: the part of `module` for which `Engine.whole` will be called.
+    groups: AdamW's parameter groups, or the optimizer. max_grad_norm: to which the gradient of each part is clipped, under
+    ZeRO the joint one; 0: not clipped. sampled: the part of `module` for which `Engine.whole` will be called.
     """
     need_deepspeed(config)
-    mixed_precision = "bf16" if wants_bfloat16(config, device) else "no"
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed_precision)
-    if not zero_stage(config):
-        return Engine(module, groups, accelerator)
-    return ZeroEngine(module, groups, accelerator, config, max_grad_norm, sampled)
+    module.to(device)
+    optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
+    if zero_stage(config):
+        return ZeroEngine(config, module, optimizer, device, max_grad_norm, sampled)
+    return Engine(module, optimizer, device, wants_bfloat16(config, device), max_grad_norm)
+
+
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """Their joint 2-norm, on their device; 0 if there are none."""
+    return nn.utils.get_total_norm(gradients)
 
 
 def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.Module:

@@ -1,18 +1,13 @@
-"""The training loop of all stages: resume, progress, a checkpoint when due, an orderly end after a signal.
-
-Our own loops (reward model, PPO) take their steps from `StageLoop.steps`; transformers' Trainer (pretraining, SFT) reports each
-step to `StageLoop.after`. Also here: the gradient's norm, and the check that values are finite.
-"""
+"""The training loop of all stages: resume, lines of metrics, progress, a checkpoint when due, an orderly end after a signal."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from rlhf.cpu.threads import adapting_threads
 from rlhf.errors import UserError
@@ -23,66 +18,105 @@ from rlhf.runs.checkpoints import (
     latest_checkpoint,
     remove_checkpoint,
 )
+from rlhf.runs.metrics import Sums
 from rlhf.runs.progress import Progress, progress
 from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import Tracker
 from rlhf.system.interrupts import finish_step, stop_requested
-from rlhf.system.processes import Ranks, on_first_rank, rank
+from rlhf.system.processes import on_first_rank, rank
+from rlhf.training.engine import Engine, NonFinite
 from rlhf.training.setup import open_tracker
+from rlhf.training.state import put_random_state, read_state, write_checkpoint
+from rlhf.training.usage import training_flops, usage_metrics
 
 
-class StageLoop:
-    """The steps of one stage; the first `first` of `total` were done before this process started."""
+class TrainingLoop:
+    """The steps of one stage; the first `first` of `total` were taken before this process started.
 
-    def __init__(self, stage: Stage, ranks: Ranks, total: int, resume: Path | None, tracker: Tracker, bar: Progress):
-        self.stage, self.ranks, self.total, self.resume = stage, ranks, total, resume
-        self.first = checkpoint_step(resume) if resume else 0
+    tokens: seen so far, over all ranks. notes: what else the stage's loop keeps in its checkpoints, as JSON. figure: for
+    checkpoints.keep_best, higher is better.
+    """
+
+    def __init__(self, stage: Stage, engine: Engine, total: int, resume: Path | None, tracker: Tracker, bar: Progress):
+        self.stage, self.engine, self.ranks, self.total = stage, engine, engine.ranks, total
         self.tracker, self.bar = tracker, bar
-        self.saved_at = time.monotonic()
-        self.threads = adapting_threads(stage.config.threads, ranks.device, ranks.count)
+        self.first, self.tokens, self.figure = 0, 0, None
+        self.notes: dict[str, Any] = {}
+        self.sums = Sums()  # of this rank, since the last line of metrics
+        if resume is not None:
+            state, self.notes = read_state(resume)
+            engine.restore(state)
+            put_random_state(resume)
+            self.first, self.tokens = checkpoint_step(resume), self.notes.pop("tokens")
+            sums = self.notes.pop("sums")
+            if self.ranks.rank == 0:
+                self.sums.merge(sums)
+        elif self.ranks.count > 1:  # dropout differs among the ranks
+            torch.manual_seed(stage.config.seed + self.ranks.rank)
+        self.saved_at = self.logged_at = time.monotonic()
+        self.logged = {"tokens": self.tokens, "rows": 0}
+        self.rows = 0  # sequences trained on by this process's loop, over all ranks
+        self.threads = adapting_threads(stage.config.threads, engine.device, self.ranks.count)
 
-    def steps(self, save: Callable[[int], None]) -> Iterator[int]:
-        """The numbers of the steps to take. save: writes a checkpoint of a step; every rank calls it.
+    @property
+    def resumed(self) -> bool:
+        return self.first > 0
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to take; after each a checkpoint, if one is due.
 
         Raises: KeyboardInterrupt after a signal, once the current step has its checkpoint.
         """
         with finish_step(self.stage.name):
             for step in range(self.first + 1, self.total + 1):
                 yield step
-                due, stop = self.after(step)
-                if due:
-                    save(step)
-                    self.saved()
-                if stop:
+                if self.threads is not None:
+                    self.threads.look()
+                due = checkpoint_due(self.stage.config.checkpoints, step, time.monotonic() - self.saved_at)
+                # rank 0's clock decides for all; a signal may have reached any rank
+                level = self.ranks.max(2 if stop_requested() else 1 if due and self.ranks.rank == 0 else 0)
+                if level:
+                    self.save(step)
+                if level == 2:
                     raise KeyboardInterrupt
 
-    def after(self, step: int) -> tuple[bool, bool]:
-        """(write a checkpoint, stop), the same on every rank: due by rank 0's clock, stop if a signal reached any rank.
-
-        A loop that stops writes a checkpoint first.
-        """
-        if self.threads is not None:
-            self.threads.look()
-        due = checkpoint_due(self.stage.config.checkpoints, step, time.monotonic() - self.saved_at)
-        wish = self.ranks.max(2 if stop_requested() else 1 if due and self.ranks.rank == 0 else 0)
-        return wish >= 1, wish == 2
-
-    def saved(self) -> None:
-        """Call it after a checkpoint was written."""
+    def save(self, step: int) -> None:
+        """Write a checkpoint. Every rank has to call it."""
+        notes = self.notes | {"tokens": self.tokens, "sums": self.ranks.merge(self.sums).state()}
+        write_checkpoint(self.stage, step, self.engine.state(), notes, figure=self.figure)
         self.stage.note_progress()
         self.saved_at = time.monotonic()
 
+    def log(self, step: int, **progressed: int) -> dict[str, float]:
+        """Write the metrics summed up since the last line, with speed and memory, and begin new sums."""
+        metrics = self.ranks.merge(self.sums).reduce()
+        now = time.monotonic()
+        seconds = max(1e-9, now - self.logged_at)
+        tokens, rows = self.tokens - self.logged["tokens"], self.rows - self.logged["rows"]
+        metrics |= {"time/tokens_per_s": tokens / seconds, "time/samples_per_s": rows / seconds}
+        flops = training_flops(self.engine.module, tokens, tokens / max(1, rows))
+        metrics |= usage_metrics(self.stage.config, self.engine.device, flops, seconds, self.ranks.count)
+        self.tracker.log(metrics, step=step, tokens=self.tokens, **progressed)
+        self.sums, self.logged_at, self.logged = Sums(), now, {"tokens": self.tokens, "rows": self.rows}
+        return metrics
+
 
 @contextlib.contextmanager
-def open_loop(stage: Stage, ranks: Ranks, total: int, unit: str = "step") -> Iterator[StageLoop]:
-    """The loop of a stage of `total` steps, from its newest checkpoint on, with its tracker and its progress bar."""
+def open_loop(stage: Stage, engine: Engine, total: int, unit: str = "step") -> Iterator[TrainingLoop]:
+    """The loop of a stage of `total` steps, from its newest checkpoint on, with its tracker and its progress bar.
+
+    Raises: UserError if a loss or a gradient is not finite; the batch is saved.
+    """
     resume = newest_checkpoint(stage)
     first = checkpoint_step(resume) if resume else 0
     if resume:
         stage.say(f"resuming from {unit} {first}")
     stage.plan(total)
     with open_tracker(stage, first) as tracker, progress(total, stage.name, unit=unit, initial=first) as bar:
-        yield StageLoop(stage, ranks, total, resume, tracker, bar)
+        try:
+            yield TrainingLoop(stage, engine, total, resume, tracker, bar)
+        except NonFinite as error:
+            raise UserError(describe(stage, error)) from None
 
 
 def newest_checkpoint(stage: Stage) -> Path | None:
@@ -94,27 +128,17 @@ def newest_checkpoint(stage: Stage) -> Path | None:
     return newest
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The joint 2-norm of all gradients, on their device; 0 if there are none."""
-    given = list(parameters)
-    norms = [p.grad.norm() for p in given if p.grad is not None]
-    return torch.stack(norms).norm() if norms else torch.zeros((), device=given[0].device if given else None)
-
-
-def refuse_nonfinite(stage: Any, values: Mapping[str, Tensor | float], batch: Mapping[str, Tensor]) -> None:
-    """Invariant 8: stop before the optimizer step if a value is not finite, and save the batch that caused it.
-
-    Raises: UserError.
-    """
-    bad = [name for name, value in values.items() if not torch.isfinite(torch.as_tensor(value)).all()]
-    if not bad:
-        return
+def describe(stage: Stage, error: NonFinite) -> str:
+    """What was not finite; saves the batch."""
     kept = ""
-    if batch:
+    if error.batch:
         path = stage.folder / f"offending_batch{f'-{rank()}' if rank() else ''}.safetensors"
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in batch.items()}, str(path))
+        tensors = {
+            name: x.detach().cpu().contiguous() for name, x in error.batch.items() if isinstance(x, torch.Tensor)
+        }
+        save_file(tensors, str(path))
         kept = f", the batch is in {path}: look at it"
-    raise UserError(
-        f"{stage.name}: {', '.join(bad)} not finite: stopped before the step, the last checkpoint is kept{kept}, or lower the "
+    return (
+        f"{stage.name}: {error} not finite: stopped before the step, the last checkpoint is kept{kept}, or lower the "
         "learning rate and run again"
     )

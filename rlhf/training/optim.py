@@ -43,12 +43,14 @@ def linear_schedule(step: int, steps: int, warmup: int) -> float:
     return (step + 1) / warmup if step < warmup else (steps - step) / (steps - warmup)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(
+    model: nn.Module, weight_decay: float, lr: float, betas: tuple[float, float] = BETAS
+) -> list[dict[str, Any]]:
     """Parameter groups with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [{"lr": lr, "betas": betas} | group for group in groups if group["params"]]
 
 
 class MuonAdamW(torch.optim.Optimizer):

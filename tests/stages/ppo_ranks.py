@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
         rollout = Rollout(**{name: value[places] for name, value in tensors.items()})
         chosen = [i for i, place in enumerate(places) if place < config.ppo.episodes_per_update // 2]
         sums = trainer.train(rollout, advantages, returns, chosen)
-        gradients = {n: p.grad.clone() for n, p in trainer.engine.module.named_parameters()}
+        gradients = {n: trainer.engine.ranks.sum_tensor(p.grad) for n, p in trainer.engine.module.named_parameters()}
         metrics = trainer.engine.ranks.merge(sums).reduce()
         trainer.engine.optimizer.zero_grad()
         index = ppo.choose_prompts(config, len(trainer.prompts.train), 1)

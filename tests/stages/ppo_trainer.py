@@ -97,7 +97,7 @@ def make_trainer(config: Any, stage: Stage) -> Trainer:
     device, tokenizer = set_up(config), load_tokenizer(stage_folder(config, "sft") / "model")
     policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
     prompts, truth = ppo.load_texts(config, tokenizer, stage.say), make_truth(config)
-    state = State(stage, engine, ppo.make_kl(config), ppo.make_ema(config, policy))
+    state = State(engine, ppo.make_kl(config))
     plugins = load_estimator(config.ppo.advantages), load_measures(config, truth)
     return Trainer(config, stage, policy, critic, reference, reward, prompts, state, *plugins, truth)
 

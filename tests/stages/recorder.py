@@ -1,4 +1,9 @@
-"""An optimizer that takes no step, for tests of gradients."""
+"""An optimizer that takes no step, for tests of gradients; and one step of a stage's objective."""
+
+from typing import Any
+
+from rlhf.runs.metrics import Sums
+from rlhf.training.batches import train_step
 
 
 class Recorder:
@@ -14,3 +19,10 @@ class Recorder:
 
     def zero_grad(self):
         self.model.zero_grad()
+
+
+def one_step(engine: Any, batch: list[Any], objective: Any, factor: float = 1.0) -> Sums:
+    """The sums of one step on a batch."""
+    sums = Sums()
+    train_step(engine, batch, objective, sums, factor)
+    return sums

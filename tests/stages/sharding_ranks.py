@@ -18,8 +18,7 @@ from rlhf.config.compose import compose_config
 from rlhf.stages import pretrain, sft
 from rlhf.system.interrupts import leave
 from rlhf.system.processes import connect, disconnect, is_first
-from rlhf.training import trainer
-from rlhf.training.loop import StageLoop
+from rlhf.training.loop import TrainingLoop
 from tests.stages.state_bytes import measure_state
 
 
@@ -38,13 +37,13 @@ def held(model: torch.nn.Module, engine: Any) -> dict[str, float]:
 def main(arguments: list[str]) -> None:
     out, *jobs = arguments
     found: list[Any] = []
-    save = StageLoop.saved
-    train = trainer.train
+    save = TrainingLoop.save
+    train = pretrain.train
 
-    def measured(made: Any, *arguments: Any) -> None:
-        train(made, *arguments)
-        if made.is_deepspeed_enabled and made.deepspeed is not None:
-            found[-1] = held(made.model, made.deepspeed)
+    def measured(loop: TrainingLoop, *arguments: Any) -> None:
+        train(loop, *arguments)
+        if loop.engine.sharded:
+            found[-1] = held(loop.engine.module, loop.engine)
 
     pretrain.train = sft.train = measured
     for job in jobs:
@@ -63,7 +62,7 @@ def main(arguments: list[str]) -> None:
             if left == 0:
                 raise CutOff
 
-        StageLoop.saved = cutting
+        TrainingLoop.save = cutting
         found.append(None)
         with contextlib.suppress(CutOff):
             import_module(f"rlhf.stages.{stage}").run(compose_config(overrides.split()))

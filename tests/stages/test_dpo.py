@@ -3,27 +3,32 @@
 import json
 import math
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from rlhf.data.items import join_rankings, token_encoder
+from rlhf.config import Config
+from rlhf.data.items import Item, join_rankings, token_encoder
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.planning.formulas import frozen_bytes
 from rlhf.planning.shapes import make_shape
+from rlhf.ppo.models import Reference
 from rlhf.report.page import make_page
 from rlhf.runs.folders import hash_of, read_stage
+from rlhf.runs.metrics import Sums
 from rlhf.runs.run_files import read_jsonl, read_run
-from rlhf.runs.stage import open_stage
 from rlhf.stages import dpo, evaluate
 from rlhf.stages.evaluate import finished_baselines
+from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import load_policy
 
 from .test_resume import EVERY_STEP, assert_same_weights, interrupt, values_by_step
 
 BETA = 0.3
+CPU = torch.device("cpu")
 QUICK = ["dpo.lr=1e-3", "dpo.batch_prompts=20", "checkpoints.every_seconds=1000"]
 
 
@@ -49,31 +54,47 @@ RANKINGS = [
 ]
 
 
+class Trained(NamedTuple):
+    """A policy that has left its reference, and items to train it on."""
+
+    policy: Any
+    reference: Any
+    tokenizer: Any
+    items: list[Item]
+    engine: Engine
+    config: Config
+
+    def loss(self, items: list[Item], count: int, sums: Sums | None = None) -> float:
+        pad = self.tokenizer.pad_token_id
+        objective = dpo.make_objective(self.config, self.engine, Reference(self.reference), pad)
+        with torch.no_grad():
+            return objective.loss(items, count, Sums() if sums is None else sums)[0].item()
+
+
 @pytest.fixture
-def trainer(copy_until, tmp_path):
-    """Over RANKINGS, with a policy that has left its reference."""
-    run = copy_until("reward")
-    folder = run.folder / "sft" / "model"
+def trained(gold_run) -> Trained:
+    """Over RANKINGS."""
+    config, folder = gold_run.config(f"dpo.beta={BETA}"), gold_run.folder / "sft" / "model"
     tokenizer, model = load_tokenizer(folder), load_policy(folder)
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     items, _ = join_rankings(RANKINGS, token_encoder(tokenizer, 64, 24))
-    rows = [dpo.make_row(item, tokenizer, 40) for item in items]
-    with open_stage(run.config(f"dpo.beta={BETA}"), "dpo") as stage:
-        yield dpo.make_trainer(stage, model, load_policy(folder), tokenizer, rows, torch.device("cpu"))
+    engine = make_engine(config, Reference(model), [{"params": list(model.parameters())}], CPU)
+    return Trained(model, load_policy(folder), tokenizer, items, engine, config)
 
 
-def log_ratio(trainer, row: dict, answer: list[int]) -> float:
+def log_ratio(trained: Trained, item: Item, number: int) -> float:
     """log pi(y|x) - log pi_sft(y|x) of one answer by itself, in float64."""
-    total = 0.0
-    for model, sign in ((trainer.model, 1), (trainer.ref_model, -1)):
+    total, answer = 0.0, item.rows[number]
+    for model, sign in ((trained.policy, 1), (trained.reference, -1)):
         double = type(model)(model.config).double().eval()
         double.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
         with torch.no_grad():
             logp = double(torch.tensor([answer])).logits[0].log_softmax(-1)
         assert logp.dtype == torch.float64
-        total += sign * sum(logp[t - 1, answer[t]].item() for t in range(row["prompt_length"], len(answer)))
+        first = len(answer) - item.lengths[number]
+        total += sign * sum(logp[t - 1, answer[t]].item() for t in range(first, len(answer)))
     return total
 
 
@@ -81,90 +102,68 @@ def softplus(x: float) -> float:
     return math.log1p(math.exp(x))
 
 
-def test_the_loss_is_that_of_every_ordered_pair_each_prompt_weighing_one(trainer):
-    rows = list(trainer.train_dataset)
-    r = [[BETA * log_ratio(trainer, row, answer) for answer in row["answers"]] for row in rows]
+def test_the_loss_is_that_of_every_ordered_pair_each_prompt_weighing_one(trained):
+    items = trained.items
+    r = [[BETA * log_ratio(trained, item, i) for i in range(len(item.rows))] for item in items]
     pairs = [[(0, 1), (0, 2), (0, 3), (1, 3), (2, 3)], [(1, 0)]]
     each = [sum(softplus(s[j] - s[i]) for i, j in found) / len(found) for s, found in zip(r, pairs, strict=True)]
     assert abs(r[0][0]) > 0.01, "the policy has left its reference"
-
-    inputs = trainer.data_collator(rows)
-    with torch.no_grad():
-        assert trainer.compute_loss(trainer.model, inputs).item() == pytest.approx(sum(each) / 2, abs=1e-5)
-        parts = [
-            trainer.compute_loss(trainer.model, trainer.data_collator([row]), num_items_in_batch=2) for row in rows
-        ]
-    assert sum(part.item() for part in parts) == pytest.approx(sum(each) / 2, abs=1e-5), "however the batch is split"
+    sums = Sums()
+    assert trained.loss(items, 2, sums) == pytest.approx(sum(each) / 2, abs=1e-5)
+    parts = [trained.loss([item], 2) for item in items]
+    assert sum(parts) == pytest.approx(sum(each) / 2, abs=1e-5), "however the batch is split"
     margins = [s[i] - s[j] for s, found in zip(r, pairs, strict=True) for i, j in found]
-    figures = trainer.sums.reduce()
-    assert figures["dpo/accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 6)
-    assert figures["dpo/margin"] == pytest.approx(sum(margins) / 6, abs=1e-5)
+    assert sums.reduce()["dpo/accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 6)
+    assert sums.reduce()["dpo/margin"] == pytest.approx(sum(margins) / 6, abs=1e-5)
 
 
-def test_on_single_pairs_the_loss_is_trls_own(trainer):
-    """Of a prompt with two answers; TRL puts the chosen one first."""
-    from trl import DPOTrainer
+def test_on_single_pairs_the_loss_is_trls_own(trained, tmp_path):
+    """Of a prompt with two answers; TRL's trainer computes its reference from the model that it is given."""
+    import datasets
+    from trl import DPOConfig, DPOTrainer
 
-    row = trainer.train_dataset[1]
-    inputs = trainer.data_collator([row])
-    position = torch.arange(inputs["input_ids"].shape[1])
-    completion = inputs["attention_mask"] * (position >= inputs["prompt_lengths"][:, None])
-    named = {
-        "input_ids": inputs["input_ids"],
-        "attention_mask": inputs["attention_mask"],
-        "completion_mask": completion,
-    }
-    swapped = {name: tensor.flip(0) for name, tensor in named.items()}
+    item = trained.items[1]
+    first = [len(row) - length for row, length in zip(item.rows, item.lengths, strict=True)]
+    worse, better = ({"ids": row[start:], "prompt": row[:start]} for row, start in zip(item.rows, first, strict=True))
+    row = {"prompt_ids": better["prompt"], "chosen_ids": better["ids"], "rejected_ids": worse["ids"]}
+    arguments = DPOConfig(
+        output_dir=str(tmp_path), beta=BETA, report_to="none", use_cpu=True, bf16=False, max_length=None
+    )
+    trainer = DPOTrainer(
+        trained.policy,
+        trained.reference,
+        arguments,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
+        processing_class=trained.tokenizer,
+    )
     with torch.no_grad():
-        theirs = DPOTrainer._compute_loss(trainer, trainer.model, swapped, False)
-        ours = trainer.compute_loss(trainer.model, inputs)
-    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5), "TRL unembeds the prompt too: other rounding"
+        theirs = trainer.compute_loss(trained.policy, trainer.data_collator([row]))
+    assert trained.loss([item], 1) == pytest.approx(theirs.item(), abs=1e-5), "TRL unembeds the prompt too"
 
 
-def test_the_reference_in_bfloat16_holds_what_is_planned_and_computes_what_float32_weights_do(copy_until):
-    run = copy_until("reward")
-    config, cpu = run.config("precision=bfloat16"), torch.device("cpu")
-    folder = run.folder / "sft" / "model"
+def test_the_reference_in_bfloat16_holds_what_is_planned_and_computes_what_float32_weights_do(gold_run):
+    config, folder = gold_run.config("precision=bfloat16"), gold_run.folder / "sft" / "model"
     tokenizer, model = load_tokenizer(folder), load_policy(folder)
-    reference = dpo.load_reference(config, model, folder, cpu)
+    reference = dpo.load_reference(config, model, folder, CPU)
     shape = make_shape(config.model, model.config.vocab_size)
     held = sum(p.untyped_storage().nbytes() for p in reference.parameters())
     assert held == frozen_bytes(shape.language_model, shape.linear_layers, 1, 0, "bf16")
     items, _ = join_rankings(RANKINGS, token_encoder(tokenizer, 64, 24))
-    rows = [dpo.make_row(item, tokenizer, 40) for item in items]
-    scores = []
-    for each in (reference, load_policy(folder)):
-        with open_stage(config, "dpo") as stage, torch.no_grad():
-            trainer = dpo.make_trainer(stage, model, each, tokenizer, rows, cpu)
-            with trainer.accelerator.autocast():
-                scores.append(trainer.score(model, trainer.data_collator(rows)))
+    engine = make_engine(config, Reference(model), [{"params": list(model.parameters())}], CPU)
+    batch = dpo.collate(items, tokenizer.pad_token_id)
+    with torch.no_grad():
+        scores = [dpo.score(engine, each, items, batch, 0.1) for each in (reference, Reference(load_policy(folder)))]
     assert torch.equal(*scores)
 
 
-def test_labelers_weights_and_ties_reach_the_batch(trainer):
-    other = ranking(
-        "one",
-        "What colour is the sky?",
-        ["Blue.", "It is green, I think.", "Red", "A dog ran."],
-        [["b"], ["a"], ["c", "d"]],
-    ).model_copy(update={"labeler": "anna"})
-    items, _ = join_rankings(
-        [*RANKINGS, other], token_encoder(trainer.processing_class, 64, 24), labeler_weights={"anna": 0.5}
-    )
-    batch = trainer.data_collator([dpo.make_row(item, trainer.processing_class, 40) for item in items])
-    # 1 for each pair of a > b = c > d, and half for each of b > a > c = d
-    assert batch["weights"][0].tolist() == [[0, 1, 1.5, 1.5], [0.5, 0, 0.5, 1.5], [0, 0, 0, 1], [0, 0, 0, 0]]
-    assert batch["weights"][1, :2, :2].tolist() == [[0, 0], [1, 0]] and not batch["weights"][1, 2:].any()
-
-
-def test_prompt_and_padding_are_no_part_of_an_answer(trainer):
-    row = trainer.train_dataset[0]
-    batch = trainer.data_collator([row])
-    fields = (batch[name] for name in ("response_mask", "prompt_lengths", "input_ids"))
-    for mask, start, tokens, answer in zip(*fields, row["answers"], strict=True):
+def test_prompt_and_padding_are_no_part_of_an_answer(trained):
+    item = trained.items[0]
+    batch = dpo.collate([item], trained.tokenizer.pad_token_id)
+    fields = (batch[name] for name in ("mask", "starts", "tokens"))
+    for mask, start, tokens, answer, length in zip(*fields, item.rows, item.lengths, strict=True):
         counted = tokens[start:][: len(mask)][mask[: len(tokens) - start]].tolist()
-        assert counted == answer[row["prompt_length"] :]
-        assert counted[-1] == trainer.processing_class.eos_token_id, "the end token counts"
+        assert counted == answer[len(answer) - length :]
+        assert counted[-1] == trained.tokenizer.eos_token_id, "the end token counts"
 
 
 def test_it_learns_the_training_pairs(copy_until):

@@ -187,9 +187,9 @@ def test_a_gradient_that_is_not_finite_stops_all_processes(copy_until, capfd, wa
 def test_a_process_killed_in_training_ends_the_others_with_one_line(copy_until, capfd):
     run = copy_until("pretrain")
     code = (
-        "import os, signal, sys; from rlhf.training.loop import StageLoop\n"
+        "import os, signal, sys; from rlhf.training.loop import TrainingLoop\n"
         "if os.environ['RANK'] == '1':\n"
-        "    StageLoop.saved = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    TrainingLoop.save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from rlhf.cli import main; main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", code, *stage_command(run, "deepspeed=zero2")[3:]]

@@ -8,7 +8,8 @@ from rlhf.errors import UserError
 from rlhf.ppo import models as ppo_models
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import is_complete
-from rlhf.stages import ppo, pretrain, reward, sft
+from rlhf.stages import pretrain, reward, sft
+from rlhf.training.loop import TrainingLoop
 
 EVERY_STEP = "checkpoints.every_seconds=0"
 
@@ -57,7 +58,7 @@ def test_a_model_with_nan_is_not_trained(copy_until, monkeypatch, steps, stage, 
 
 def test_a_reward_model_with_nan_is_not_trained(copy_until, monkeypatch, steps):
     train = reward.train
-    monkeypatch.setattr(reward, "train", lambda loop, engine, *a: poison(engine.module) or train(loop, engine, *a))
+    monkeypatch.setattr(reward, "train", lambda loop, *a, **k: poison(loop.engine.module) or train(loop, *a, **k))
     assert_stopped(copy_until("reward"), "reward")
     assert not steps
 
@@ -65,14 +66,14 @@ def test_a_reward_model_with_nan_is_not_trained(copy_until, monkeypatch, steps):
 @pytest.mark.parametrize("part", ["policy", "critic"])
 def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch, part):
     """A weight that becomes NaN after the first update; mended, the run resumes from the checkpoint."""
-    run, save = copy_until("ppo"), ppo.save
+    run, save = copy_until("ppo"), TrainingLoop.save
 
-    def save_and_poison(config, state, update):
-        save(config, state, update)
-        poison(getattr(state.engine.module, part))
+    def save_and_poison(loop, step):
+        save(loop, step)
+        poison(getattr(loop.engine.module, part))
 
     with monkeypatch.context() as patch:
-        patch.setattr(ppo, "save", save_and_poison)
+        patch.setattr(TrainingLoop, "save", save_and_poison)
         assert_stopped(run, "ppo")
     assert [path.name for path in checkpoints(run.folder / "ppo" / "checkpoints")] == ["step-1"]
     run.stage("ppo", EVERY_STEP)

@@ -17,6 +17,7 @@ from rlhf.runs.metrics import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.training.ema import Ema
+from rlhf.training.loop import open_loop
 from rlhf.training.setup import load_policy
 
 from .conftest import Run
@@ -202,10 +203,10 @@ def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
     with open_trainer("ppo.ema_decay=0.999999", *settings) as trainer:
         averaged = [trainer.update(n) for n in (1, 2, 3)][-1]
         averaged |= trainer.evaluate()[0]
-        with trainer.state.ema.applied():
-            ema, trainer.state.ema = trainer.state.ema, None
+        with trainer.engine.ema.applied():
+            ema, trainer.engine.ema = trainer.engine.ema, None
             at_average, _ = trainer.evaluate()
-            trainer.state.ema = ema
+            trainer.engine.ema = ema
     assert averaged["objective/kl"] == alone["objective/kl"], "training goes on from the weights themselves"
     assert averaged["eval/dev/kl"] == at_average["eval/dev/kl"] != alone["eval/dev/kl"]
 
@@ -276,9 +277,9 @@ def test_the_average_by_hand():
 def test_updates_that_train_the_critic_alone_do_not_count_in_the_average(open_trainer):
     with open_trainer("ppo.ema_decay=0.9", "ppo.critic_warmup_updates=1") as trainer:
         trainer.update(1)
-        assert trainer.state.ema.steps == 0
+        assert trainer.engine.ema.steps == 0
         trainer.update(2)
-        assert trainer.state.ema.steps == 2
+        assert trainer.engine.ema.steps == 2
 
 
 def test_the_model_is_the_average_and_the_last_weights_stand_beside_it(copy_until, gold_run):
@@ -364,15 +365,17 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     """Two updates equal one, a restart, and another, bit for bit."""
     with open_trainer(*settings, "ppo.lr=1e-3") as trainer:
         trainer.update(1)
-        ppo.save(trainer.config, trainer.state, 1)
+        with open_loop(trainer.stage, trainer.engine, 2) as loop:
+            loop.save(1)
         trainer.update(2)
-        wanted = weights(trainer.engine.module) | ({} if trainer.state.ema is None else dict(trainer.state.ema.average))
-        path = trainer.stage.checkpoints / "step-1"
+        wanted = weights(trainer.engine.module) | (
+            {} if trainer.engine.ema is None else dict(trainer.engine.ema.average)
+        )
         restarted = make_trainer(trainer.config, trainer.stage)
-        ppo.restore(restarted.state, path)
-        restarted.update(2)
+        with open_loop(restarted.stage, restarted.engine, 2):
+            restarted.update(2)
         found = weights(restarted.engine.module) | (
-            {} if restarted.state.ema is None else dict(restarted.state.ema.average)
+            {} if restarted.engine.ema is None else dict(restarted.engine.ema.average)
         )
     assert found.keys() == wanted.keys() and all(found[n].equal(wanted[n]) for n in wanted)
 

@@ -9,7 +9,7 @@ from rlhf.errors import UserError
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
-from rlhf.training.loop import StageLoop
+from rlhf.training.loop import TrainingLoop
 
 from .conftest import Run
 
@@ -35,7 +35,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
 
         return call
 
-    monkeypatch.setattr(StageLoop, "saved", counted(StageLoop.saved))
+    monkeypatch.setattr(TrainingLoop, "save", counted(TrainingLoop.save))
 
 
 def interrupt(run: Run, stage: str, saves: int, *more: str) -> None:

@@ -1,5 +1,6 @@
 """The reward model's stage: items, batches, gradients, what it learns and what it refuses."""
 
+import itertools
 import json
 import math
 import random
@@ -25,14 +26,14 @@ from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
 from rlhf.stages import reward
-from rlhf.training.batches import batches, items_seen
+from rlhf.training.batches import Batches, micro_batches, shuffled_order
 from rlhf.training.engine import make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_policy
 
 from ..data.ranked import make_items
-from .recorder import Recorder
+from .recorder import Recorder, one_step
 
 CPU = torch.device("cpu")
 
@@ -104,11 +105,14 @@ def blank_items(counts: list[int]) -> list[Item]:
 
 def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
     items = blank_items([2] * 10)
-    found = list(batches(items, 4, 2, "reward-0"))
+    drawn = Batches(items, 4, shuffled_order("reward-0"))
+    found = list(itertools.islice(drawn.after(0), 6))
+    assert drawn.per_epoch == 3 and list(itertools.islice(drawn.after(4), 2)) == found[4:], "a resumed run goes on"
     assert [len(batch) for batch in found] == [4, 4, 2] * 2
     first, second = ([item.key for batch in part for item in batch] for part in (found[:3], found[3:]))
     assert sorted(first) == sorted(second) == sorted(item.key for item in items) and first != second
-    assert found == list(batches(items, 4, 2, "reward-0")) != list(batches(items, 4, 2, "reward-1"))
+    other = Batches(items, 4, shuffled_order("reward-1"))
+    assert list(itertools.islice(drawn.after(0), 6)) == found != list(itertools.islice(other.after(0), 6))
 
 
 def test_micro_batches_keep_prompts_whole():
@@ -117,6 +121,17 @@ def test_micro_batches_keep_prompts_whole():
     assert sorted(item.key for part in parts for item in part) == [str(i) for i in range(6)]
     assert all(sum(len(item.rows) for item in part) <= 10 or len(part) == 1 for part in parts)
     assert [len(part) for part in reward.micro_batches(items, 1)] == [1] * 6
+
+
+@pytest.mark.parametrize(("most", "ranks"), [(10, 1), (10, 2), (1, 4), (100, 4), (3, 9)])
+def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(most, ranks):
+    lengths, rows = [5, 3, 9, 9, 1, 7, 2], [4, 9, 2, 7, 4, 3, 1]
+    parts = [micro_batches(lengths, rows, most, rank, ranks) for rank in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    groups = [group for part in parts for group in part if group]
+    assert sorted(i for group in groups for i in group) == list(range(7))
+    assert all(sum(rows[i] for i in group) <= most or len(group) == 1 for group in groups)
+    assert all([lengths[i] for i in group] == sorted(lengths[i] for i in group) for group in groups)
 
 
 def recording_engine(model):
@@ -147,7 +162,7 @@ def test_micro_batches_change_no_gradient_and_no_metric(gold_run, tokenizer, mod
     for size in (1000, micro):
         config.reward.micro_batch_responses = size
         engine = recording_engine(model)
-        sums = reward.train_step(config, None, engine, items, 1e-4, 0)
+        sums = one_step(engine, items, reward.make_objective(config, engine))
         found.append((engine.optimizer.gradients, sums.reduce()))
     (whole, metrics), (parts, split_metrics) = found
     for name, gradient in whole.items():
@@ -199,7 +214,8 @@ def test_each_token_goes_through_once_however_many_pairs_and_labelers(gold_run, 
     handle = model.trunk.register_forward_pre_hook(
         lambda module, given, named: seen.extend(tuple(row) for row in named["input_ids"].tolist()), with_kwargs=True
     )
-    reward.train_step(gold_run.config(), None, recording_engine(model), items, 1e-4, 0)
+    engine = recording_engine(model)
+    one_step(engine, items, reward.make_objective(gold_run.config(), engine))
     handle.remove()
     assert [len(row) for row in seen] == [joined_length(items[0].rows)]
 
@@ -228,12 +244,10 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
     items = {"train": make_items(rankings(64, "t"), tokenizer, 128, 24)[0]}
     items["dev"] = make_items(rankings(40, "d"), tokenizer, 128, 24)[0]
     config = copy_until("reward").config("reward.epochs=3", "reward.batch_prompts=8", "reward.lr=1e-3")
-    engine = make_engine(config, model, decay_groups(model, 0.0), CPU)
-    with (
-        open_stage(config, "reward") as stage,
-        open_loop(stage, engine.ranks, 3 * 8) as loop,
-    ):  # 64 prompts in batches of 8
-        reward.train(loop, engine, items["train"], 0, config.reward.epochs)
+    engine = make_engine(config, model, decay_groups(model, 0.0, config.reward.lr), CPU)
+    drawn = Batches(items["train"], 8, shuffled_order("reward"))  # 64 prompts
+    with open_stage(config, "reward") as stage, open_loop(stage, engine, 3 * 8) as loop:
+        reward.train(loop, drawn, reward.make_objective(config, engine), lambda step: 1.0)
         after = reward.held_out_figures(loop, engine, items["dev"], 0)
     assert after["accuracy"] > 0.95 and after["loss"] < 0.2
 
@@ -356,7 +370,8 @@ def test_what_the_stage_logs(gold_run):
 
 
 def test_episodes_count_each_epoch_anew():
-    assert [items_seen(10, 4, step) for step in range(1, 8)] == [4, 8, 10, 14, 18, 20, 24]
+    drawn = Batches(list(range(10)), 4, shuffled_order(""))
+    assert [drawn.seen(step) for step in range(1, 8)] == [4, 8, 10, 14, 18, 20, 24]
 
 
 def test_gradient_checkpointing_changes_no_weight(copy_until, gold_run):
@@ -395,7 +410,8 @@ def test_the_language_models_loss_counts_by_hand(gold_run, tokenizer, model):
     for coef in (0.0, 0.5, 1.0):
         config = gold_run.config(f"reward.lm_coef={coef}", "reward.max_grad_norm=1e9", "reward.micro_batch_responses=3")
         engine = recording_engine(model)
-        found[coef] = reward.train_step(config, None, engine, items, 1e-4, 0).reduce(), engine.optimizer.gradients
+        sums = one_step(engine, items, reward.make_objective(config, engine))
+        found[coef] = sums.reduce(), engine.optimizer.gradients
     assert found[0.5][0]["reward/lm_loss"] == pytest.approx(total, abs=1e-5) and "reward/lm_loss" not in found[0.0][0]
     for name, half in found[0.5][1].items():
         middle = (found[0.0][1][name] + found[1.0][1][name]) / 2

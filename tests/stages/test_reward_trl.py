@@ -16,7 +16,7 @@ from rlhf.stages import reward
 from rlhf.training.engine import make_engine
 
 from ..model.classifiers import make_tokenizer
-from .test_reward import Recorder
+from .test_reward import Recorder, one_step
 
 CPU = torch.device("cpu")
 PAD, END = 0, 1
@@ -82,7 +82,7 @@ def test_pairs_have_the_loss_and_gradient_of_trls_reward_trainer(twins, tmp_path
     config.reward.micro_batch_responses, config.reward.max_grad_norm = micro, 1e9
     engine = make_engine(config, ours, [{"params": list(ours.parameters())}], CPU)
     engine.optimizer = recorder = Recorder(ours)
-    sums = reward.train_step(config, None, engine, items, 1e-4, PAD)  # type: ignore[arg-type]
+    sums = one_step(engine, items, reward.make_objective(config, engine))
     assert abs(sums.reduce()["reward/loss"] - wanted.item()) < 1e-6
     assert recorder.gradients["head.bias"].abs().item() < 1e-6  # it cancels
     assert torch.allclose(recorder.gradients["head.weight"], theirs.score.weight.grad, atol=1e-6)

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.corpus import PackedCorpus
@@ -13,12 +12,13 @@ from rlhf.data.label_files import load_demonstrations
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
+from rlhf.runs.metrics import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import of_split
-from rlhf.runs.stage import open_stage
 from rlhf.stages import sft
+from rlhf.training.engine import make_engine
+from rlhf.training.next_token import NextToken
 from rlhf.training.setup import load_policy
-from rlhf.training.trainer import one_device
 
 STILL = ["sft.lr=1e-12", "sft.dropout=0", "sft.epochs=1"]  # the weights stay those of the base
 
@@ -67,16 +67,11 @@ def test_the_loss_is_the_mean_over_all_response_tokens(copy_until):
 
 def test_packing_does_not_multiply_epochs(copy_until):
     """An epoch is one pass over the demonstrations, however many of them a row holds."""
-    run = copy_until("sft")
-    device = torch.device("cpu")
     rows = [{"prompt": [1, 2, 3], "response": [4, 5, 6, 7, 8]}] * 64  # 8 tokens each
-    config = run.config("sft.pack=true", "sft.batch_size=4")
-    with open_stage(config, "sft") as stage:
-        folder = run.folder / "pretrain" / "model"
-        trainer = sft.make_trainer(stage, load_policy(folder), load_tokenizer(folder), rows, 3, device)
-    packed = len(trainer.train_dataset)
-    assert packed < 32, "several demonstrations in a row"
-    assert trainer.args.max_steps == 3 * -(-packed // 4)
+    packed = sft.make_rows(rows, 128, pack=True)
+    assert sum(len(row["seq_lengths"]) for row in packed) == 64
+    assert len(packed) == 4, "sixteen demonstrations in a row"
+    assert all(row["labels"] == [-100, -100, -100, 4, 5, 6, 7, 8] * 16 for row in packed)
 
 
 def test_the_model_is_saved_before_it_is_evaluated(copy_until, monkeypatch):
@@ -92,22 +87,14 @@ def test_the_model_is_saved_before_it_is_evaluated(copy_until, monkeypatch):
     assert read_stage(run.folder / "sft")["status"] == "running"
 
 
-def test_a_process_uses_one_device(tmp_path, monkeypatch):
-    """Without a launcher transformers counts all GPUs that it sees and would train on all of them (nn.DataParallel)."""
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    arguments._n_gpu = 2  # as its set-up leaves it on a machine with two GPUs
-    assert arguments.train_batch_size == 2 * arguments.per_device_train_batch_size
-    assert one_device(arguments).n_gpu == 1
-    assert arguments.train_batch_size == arguments.per_device_train_batch_size
-
-
-def lone_trainer(run, rows, *settings):
-    """SFTTrainer over given rows, from the base."""
-    config = run.config("sft.dropout=0", *settings)
-    folder = run.folder / "pretrain" / "model"
-    with open_stage(config, "sft") as stage:
-        model = sft.load_with_dropout(folder, config.sft.dropout)
-        return sft.make_trainer(stage, model, load_tokenizer(folder), rows, 1, torch.device("cpu"))
+def loss_of(config, model, rows, count):
+    """The loss of rows in one micro-batch, as SFT computes it."""
+    made = sft.make_rows(rows, 128, config.sft.pack)
+    engine = make_engine(config, NextToken(model), [{"params": list(model.parameters())}], torch.device("cpu"))
+    objective = sft.make_objective(config, engine, 0)
+    assert sum(map(objective.count, made)) == count
+    with torch.no_grad():
+        return objective.loss(made, count, Sums())[0].item()
 
 
 def nats_of(model, row, first, last):
@@ -119,54 +106,62 @@ def nats_of(model, row, first, last):
 
 
 @pytest.mark.parametrize("pack", ["false", "true"])
-def test_the_prompt_counts_with_its_coefficient(copy_until, pack):
+def test_the_prompt_counts_with_its_coefficient(gold_run, pack):
     """L2 + 0.5 L1 over the response tokens: 3 of the first row and 2 of the second; a row's first token is not predicted."""
     rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [77, 1]}]
-    trainer = lone_trainer(copy_until("sft"), rows, "sft.lm_coef=0.5", f"sft.pack={pack}")
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    trainer.model.eval()
-    with torch.no_grad():
-        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(5)).item()
-    response = nats_of(trainer.model, rows[0], 4, 7) + nats_of(trainer.model, rows[1], 2, 4)
-    prompt = nats_of(trainer.model, rows[0], 1, 4) + nats_of(trainer.model, rows[1], 1, 2)
+    model = load_policy(gold_run.folder / "pretrain" / "model")
+    loss = loss_of(gold_run.config("sft.lm_coef=0.5", f"sft.pack={pack}"), model, rows, 5)
+    response = nats_of(model, rows[0], 4, 7) + nats_of(model, rows[1], 2, 4)
+    prompt = nats_of(model, rows[0], 1, 4) + nats_of(model, rows[1], 1, 2)
     assert loss == pytest.approx((response + 0.5 * prompt) / 5, abs=1e-4)
 
 
-def test_earlier_answers_count_as_the_last_one_does(copy_until):
+def test_earlier_answers_count_as_the_last_one_does(gold_run):
     """Tokens 2 and 3 of the first row, which an earlier turn gave, and the responses: 2 + 3 + 2 tokens. Held out, the same."""
     rows = [
         {"prompt": [5, 9, 7, 30, 8], "response": [41, 42, 1], "earlier": [0, 0, 1, 1, 0]},
         {"prompt": [8, 6], "response": [77, 1]},
     ]
-    trainer = lone_trainer(copy_until("sft"), rows)
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    trainer.model.eval()
-    with torch.no_grad():
-        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(7)).item()
+    model = load_policy(gold_run.folder / "pretrain" / "model")
     spans = ((rows[0], 2, 4), (rows[0], 5, 8), (rows[1], 2, 4))
-    wanted = sum(nats_of(trainer.model, *span) for span in spans) / 7
-    assert loss == pytest.approx(wanted, abs=1e-4)
-    assert sft.response_loss(trainer.model, rows, 0) == pytest.approx(wanted, abs=1e-4)
+    wanted = sum(nats_of(model, *span) for span in spans) / 7
+    assert loss_of(gold_run.config(), model, rows, 7) == pytest.approx(wanted, abs=1e-4)
+    assert sft.response_loss(model, rows, 0) == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_share_of_the_rows_is_pretraining_text(copy_until):
+def test_the_loss_is_trls_own(gold_run, tmp_path):
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [77, 1]}]
+    folder = gold_run.folder / "pretrain" / "model"
+    model, tokenizer = load_policy(folder), load_tokenizer(folder)
+    made = [{name: row[name] for name in ("input_ids", "labels")} for row in sft.make_rows(rows, 128, False)]
+    arguments = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False, max_length=None)
+    trainer = SFTTrainer(model, arguments, train_dataset=datasets.Dataset.from_list(made), processing_class=tokenizer)
+    with torch.no_grad():
+        theirs = trainer.compute_loss(model, trainer.data_collator(made), num_items_in_batch=torch.tensor(5)).item()
+    assert loss_of(gold_run.config(), load_policy(folder), rows, 5) == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_share_of_the_rows_is_pretraining_text(gold_run):
     """0.25 of the rows beside 30 demonstrations: 10 different blocks of the corpus, every token of which is a label."""
-    run = copy_until("sft")
-    rows = [{"prompt": [5, 9], "response": [41, 1]}] * 30
-    trainer = lone_trainer(run, rows, "sft.pretrain_fraction=0.25", "sft.batch_size=8")
-    found = [row for row in trainer.train_dataset if len(row["input_ids"]) > 4]
-    context = trainer.model.config.max_position_embeddings
-    assert len(trainer.train_dataset) == 40 and len(found) == 10 and trainer.args.max_steps == 5
-    corpus = PackedCorpus.load(run.folder / "pretrain" / "corpus").blocks("train", context)
-    known = {tuple(block["input_ids"].tolist()) for block in corpus}
-    assert all(row["labels"] == row["input_ids"] and tuple(row["input_ids"]) in known for row in found)
-    assert len({tuple(row["input_ids"]) for row in found}) == 10
-    again = lone_trainer(run, rows, "sft.pretrain_fraction=0.25")
-    assert [row["input_ids"] for row in again.train_dataset] == [row["input_ids"] for row in trainer.train_dataset]
-    other = lone_trainer(run, rows, "sft.pretrain_fraction=0.25", "seed=1", "overwrite=true")
-    assert [row["input_ids"] for row in other.train_dataset] != [row["input_ids"] for row in trainer.train_dataset]
+    folder = gold_run.folder / "pretrain"
+    tokenizer = load_tokenizer(folder / "model")
+
+    def drawn(*settings, share=0.25):
+        return sft.draw_pretraining_rows(
+            gold_run.config(f"sft.pretrain_fraction={share}", *settings), tokenizer, 30, 128
+        )
+
+    found = drawn()
+    known = {tuple(block["input_ids"].tolist()) for block in PackedCorpus.load(folder / "corpus").blocks("train", 128)}
+    assert len({tuple(row["response"]) for row in found} & known) == len(found) == 10
+    made = sft.make_rows(found, 128, pack=False)
+    assert all(row["labels"][1:] == row["input_ids"][1:] for row in made)
+    assert drawn() == found != drawn("seed=1")
     with pytest.raises(UserError, match="lower it"):
-        lone_trainer(run, rows, "sft.pretrain_fraction=0.999", "overwrite=true")
+        drawn(share=0.999)
 
 
 def test_dropout_is_residual(copy_until):

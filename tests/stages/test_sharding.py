@@ -8,12 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.errors import UserError
 from rlhf.planning.formulas import model_state_bytes
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.training.setup import load_policy
-from rlhf.training.trainer import ThenSpares, split_batch, with_spares
 
 from .conftest import Run, run_ranks
 
@@ -160,7 +158,6 @@ def test_other_blocks_of_two_processes_equal_one(gold_run, tmp_path, block):
 
 @pytest.mark.long
 def test_dpo_of_two_processes_equals_one(gold_run, tmp_path):
-    """Its log-probs come from a forward of their own, which DDP and ZeRO-3 wrap too."""
     settings = ["dpo.batch_prompts=20", "dpo.micro_batch_prompts=5", "dpo.epochs=1", "dpo.lr=1e-3"]
     one = gold_run.copy(tmp_path, "reward", "one")
     one.stage("dpo", *settings)
@@ -227,27 +224,3 @@ def test_resume_on_another_number_of_processes(single, gold_run, tmp_path, way):
     launch(tmp_path / "held.json", 1, [job(fewer, "pretrain", 0, f"deepspeed={way}")])
     for run in (fewer, more):
         assert_same(single["pretrain"], run, "pretrain", 1e-4 if "offload" in way else 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("rows", "micro", "processes", "expected"),
-    [(16, 16, 1, (16, 1)), (16, 16, 2, (8, 1)), (90, 16, 2, (15, 3)), (90, 100, 1, (90, 1)), (14, 4, 2, (1, 7))],
-)
-def test_the_batch_is_the_same_on_any_number_of_processes(rows, micro, processes, expected):
-    assert split_batch("sft.batch_size", rows, micro, processes) == expected
-    assert expected[0] * expected[1] * processes == rows
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(UserError, match=r"sft.batch_size=90: 90 rows .* 4 processes: want a multiple of 4"):
-        split_batch("sft.batch_size=90", 90, 16, 4)
-
-
-def test_spare_rows_come_last_and_count_nothing():
-    rows = [{"input_ids": torch.tensor([i, i]), "labels": torch.tensor([i, i])} for i in range(3)]
-    padded = with_spares(rows, 2)
-    assert len(padded) == 5 and padded[2] is rows[2]
-    assert padded[4]["labels"].tolist() == [-100, -100] and padded[4]["input_ids"].tolist() == [0, 0]
-    assert list(ThenSpares([2, 0, 1], 3, 2)) == [2, 0, 1, 3, 4]
-    listed = with_spares([{"input_ids": [7], "labels": [7]}], 1)
-    assert listed[1] == {"input_ids": [7], "labels": [-100]}

@@ -14,61 +14,25 @@ from safetensors.torch import load_file
 
 from rlhf.runs import checkpoints as saving
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
-from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
-from rlhf.stages import ppo, reward
-from rlhf.training.trainer import StageCallback
+from rlhf.stages import ppo
+from rlhf.training import batches
 from tests.stages.conftest import Run
 from tests.stages.test_resume import SHORT, assert_same_weights, values_by_step
 
 ROOT = Path(__file__).parents[2]
 
 
-def signal_at(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
-    """Have the Trainer's stages send themselves a signal in the middle of a step."""
-    real = StageCallback.on_step_begin
-
-    def on_step_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        real(self, args, state, control, **kwargs)
-        if state.global_step == step - 1:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(StageCallback, "on_step_begin", on_step_begin)
-
-
 @pytest.mark.parametrize(
-    ("stage", "number", "metric", "steps"),
-    [("pretrain", signal.SIGTERM, "pretrain/loss", 8), ("sft", signal.SIGTERM, "sft/loss", 4)],
+    ("stage", "metric"),
+    [("pretrain", "pretrain/loss"), ("sft", "sft/loss"), ("reward", "reward/loss"), ("ppo", "objective/scores")],
 )
-def test_a_trainer_stops_after_its_step_and_goes_on(
-    gold_run: Run, copy_until: Callable[..., Run], capfd: pytest.CaptureFixture[str], stage: str, number: int, metric: str,
-    steps: int,
-) -> None:  # fmt: skip
+def test_a_loop_stops_after_its_step_and_goes_on(
+    copy_until: Callable[..., Run], capfd: pytest.CaptureFixture[str], stage: str, metric: str
+) -> None:
     whole, stopped = copy_until(stage, "whole"), copy_until(stage, "stopped")
     whole.stage(stage, *SHORT[stage])
-    with pytest.MonkeyPatch.context() as patch:
-        signal_at(patch, number, 3)
-        with pytest.raises(KeyboardInterrupt):
-            stopped.stage(stage, *SHORT[stage])
-    folder = stopped.folder / stage
-    assert [checkpoint_step(path) for path in checkpoints(folder / "checkpoints")] == [3]
-    assert latest_checkpoint(folder / "checkpoints") is not None, "a whole one"
-    assert [step for step, _ in values_by_step(folder, metric)] == [1, 2, 3]
-    assert "stopping after this step, with a checkpoint" in capfd.readouterr().err
-    stopped.stage(stage, *SHORT[stage])
-    assert_same_weights(whole.folder / stage, folder, "model/model.safetensors")
-    assert values_by_step(folder, metric) == values_by_step(whole.folder / stage, metric)
-    assert [step for step, _ in values_by_step(folder, metric)] == list(range(1, steps + 1))
-    record = read_stage(folder)
-    assert record is not None and record["steps"] == steps
-
-
-@pytest.mark.parametrize(("module", "step"), [(reward, "train_step"), (ppo, "one_update")], ids=["reward", "ppo"])
-def test_a_loop_of_ours_stops_after_its_step_and_goes_on(
-    gold_run: Run, copy_until: Callable[..., Run], module: Any, step: str
-) -> None:
-    stage = module.__name__.rpartition(".")[2]
-    run = copy_until(stage)
+    module, step = (ppo, "one_update") if stage == "ppo" else (batches, "train_step")
     real, calls = getattr(module, step), []
 
     def second_is_signalled(*arguments: Any, **keywords: Any) -> Any:
@@ -80,13 +44,15 @@ def test_a_loop_of_ours_stops_after_its_step_and_goes_on(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, step, second_is_signalled)
         with pytest.raises(KeyboardInterrupt):
-            run.stage(stage)
-    folder = run.folder / stage
-    assert len(calls) == 2 and [checkpoint_step(path) for path in checkpoints(folder / "checkpoints")] == [2]
-    run.stage(stage)
-    assert_same_weights(gold_run.folder / stage, folder, "model/model.safetensors")
-    metric = {"reward": "reward/loss", "ppo": "objective/scores"}[stage]
-    assert values_by_step(folder, metric) == values_by_step(gold_run.folder / stage, metric)
+            stopped.stage(stage, *SHORT[stage])
+    folder = stopped.folder / stage
+    assert [checkpoint_step(path) for path in checkpoints(folder / "checkpoints")] == [2]
+    assert latest_checkpoint(folder / "checkpoints") is not None, "a whole one"
+    assert [step for step, _ in values_by_step(folder, metric)][-2:] == [1, 2]
+    assert "stopping after this step, with a checkpoint" in capfd.readouterr().err
+    stopped.stage(stage, *SHORT[stage])
+    assert_same_weights(whole.folder / stage, folder, "model/model.safetensors")
+    assert values_by_step(folder, metric) == values_by_step(whole.folder / stage, metric)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
@@ -140,7 +106,7 @@ def test_a_stage_ends_with_the_pipeline_that_started_it(copy_until: Callable[...
     assert all(one[name].equal(two[name]) for name in two)
 
 
-def test_of_a_trainers_checkpoints_those_stay_that_the_settings_say(copy_until: Callable[..., Run]) -> None:
+def test_of_a_stages_checkpoints_those_stay_that_the_settings_say(copy_until: Callable[..., Run]) -> None:
     run = copy_until("sft")
     kept = []
 
@@ -157,7 +123,7 @@ def test_of_a_trainers_checkpoints_those_stay_that_the_settings_say(copy_until: 
 
 
 def test_the_newest_checkpoint_is_never_gone_before_the_next_is_whole(copy_until: Callable[..., Run]) -> None:
-    """checkpoints.keep=1: whenever the Trainer has written a second one, the first is still there and whole."""
+    """checkpoints.keep=1: whenever a stage has written a second one, the first is still there and whole."""
     run = copy_until("sft")
     real, seen = saving.seal, []
 
@@ -171,19 +137,19 @@ def test_the_newest_checkpoint_is_never_gone_before_the_next_is_whole(copy_until
     assert [None if path is None else checkpoint_step(path) for path in seen] == [None, 1, 2, 3]
 
 
-def test_a_full_disk_under_the_trainer_is_one_line(copy_until: Callable[..., Run]) -> None:
+def test_a_full_disk_is_one_line(copy_until: Callable[..., Run]) -> None:
     """RLIMIT_FSIZE plays it: writing past 200 kB fails in safetensors and torch as on a disk that is full."""
     run = copy_until("sft")
     script = (
         "import resource, signal, sys\n"
         "from rlhf.cli import main\n"
-        "import rlhf.stages.sft, rlhf.training.trainer, trl\n"
-        "real = rlhf.training.trainer.StageCallback.on_step_end\n"
-        "def limited(self, args, state, control, **kwargs):\n"
+        "from rlhf.training.loop import TrainingLoop\n"
+        "real = TrainingLoop.save\n"
+        "def limited(self, step):\n"
         "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "    if state.global_step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
-        "    real(self, args, state, control, **kwargs)\n"
-        "rlhf.training.trainer.StageCallback.on_step_end = limited\n"
+        "    if step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "    real(self, step)\n"
+        "TrainingLoop.save = limited\n"
         "main(sys.argv[1:])"
     )
     overrides = [

@@ -154,11 +154,11 @@ for way in ("zero1", "zero2", "zero3"):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     engine = make_engine(config, model, [{"params": list(model.parameters()), "lr": 1e-5}], torch.device("cpu"))
-    average, weight, seen = Ema(engine.module, decay), engine.module.weight, []
+    engine.keep_average("", engine.module, decay)
+    average, weight, seen = engine.ema, engine.module.weight, []
     for _ in range(steps):
         engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum())
-        engine.step([1e-5])
-        average.update()
+        engine.step()
         seen.append(safe_get_full_fp32_param(weight).clone())
     shares = torch.tensor([decay ** (steps - 1 - i) for i in range(steps)])
     wanted = sum(share * x for share, x in zip(shares / shares.sum(), seen))
@@ -229,7 +229,7 @@ def test_one_process_goes_on_where_two_under_zero3_stopped(gold_run, recorded, s
             batch, sums = Rollout(**tensors), Sums()
             given, chosen = experience(batch, advantages, returns), list(range(13))
             ppo_update.train_minibatch(trainer.config, given, chosen, trainer.state, sums)
-            ppo_update.step(trainer.config, given, chosen, trainer.state, {"policy": 1.0, "critic": 1.0}, True, sums)
+            trainer.engine.step({"policy": 1.0, "critic": 1.0})
     wanted = load_file(sharded / "zero3-ppo.safetensors")
     for name, parameter in trainer.engine.module.named_parameters():
         assert alike(parameter.detach(), wanted[f"ppo/{name}"], 2e-5), name

@@ -30,6 +30,7 @@ from rlhf.training.optim import decay_groups
 from rlhf.training.setup import set_up
 from rlhf.training.state import read_state, write_state
 from tests.stages.ppo_trainer import experience, make_trainer
+from tests.stages.recorder import one_step
 
 STEPS, SAVED_AT = 5, 3
 WARM = {"policy": 1.0, "critic": 1.0}
@@ -56,7 +57,8 @@ def ppo_steps(trainer: Any, tensors: dict, steps: int, sums: list) -> None:
         sums.append(Sums())
         chosen = [i for i, place in enumerate(places) if place < 13]  # 7 on one rank, 6 on the other
         ppo_update.train_minibatch(trainer.config, given, chosen, trainer.state, sums[-1])
-        ppo_update.step(trainer.config, given, chosen, trainer.state, WARM, True, sums[-1])
+        for name, value in trainer.engine.step(WARM).items():
+            sums[-1].add(name, value)
 
 
 def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dict[str, Any]:
@@ -75,8 +77,8 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
         shares = share_held(trainer.engine)
         weights = gathered_state(trainer.actor_critic)
         policy = trainer.actor_critic.policy
-        average = {"ema": trainer.state.ema.state_dict()}
-        with trainer.state.ema.applied(), trainer.engine.whole(policy) as answering:
+        average = {"ema": trainer.engine.ema.state_dict()}
+        with trainer.engine.ema.applied(), trainer.engine.whole(policy) as answering:
             average["applied"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
         with trainer.engine.whole(policy) as answering:
             average["after"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
@@ -116,13 +118,12 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
     model = reward.make_model(config)
     records, _ = load_comparisons(str(folder / "label" / "comparisons.jsonl"), "auto", False)
     items, _ = reward.join_rankings(records, item_encoder(config, model, tokenizer), None)
-    engine = make_engine(config, model, decay_groups(model, 0.0), device, max_grad_norm=1e9)
+    engine = make_engine(config, model, decay_groups(model, 0.0, 1e-3), device, max_grad_norm=1e9)
+    objective = reward.make_objective(config, engine)
     metrics = []
     for step in range(STEPS):
         batch = items[7 * step : 7 * step + 7]  # 4 prompts on one rank, 3 on the other
-        metrics.append(
-            engine.ranks.merge(reward.train_step(config, None, engine, batch, 1e-3, tokenizer.pad_token_id)).reduce()
-        )
+        metrics.append(engine.ranks.merge(one_step(engine, batch, objective)).reduce())
     shares = share_held(engine)
     weights = gathered_state(engine.module)
     scores = score_items(engine.eval(), items[:3], device).tolist()
