@@ -54,8 +54,7 @@ class Trainer:
     def update(self, number: int = 1) -> dict[str, float]:
         """The metrics of one update."""
         names = ("policy", "critic", "reference", "reward", "prompts", "state", "estimate", "measures")
-        self.state.metrics = ppo.one_update(self.config, number, **{name: getattr(self, name) for name in names})
-        return self.state.metrics
+        return ppo.one_update(self.config, number, **{name: getattr(self, name) for name in names})
 
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and sample rows of the held-out prompts."""
