@@ -53,13 +53,12 @@ def make(size: str, way: str, device: torch.device) -> Engine:
     config.sharding.bucket_elements = 5_000_000
     torch.manual_seed(0)
     module = NextToken(GPTForCausalLM(GPTConfig(**SIZES[size])))
-    return make_engine(config, module, [{"params": list(module.parameters())}], device)
+    return make_engine(config, module, [{"params": list(module.parameters()), "lr": 1e-4}], device)
 
 
 def step(engine: Engine, tokens: Tensor, denominator: int) -> None:
     engine.backward(engine(tokens, denominator))
-    engine.reduce(list(engine.module.parameters()))
-    engine.step([1e-4])
+    engine.step()
 
 
 def one_process_step(module: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, denominator: int) -> None:

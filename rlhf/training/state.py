@@ -20,6 +20,7 @@ from rlhf.system.processes import gather, rank
 from rlhf.training.gather import gathered, gathered_state
 from rlhf.training.optim import steps_on_device
 
+FORM = 2  # of a checkpoint; raised when an older one can no longer be read
 # {"weights", "steps", and a tensor kind of the optimizer such as "exp_avg": {parameter's name: tensor}}
 State = Mapping[str, Mapping[str, Tensor]]
 
@@ -92,18 +93,19 @@ def write_state(folder: Path, state: State, notes: Mapping[str, Any]) -> None:
     """Whole tensors as safetensors, the loop's own notes as JSON."""
     for name, tensors in state.items():
         save_file(dict(tensors), str(folder / f"{name}.safetensors"))
-    (folder / "state.json").write_text(json.dumps(notes))
+    (folder / "state.json").write_text(json.dumps({"form": FORM, "notes": notes}))
 
 
 def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The result of `write_state`. Raises: UserError for a checkpoint of an earlier version."""
-    if not (folder / "state.json").exists():
+    notes = json.loads((folder / "state.json").read_text()) if (folder / "state.json").exists() else {}
+    if notes.get("form") != FORM:
         raise UserError(
             f"{folder}: was written by an earlier version, in a form that is no longer read: "
             "add overwrite=true to start again"
         )
     files = [path for path in folder.glob("*.safetensors") if path.stem != "rng"]
-    return {path.stem: load_file(str(path)) for path in files}, json.loads((folder / "state.json").read_text())
+    return {path.stem: load_file(str(path)) for path in files}, notes["notes"]
 
 
 def random_state() -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
     python scripts/bench/sft.py --out /tmp/sft.json
 
 Same weights (GPT-2), rows, order, batches, optimizer and loss: the response's tokens, prompts masked. `ours` is the
-Trainer of the SFT stage; `SFTTrainer` and `SFTTrainer, by length` train transformers' GPT-2 with the fused form of its
+loop of the SFT stage; `SFTTrainer` and `SFTTrainer, by length` train transformers' GPT-2 with the fused form of its
 activation, the latter with group_by_length, which changes which rows share a batch; `bare` pads each batch to its
 longest row. With --checkpoint FOLDER the bare loops train that model, with 8 rows per batch. A turn is a number of optimizer
 steps; units are rows.
@@ -80,8 +80,13 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.config.compose import compose_config
+    from rlhf.runs.metrics import Sums
     from rlhf.runs.stage import open_stage
     from rlhf.stages import sft
+    from rlhf.training.batches import Batches, accelerate_order, train_step
+    from rlhf.training.engine import make_engine
+    from rlhf.training.next_token import NextToken
+    from rlhf.training.optim import decay_groups
     from rlhf.training.setup import be_quiet
 
     be_quiet()
@@ -106,20 +111,36 @@ def ours(spec: Spec, turns: Turns) -> None:
         with open_stage(config, "tokenizer") as stage:
             model = harness.ours_like(harness.gpt2(spec["size"]))
             device = torch.device(spec["device"])
-            trainer = sft.make_trainer(stage, model, tokenizer, make_rows(spec), 1, device)
-            trainer.args.max_steps = 100_000
-            trainer.add_callback(by_turns(turns, spec["steps"], spec["batch"]))
-            run(trainer)
+            model.to(device)
+            groups = decay_groups(model, config.sft.weight_decay, config.sft.lr)
+            engine = make_engine(config, NextToken(model), groups, device, max_grad_norm=config.sft.max_grad_norm)
+            rows = sft.make_rows(make_rows(spec), spec["context"], pack=False)
+            batches = Batches(rows, spec["batch"], accelerate_order(0)).after(0)
+            objective, sums = sft.make_objective(config, engine, tokenizer.pad_token_id), Sums()
+            for _ in turns:
+                for _ in range(spec["steps"]):
+                    train_step(engine, next(batches), objective, sums)
+                turns.done(units=float(spec["steps"] * spec["batch"]))
             stage.finish()
 
 
 def ours_bare(spec: Spec, turns: Turns) -> None:
-    """Our model and loss in a bare loop."""
+    """Our model and loss in a bare loop, rows of similar length together."""
+    import torch
+
     from rlhf.cpu.allocator import keep_freed_memory
-    from rlhf.model.ragged import ragged_loss
+    from rlhf.model.batching import by_length
+    from rlhf.training.next_token import NextToken
+
+    def loss_of(model: Any, tokens: Any, labels: Any, lengths: Any) -> Any:
+        loss, count, parts = NextToken(model), int((labels[:, 1:] != IGNORED).sum()), []
+        for group in by_length(lengths.tolist(), 8):
+            width = int(lengths[group].max())
+            parts.append(loss(labels[group, :width], count, input_ids=tokens[group, :width]))
+        return torch.stack(parts).sum()
 
     keep_freed_memory()
-    bare_loop(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, ragged_loss)
+    bare_loop(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, loss_of)
 
 
 def bare(spec: Spec, turns: Turns) -> None:

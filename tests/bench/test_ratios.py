@@ -20,9 +20,9 @@ from rlhf.engines.sampler import _sample_transformers, sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
 from rlhf.model.packed import packed_weights
-from rlhf.model.ragged import ragged_loss
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ppo.experience import response_logprobs
+from tests.model.test_ragged import ragged_loss
 from tests.presets import preset
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"

@@ -18,8 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rlhf.engines.sampler import sample
 from rlhf.model import GPTForCausalLM
 from rlhf.model.convert import from_transformers
-from rlhf.model.ragged import ragged_loss
 from rlhf.ppo.invariants import SAMPLER
+from tests.model.test_ragged import ragged_loss
 from tests.presets import preset
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from rlhf.model import GPTForCausalLM
-from rlhf.model.ragged import ragged_loss
+from rlhf.model.batching import by_length
 from rlhf.ops import unembedding
+from rlhf.training.next_token import NextToken
 from tests.model.test_generate import KINDS
 from tests.ops.confident import confident_batch, relative_error
 from tests.presets import preset
@@ -37,6 +38,16 @@ def assert_same(model: GPTForCausalLM, fast: torch.Tensor, plain: torch.Tensor) 
     torch.testing.assert_close(fast, plain, atol=1e-5, rtol=0)
     for a, b in zip(gradients(model, fast), gradients(model, plain), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def ragged_loss(model, tokens, labels, lengths, count=None, rows=8):
+    """The loss of a batch in parts of similar length, as the stages compute it; each part is cut to its longest row."""
+    count, loss = int((labels[:, 1:] != -100).sum()) if count is None else count, NextToken(model)
+    parts = []
+    for group in by_length(lengths.tolist(), rows):
+        width = int(lengths[group].max())
+        parts.append(loss(labels[group, :width], count, input_ids=tokens[group, :width]))
+    return torch.stack(parts).sum()
 
 
 @pytest.mark.parametrize("tied", [True, False])
