@@ -112,7 +112,7 @@ def frozen_bytes(parameters: int, linear: int, world: int, zero: int, dtype: str
 
 def gathered_bytes(shape: Shape, dtype: str) -> int:
     """Bytes of whole weights that ZeRO-3 has gathered at one time: a block, the next one, and an embedding matrix."""
-    return ELEMENT[dtype] * (min(2, shape.n_layer) * shape.block + shape.embedding)
+    return ELEMENT[dtype] * (min(2, shape.n_layer) * shape.block_size + shape.embedding)
 
 
 def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int) -> int:
@@ -142,11 +142,11 @@ def block_activation_bytes(shape: Shape, tokens: int, dtype: str, *, fused: bool
     width, element = shape.width, ELEMENT[dtype]
     rate = shape.dropout if dropout is None else dropout
     projection = shape.query_width + 2 * shape.kv_width
-    rotated = shape.query_width + shape.kv_width if shape.rotary else 0
+    rotated = shape.query_width + shape.kv_width if shape.positions == "rotary" else 0
     mlp = shape.mlp_width * (4 if shape.swiglu else 2)
-    norms = 2 * width * (2 if shape.layernorm else 3)  # input and output of both
+    norms = 2 * width * (2 if shape.norm == "layernorm" else 3)  # input and output of both
     elements = norms + projection + rotated + shape.query_width + mlp
-    statistics = 2 * 4 * (2 if shape.layernorm else 1)
+    statistics = 2 * 4 * (2 if shape.norm == "layernorm" else 1)
     masks = 2 * width if rate > 0 else 0
     probabilities = shape.n_head * tokens * (element + (1 + element if rate > 0 else 0))
     attention = 4 * shape.n_head if fused else probabilities
@@ -159,7 +159,7 @@ def working_bytes(shape: Shape, dtype: str) -> int:
     Besides the residual stream and its norm: the attention's projection, rotated copy and output, or the MLP's hidden units.
     """
     projection = 2 * shape.query_width + 2 * shape.kv_width
-    rotated = shape.query_width + shape.kv_width if shape.rotary else 0
+    rotated = shape.query_width + shape.kv_width if shape.positions == "rotary" else 0
     mlp = shape.mlp_width * (4 if shape.swiglu else 2)
     return ELEMENT[dtype] * (2 * shape.width + max(projection + rotated, mlp))
 
@@ -175,7 +175,7 @@ def activation_bytes(
     """
     block = block_activation_bytes(shape, tokens, dtype, fused=fused, dropout=dropout)
     entry = ELEMENT[dtype] * shape.width
-    last_norm = entry * (2 if shape.layernorm else 3)
+    last_norm = entry * (2 if shape.norm == "layernorm" else 3)
     blocks = shape.n_layer * entry + block - entry if checkpointing else shape.n_layer * block
     return rows * tokens * (blocks + last_norm)
 

@@ -99,7 +99,7 @@ def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     if zero == 3:
         parts["gathered"] = formulas.gathered_bytes(shape, dtype)
     if stage.startswith("ppo"):
-        policy_linear = shape.linear_layers + (0 if shape.tied else shape.embedding)
+        policy_linear = shape.linear_layers + (0 if shape.tie_word_embeddings else shape.embedding)
         frozen = [(language, policy_linear)] + [(scalar, shape.linear_layers)] * reward_models(config)
         parts["frozen"] = sum(formulas.frozen_bytes(*counts, gpus, zero, dtype) for counts in frozen)
     if stage in ("ppo rollout", "ppo score"):  # no gradients: one block's activations

@@ -3,37 +3,28 @@
 `tests/planning` compares the counts with the model itself on the meta device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from rlhf.config.model import ModelConfig, default_mlp_width
 
 
-@dataclass(slots=True, frozen=True)
-class Shape:
-    """The numbers of a `ModelConfig` with every default resolved, and the vocabulary."""
+@dataclass(slots=True)
+class Shape(ModelConfig):
+    """A `ModelConfig` with every default resolved, and the vocabulary."""
 
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    width: int  # D
-    mlp_width: int
-    context_length: int
-    vocab_size: int  # V
-    learned_positions: bool
-    layernorm: bool
-    swiglu: bool
-    bias: bool
-    tied: bool
-    dropout: float
-    head_dim: int
-    rotary: bool = False
-    qk_norm: bool = False
-    one_norm: bool = False  # attention and MLP behind the same norm
-    last_norm: bool = True  # after the last block
-    experts: int = 0  # MLPs of a layer that has several
-    expert_layers: int = 0
+    vocab_size: int = 50257
     more: int = 0  # parameters of an adopted model that the formula does not count
+
+    def __post_init__(self) -> None:
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.head_dim = self.head_dim or self.width // self.n_head
+        self.mlp_width = self.mlp_width or default_mlp_width(self.mlp, self.width)
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers that have several MLPs."""
+        return self.n_layer // self.expert_every if self.experts else 0
 
     @property
     def query_width(self) -> int:
@@ -46,9 +37,13 @@ class Shape:
         return self.n_kv_head * self.head_dim
 
     @property
-    def norm(self) -> int:
+    def norm_size(self) -> int:
         """Parameters of one normalisation."""
-        return self.width * (2 if self.layernorm and self.bias else 1)
+        return self.width * (2 if self.norm == "layernorm" and self.bias else 1)
+
+    @property
+    def swiglu(self) -> bool:
+        return self.mlp == "swiglu"
 
     @property
     def block_matrices(self) -> int:
@@ -57,7 +52,7 @@ class Shape:
         return attention + self.width * self.mlp_width * (3 if self.swiglu else 2)
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Parameters of one block with one MLP."""
         up = self.mlp_width * (2 if self.swiglu else 1)
         biases = (self.query_width + 2 * self.kv_width) + self.width + up + self.width if self.bias else 0
@@ -66,7 +61,7 @@ class Shape:
     @property
     def norms(self) -> int:
         """Parameters of one block's norms."""
-        return (1 if self.one_norm else 2) * self.norm + (2 * self.head_dim if self.qk_norm else 0)
+        return (1 if self.block == "one_norm" else 2) * self.norm_size + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def routers(self) -> int:
@@ -83,7 +78,7 @@ class Shape:
     @property
     def linear_layers(self) -> int:
         """Parameters of the blocks' linear layers: their matrices and biases."""
-        return self.n_layer * (self.block - self.norms) + self.routers + self.more_experts
+        return self.n_layer * (self.block_size - self.norms) + self.routers + self.more_experts
 
     @property
     def embedding(self) -> int:
@@ -93,14 +88,14 @@ class Shape:
     @property
     def trunk(self) -> int:
         """Parameters without an unembedding of its own: embeddings, blocks, last norm."""
-        positions = self.context_length * self.width if self.learned_positions else 0
-        last = self.norm if self.last_norm else 0
+        positions = self.context_length * self.width if self.positions == "learned" else 0
+        last = self.norm_size if self.block != "post" else 0
         return self.embedding + positions + self.n_layer * self.norms + self.linear_layers + last + self.more
 
     @property
     def language_model(self) -> int:
         """Parameters of the policy, which are those of the reference."""
-        return self.trunk + (0 if self.tied else self.embedding)
+        return self.trunk + (0 if self.tie_word_embeddings else self.embedding)
 
     @property
     def scalar_model(self) -> int:
@@ -110,28 +105,7 @@ class Shape:
 
 def make_shape(model: ModelConfig, vocab_size: int) -> Shape:
     """The shape that `rlhf.model.gpt.GPTConfig` would have."""
-    return Shape(
-        n_layer=model.n_layer,
-        n_head=model.n_head,
-        n_kv_head=model.n_kv_head or model.n_head,
-        width=model.width,
-        mlp_width=model.mlp_width or default_mlp_width(model.mlp, model.width),
-        context_length=model.context_length,
-        vocab_size=vocab_size,
-        learned_positions=model.positions == "learned",
-        layernorm=model.norm == "layernorm",
-        swiglu=model.mlp == "swiglu",
-        bias=model.bias,
-        tied=model.tie_word_embeddings,
-        dropout=model.dropout,
-        head_dim=model.head_dim or model.width // model.n_head,
-        rotary=model.positions == "rotary",
-        qk_norm=model.qk_norm,
-        one_norm=model.block == "one_norm",
-        last_norm=model.block != "post",
-        experts=model.experts,
-        expert_layers=model.n_layer // model.expert_every if model.experts else 0,
-    )
+    return Shape(**asdict(model), vocab_size=vocab_size)
 
 
 @lru_cache(maxsize=8)
@@ -148,17 +122,15 @@ def read_shape(source: str) -> Shape:
         n_layer=config.num_hidden_layers,
         n_head=heads,
         n_kv_head=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None),
         width=config.hidden_size,
         mlp_width=next(filter(None, hidden_units), 4 * config.hidden_size),
         context_length=checkpoint.context or UNSTATED_CONTEXT,
-        vocab_size=config.vocab_size,
-        learned_positions=False,
-        layernorm=not gated,
-        swiglu=gated,
+        positions="rotary",
+        norm="rmsnorm" if gated else "layernorm",
+        mlp="swiglu" if gated else "gelu",
         bias=False,
-        tied=bool(config.tie_word_embeddings),
-        dropout=0.0,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        rotary=True,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        vocab_size=config.vocab_size,
     )
     return replace(shape, more=checkpoint.parameters - shape.language_model)

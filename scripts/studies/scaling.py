@@ -48,7 +48,10 @@ class Run(NamedTuple):
 def parameters_of(config: Any, width: int, vocabulary: int) -> tuple[int, int]:
     """All parameters of the GPT at this width, and those without the embeddings."""
     shape = make_shape(replace(config.model, width=width), vocabulary)
-    embeddings = shape.embedding * (1 if shape.tied else 2) + shape.learned_positions * shape.context_length * width
+    embeddings = (
+        shape.embedding * (1 if shape.tie_word_embeddings else 2)
+        + (shape.positions == "learned") * shape.context_length * width
+    )
     return shape.language_model, shape.language_model - embeddings
 
 

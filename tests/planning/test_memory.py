@@ -124,7 +124,7 @@ def test_cache_logits_and_buffers_by_hand():
     assert (
         formulas.buffer_bytes(1000, 2, 2, "bf16", 100) == 400 and formulas.buffer_bytes(1000, 2, 3, "fp32", 100) == 400
     )
-    assert formulas.gathered_bytes(shape, "bf16") == 2 * (2 * shape.block + 800)
+    assert formulas.gathered_bytes(shape, "bf16") == 2 * (2 * shape.block_size + 800)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
