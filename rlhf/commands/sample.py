@@ -15,7 +15,7 @@ from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
-from rlhf.runs.sources import data_source, of_split, read_comparisons, read_prompts
+from rlhf.runs.sources import data_source, in_split, read_comparisons, read_prompts
 from rlhf.system.files import held, read_json, replaced, sha256_file, write_json
 from rlhf.system.terminal import say
 
@@ -127,7 +127,7 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     """
     records = read_prompts(config)
     split = config.sample.split
-    candidates = of_split(config, records, split)
+    candidates = in_split(config, records, split)
     if not candidates:
         raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
     labelled = labelled_prompts(config)

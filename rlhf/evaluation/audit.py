@@ -30,7 +30,7 @@ from rlhf.gold.truth import make_truth
 from rlhf.model.interface import Episodes, score
 from rlhf.ppo.experience import response_logprobs
 from rlhf.ppo.rewards import Reward, make_reward
-from rlhf.runs.sources import of_split
+from rlhf.runs.sources import in_split
 
 PROMPTS_PER_PAIR = 4  # held-out prompts that are scored, for each pair that is attacked
 PAIRS_PER_SAMPLED = 8  # pairs that are attacked, for each prompt that is sampled from
@@ -112,7 +112,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     """Every figure of the audit. records: all rankings; strangers: the labelers that were held out of training."""
     limit, judged = config.reward.audit, {record.labeler for record in records}
     rng = random.Random(f"audit-{config.seed}")
-    dev = sample_prompts(of_split(config, records, "dev"), limit * PROMPTS_PER_PAIR, rng)
+    dev = sample_prompts(in_split(config, records, "dev"), limit * PROMPTS_PER_PAIR, rng)
     encode = item_encoder(config, models.reward_model, models.tokenizer)
     items, scores = score_held_out(dev, encode, models.model)
     figures = comparison_figures(
@@ -125,7 +125,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     pairs = draw_pairs(fitting, limit, rng)
     if not pairs:
         return Audit(len(items), 0, figures, picked=picked_by_scores(items, scores))
-    train = of_split(config, records, "train")[:MATERIAL_RANKINGS]
+    train = in_split(config, records, "train")[:MATERIAL_RANKINGS]
     material = collect_material((r.prompt[-1].content, answer.text) for r in train for answer in r.responses)
     by_item = {id(item): s for item, s in zip(items, scores, strict=True)}
     return Audit(

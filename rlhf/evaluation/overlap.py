@@ -24,7 +24,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.evaluation.statistics import Figures, ngrams, wilson
 from rlhf.runs.folders import run_folder
-from rlhf.runs.sources import data_source, need_source, of_split
+from rlhf.runs.sources import data_source, need_source, in_split
 
 WORD = re.compile(r"\w+")
 LEAST, MOST, NEAR = 8, 13, 0.7
@@ -73,7 +73,7 @@ def evaluate_overlap(config: Config, device: torch.device) -> Figures:
     sets: dict[str, dict[str, str]] = {}
     if (source := data_source(config, "prompts")) is not None:
         records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
-        test = of_split(config, records, "test")
+        test = in_split(config, records, "test")
         sets["test prompts"] = {record.id: conversation(record.prompt) for record in test}
     if config.classify.data is not None:
         held_out = load_task(config, columns_of(config), run_folder(config) / "evaluations")[1]

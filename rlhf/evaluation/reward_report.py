@@ -33,7 +33,7 @@ from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
 from rlhf.model.interface import score
 from rlhf.runs.folders import read_stage, stage_folder
-from rlhf.runs.sources import of_split, read_comparisons, read_demonstrations
+from rlhf.runs.sources import in_split, read_comparisons, read_demonstrations
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
 HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; larger gaps are in the last bin
@@ -50,7 +50,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     records = read_comparisons(config)
     strangers = check_held_out(config, records)
     encode = item_encoder(config, model, tokenizer)
-    held_out = score_held_out(of_split(config, records, "test"), encode, model)
+    held_out = score_held_out(in_split(config, records, "test"), encode, model)
     results = comparison_figures(records, strangers, held_out, model.gain)
     if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
@@ -224,7 +224,7 @@ def calibration_error(curve: list[Figures]) -> float:
 def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
     """The demonstrations that were not used for calibration, or all if none was held out; and which of the two."""
     records = read_demonstrations(config)
-    unseen = of_split(config, records, "dev", "test")
+    unseen = in_split(config, records, "dev", "test")
     return (unseen, "held out") if unseen else (records, "train")
 
 

@@ -29,7 +29,7 @@ from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.ppo.rewards import Reward, score_by_token
 from rlhf.runs.folders import read_stage, stage_folder
-from rlhf.runs.sources import of_split, read_comparisons, read_prompts
+from rlhf.runs.sources import in_split, read_comparisons, read_prompts
 from rlhf.system.plugins import load_named
 from rlhf.training.engine import Engine
 
@@ -249,7 +249,7 @@ def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None])
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in the context "
             f"of {tokenizer.model_max_length} tokens: lower it"
         )
-    training = by_ranking(config, of_split(config, records, "train"))
+    training = by_ranking(config, in_split(config, records, "train"))
     fitting = list(fitting_prompts(tokenizer, training, room))
     if not fitting:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
@@ -277,7 +277,7 @@ def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord
 def held_out_prompts(config: Config, records: Sequence[PromptRecord], tokenizer: Any) -> list[Prompt]:
     """The first `ppo.eval_prompts` prompts of the dev split that fit the context, with their tokens."""
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    fitting = fitting_prompts(tokenizer, of_split(config, records, "dev"), room)
+    fitting = fitting_prompts(tokenizer, in_split(config, records, "dev"), room)
     return [(record, ids) for record, ids, _ in itertools.islice(fitting, config.ppo.eval_prompts)]
 
 

@@ -36,7 +36,7 @@ def fractions(config: Config) -> dict[str, float]:
     return {"train": 1.0 - dev - test, "dev": dev, "test": test}
 
 
-def of_split(config: Config, records: Sequence[T], *splits: str) -> list[T]:
+def in_split(config: Config, records: Sequence[T], *splits: str) -> list[T]:
     """The label records of these splits."""
     seed, shares = config.data.split_seed, fractions(config)
     return [record for record in records if record_split(record, seed, shares) in splits]

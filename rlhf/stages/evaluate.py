@@ -57,7 +57,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.results import log_results
-from rlhf.runs.sources import hash_sources, need_source, of_split
+from rlhf.runs.sources import hash_sources, need_source, in_split
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say
@@ -175,7 +175,7 @@ def load_test_prompts(
     """The first `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    fitting = fitting_prompts(tokenizer, of_split(config, records, config.evaluate.split), room)
+    fitting = fitting_prompts(tokenizer, in_split(config, records, config.evaluate.split), room)
     chosen = list(itertools.islice(fitting, config.evaluate.prompts))
     cut = sum(was_cut for _, _, was_cut in chosen)
     say(f"{len(chosen)} {config.evaluate.split} prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))

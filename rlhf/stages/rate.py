@@ -25,7 +25,7 @@ from rlhf.gold.labelers import Labeler, says_yes
 from rlhf.gold.truth import Truth, need_truth
 from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.sources import hash_sources, of_split, read_comparisons, read_demonstrations
+from rlhf.runs.sources import hash_sources, in_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import open_stage
 from rlhf.stages.sft import fine_tuned, load_with_dropout
 from rlhf.training.adapters import save_output
@@ -56,11 +56,11 @@ def run(config: Config) -> None:
         # 1. Ratings, and the demonstrations, so that the model does not forget how to answer
         rankings = read_comparisons(config)
         rated = {
-            split: list(rate_all(config, truth, tokenizer, of_split(config, rankings, split)))
+            split: list(rate_all(config, truth, tokenizer, in_split(config, rankings, split)))
             for split in ("train", "test")
         }
         rating_rows = draw_rating_rows(config, tokenizer, rated["train"], context)
-        demonstrations = of_split(config, read_demonstrations(config), "train")
+        demonstrations = in_split(config, read_demonstrations(config), "train")
         answer_rows = encode_demonstrations(demonstrations, tokenizer, context, turns=config.sft.turns)
         stage.say(
             f"{len(rating_rows):,} ratings of {len(rated['train']):,} responses, and {len(answer_rows):,} demonstrations"

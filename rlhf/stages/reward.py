@@ -45,7 +45,7 @@ from rlhf.model.interface import Episodes, lm, score
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metrics import Sums
-from rlhf.runs.sources import hash_sources, of_split, read_comparisons, read_demonstrations
+from rlhf.runs.sources import hash_sources, in_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
@@ -196,7 +196,7 @@ def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, d
 
 def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Encode) -> dict[str, list[Item]]:
     """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on."""
-    splits = {split: of_split(config, records, split) for split in ("train", "dev")}
+    splits = {split: in_split(config, records, split) for split in ("train", "dev")}
     half = config.data.half
     if half is not None:
         half = 3 - half if stage.name == "judge" else half
@@ -276,7 +276,7 @@ def add_ranking_figures(sums: Sums, stage: str, figures: dict[str, Tensor]) -> N
 
 def training_demonstrations(config: Config) -> list[Demonstration]:
     """The demonstrations of the training split. Raises: UserError if there is none to calibrate on."""
-    demonstrations = of_split(config, read_demonstrations(config), "train")
+    demonstrations = in_split(config, read_demonstrations(config), "train")
     if not demonstrations:
         raise UserError(
             "data.demonstrations: none is in the training split to calibrate the reward model: lower "
@@ -301,7 +301,7 @@ def calibrate(
     """
     bare = unwrapped(model)
     shift = score(model, bare.demonstration_rows(demonstrations, tokenizer), calibrated=False).mean().item()
-    prompts = prompts_of(of_split(config, records, "train"))[: config.reward.calibration_samples]
+    prompts = prompts_of(in_split(config, records, "train"))[: config.reward.calibration_samples]
     raw = score_samples(config, model, tokenizer, prompts, device)
     deviation = raw.std(correction=0).item()
     if not deviation > 1e-6:

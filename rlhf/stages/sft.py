@@ -32,7 +32,7 @@ from rlhf.model.fused_loss import IGNORED
 from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metrics import Sums
-from rlhf.runs.sources import hash_sources, of_split, read_demonstrations
+from rlhf.runs.sources import hash_sources, in_split, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
@@ -69,7 +69,7 @@ def run(config: Config) -> None:
         context = context_of(model, tokenizer)
         rows = {
             split: encode_demonstrations(
-                of_split(config, demonstrations, split), tokenizer, context, turns=config.sft.turns, counts=counts
+                in_split(config, demonstrations, split), tokenizer, context, turns=config.sft.turns, counts=counts
             )
             for split in ("train", "dev")
         }

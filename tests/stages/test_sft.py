@@ -14,7 +14,7 @@ from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
 from rlhf.runs.metrics import Sums
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import of_split
+from rlhf.runs.sources import in_split
 from rlhf.stages import sft
 from rlhf.training.engine import make_engine
 from rlhf.training.next_token import NextToken
@@ -58,7 +58,7 @@ def test_the_loss_is_the_mean_over_all_response_tokens(copy_until):
     tokenizer = load_tokenizer(folder / "model")
     records, _ = load_demonstrations(str(run.folder / "world" / "demonstrations.jsonl"), "auto", False)
     rows = encode_demonstrations(
-        of_split(run.config(), records, "train"), tokenizer, base.config.max_position_embeddings
+        in_split(run.config(), records, "train"), tokenizer, base.config.max_position_embeddings
     )
     assert len(logged) == -(-len(rows) // 90 // 5)
     wanted = sft.response_loss(base, rows, tokenizer.pad_token_id)
