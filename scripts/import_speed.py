@@ -1,8 +1,6 @@
-"""Speed and memory of `rlhf import` with one process and with two, on generated comparisons.
+"""Speed and peak memory of `rlhf import` on generated comparisons.
 
-    python scripts/import_speed.py --megabytes 1000 --folder /tmp/speed
-
-The peak memory is that of the import's process and its workers together, sampled every 0.1 s.
+python scripts/import_speed.py --megabytes 30 --folder /tmp/speed
 """
 
 import argparse
@@ -51,44 +49,25 @@ def make_comparisons(path: Path, megabytes: float, seed: int) -> int:
     return rows
 
 
-def measure(path: Path, out: Path, processes: int) -> tuple[float, float]:
-    """Seconds of an import, and the peak memory in MB of all its processes together."""
+def measure(path: Path, out: Path) -> tuple[float, float]:
+    """Seconds of an import, and its peak memory in MB without the pages of files that it maps."""
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "rlhf", "import", f"path={path}", f"out={out}", f"processes={processes}"]
+    command = [sys.executable, "-m", "rlhf", "import", f"path={path}", f"out={out}"]
     started = time.monotonic()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     peak = 0
     while child.poll() is None:
-        peak = max(peak, sum(resident(one) for one in family(child.pid)))
+        found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{child.pid}/status").read_text())
+        peak = max(peak, int(found[1]) * 1024 if found else 0)
         time.sleep(0.1)
-    seconds = time.monotonic() - started
     if child.returncode != 0:
         raise SystemExit(f"the import failed with exit code {child.returncode}")
-    return seconds, peak / 1e6
-
-
-def family(pid: int) -> list[int]:
-    """A process and all processes that it started, from /proc."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(one) for task in tasks for one in (task / "children").read_text().split()]
-    except OSError:  # it ended
-        return [pid]
-    return [pid, *(one for child in children for one in family(child))]
-
-
-def resident(pid: int) -> int:
-    """Resident bytes of a process, without the pages of files that it maps (the system may drop those)."""
-    try:
-        match = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return 0
-    return int(match[1]) * 1024 if match else 0
+    return time.monotonic() - started, peak / 1e6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=1000)
+    parser.add_argument("--megabytes", type=float, default=30)
     parser.add_argument("--folder", type=Path, required=True, help="for the data; needs about three times its size")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -97,14 +76,8 @@ def main() -> None:
     rows = make_comparisons(path, arguments.megabytes, arguments.seed)
     size = path.stat().st_size / 1e6
     print(f"{size:.1f} MB, {rows:,} comparisons", flush=True)
-    seconds = {}
-    for processes in (1, 2):
-        out = arguments.folder / f"import-{processes}"
-        seconds[processes], peak = measure(path, out, processes)
-        rate = size / seconds[processes]
-        print(f"processes={processes}: {seconds[processes]:.1f} s, {rate:.1f} MB/s, peak {peak:.0f} MB", flush=True)
-    one, two = ((arguments.folder / f"import-{n}" / "dataset.json").read_bytes() for n in (1, 2))
-    print(f"speed-up {seconds[1] / seconds[2]:.2f}; results {'equal byte for byte' if one == two else 'DIFFERENT'}")
+    seconds, peak = measure(path, arguments.folder / "import")
+    print(f"{seconds:.1f} s, {size / seconds:.1f} MB/s, peak {peak:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
         ("docs/ppo.md", "ppo.md"),
         ("data/README.md", "data/README.md"),
         ("rlhf/ops/gae.py", "source/rlhf/ops/gae.py.md"),
-        ("rlhf/data/importers", "source/rlhf/data/importers.md"),
+        ("rlhf/data/formats", "source/rlhf/data/formats.md"),
     ],
 )
 def test_every_linked_file_has_a_page(path, uri):

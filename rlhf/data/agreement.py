@@ -134,9 +134,7 @@ def _judged(ranking: Ranking, texts: list[str], person: int) -> _Judged:
         tuple(next(iter(of[i])) if len(of[i]) == 1 else None for i in range(len(texts))) for of in (ranked, rated)
     )
     if ranking.pairs is None:
-        verdicts = tuple(
-            MISSING if None in two else (two[0] < two[1]) - (two[0] > two[1]) for two in combinations(ranks, 2)
-        )
+        verdicts = tuple(MISSING if a is None or b is None else (a < b) - (a > b) for a, b in combinations(ranks, 2))
         return _Judged(person, verdicts, ranks, ratings)
     for better, worse in ranking.pairs:
         i, j = place[better], place[worse]

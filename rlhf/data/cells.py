@@ -152,13 +152,15 @@ def _ods_cells(file: IO[bytes]) -> tuple[int, int, list[int]]:
     for tag in _tags(file):
         match = _REPEATED.search(tag)
         repeats = int(match[1]) if match else 1
-        if tag.startswith(b"<table:table-row"):
+        kind = re.match(rb"</?(?:\w+:)?([\w-]+)", tag)
+        name = kind[1] if kind and tag[1:2] != b"/" else b""
+        if name == b"table-row":
             row, column = row + repeats, 0
-        elif tag.startswith((b"<table:table-cell", b"<table:covered-table-cell")):
+        elif name in (b"table-cell", b"covered-table-cell"):
             column += repeats
             if b"value-type" in tag:
                 last_row, last_column = row, max(last_column, column)
-        elif tag.startswith(b"</table:table>"):
+        elif kind and kind[1] == b"table":  # a sheet ends
             row = last_row
     return last_row, last_column, []
 
@@ -185,8 +187,8 @@ def _measure(path: Path, name: str) -> dict[str, list[int]]:
                         if total > MAX_UNPACKED_BYTES:
                             break
             for part in archive.infolist() if total <= MAX_UNPACKED_BYTES else ():
-                count = _xlsx_cells if part.filename.startswith("xl/worksheets/sheet") else _ods_cells
-                if count is _xlsx_cells or part.filename == "content.xml":
+                count = _ods_cells if part.filename == "content.xml" else _xlsx_cells
+                if part.filename.endswith(".xml"):
                     with archive.open(part) as opened:
                         rows, columns, stored[part.filename] = count(opened)
                     if rows * columns > MAX_CELLS:

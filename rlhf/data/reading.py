@@ -134,10 +134,11 @@ class _Counted:
         self.file, self.name, self.number, self.since = file, name, 0, 0
 
     def read(self, size: int = -1) -> bytes:
-        self.since += size
+        chunk = self.file.read(size)
+        self.since += len(chunk)
         if self.since > MAX_RECORD_BYTES + (1 << 20):
             raise UserError(f"{self.name}: row {self.number + 1} is above {MAX_RECORD_BYTES >> 20} MB: make it shorter")
-        return self.file.read(size)
+        return chunk
 
 
 def _read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:

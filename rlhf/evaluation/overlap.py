@@ -24,7 +24,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.evaluation.statistics import Figures, ngrams, wilson
 from rlhf.runs.folders import run_folder
-from rlhf.runs.sources import data_source, need_source, in_split
+from rlhf.runs.sources import data_source, in_split, need_source
 
 WORD = re.compile(r"\w+")
 LEAST, MOST, NEAR = 8, 13, 0.7

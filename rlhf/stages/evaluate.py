@@ -57,7 +57,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.results import log_results
-from rlhf.runs.sources import hash_sources, need_source, in_split
+from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say

@@ -10,14 +10,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.data.formats import dialogues, oasst, preferences, scored
-from rlhf.data.formats.argilla import from_argilla, is_argilla
-from rlhf.data.formats.label_studio import from_label_studio, is_label_studio
+from rlhf.data import tasks
+from rlhf.data.formats import argilla, dialogues, label_studio, oasst, preferences, scored
 from rlhf.data.formats.shapes import BadRow, Format, Values, is_empty, require_text
 from rlhf.data.formats.table import WANTS
 from rlhf.data.formats.verdicts import counted, normal, read_phrase
 from rlhf.data.records import KINDS, shown
-from rlhf.data.tasks import from_tasks_csv, is_tasks_csv
 from rlhf.errors import UserError
 from rlhf.system.plugins import load_named
 
@@ -37,90 +35,50 @@ def _unnamed(row: Values) -> list[dict[str, Any]]:
     raise BadRow("columns", "got none, want the columns named: set columns.prompt=… and what else the file holds")
 
 
-FORMATS: dict[str, Format] = {
-    one.name: one
-    for one in (
-        Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", _is_native, lambda row: [dict(row)]),
-        Format(
-            "alpaca", "keys instruction, input and output or response", dialogues.is_alpaca, dialogues.from_alpaca
-        ),
-        Format("argilla", "keys fields and responses, or questions with user_id, value and status", is_argilla, from_argilla),
-        Format(
-            "choices", "keys prompt, and chosen and rejected, each a list of strings", preferences.is_choices,
-            preferences.from_choices,
-        ),
-        Format(
-            "decoded", "keys instruction, text (a person's answer) and decoded (a model's)", dialogues.is_decoded,
-            dialogues.from_decoded,
-        ),
-        Format(
-            "hh", "keys chosen and rejected with dialogues of Human: and Assistant:, or text with two of them and score",
-            preferences.is_hh, preferences.from_hh,
-        ),
-        Format(
-            "kto", "prompt and completion, or messages or conversations, and key label (true or false)",
-            preferences.is_kto, preferences.from_kto,
-        ),
-        Format(
-            "label_studio", "keys data and annotations (an export), or data (a task)", is_label_studio,
-            from_label_studio, joins=True,
-        ),
-        Format("messages", "key messages with turns of role and content", dialogues.is_messages, dialogues.from_messages),
-        Format("mt_bench", "key turns with a list of texts", dialogues.is_mt_bench, dialogues.from_mt_bench),
-        Format("nectar", "keys prompt and answers, a list of answer, model and rank", scored.is_nectar, scored.from_nectar),
-        Format(
-            "oasst", "key prompt with the first message of a tree: text, role and replies", oasst.is_oasst,
-            oasst.from_oasst,
-        ),
-        Format(
-            "oasst_messages",
-            "keys message_id, parent_id, text, role, rank: one message of a tree per row; rows are counted as trees",
-            oasst.is_oasst_message, oasst.from_oasst, gather=oasst.gather_messages,
-        ),
-        Format(
-            "openai_comparisons", "keys info, and summaries and choice or a summary with axes",
-            scored.is_openai_comparisons, scored.from_openai_comparisons,
-        ),
-        Format(
-            "pairs",
-            "a prompt (prompt, question or instruction) and chosen_response and rejected_response, response_j and "
-            "response_k, or chosen and rejected",
-            preferences.is_pairs, preferences.from_pairs,
-        ),
-        Format(
-            "qa_feedback", "keys question, passages, prediction 1 … 4, preference", scored.is_qa_feedback,
-            scored.from_qa_feedback,
-        ),
-        Format(
-            "question_answer", "keys question and answer", dialogues.is_question_answer, dialogues.from_question_answer
-        ),
-        Format(
-            "self_instruct", "keys instruction and instances of input and output", dialogues.is_self_instruct,
-            dialogues.from_self_instruct,
-        ),
-        Format(
-            "sharegpt", "key conversations with turns of from and value, and perhaps chosen and rejected",
-            dialogues.is_sharegpt, dialogues.from_sharegpt,
-        ),
-        Format("table", WANTS, lambda row: None, _unnamed),
-        Format(
-            "tasks_csv", "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …",
-            is_tasks_csv, from_tasks_csv, joins=True,
-        ),
-        Format(
-            "trl", "keys chosen and rejected, or prompt and completion (strings or messages); or prompt",
-            preferences.is_trl, preferences.from_trl,
-        ),
-        Format(
-            "ultrafeedback", "keys instruction and completions with response and scores", scored.is_ultrafeedback,
-            scored.from_ultrafeedback,
-        ),
-        Format(
-            "webgpt", "keys question with full_text, answer_0, answer_1, score_0 and score_1", scored.is_webgpt,
-            scored.from_webgpt,
-        ),
-    )
-}  # fmt: skip
+def _made(module: Any, name: str, wants: str, **more: Any) -> Format:
+    """A format whose functions are `is_<name>` and `from_<name>`."""
+    return Format(name, wants, getattr(module, f"is_{name}"), getattr(module, f"from_{name}"), **more)
+
+
+_TABLE = (
+    Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", _is_native, lambda row: [dict(row)]),
+    Format("table", WANTS, lambda row: None, _unnamed),
+    _made(dialogues, "alpaca", "keys instruction, input and output or response"),
+    _made(dialogues, "sharegpt", "key conversations with turns of from and value, and perhaps chosen and rejected"),
+    _made(dialogues, "messages", "key messages with turns of role and content"),
+    _made(dialogues, "self_instruct", "keys instruction and instances of input and output"),
+    _made(dialogues, "question_answer", "keys question and answer"),
+    _made(dialogues, "decoded", "keys instruction, text (a person's answer) and decoded (a model's)"),
+    _made(dialogues, "mt_bench", "key turns with a list of texts"),
+    _made(
+        preferences, "hh", "keys chosen and rejected with dialogues of Human: and Assistant:, or text with two of them and score"
+    ),
+    _made(preferences, "trl", "keys chosen and rejected, or prompt and completion (strings or messages); or prompt"),
+    _made(
+        preferences, "pairs",
+        "a prompt (prompt, question or instruction) and chosen_response and rejected_response, response_j and response_k, or "
+        "chosen and rejected",
+    ),
+    _made(preferences, "choices", "keys prompt, and chosen and rejected, each a list of strings"),
+    _made(preferences, "kto", "prompt and completion, or messages or conversations, and key label (true or false)"),
+    _made(scored, "ultrafeedback", "keys instruction and completions with response and scores"),
+    _made(scored, "nectar", "keys prompt and answers, a list of answer, model and rank"),
+    _made(scored, "webgpt", "keys question with full_text, answer_0, answer_1, score_0 and score_1"),
+    _made(scored, "openai_comparisons", "keys info, and summaries and choice or a summary with axes"),
+    _made(scored, "qa_feedback", "keys question, passages, prediction 1 … 4, preference"),
+    _made(oasst, "oasst", "key prompt with the first message of a tree: text, role and replies"),
+    _made(
+        oasst, "oasst_messages",
+        "keys message_id, parent_id, text, role, rank: one message of a tree per row; rows are counted as trees",
+        gather=oasst.gather_messages,
+    ),
+    _made(argilla, "argilla", "keys fields and responses, or questions with user_id, value and status"),
+    _made(label_studio, "label_studio", "keys data and annotations (an export), or data (a task)", joins=True),
+    _made(
+        tasks, "tasks_csv", "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …", joins=True
+    ),
+)  # fmt: skip
+FORMATS = {one.name: one for one in _TABLE}
 
 
 def _reason(format: Format, row: Values) -> str | None:

@@ -309,7 +309,8 @@ def _record(task: Task, judgement: Judgement) -> dict[str, Any]:
 
 def _annotated(annotation: Values, record: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """The record with who judged, when and for how long; what else is known of task and annotation is metadata."""
-    seconds, created, name = (annotation.get(key) for key in ("lead_time", "created_at", "unique_id"))
+    seconds: Any = annotation.get("lead_time")
+    created, name = annotation.get("created_at"), annotation.get("unique_id")
     used = ["result", "completed_by"]
     record["labeler"] = _labeler_of(annotation)
     if is_number(seconds) and 0 <= seconds < 1e300:

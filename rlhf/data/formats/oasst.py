@@ -109,9 +109,12 @@ def from_oasst(row: Values) -> Iterator[dict[str, Any] | BadRow]:
 # --- flat messages -----------------------------------------------------------------------------------------------------
 
 
-def is_oasst_message(row: Values) -> str | None:
+def is_oasst_messages(row: Values) -> str | None:
     fits = all(key in row for key in ("message_id", "text", "role")) and "replies" not in row
     return "keys message_id, text and role: one message of a tree" if fits else None
+
+
+from_oasst_messages = from_oasst  # of the trees that `gather_messages` makes
 
 
 class _Message(NamedTuple):

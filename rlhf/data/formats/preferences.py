@@ -167,7 +167,7 @@ def from_trl(row: Values) -> Made:
     """One ranking with K = 2, response "a" the chosen one; or one demonstration of a completion; or one prompt."""
     prompt: Any = row.get("prompt")
     if "chosen" in row or "rejected" in row:
-        both = [row.get(key) for key in _JUDGED]
+        both: list[Any] = [row.get(key) for key in _JUDGED]
         if all(isinstance(text, str) for text in both):
             if prompt is None:
                 prompt, both = _split_strings(*both)

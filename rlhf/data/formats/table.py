@@ -316,7 +316,7 @@ class Mapped:
                 continue
             if (number := as_number(value)) is None:
                 raise BadRow(path, f"got {shown(value)}, want a number")
-            scores[response["id"]] = int(number) if number.is_integer() and abs(number) < 2**53 else number
+            scores[response["id"]] = _plain(number)
         if not scores:
             wanted = f"got nothing, want a number for each response{_whole_row(row)}: {_NOBODY}"
             raise BadRow(self.of("scores")[0], wanted)
@@ -333,9 +333,13 @@ class Mapped:
             thumbs = "good or bad (yes, no, true, false, 1, 0, …)"
             wanted = thumbs if self.thumbs else "a number from 1 to 7, or good or bad"
             raise BadRow(path, f"got {shown(value)}, want {wanted}")
-        rating = RATINGS[thumb] if thumb is not None else number if number % 1 else int(number)  # type: ignore[operator]
+        rating = RATINGS[thumb] if thumb is not None else _plain(number or 0)
         extra = {} if self.thumbs or thumb is None else {"rating": value}
         return {"responses": [_response("a", lookup(row, answer), answer)], "ratings": {"a": rating}, "metadata": extra}
+
+
+def _plain(number: float) -> float:
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def _time(seconds: float) -> str | None:

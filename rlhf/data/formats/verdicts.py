@@ -36,25 +36,47 @@ _TIES = re.compile(
     "tie|tied|a tie|draw|equal|equally (?:good|bad)|both|neither|same|the same|about (?:equal|the same)|no preference|"
     "no difference|(?:tie )?both ?(?:are )?(?:good|bad)"
 )
-_GOOD = (
-    "true",
-    "yes",
-    "y",
-    "good",
-    "up",
-    "like",
-    "positive",
-    "accept",
-    "accepted",
-    "acceptable",
-    "desirable",
-    "correct",
-)
-_GOOD += ("helpful", "pass", "thumbs up", "👍", "1")
-_BAD = ("false", "no", "n", "bad", "down", "dislike", "negative", "reject", "rejected", "unacceptable", "undesirable")
-_BAD += ("incorrect", "unhelpful", "fail", "thumbs down", "👎", "0", "-1")
-
-
+_GOOD = frozenset(
+    [
+        "true",
+        "yes",
+        "y",
+        "good",
+        "up",
+        "like",
+        "positive",
+        "accept",
+        "accepted",
+        "acceptable",
+        "desirable",
+        "correct",
+        "helpful",
+        "pass",
+        "👍",
+        "1",
+    ]
+) | {"thumbs up"}
+_BAD = frozenset(
+    [
+        "false",
+        "no",
+        "n",
+        "bad",
+        "down",
+        "dislike",
+        "negative",
+        "reject",
+        "rejected",
+        "unacceptable",
+        "undesirable",
+        "incorrect",
+        "unhelpful",
+        "fail",
+        "👎",
+        "0",
+        "-1",
+    ]
+) | {"thumbs down"}
 _SAY = "say what each means with words.first=… words.second=… words.tie=…"
 
 

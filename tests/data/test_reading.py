@@ -1,0 +1,225 @@
+"""Files as rows: a bad line is a reject and the next one is read; a damaged array, workbook or Parquet file is refused
+with its place.
+"""
+
+import datetime
+import gzip
+import json
+
+import pyarrow as pa
+import pytest
+import zstandard
+from pyarrow import ipc, parquet
+
+from rlhf.data import cells, inputs, reading
+from rlhf.data.inputs import Reading, Reject, Row, Source
+from rlhf.data.reading import read_rows
+from rlhf.errors import UserError
+from tests.data import sheets
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The rows of a file with these bytes, and its note: `read(content, name)`."""
+
+    def run(content, name, **more):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return list(read_rows(Source(name, path), Reading(**more)))
+
+    return run
+
+
+def values(rows):
+    assert all(isinstance(row, Row) for row in rows), rows
+    return [row.value for row in rows]
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "not JSON"),
+        (b"[1, 2]", "got [1, 2], want an object"),
+        (b'{"a": 1} {"b": 2}', "not JSON (Extra data"),
+        (b'{"a": "\xff"}', "byte 0xff is not UTF-8"),
+        (b'{"a": NaN}', "got NaN, which JSON has not"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' appears twice in one object"),
+        (b'{"a": "\\ud800"}', "lone surrogate"),
+        (b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}", "nested too deeply"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    ],
+)
+def test_a_bad_line_is_a_reject_and_the_next_is_read(read, line, said):
+    first, bad, last = read(b'\xef\xbb\xbf{"n": 1}\r\n\n' + line + b'\n{"n": 2}', "a.jsonl")
+    assert (first.value, last.value, last.line) == ({"n": 1}, {"n": 2}, 4)
+    assert isinstance(bad, Reject) and said in bad.message and (bad.line, bad.raw) == (3, line)
+
+
+def test_a_line_that_is_too_long_is_skipped(read, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_RECORD_BYTES", 50)
+    bad, good = read(b'{"a": "' + b"x" * 60 + b'"}\n{"n": 2}\n', "a.jsonl")
+    assert bad.message == "got a line of 70 bytes, want one of at most 0 MB" and good.value == {"n": 2}
+    assert good.line == 2
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_gives_its_objects_and_rejects_what_is_none(read, indent):
+    items = [{"a": 1, "b": [0.5, None, {"c": "é"}]}, 3, "x", {"a": -2}]
+    rows = read("\ufeff" + json.dumps(items, indent=indent), "a.json")
+    assert [row.number for row in rows] == [1, 2, 3, 4] and values([rows[0], rows[3]]) == [items[0], items[3]]
+    assert [row.message for row in rows[1:3]] == ["got 3, want an object {…}", "got 'x', want an object {…}"]
+    assert read("[]", "a.json") == [] and read("", "a.json") == []
+
+
+def test_a_json_file_can_hold_lines_or_objects_one_after_another(read):
+    assert values(read('{"a": 1}\n{"a": 2}\n', "a.json")) == [{"a": 1}, {"a": 2}]
+    assert values(read('{"a":\n 1}\n{"a":\n 2}', "a.json")) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("end", ["", ', {"a": ', ', {"a": NaN}]', ' {"a": 2}]', ', {"a": 1e999}]', "] x"])
+def test_a_damaged_array_is_refused_with_its_place(read, end):
+    with pytest.raises(UserError, match=r"^a\.json: damaged JSON in row 3 \("):
+        read('[{"a": 1}, {"a": 2}' + end, "a.json")
+
+
+def test_an_item_that_is_too_deep_is_a_reject_and_one_that_is_too_long_is_refused(read, monkeypatch):
+    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    bad, good = read(f'[{deep}, {{"a": 1}}]', "a.json")
+    assert "nested too deeply" in bad.message and good.value == {"a": 1}
+    monkeypatch.setattr(reading, "MAX_RECORD_BYTES", 1 << 16)
+    with pytest.raises(UserError, match=r"a\.json: row 2 is above 0 MB"):
+        read('[{"a": 1}, {"a": "' + "x" * (3 << 20) + '"}]', "a.json")
+
+
+# --- CSV -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "note"),
+    [
+        ('q,a\n"1, or 2",\n', "a.csv", "columns divided by a comma"),
+        ('q;a\n"1, or 2";\n', "a.csv", "columns divided by a semicolon"),
+        ('sep=;\nq;a\n"1, or 2";\n', "a.csv", "columns divided by a semicolon"),
+        ("q\ta\n1, or 2\t\n", "a.tsv", "columns divided by a tab"),
+    ],
+)
+def test_delimiters(tmp_path, content, name, note):
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    how = Reading()
+    assert values(list(read_rows(Source(name, tmp_path / name), how))) == [{"q": "1, or 2", "a": None}]
+    assert how.note == note
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (b'"never closed,x', "a quote opens a cell and never closes"),
+        (b"x", "got 1 cells, want 2 as in the header"),
+        (b'"a"b,c', "not CSV"),
+        (b"caf\xe9,x", "byte 0xe9 is not utf-8 text: set encoding=cp1252"),
+    ],
+)
+def test_a_bad_record_is_a_reject_and_the_next_is_read(read, bad, said):
+    rows = read(b'q,a\n"two\nlines",x\n' + bad + b"\n3,y\n\n4,z\n", "a.csv")
+    reject = next(row for row in rows if isinstance(row, Reject))
+    assert said in reject.message and (reject.line, reject.number, reject.raw.rstrip()) == (4, 2, bad)
+    assert values([row for row in rows if row is not reject]) == [
+        {"q": "two\nlines", "a": "x"}, {"q": "3", "a": "y"}, {"q": "4", "a": "z"},
+    ]  # fmt: skip
+    assert [row.line for row in rows] == [2, 4, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "said"),
+    [
+        ("q,,a\n1,2,3\n", {}, "a.csv:1: column 2 without a name in the header"),
+        ("q,q\n1,2\n", {}, 'a.csv:1: the header names "q" twice'),
+        ("q,a\n1,2\n".encode("utf-16"), {}, "byte 0xff is not utf-8 text"),
+        ("q\n", {"encoding": "nope"}, "encoding=nope: no such text encoding"),
+        ("q\n", {"encoding": "base64"}, "encoding=base64: no such text encoding"),
+    ],
+)
+def test_a_header_that_is_wrong_is_refused(read, content, more, said):
+    with pytest.raises(UserError) as caught:
+        read(content, "a.csv", **more)
+    assert said in str(caught.value)
+
+
+def test_encodings_and_packed_files(read):
+    assert values(read("q\né\n".encode("cp1252"), "a.csv", encoding="cp1252")) == [{"q": "é"}]
+    assert values(read("q\né\n".encode("utf-16"), "a.csv", encoding="utf-16")) == [{"q": "é"}]
+    for pack, name in ((gzip.compress, "a.csv.gz"), (zstandard.compress, "a.csv.zst")):
+        packed = pack(b"q\n" + b"word\n" * 100_000)
+        assert len(read(packed, name)) == 100_000
+        with pytest.raises(UserError, match=r"damaged \.(gz|zst) file"):
+            read(packed[:-9], name)
+
+
+# --- typed cells -----------------------------------------------------------------------------------------------------
+
+DAY = datetime.datetime(2026, 5, 1, 10)
+TYPED = pa.table({"n": [1, None], "x": [float("nan"), 0.5], "t": [DAY, None], "l": [[{"a": "é"}], []]})
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_tables_of_columns_become_rows_and_damage_is_refused(tmp_path, read, suffix):
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(TYPED, path)
+    else:
+        with ipc.new_file(path, TYPED.schema) as file:
+            file.write_table(TYPED)
+    first, second = values(read(None, path.name))
+    assert first == {"n": 1, "x": None, "t": "2026-05-01T10:00:00", "l": [{"a": "é"}]} and second["x"] == 0.5
+    with pytest.raises(UserError, match=rf"a\.{suffix}: damaged \.{suffix} file after row 0"):
+        read(path.read_bytes()[:-20], path.name)
+
+
+def test_a_value_that_json_has_not_is_a_reject(tmp_path, read):
+    parquet.write_table(pa.table({"x": [0.5, float("inf"), 1.5]}), tmp_path / "a.parquet")
+    good, bad, last = read(None, "a.parquet")
+    assert "infinite number" in bad.message and (good.value, last.number) == ({"x": 0.5}, 3)
+
+
+def write_sheet(path, *lines):
+    made = [
+        sheets.row(n, *(sheets.text(f"{column}{n}", value) for column, value in zip("ABC", line, strict=False)))
+        for n, line in enumerate(lines, 1)
+    ]
+    sheets.write_xlsx(path, {"First": "".join(made), "Other": sheets.row(1, sheets.text("A1", "only"))})
+
+
+def test_a_spreadsheet_gives_the_rows_under_its_header(tmp_path, read):
+    write_sheet(tmp_path / "a.xlsx", ("q", "a"), ("1", "x"), ("2",))
+    rows = read(None, "a.xlsx")
+    assert values(rows) == [{"q": "1", "a": "x"}, {"q": "2", "a": None}] and [row.line for row in rows] == [2, 3]
+    assert read(None, "a.xlsx", sheet="Other") == []
+    with pytest.raises(UserError, match=r"sheet=Nope: a\.xlsx has no such sheet: it has First, Other"):
+        read(None, "a.xlsx", sheet="Nope")
+
+
+def test_a_spreadsheet_that_is_damaged_or_too_large_is_refused(tmp_path, read, monkeypatch):
+    write_sheet(tmp_path / "a.xlsx", ("q", "a"), ("1", "x"))
+    content = (tmp_path / "a.xlsx").read_bytes()
+    with pytest.raises(UserError, match=r"b\.xlsx: damaged \.xlsx file"):
+        read(content[:-40], "b.xlsx")
+    with pytest.raises(UserError, match=r"c\.xlsx: protected by a password"):
+        read(b"\xd0\xcf\x11\xe0" + content, "c.xlsx")
+    monkeypatch.setattr(cells, "MAX_UNPACKED_BYTES", 100)
+    with pytest.raises(UserError, match=r"a\.xlsx: unpacks to more than 0 MB"):
+        read(None, "a.xlsx")
+    monkeypatch.undo()
+    far = sheets.row(1, sheets.text("A1", "q")) + sheets.row(1_048_576, sheets.text("XFD1048576", "x"))
+    sheets.write_xlsx(tmp_path / "far.xlsx", {"S": far})
+    with pytest.raises(UserError, match=r"cells span 1048576 rows x 16384 columns, above 20000000 cells"):
+        read(None, "far.xlsx")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(No such file"):
+        list(read_rows(Source("a.jsonl", tmp_path / "a.jsonl")))
+    assert inputs.size_of(Source("a.jsonl", tmp_path / "a.jsonl")) == 0
