@@ -4,8 +4,6 @@ L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equa
 """
 
 import math
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +47,6 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Write runs/<run>/pretrain: the packed corpus, the model, its held-out loss."""
-    pretrain(config, make_model)
-
-
-def pretrain(
-    config: Config, make: Callable[[Config, "PreTrainedTokenizerFast"], Any], packed: Path | None = None
-) -> None:
-    """Run the stage with the model of `make`, unless one is adopted; packed: this text, already packed by another run."""
     with open_stage(config, "pretrain", hash_sources(config, "pretrain")) as stage:
         device = set_up(config)
         tokenizer = load_tokenizer(stage_folder(config, "tokenizer") / "model")
@@ -65,12 +56,12 @@ def pretrain(
         if "corpus" not in kinds_read(config, "pretrain"):
             keep_adopted(stage, adopted)  # type: ignore[arg-type]
             return
-        model = make(config, tokenizer) if adopted is None else adopted.model
+        model = make_model(config, tokenizer) if adopted is None else adopted.model
         length = block_length(config, context_of(model, tokenizer))
         check_continuation(config, model, length)
 
         # 2. Pack the documents into full blocks
-        corpus = load_or_pack(stage, tokenizer, length, packed)
+        corpus = load_or_pack(stage, tokenizer, length)
         blocks = corpus.blocks("train", length)
         steps = training_steps(config)
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
@@ -157,10 +148,8 @@ def training_steps(config: Config) -> int:
     return max(1, pretraining_tokens(config) // config.pretrain.global_batch_tokens)
 
 
-def load_or_pack(
-    stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int, packed: Path | None = None
-) -> PackedCorpus:
-    """The packed corpus of this stage; packs it unless an earlier attempt finished packing, or links the files of `packed`.
+def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int) -> PackedCorpus:
+    """The packed corpus of this stage; packs it unless an earlier attempt finished packing.
 
     length: tokens of a block, by which sources with weights are mixed.
     """
@@ -177,8 +166,6 @@ def load_or_pack(
         return not changed and corpus.tokenizer_hash == tokenizer_hash(tokenizer)
 
     def ensure() -> None:
-        if packed is not None and not folder.exists():
-            shutil.copytree(packed, folder, copy_function=os.link)
         if not is_packed():
             with progress(None, "pretrain: packing", unit="token") as bar:
                 pack(stage.config, tokenizer, length, folder, bar)
