@@ -19,7 +19,7 @@ class GPTConfig(PreTrainedConfig):
     head. `rotary_share` of each head's pairs of channels turn.
     `block`: where the norms are, see rlhf/model/blocks.py. `window`: the last of every `window_every` layers attend to so
     many tokens, themselves included; None: all layers to all. `experts`: the last of every `expert_every` layers have so
-    many MLPs, see rlhf/model/mlp.py, which also says what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the
+    many MLPs, see rlhf/model/blocks.py, which also says what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the
     configuration fields of the architecture that the weights came from, which these do not express; export writes them
     back.
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlhf.cpu.products import onednn_product, product
+from rlhf.model.blocks import MLP, SwitchMLP
 from rlhf.model.linear import Linear, ResidualLinear
-from rlhf.model.mlp import MLP, SwitchMLP
 
 # Least inputs and outputs, below which a call costs more than the layout saves, and most rows of a product: more use the plain layer.
 LEAST_WIDTH, MOST_ROWS = (256, 256) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (384, 32)

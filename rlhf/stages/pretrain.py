@@ -22,10 +22,10 @@ from rlhf.data.mixing import Part, mix_corpora
 from rlhf.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
+from rlhf.model.blocks import limited_experts
 from rlhf.model.fused_loss import IGNORED
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import context_of, lm
-from rlhf.model.mlp import limited_experts
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metrics import Sums
 from rlhf.runs.progress import progress

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
 from rlhf.config.precision import precision_of
-from rlhf.model.mlp import SwitchMLP
+from rlhf.model.blocks import SwitchMLP
 from rlhf.planning.formulas import TRAINING_PASSES, pass_flops
 from rlhf.runs.stage import peak_rss_mb
 

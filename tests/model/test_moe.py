@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model.blocks import SwitchMLP, compute_balance, limited_experts
 from rlhf.model.linear import Float32Linear
-from rlhf.model.mlp import SwitchMLP, compute_balance, limited_experts
 from rlhf.training.usage import forward_flops
 
 SIZES = {"vocab_size": 61, "context_length": 48, "n_layer": 2, "n_head": 4, "width": 32, "experts": 4}
