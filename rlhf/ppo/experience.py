@@ -94,9 +94,6 @@ class Prompts(NamedTuple):
     blocks: "PretrainingBlocks | None" = None  # of PPO-ptx
 
 
-# ---------------------------------------------------------------------------------------- sampling and scoring
-
-
 @torch.no_grad()
 def sample_responses(
     config: Config, engine: Engine, policy: Any, tokenizer: Any, prompts: list[Prompt], keys: list[tuple]
@@ -148,19 +145,9 @@ def score_responses(
             token_scores[:, : parts.shape[1]] = parts
         else:
             scores = reward(episodes)
-    return Rollout(
-        tokens=tokens,
-        prompt_lengths=prompt_lengths,
-        lengths=lengths,
-        response_mask=samples.mask.clone(),
-        ended=samples.ended.clone(),
-        logp_sampled=samples.logprobs.clone(),
-        logp_old=logp_old,
-        logp_ref=logp_ref,
-        values=values,
-        scores=scores,
-        token_scores=token_scores,
-    )
+    mask, ended, sampled = samples.mask.clone(), samples.ended.clone(), samples.logprobs.clone()
+    logprobs = (sampled, logp_old, logp_ref)
+    return Rollout(tokens, prompt_lengths, lengths, mask, ended, *logprobs, values, scores, token_scores)
 
 
 def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
@@ -181,9 +168,8 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
-    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. The
-    entropy has a gradient only on request. hidden: the hidden states (N, D) before the tokens in mask (B, A), if already
-    computed.
+    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden: the hidden
+    states (N, D) before the tokens in mask (B, A), if already computed.
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
     chosen = tokens.flatten()[before + 1]
@@ -203,9 +189,6 @@ def response_logprobs(
 def unpacked(values: Tensor, mask: Tensor) -> Tensor:
     """(B, A) float32 from one value per token in mask (B, A), as (N,); 0 outside the mask."""
     return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
-
-
-# ----------------------------------------------------------------------------------------------- advantages
 
 
 def load_estimator(name: str) -> Estimator:
@@ -231,13 +214,9 @@ def load_estimator(name: str) -> Estimator:
                 raise UserError(f"{what} {name}: returned {got}: {wanted}")
             if not torch.isfinite(x[mask]).all():
                 raise UserError(f"{what} {name}: returned values that are not finite: correct the function")
-        advantages, returns = (torch.where(mask, x.float(), 0.0) for x in returned)
-        return advantages, returns
+        return torch.where(mask, returned[0].float(), 0.0), torch.where(mask, returned[1].float(), 0.0)
 
     return estimate
-
-
-# -------------------------------------------------------------------------------------------------- prompts
 
 
 def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:

@@ -75,21 +75,20 @@ def add_rollout_metrics(
 def add_times(
     config: Config,
     sums: Sums,
-    tokens: int,
-    rollout: Rollout,
-    seconds: Mapping[str, float],
+    experience: Experience,
+    phases: Phases,
     engine: Engine,
     frozen: Iterable[Any],
     with_policy: bool,
 ) -> None:
     """Seconds, throughput, the share of the device's peak, and peak memory of one update. frozen: reference and rewards."""
-    for phase, spent in seconds.items():
+    model, ranks, rollout, total = engine.module, engine.ranks, experience.rollout, sum(phases.seconds.values())
+    for phase, spent in phases.seconds.items():
         sums.add(f"time/{phase}_s", spent)
-    sums.add("rollout/tokens_per_s", tokens / seconds["rollout"])
-    total = sum(seconds.values())
+    tokens = ranks.sum(rollout.response_mask.sum())
+    sums.add("rollout/tokens_per_s", tokens / phases.seconds["rollout"])
     sums.add("time/tokens_per_s", tokens / total)
     sums.add("time/samples_per_s", config.ppo.episodes_per_update / total)
-    model, ranks = engine.module, engine.ranks
     whole, rows = ranks.sum(rollout.lengths.sum()), ranks.sum(len(rollout.lengths))
     passes = sums.state().get("optim/steps", [0.0])[0] / config.ppo.minibatches
     models = [m for source in frozen if isinstance(m := getattr(source, "model", None), nn.Module)]
@@ -98,9 +97,6 @@ def add_times(
     )
     for name, value in usage_metrics(config, engine.device, flops, total, ranks.count).items():
         sums.add(name, value)
-
-
-# ------------------------------------------------------------------------------------------- metrics as functions
 
 
 def load_measures(config: Config, truth: "Truth | None") -> list[Measure]:
@@ -152,18 +148,20 @@ def mean_truth(truth: "Truth", experience: Experience) -> dict[str, float]:
     return {f"gold/{name}": sum(part[name] for part in parts) / len(parts) for name in (parts[0] if parts else ())}
 
 
-# ------------------------------------------------------------------------------------------------ held-out prompts
-
-
 def held_out_sums(rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]) -> Sums:
     """The eval/dev/… metrics of responses to the held-out prompts, as sums."""
     sums, mask, count = Sums(), rollout.response_mask, len(scores)
     kl = torch.where(mask, rollout.logp_old - rollout.logp_ref, 0.0)
-    sums.add("eval/dev/scores", scores.sum().item(), count)
-    sums.add("eval/dev/kl", kl.sum().item(), count)
-    sums.add("eval/dev/entropy", -rollout.logp_old[mask].sum().item(), count)
-    sums.add("eval/dev/eos_fraction", rollout.ended.sum().item(), count)
-    sums.add("eval/dev/response_len", mask.sum().item(), count)
+    entropy, ended = -rollout.logp_old[mask].sum(), rollout.ended.sum()
+    totals = {
+        "scores": scores.sum(),
+        "kl": kl.sum(),
+        "entropy": entropy,
+        "eos_fraction": ended,
+        "response_len": mask.sum(),
+    }
+    for name, total in totals.items():
+        sums.add(f"eval/dev/{name}", total.item(), count)
     for parts in gold:
         for part, value in parts.items():
             sums.add(f"eval/dev/gold/{part}", value, 1)
