@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
+from rlhf.data.chat_template import response_text
 from rlhf.data.corpus import PackedCorpus, make_collator
 from rlhf.data.prompts import fitting_prompts
 from rlhf.data.records import PromptRecord
@@ -31,7 +32,7 @@ from rlhf.ppo.rewards import Reward, score_by_token
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import in_split, read_comparisons, read_prompts
 from rlhf.system.plugins import load_named
-from rlhf.training.engine import Engine
+from rlhf.training.engine import Engine, check_finite
 
 Prompt = tuple[PromptRecord, list[int]]  # as a record and as tokens
 Estimator = Callable[..., tuple[Tensor, Tensor]]
@@ -97,11 +98,12 @@ class Prompts(NamedTuple):
 @torch.no_grad()
 def sample_responses(
     config: Config, engine: Engine, policy: Any, tokenizer: Any, prompts: list[Prompt], keys: list[tuple]
-) -> Samples:
-    """One response to each prompt at temperature 1, determined by (seed, key), however the batch is split."""
+) -> tuple[Samples, list[str]]:
+    """One response to each prompt at temperature 1, determined by (seed, key), however the batch is split; also as text."""
     engine.eval()
     with engine.autocast(), engine.whole(policy) as whole:
-        return sample_as_configured(config, whole, tokenizer, [ids for _, ids in prompts], keys=keys)
+        samples = sample_as_configured(config, whole, tokenizer, [ids for _, ids in prompts], keys=keys)
+    return samples, [response_text(tokenizer, ids) for ids in samples.responses]
 
 
 @torch.no_grad()
@@ -119,6 +121,8 @@ def score_responses(
 
     engine: of the ActorCritic; it gives log-probs if the sampler's differ from a training forward's. reference: the SFT model's
     log-probs (B, A) of (tokens, prompt_lengths, mask). texts: the responses without their end tokens.
+
+    Raises: NonFinite.
     """
     device, settings = samples.mask.device, config.ppo
     recompute = engine.bfloat16 or not lm(engine.module.policy).native
@@ -147,7 +151,9 @@ def score_responses(
             scores = reward(episodes)
     mask, ended, sampled = samples.mask.clone(), samples.ended.clone(), samples.logprobs.clone()
     logprobs = (sampled, logp_old, logp_ref)
-    return Rollout(tokens, prompt_lengths, lengths, mask, ended, *logprobs, values, scores, token_scores)
+    rollout = Rollout(tokens, prompt_lengths, lengths, mask, ended, *logprobs, values, scores, token_scores)
+    check_finite({"scores": scores, "logp_old": logp_old, "logp_ref": logp_ref, "values": values}, rollout._asdict())
+    return rollout
 
 
 def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:

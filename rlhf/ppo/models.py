@@ -138,17 +138,16 @@ def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.devi
         else:
             source.model = shard_frozen(config, source.model, device)
     by_share = settings.score_by_token and not end_ids(tokenizer)
-    if config.lora.rank:
-        reference: nn.Module = Reference(share_weights(policy).requires_grad_(False))
-        add_adapters(policy, config, folder, device)
-        if critic is not None and not settings.shared_critic:
-            from_reward = reward_model is not None and settings.critic == "reward"
-            base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
-            add_adapters(critic, config, base, device)
-        engine = make_actor_critic_engine(config, ActorCritic(policy, critic, by_share), device)
-        reference.to(device)
+    frozen = share_weights(policy).requires_grad_(False) if config.lora.rank else None
+    add_adapters(policy, config, folder, device)
+    if config.lora.rank and isinstance(critic, RewardModel):
+        from_reward = reward_model is not None and settings.critic == "reward"
+        base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
+        add_adapters(critic, config, base, device)
+    engine = make_actor_critic_engine(config, ActorCritic(policy, critic, by_share), device)
+    if frozen is not None:
+        reference: nn.Module = Reference(frozen).to(device)
     else:
-        engine = make_actor_critic_engine(config, ActorCritic(policy, critic, by_share), device)
         reference = shard_frozen(config, Reference(load_policy(folder).requires_grad_(False)), device)
     return Models(policy, critic, reference, reward, engine)
 

@@ -47,10 +47,9 @@ def optimize(
     """All minibatches of one update. `episodes`: the numbers of this rank's episodes among those of all ranks."""
     settings, first_of_policy = config.ppo, 1 + config.ppo.critic_warmup_updates
     with_policy = update >= first_of_policy
-    factors = {name: rate_factor(settings, update, 1) for name in state.engine.module.parts()}
-    factors.pop("policy")
-    if with_policy:
-        factors["policy"] = rate_factor(settings, update, first_of_policy)
+    firsts = {"critic": 1} if state.engine.module.critic is not None else {}
+    firsts |= {"policy": first_of_policy} if with_policy else {}
+    factors = {name: rate_factor(settings, update, first) for name, first in firsts.items()}
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
     state.engine.module.train(config.gradient_checkpointing)
     row_of = {episode: row for row, episode in enumerate(episodes)}

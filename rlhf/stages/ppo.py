@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf.config import Config
-from rlhf.data.chat_template import response_text
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.ops.gae import OF_GROUPS
@@ -52,12 +51,11 @@ from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_model, save_output
-from rlhf.training.engine import Engine, check_finite
+from rlhf.training.engine import Engine
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up
 
 Reference = Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs (B, A) of the SFT model
-TO_CHECK = ("scores", "logp_old", "logp_ref", "values")
 
 
 def run(config: Config) -> None:
@@ -142,15 +140,13 @@ def one_update(
 
     # 1. Sample a response to each prompt from the policy
     keys = [("ppo", update, episode) for episode in episodes]
-    samples = sample_responses(config, engine, policy, prompts.tokenizer, asked, keys)
-    texts = [response_text(prompts.tokenizer, ids) for ids in samples.responses]
+    samples, texts = sample_responses(config, engine, policy, prompts.tokenizer, asked, keys)
     phases.end("rollout")
 
     # 2. Score it; log-probs of policy and reference, values
     rollout = score_responses(config, engine, reference, reward, prompts.tokenizer, asked, samples, texts)
     mask = rollout.response_mask
     phases.end("score")
-    check_finite({name: getattr(rollout, name) for name in TO_CHECK}, rollout._asdict())
 
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score, or each token its part of it
     scores = adjust_scores(config, rollout.scores, rollout.ended)
@@ -183,9 +179,8 @@ def one_update(
     if trained:
         state.kl.update(kl, settings.episodes_per_update)
 
-    tokens = int(engine.ranks.sum(mask.sum()))
-    state.tokens += tokens
-    add_times(config, sums, tokens, rollout, phases.seconds, engine, (reference, *sources_of(reward)), trained)
+    state.tokens += int(engine.ranks.sum(mask.sum()))
+    add_times(config, sums, experience, phases, engine, (reference, *sources_of(reward)), trained)
     return engine.ranks.merge(sums).reduce()
 
 
@@ -240,10 +235,8 @@ def evaluate_held_out(
         records = [record for record, _ in asked]
         with engine.ema.applied() if engine.ema is not None else contextlib.nullcontext():
             keys = [("held out", record.id) for record in records]
-            samples = sample_responses(config, engine, policy, tokenizer, asked, keys)
-            texts = [response_text(tokenizer, ids) for ids in samples.responses]
+            samples, texts = sample_responses(config, engine, policy, tokenizer, asked, keys)
             rollout = score_responses(config, engine, reference, reward, tokenizer, asked, samples, texts)
-        check_finite({name: getattr(rollout, name) for name in TO_CHECK}, rollout._asdict())
         scores, gold = adjust_scores(config, rollout.scores, rollout.ended), true_scores(truth, records, texts, rollout)
         sums = held_out_sums(rollout, scores, gold)
         rows = sample_rows(tokenizer, records, rollout, scores, gold)

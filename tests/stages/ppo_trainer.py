@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf.data.chat_template import response_text
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.gold.truth import make_truth
 from rlhf.ppo import update as ppo_update
@@ -63,8 +62,7 @@ class Trainer:
 
     def collect(self, prompts: list, keys: list[tuple]) -> Rollout:
         """Steps 1 and 2: one response to each prompt, scored."""
-        samples = sample_responses(self.config, self.engine, self.policy, self.tokenizer, prompts, keys)
-        texts = [response_text(self.tokenizer, ids) for ids in samples.responses]
+        samples, texts = sample_responses(self.config, self.engine, self.policy, self.tokenizer, prompts, keys)
         models = self.engine, self.reference, self.reward
         return score_responses(self.config, *models, self.tokenizer, prompts, samples, texts)
 

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -144,34 +143,23 @@ def pay_for(token: int, sign: float) -> Callable[[Episodes], torch.Tensor]:
     return lambda episodes: torch.tensor([sign * ids.count(token) for ids in episodes.responses])
 
 
-@pytest.mark.parametrize(
-    ("sign", "lr", "least", "most"), [(1.0, 3e-3, 1.2, 99), (-1.0, 3e-3, 1.2, 99), (1.0, 1e-12, -0.8, 0.8)]
-)
-def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
-    """The share of a common word goes where the reward wants it; with a learning rate of nothing it stays."""
-    settings = [
-        "kl.target=null",
-        "kl.coef=0.0",
-        "ppo.missing_eos_rule=none",
-        f"ppo.lr={lr}",
-        "ppo.critic_lr=3e-3",
-        "ppo.episodes_per_update=32",
-        "ppo.episodes=32",
-        "ppo.minibatches=4",
-    ]
-    with open_trainer(copy_until("ppo"), *AT_ONCE, *settings) as trainer:
-        rollout = trainer.respond(200)
+def test_a_rigged_reward_rises(copy_until):
+    """The share of a common word rises, of which a reward pays each."""
+    settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_rule=none", "ppo.lr=3e-3", "ppo.critic_lr=3e-3"]
+    sizes = ["ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=4"]
+    with open_trainer(copy_until("ppo"), *AT_ONCE, *settings, *sizes) as trainer:
+        rollout = trainer.respond(100)
         answers = [
             t
             for i, row in enumerate(rollout.tokens.tolist())
             for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]
         ]
-        trainer.reward = pay_for(Counter(answers).most_common(1)[0][0], sign)
-        before = trainer.respond(200).scores.mean().item()  # an update's own 32 episodes are too few to tell by
-        for number in range(1, 13 if lr > 1e-6 else 3):
+        trainer.reward = pay_for(Counter(answers).most_common(1)[0][0], 1.0)
+        before = trainer.respond(100).scores.mean().item()  # an update's own 32 episodes are too few to tell by
+        for number in range(1, 9):
             trainer.update(number)
-        gain = trainer.respond(200).scores.mean().item() - before
-    assert least < gain < most
+        gain = trainer.respond(100).scores.mean().item() - before
+    assert gain > 0.8
 
 
 def test_a_response_without_end_token_scores_at_most_what_is_set(trainer):
@@ -258,17 +246,6 @@ def test_a_score_beside_the_last_token_is_refused(trainer, monkeypatch, slots):
     assert_refused(trainer, 3)
 
 
-def test_logprobs_of_the_wrong_token_are_refused(trainer, monkeypatch):
-    sample = ppo_experience.sample_as_configured
-
-    def shifted(*a: Any, **k: Any) -> Any:
-        found = sample(*a, **k)
-        return found._replace(logprobs=found.logprobs.roll(1, dims=1) * found.mask)
-
-    monkeypatch.setattr(ppo_experience, "sample_as_configured", shifted)
-    assert_refused(trainer, 2)
-
-
 @pytest.fixture
 def half(copy_until) -> Iterator[Trainer]:
     """In bfloat16; training forwards see batches of another shape than those of the rollout."""
@@ -299,12 +276,6 @@ def test_a_right_first_update_in_bfloat16_passes(half):
     assert not any(part.clipped for part in seen[0])
 
 
-def test_dropout_is_refused_in_bfloat16(half, gold_run):
-    half.policy = half.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.1)
-    half.config.gradient_checkpointing = True  # which needs training mode
-    assert_refused(half, 1)
-
-
 @pytest.mark.parametrize(
     "gap",
     [
@@ -328,13 +299,6 @@ def test_in_float32_no_token_may_be_off(trainer, gap, refused):
         assert_refused(trainer, 2)
     else:
         trainer.update()
-
-
-def test_what_is_refused_is_told(half):
-    off_by(half, lambda mask: torch.full(mask.shape, 0.1))
-    told = r"log-probs differ from the reference's by 1.00e-01 nats on average and 1.00e-01 on one token, want \d.* and \d.* or less"
-    with pytest.raises(UserError, match=told):
-        half.update()
 
 
 def test_after_the_critics_own_updates_it_is_the_policy_that_was_not_trained(copy_until, gold_run):
@@ -371,13 +335,8 @@ def test_rounding_in_bfloat16_may_be_larger_where_logits_are():
         UserError, match=r"invariant 1 .* 1.00e-03 nats on one token, want 1e-04 or less.*: the policy was not"
     ):
         check_first_minibatch(minibatch(1e-3), vocabulary, half=False)
-
-
-def test_a_clip_range_within_the_rounding_is_refused():
-    check_first_minibatch(minibatch(0.19, clipped=8.0), 1000, half=True)
-    with pytest.raises(
-        UserError, match=r"invariant 1 .* 9 of 800 tokens are clipped .* up to 1.90e-01: ppo.clip_range"
-    ):
-        check_first_minibatch(minibatch(0.19, clipped=9.0), 1000, half=True)
+    check_first_minibatch(minibatch(0.19, clipped=8.0), vocabulary, half=True)
+    with pytest.raises(UserError, match=r"9 of 800 tokens are clipped .* up to 1.90e-01: ppo.clip_range"):
+        check_first_minibatch(minibatch(0.19, clipped=9.0), vocabulary, half=True)
     with pytest.raises(UserError, match=r"invariant 1 .* 1 of 800 tokens are clipped"):
-        check_first_minibatch(minibatch(0.0, clipped=1.0), 1000, half=False)
+        check_first_minibatch(minibatch(0.0, clipped=1.0), vocabulary, half=False)

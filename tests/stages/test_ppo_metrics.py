@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.data.chat_template import decode_response
+from rlhf.data.chat_template import decode_response, response_text
 from rlhf.engines.sampler import Samples
 from rlhf.errors import UserError
 from rlhf.gold.judge import judge
@@ -99,6 +99,10 @@ def seen(trainer) -> Seen:
         trainer.prompts.blocks.draw,
     )
 
+    def sample_cut(config, engine, policy, tokenizer, *asked):
+        samples = cut(sample(config, engine, policy, tokenizer, *asked)[0])
+        return samples, [response_text(tokenizer, ids) for ids in samples.responses]
+
     def count_tokens(episodes):
         found.lengths.append(np.array([len(response) for response in episodes.responses]))
         return torch.tensor([float(len(response)) for response in episodes.responses])
@@ -118,7 +122,7 @@ def seen(trainer) -> Seen:
         return found.blocks[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "sample_responses", lambda *asked: cut(sample(*asked)))
+        patch.setattr(ppo, "sample_responses", sample_cut)
         patch.setattr(ppo, "score_responses", score_disturbed)
         patch.setattr(ppo_update, "train_minibatch", train_watched)
         patch.setattr(trainer.prompts.blocks, "draw", draw_watched)

@@ -211,29 +211,24 @@ def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
     assert averaged["eval/dev/kl"] == at_average["eval/dev/kl"] != alone["eval/dev/kl"]
 
 
-def test_a_penalty_in_the_loss_holds_the_policy_as_one_in_the_reward_does(open_trainer):
-    found = {}
-    for coef in (0.0, 2.0):
-        with open_trainer("kl.penalty=loss", f"kl.coef={coef}", "ppo.lr=2e-3", "ppo.epochs=2") as trainer:
-            found[coef] = [trainer.update(n)["objective/kl"] for n in range(1, 6)][-1]
-    assert found[2.0] < 0.7 * found[0.0]
-
-
 # --- PPO-ptx, average, adapters, memory ----------------------------------------------------------------------------
 
 
-def test_ptx_holds_the_pretraining_loss_and_logs_both_norms(open_trainer):
-    losses = {}
-    for coef in (1e-6, 3.0):
-        settings = [f"ppo.ptx_coef={coef}", "ppo.ptx_blocks_per_episode=1", "ppo.lr=2e-3", "kl.coef=0", "ppo.epochs=2"]
-        with open_trainer(*settings) as trainer:
-            rows = [trainer.update(n) for n in range(1, 5)]
-        losses[coef] = rows[-1]["loss/ptx_avg"]
-        assert rows[0]["optim/rl_grad_norm"] > 0 and rows[0]["optim/ptx_grad_norm"] > 0
-        assert (
-            rows[0]["optim/policy_grad_norm"] <= rows[0]["optim/rl_grad_norm"] + rows[0]["optim/ptx_grad_norm"] + 1e-5
-        )
-    assert losses[3.0] < losses[1e-6] - 0.05
+def test_the_penalty_in_the_loss_is_k3(open_trainer):
+    """Without advantages the gradient is kl.coef times that of the mean over tokens of exp(-d) - 1 + d."""
+    with open_trainer("kl.penalty=loss", "kl.coef=2.0", *RLOO) as trainer:
+        rollout, policy = trainer.rollout(), trainer.policy
+        rollout = rollout._replace(logp_ref=rollout.logp_ref - 0.3 * rollout.response_mask)
+        nothing, chosen = torch.zeros_like(rollout.logp_old), list(range(16))
+        trainer.train(rollout, nothing, nothing, chosen)
+        found = {n: p.grad.clone() for n, p in policy.named_parameters()}
+        policy.zero_grad()
+        part = rollout.rows(chosen)
+        mask = part.response_mask
+        d = (response_logprobs(policy, part.tokens, part.prompt_lengths, mask)[0] - part.logp_ref)[mask]
+        (2.0 * (torch.exp(-d) - 1 + d).mean()).backward()
+    assert max(gradient.norm() for gradient in found.values()) > 0.01
+    assert all(torch.allclose(found[n], p.grad, atol=1e-6) for n, p in policy.named_parameters())
 
 
 def test_ptx_gradient_is_that_of_the_pretraining_loss(open_trainer):
@@ -352,14 +347,11 @@ def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        ["ppo.ema_decay=0.9"],
-        ["lora.rank=2"],
         ["ppo.shared_critic=true"],
         RLOO,
-        PTX,
         [*PTX, "lora.rank=2", "ppo.ema_decay=0.9", "gradient_checkpointing=true"],
     ],
-    ids=["ema", "lora", "shared", "rloo", "ptx", "all at once"],
+    ids=["shared", "rloo", "all at once"],
 )
 def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     """Two updates equal one, a restart, and another, bit for bit."""
