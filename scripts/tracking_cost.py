@@ -73,7 +73,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
         with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
             tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
             policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, set_up(config))
-            prompts, state = ppo.load_texts(config, tokenizer, stage.say), State(stage, engine, ppo.make_kl(config))
+            prompts, state = ppo.load_texts(config, tokenizer, stage.say), State(engine, ppo.make_kl(config))
             estimate, truth = load_estimator(config.ppo.advantages), make_truth(config)
 
             def one_update(update: int, tracker: Any) -> None:

@@ -151,7 +151,7 @@ def ours(spec: Spec, turns: Turns) -> None:
                 (PromptRecord.model_validate({"id": str(i), "prompt": "any"}), tokens)
                 for i, tokens in enumerate(make_prompts(spec))
             ]
-            state = State(stage, engine, ppo.make_kl(config))
+            state = State(engine, ppo.make_kl(config))
             for update, _ in enumerate(turns, 1):
                 named = {"policy": policy, "critic": critic, "reference": reference, "reward": reward, "state": state}
                 estimate, prompts = load_estimator(config.ppo.advantages), Prompts(given, [], tokenizer)

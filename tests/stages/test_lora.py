@@ -187,7 +187,7 @@ def first_updates(adapted, tmp_path_factory) -> dict[bool, dict[str, Any]]:
             trainer = make_trainer(config, stage)
             one = bytes_of(load_policy(run.folder / "sft" / "model"))
             metrics = trainer.update()
-            ppo.write_models(trainer.state, trainer.policy, trainer.critic, trainer.tokenizer)
+            ppo.write_models(trainer.stage, trainer.engine, trainer.tokenizer)
         found[shared] = {"share": bytes_of(*models_of(trainer)) / one, "metrics": metrics, "folder": stage.folder}
     return found
 

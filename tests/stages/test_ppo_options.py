@@ -304,7 +304,7 @@ def test_adapters_train_alone_with_the_base_as_reference(copy_until, gold_run):
         where = (rollout.tokens, rollout.prompt_lengths, rollout.response_mask)
         with torch.no_grad():
             assert torch.allclose(rollout.logp_ref, response_logprobs(sft, *where)[0], atol=1e-4)
-        ppo.write_models(trainer.state, trainer.policy, trainer.critic, trainer.tokenizer)
+        ppo.write_models(trainer.stage, trainer.engine, trainer.tokenizer)
     merged = load_policy(run.folder / "ppo" / "model")
     with torch.no_grad():
         assert torch.allclose(rollout.logp_old, response_logprobs(merged, *where)[0], atol=1e-3)
