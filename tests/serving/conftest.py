@@ -106,3 +106,12 @@ def serving(app: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
         server.should_exit = True
         thread.join(10)
+
+
+def emptied(thread: Any) -> bool:
+    """Whether all places are free within ten seconds."""
+    for _ in range(200):
+        if not len(thread):
+            return True
+        time.sleep(0.05)
+    return False

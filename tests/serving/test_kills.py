@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,7 +35,10 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="critical", 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_acknowledged_label_is_there_once(tmp_path):
-    rng, labels, port = random.Random(0), tmp_path / "labels.jsonl", free_port()
+    rng, labels = random.Random(0), tmp_path / "labels.jsonl"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     acknowledged: set[str] = set()
     stopping = threading.Event()
     workers = [threading.Thread(target=label, args=(name, port, acknowledged, stopping)) for name in LABELERS]
@@ -59,15 +63,12 @@ def test_every_acknowledged_label_is_there_once(tmp_path):
         stopping.set()
         for worker in workers:
             worker.join(30)
-    lines = labels.read_bytes().split(b"\n")
-    torn = lines.pop()
-    records = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in labels.read_bytes().split(b"\n")[:-1]]
     submissions = [record["metadata"]["submission"] for record in records]
     assert len(submissions) == len(set(submissions)), "a submission is there twice"
     assert acknowledged <= set(submissions) and len(acknowledged) >= KILLS
     pairs = [(record["labeler"], record["metadata"]["task"]) for record in records]
     assert len(pairs) == len(set(pairs)), "a labeler labelled a task twice"
-    print(f"{KILLS} kills, {len(acknowledged)} acknowledged, {len(records)} in the file, torn: {torn[:20]!r}")
 
 
 def label(name: str, port: int, acknowledged: set[str], stopping: threading.Event) -> None:
@@ -88,11 +89,3 @@ def label(name: str, port: int, acknowledged: set[str], stopping: threading.Even
             assert answer.status_code == 200, answer.text
             acknowledged.add(pending["submission"])
             pending = None
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

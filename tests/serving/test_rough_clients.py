@@ -9,6 +9,8 @@ from urllib.parse import urlparse
 import httpx
 import pytest
 
+from tests.serving.conftest import emptied
+
 ASKED = {"model": "gold/ppo", "messages": [{"role": "user", "content": "what is red ?"}], "temperature": 2, "seed": 1}
 LONG = ASKED | {"max_tokens": 64, "n": 4, "logprobs": True, "top_logprobs": 20, "stream": True}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -35,14 +37,6 @@ def connect(server):
     yield one
     for each in made:
         each.close()
-
-
-def emptied(thread) -> bool:
-    for _ in range(200):
-        if not len(thread):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything_later(server, thread, connect):
