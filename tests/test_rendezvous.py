@@ -54,7 +54,8 @@ def test_on_one_node_nothing_listens_beyond_the_loopback_interface(tmp_path, mon
 def alone(**variables: str) -> subprocess.Popen[str]:
     """One process of a launch of two, with short waits; `connect` is what every stage begins with."""
     code = (
-        "import torch; from rlhf.system import rendezvous as r; from rlhf.system.exits import ending; from rlhf.system.processes import connect\n"
+        "import torch; from rlhf.system import rendezvous as r; from rlhf.system.exits import ending\n"
+        "from rlhf.system.processes import connect\n"
         "from rlhf.system.interrupts import interrupt_on_signals\n"
         "r.WAIT_SECONDS, r.SILENT_SECONDS = 2.0, 0.5; interrupt_on_signals()\n"
         "with ending(): print('begun', flush=True); connect(torch.device('cpu'))"
