@@ -163,7 +163,12 @@ def propose_columns(rows: Sequence[Values]) -> str:
     groups: dict[str, list[str]] = {}
     for key in texts:
         groups.setdefault(re.sub(r"[ _-]?(\d+|[ab]|left|right|chosen|rejected)$", "", key, flags=re.I), []).append(key)
-    sides = max((group for group in groups.values() if len(group) > 1), key=len, default=[])
+    sizes = {key: sum(len(value) for value in columns[key] if isinstance(value, str)) for key in texts}
+    sides = max(
+        (group for group in groups.values() if len(group) > 1),
+        key=lambda keys: sum(sizes[key] for key in keys),
+        default=[],
+    )
     prompts = [key for key in texts if _PROMPT.search(key) and key not in sides]
     rest = [key for key in texts if key not in sides]
     proposed = [f"columns.prompt={_setting(prompts[:2] or rest[:1]) or '…'}"]
@@ -192,4 +197,4 @@ def _setting(names: Sequence[str]) -> str:
 
 def _holds_verdicts(key: str, values: Sequence[Any]) -> bool:
     words = {normal(value) for value in values if isinstance(value, str | int | float) and not is_empty(value)}
-    return bool(_VERDICT.search(key)) and 0 < len(words) <= _MOST_WORDS and all(len(word) < 60 for word in words)
+    return bool(_VERDICT.search(key)) and 1 < len(words) <= _MOST_WORDS and all(len(word) < 60 for word in words)

@@ -36,47 +36,13 @@ _TIES = re.compile(
     "tie|tied|a tie|draw|equal|equally (?:good|bad)|both|neither|same|the same|about (?:equal|the same)|no preference|"
     "no difference|(?:tie )?both ?(?:are )?(?:good|bad)"
 )
-_GOOD = frozenset(
-    [
-        "true",
-        "yes",
-        "y",
-        "good",
-        "up",
-        "like",
-        "positive",
-        "accept",
-        "accepted",
-        "acceptable",
-        "desirable",
-        "correct",
-        "helpful",
-        "pass",
-        "👍",
-        "1",
-    ]
-) | {"thumbs up"}
-_BAD = frozenset(
-    [
-        "false",
-        "no",
-        "n",
-        "bad",
-        "down",
-        "dislike",
-        "negative",
-        "reject",
-        "rejected",
-        "unacceptable",
-        "undesirable",
-        "incorrect",
-        "unhelpful",
-        "fail",
-        "👎",
-        "0",
-        "-1",
-    ]
-) | {"thumbs down"}
+_GOOD = re.compile(
+    "true|yes|y|good|up|likes?|liked|positive|accept(ed|able)?|desirable|correct|helpful|pass|thumbs up|👍|1"
+)
+_BAD = re.compile(
+    "false|no|n|bad|down|dislikes?|disliked|negative|reject(ed)?|unacceptable|undesirable|incorrect|unhelpful|fail|"
+    "thumbs down|👎|0|-1"
+)
 _SAY = "say what each means with words.first=… words.second=… words.tie=…"
 
 
@@ -101,7 +67,7 @@ def normal(value: Any) -> str:
 def read_thumb(value: Any) -> bool | None:
     """A verdict on one response, good or bad; None if it is neither."""
     word = re.sub(r"[\s_]+", " ", normal(value))
-    return True if word in _GOOD else False if word in _BAD else None
+    return True if _GOOD.fullmatch(word) else False if _BAD.fullmatch(word) else None
 
 
 def read_phrase(text: str, k: int) -> Verdict | None:

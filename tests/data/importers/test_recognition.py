@@ -91,6 +91,18 @@ def test_keys_like_no_other_name_no_format(write_jsonl):
         load_all(write_jsonl([{"q": 1, "zz": 2}]))
 
 
+def test_columns_are_proposed_with_the_words_of_the_verdicts(write_jsonl):
+    said = [("a", 1), ("b", 2), ("c", 1), ("d", 0)]
+    rows = [{"question": f"{q}?", "model_a": "m", "model_b": "n", "answer_a": "A long answer.", "answer_b": "B.", "label": v}
+            for q, v in said]  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        load_all(write_jsonl(rows))
+    assert str(caught.value).endswith(
+        "Name the columns, as: format=table columns.prompt=question columns.responses='[answer_a,answer_b]' "
+        "columns.winner=label words.first=… words.second=… words.tie=… (label: 1 (2x), 2 (1x), 0 (1x))"
+    )
+
+
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "arrow", "xlsx"])
 def test_tables_are_read_where_labels_are_named(tmp_path, suffix):
     rows = [
