@@ -22,7 +22,6 @@ from rlhf.model.checkpoint import LAYER, load_whole
 from rlhf.model.interface import Episodes, lm
 from rlhf.model.linear import Float32Linear
 from rlhf.ops.logprobs import mean_nats
-from rlhf.ops.masked import masked_sum
 from rlhf.system.files import read_json, write_json
 
 
@@ -112,9 +111,8 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False)
         self.head = ScalarHead(config.trunk.hidden_size)
-        self.unembedding: tuple[
-            nn.Module, ...
-        ] = ()  # of the language model's loss, frozen and not saved; empty: the embeddings
+        # of the language model's loss, frozen and not saved; empty: the embeddings
+        self.unembedding: tuple[nn.Module, ...] = ()
         self.post_init()
 
     @torch.no_grad()
@@ -165,18 +163,19 @@ class RewardModel(PreTrainedModel):
         by_token: the terms of the mean instead, (B, N): term j is that of token lengths - 1 - j, and they add up to the score.
         """
         real, kept = self._read_places(tokens, lengths)
-        if by_token:
-            values = self.values_at(tokens, kept, calibrated).view_as(real)
-            return torch.where(real, values, 0.0) / real.sum(1, keepdim=True)
-        if not with_lm:
-            return self._mean(self.values_at(tokens, kept, calibrated), real)
-        hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state
-        if self.unembedding:
-            logits = self.unembedding[0].to(device=hidden.device, dtype=hidden.dtype)(hidden)
+        if with_lm:
+            hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state
+            if self.unembedding:
+                logits = self.unembedding[0].to(device=hidden.device, dtype=hidden.dtype)(hidden)
+            else:
+                logits = linear(hidden, self.trunk.get_input_embeddings().weight)
+            nats = mean_nats(logits, tokens, lengths)
+            values = self._score(hidden.flatten(0, 1)[kept], calibrated)
         else:
-            logits = linear(hidden, self.trunk.get_input_embeddings().weight)
-        nats = mean_nats(logits, tokens, lengths)
-        return self._mean(self._score(hidden.flatten(0, 1)[kept], calibrated), real), nats
+            values = self.values_at(tokens, kept, calibrated)
+        terms = torch.where(real, values.view_as(real), 0.0) / real.sum(1, keepdim=True)
+        scores = terms if by_token else terms.sum(1)
+        return (scores, nats) if with_lm else scores
 
     def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The head's input per response, (B, D) float32: the raw score is w . features + b. Arguments as of `forward`."""
@@ -189,11 +188,6 @@ class RewardModel(PreTrainedModel):
         rows = torch.arange(len(tokens), device=tokens.device)[:, None] * tokens.shape[1]
         read = lengths[:, None] - 1 - torch.arange(self.config.read_tokens, device=tokens.device)
         return read >= 0, (rows + read.clamp(min=0)).flatten()
-
-    @staticmethod
-    def _mean(values: Tensor, real: Tensor) -> Tensor:
-        """The mean per row over the entries that are `real` (B, N), of values (B * N,)."""
-        return masked_sum(values.view_as(real), real, dim=1) / real.sum(1)
 
     def values_at(self, tokens: Tensor, kept: Tensor, calibrated: bool = True) -> Tensor:
         """Values (N,) float32 after the tokens in `kept` (N,), row * T + position, of right-padded tokens (B, T).

@@ -333,43 +333,6 @@ def test_attention_in_bfloat16_is_float64s_to_rounding(length, masked):
             assert (got - wanted).abs().max() < 0.04 * wanted.abs().max()
 
 
-def test_trl_sft_trainer_packs_rows_that_do_not_see_each_other(tmp_path):
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1, "a": 2}, unk_token="a"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
-    data = Dataset.from_dict({"input_ids": [[2 + (i + j) % 50 for j in range(5 + i % 7)] for i in range(8)]})
-    model = make("llama", pad_token_id=0, eos_token_id=1)
-    before = model.lm_head.weight.detach().clone()
-    arguments = SFTConfig(
-        output_dir=str(tmp_path),
-        max_steps=2,
-        per_device_train_batch_size=2,
-        packing=True,
-        max_length=32,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
-    batch = next(iter(trainer.get_train_dataloader()))
-    with torch.no_grad():  # what the trainer computes is what each example alone gives
-        hidden = model.model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False)[0]
-        starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
-        assert len(starts) > 1
-        alone = model.model(batch["input_ids"][:, starts[1] : [*starts, None][2]])[0]
-    assert close(hidden[:, starts[1] : [*starts, None][2]], alone)
-    loss = trainer.train().training_loss
-    assert 0 < loss < 6 and not torch.equal(before, model.lm_head.weight)
-
-
 # --- the tokens that are asked for ---------------------------------------------------------------------------------
 
 KEPT = torch.tensor([2, 3, 4, 12 + 7, 24 + 0, 24 + 11])  # of three rows of 12, by row * 12 + position
