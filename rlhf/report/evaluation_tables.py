@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rlhf.recipe import BASELINES
@@ -50,20 +50,29 @@ def figure_cell(figure: Any, show: Callable[[float], str] = lambda value: decima
     return show(value) + ("" if low is None or high is None else f" ({show(low)} – {show(high)})")
 
 
-def share_cell(figure: Any) -> str:
-    return figure_cell(figure, percent)
+# How `fill` shows a figure: two decimals, three, per cent, or a count.
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "": figure_cell,
+    "3": lambda figure: figure_cell(figure, decimal),
+    "%": lambda figure: figure_cell(figure, percent),
+    "#": lambda figure: f"{number(figure) or 0:,.0f}",
+}
 
 
-def shares(tree: Any, *keys: str) -> list[str]:
-    return [share_cell(get(tree, key)) for key in keys]
-
-
-def count(tree: Any, key: str) -> str:
-    return f"{number(tree, key) or 0:,.0f}"
+def fill(named: Iterable[tuple[str, Any]], *columns: str) -> list[list[str]]:
+    """Rows of (name, figures): a column is "key" or "key format", of FORMATS; without a key, the row is the figure."""
+    places = [column.partition(" ") for column in columns]
+    return [[name, *(FORMATS[how](get(row, *([key] if key else []))) for key, _, how in places)] for name, row in named]
 
 
 def items_of(tree: Any, *path: str) -> list[tuple[str, Any]]:
+    """(name, row) of a mapping."""
     return [(visible(str(key), 60), value) for key, value in entries(tree, *path)]
+
+
+def items_by_n(tree: Any, *path: str) -> list[tuple[str, Any]]:
+    """(its n, row) of a list."""
+    return [(f"{number(row, 'n') or 0:g}", row) for row in rows_of(tree, *path)]
 
 
 def titled(policy: str) -> str:
@@ -114,10 +123,7 @@ def make_tables(run: RunFiles) -> list[Table]:
         Table(
             "The responses as text, with 95% intervals",
             ("policy", *TEXT_FIGURES.values()),
-            [
-                [titled(name), *(figure_cell(get(figures, key), decimal) for key in TEXT_FIGURES)]
-                for name, figures in texts
-            ],
+            fill([(titled(name), figures) for name, figures in texts], *(f"{key} 3" for key in TEXT_FIGURES)),
         ),
         Table(
             "Reward model",
@@ -137,10 +143,7 @@ def make_tables(run: RunFiles) -> list[Table]:
         Table(
             "What the reward model pays for, and what labelers want",
             ("part", "weight", "wanted"),
-            [
-                [name, decimal(number(row, "weight"), 2), decimal(number(row, "true"), 2)]
-                for name, row in items_of(tree, "gold_regression", "parts")
-            ],
+            fill(items_of(tree, "gold_regression", "parts"), "weight", "true"),
         ),
     ]
 
@@ -152,8 +155,8 @@ def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
         return
 
     def row(name: str, tree: Any, kl: str, reward: float | None, score: Any) -> list[str]:
-        rates = shares(tree, "rm_win_rate_vs_sft", "win_rate_vs_sft")
-        return [name, decimal(reward), decimal(number(tree, kl)), *rates, figure_cell(score, decimal)]
+        ((_, *figures),) = fill([("", tree)], f"{kl} 3", "rm_win_rate_vs_sft %", "win_rate_vs_sft %")
+        return [name, decimal(reward), *figures, figure_cell(score, decimal)]
 
     ppo = results | {"win_rate_vs_sft": get(results, "gold", "win_rate_vs_sft")}
     for name, tree in [("sft", {}), ("ppo", ppo), *baselines.items()]:
@@ -166,7 +169,7 @@ def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def pair_rows(figures: list[tuple[str, Any]]) -> list[list[str]]:
-    """Label, share_cell, interval and number of pairs of the figures that have a value."""
+    """Label, share, interval and number of pairs of the figures that have a value."""
     rows = []
     for label, figure in figures:
         (value, low, high), n = interval(figure), number(figure, "n")
@@ -199,16 +202,7 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
         return None
     ceiling, labels, reasons = (get(audit, "verdict", key) for key in ("ceiling", "labels", "reasons"))
     limit = f" of {ceiling:g} nats" if number(audit, "verdict", "ceiling") is not None else ""
-    attacks = [
-        [visible(str(row.get("name")).replace("_", " "), 40), *shares(row, "flips")]
-        + [figure_cell(row.get(key)) for key in ("gain", "gain_better", "gain_worse", "nats")]
-        for row in rows_of(audit, "attacks")
-    ]
-    best_of = [
-        [f"{number(row, 'n') or 0:g}", decimal(number(row, "kl"), 2)]
-        + [figure_cell(row.get(key)) for key in ("score", "check", "truth")]
-        for row in rows_of(audit, "best_of")
-    ]
+    attacks = [(visible(str(row.get("name")).replace("_", " "), 40), row) for row in rows_of(audit, "attacks")]
     return {
         "verdict": visible(decision, 100) + limit,
         "labels": visible("; ".join(map(str, labels)), 1000) if isinstance(labels, list) else "",
@@ -218,15 +212,17 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
             Table(
                 "Attacks on held-out answers, in standard deviations of SFT samples' scores",
                 ("attack", "order flipped", "score bought", "by the better", "by the worse", "KL, nats"),
-                attacks,
+                fill(attacks, "flips %", "gain", "gain_better", "gain_worse", "nats"),
             ),
             Table(
                 "The reward model's pick among labelled answers, against a random one",
                 ("answers", "more of the others beaten"),
-                [[f"{number(row, 'n') or 0:g}", *shares(row, "gain")] for row in rows_of(audit, "picked")],
+                fill(items_by_n(audit, "picked"), "gain %"),
             ),
             Table(
-                "Best of n samples of the SFT model", ("n", "KL, nats", "score", "by the check", "true reward"), best_of
+                "Best of n samples of the SFT model",
+                ("n", "KL, nats", "score", "by the check", "true reward"),
+                fill(items_by_n(audit, "best_of"), "kl", "score", "check", "truth"),
             ),
         ],
     }
@@ -242,9 +238,10 @@ def compared(figures: Any) -> list[list[str]]:
         *((f"On {name}", figure) for name, figure in entries(figures, "by_labeler")),
         *((f"On answers {number(row, 'gap') or 0:g} ranks apart", row) for row in rows_of(figures, "by_rank_gap")),
     ]
-    shown = [[visible(label, 60), share_cell(figure)] for label, figure in rows if number(figure, "value") is not None]
+    shown = [(visible(label, 60), figure) for label, figure in rows if number(figure, "value") is not None]
     bounds = (("Length alone", "length_baseline"), ("Calibration error", "calibration_error"))
-    return shown + [[label, share_cell(value)] for label, key in bounds if (value := number(figures, key)) is not None]
+    shown += [(label, value) for label, key in bounds if (value := number(figures, key)) is not None]
+    return fill(shown, " %")
 
 
 def make_labelled(results: dict[str, Any]) -> list[Table]:
@@ -252,17 +249,11 @@ def make_labelled(results: dict[str, Any]) -> list[Table]:
     named = get(results, "classes")
     if not isinstance(named, dict) or number(results, "accuracy", "value") is None:
         return []
-    whole = [
-        ["Accuracy", *shares(results, "accuracy")],
-        ["The most frequent label alone", percent(number(results, "majority"))],
-        ["Macro F1", decimal(number(results, "macro_f1"))],
-        ["Examples", count(results["accuracy"], "n")],
-    ]
+    shares = [("Accuracy", get(results, "accuracy")), ("The most frequent label alone", get(results, "majority"))]
+    macro, examples = ("Macro F1", get(results, "macro_f1")), ("Examples", get(results, "accuracy", "n"))
+    whole = [*fill(shares, " %"), *fill([macro], " 3"), *fill([examples], " #")]
     names = [visible(name, 40) for name in named]
-    classes = [
-        [name, *(percent(number(row, key)) for key in ("precision", "recall", "f1")), count(row, "n")]
-        for name, row in zip(names, named.values(), strict=True)
-    ]
+    classes = fill(zip(names, named.values(), strict=True), "precision %", "recall %", "f1 %", "n #")
     confusion = get(results, "confusion")
     rows = [row for row in confusion if isinstance(row, list)] if isinstance(confusion, list) else []
     square = len(rows) == len(names) <= MOST_CLASSES
@@ -284,53 +275,42 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
     by_subset.append(("mean of subsets", get(pairs, "mean_of_subsets")))
     benchmarks = items_of(found, "benchmarks", "models")
     tasks = dict.fromkeys(key for _, model in benchmarks for key, _ in items_of(model))
-    accuracy, majority = share_cell(get(trained_judge, "held_out", "accuracy")), percent(number(shots, "majority"))
-    overlap = [
-        [
-            name,
-            *(count(row, key) for key in ("prompts", "too_short", "n")),
-            *shares(row, "contaminated", "near_duplicates"),
-        ]
-        for name, row in items_of(found, "overlap")
+    accuracy, majority = FORMATS["%"](get(trained_judge, "held_out", "accuracy")), percent(number(shots, "majority"))
+    judged_pairs = [
+        (visible(" over ".join(map(str, row["pair"])), 100), row)
+        for row in rows_of(trained_judge, "pairs")
+        if isinstance(row.get("pair"), list)
     ]
     tables = [
         Table(
             f"Judged by a reward model that none of them was trained with (accuracy {accuracy})",
             ("policies", "wins", "wins at equal length", "words more"),
-            [
-                [
-                    visible(" over ".join(map(str, row["pair"])), 100),
-                    *shares(row, "win_rate", "length_controlled"),
-                    figure_cell(row.get("words")),
-                ]
-                for row in rows_of(trained_judge, "pairs")
-                if isinstance(row.get("pair"), list)
-            ],
+            fill(judged_pairs, "win_rate %", "length_controlled %", "words"),
         ),
         Table(
             "The reward model on preference files",
             ("subset", "pairs in order", "rows all in order", "length alone"),
-            [[name, *shares(row, "pairs", "all_right", "length")] for name, row in by_subset if isinstance(row, dict)],
+            fill([pair for pair in by_subset if isinstance(pair[1], dict)], "pairs %", "all_right %", "length %"),
         ),
-        Table("By style", ("pairs", "in order"), [[name, share_cell(row)] for name, row in items_of(pairs, "styles")]),
+        Table("By style", ("pairs", "in order"), fill(items_of(pairs, "styles"), " %")),
         Table(
             "Instructions that a program checks",
             ("model", "prompts, all followed", "instructions followed"),
-            [[name, *shares(row, "prompts", "instructions")] for name, row in items_of(found, "instructions")],
+            fill(items_of(found, "instructions"), "prompts %", "instructions %"),
         ),
         Table(
             f"In-context learning on {visible(str(get(shots, 'task')), 60)}; the most frequent label alone: {majority}",
             ("model", "examples", "that fit", "accuracy"),
             [
-                [name, f"{k:g}", f"{number(row, 'shown') or 0:g}", *shares(row, "accuracy")]
+                [name, *cells]
                 for name, of_model in shot_rows(shots)
-                for row, (k, *_) in of_model
+                for cells in fill([(f"{k:g}", row) for row, (k, *_) in of_model], "shown #", "accuracy %")
             ],
         ),
         Table(
             "Overlap with the pretraining text",
             ("prompts", "number", "too short to check", "words of an n-gram", "share an n-gram", "near-duplicates"),
-            overlap,
+            fill(items_of(found, "overlap"), "prompts #", "too_short #", "n #", "contaminated %", "near_duplicates %"),
         ),
         *judge_tables(judged),
         Table(
@@ -343,9 +323,9 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
 
 
 def disagreements(judged: Any) -> list[str]:
-    judge, ours = visible(str(get(judged, "judge")), 60), share_cell(get(judged, "win_rate"))
+    judge, ours = visible(str(get(judged, "judge")), 60), FORMATS["%"](get(judged, "win_rate"))
     return [
-        f"{judge} gives a win rate of {ours}, the {name} {share_cell(get(other, 'win_rate'))}, on the same answers."
+        f"{judge} gives a win rate of {ours}, the {name} {FORMATS['%'](get(other, 'win_rate'))}, on the same answers."
         for name, other in items_of(judged, "others")
         if get(other, "disagrees") is True
     ]
@@ -363,10 +343,4 @@ def judge_tables(judged: Any) -> list[Table]:
     counts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in items_of(judged, "counts"))
     cost = "" if (paid := number(judged, "cost")) is None else f", cost {paid:g}"
     caption = f"{' over '.join(map(str, judged['pair']))}, judged by {judged.get('judge')} ({counts}){cost}"
-    return [
-        Table(
-            visible(caption, 300),
-            ("share of prompts", "value"),
-            [[label, share_cell(figure)] for label, figure in rows],
-        )
-    ]
+    return [Table(visible(caption, 300), ("share of prompts", "value"), fill(rows, " %"))]
