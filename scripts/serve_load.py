@@ -133,11 +133,6 @@ class Sampler:
         return Round(sum(map(len, drawn.responses)), time.perf_counter() - start, time.process_time() - before)
 
 
-def processes(pid: int | None) -> list[int]:
-    """The ids of the server and its workers; none without --pid."""
-    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())] if pid else []
-
-
 def processor_seconds(pids: list[int]) -> float:
     """User and system time of processes."""
     ticks = 0
@@ -167,7 +162,7 @@ def main() -> None:
     if urlparse(given.url).hostname not in ("127.0.0.1", "localhost", "::1"):
         parser.error("--url: want an address of this machine")
 
-    pids = processes(given.pid)
+    pids = [given.pid] if given.pid else []
 
     def served(clients: int, requests: int) -> Round:
         return asyncio.run(load(given.url, given.model, clients, requests, given.length, pids))

@@ -75,10 +75,11 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
 
     Raises: UserError if the last message alone does not fit.
     """
-    from rlhf.data.chat_template import decode_response, end_ids, response_text
+    from rlhf.data.chat_template import end_ids, response_text
     from rlhf.data.prompts import encode_prompt_within
     from rlhf.data.records import Message
     from rlhf.engines.sampler import stream
+    from rlhf.engines.text_stream import TextStream
     from rlhf.evaluation.answers import room_for
 
     as_text("".join(message["content"] for message in dialogue))
@@ -86,21 +87,19 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     fitted = encode_prompt_within(tokenizer, [Message.model_validate(message) for message in dialogue], room)
     if fitted is None:
         raise UserError("the message does not fit the model's context: write a shorter one")
-    ids: list[int] = []
-    shown = ""
+    ends = end_ids(tokenizer)
+    text = TextStream(tokenizer, ends)
     for token in stream(
         policy,
         fitted[0],
         max_new_tokens=length,
-        eos_token_id=end_ids(tokenizer),
+        eos_token_id=ends,
         temperature=config.rollout.temperature,
         greedy=config.chat.greedy,
         seed=config.seed,
         key=("chat", turn),
     ):
-        ids.append(token)
-        text = decode_response(tokenizer, ids).rstrip("�")  # print an incomplete character with the next token
-        write(printable(text[len(shown) :], keep="\n\t"))
-        shown = text
+        write(printable(text.add([token]), keep="\n\t"))
+    write(printable(text.add([], over=True), keep="\n\t"))
     say()
-    return response_text(tokenizer, ids)
+    return response_text(tokenizer, text.ids)

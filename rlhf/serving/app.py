@@ -7,9 +7,9 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 
@@ -24,14 +24,14 @@ from rlhf.serving.schemas import (
     DemonstrationRequest,
     NextRequest,
     Sampling,
-    SessionRequest,
     ShadingRequest,
     Verdict,
+    records_of,
 )
 from rlhf.serving.security import COOKIE, ERRORS, Access, Guard, RefusedError
 from rlhf.serving.streaming import Completion, EventStream, chat_prompt, event
 
-Body = dict[str, Any]
+Answer = dict[str, Any]
 PAGE = Path(__file__).parent / "page"
 
 
@@ -51,17 +51,17 @@ def make_app(thread: ModelThread, access: Access, labelling: Labelling, instruct
     add_models(router, thread, labelling, labeler)
 
     @router.post("/session")
-    async def open_session(asked: SessionRequest, request: Request) -> Response:
-        who = access.who(asked.token)
+    async def open_session(token: Annotated[str, Body(embed=True)], request: Request) -> Response:
+        who = access.who(token)
         if who is None:
             raise RefusedError(401, "this link is not valid: ask for a new one")
         answer = JSONResponse({"labeler": who})
         secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, asked.token, max_age=30 * 86400, httponly=True, samesite="strict", secure=secure)
+        answer.set_cookie(COOKIE, token, max_age=30 * 86400, httponly=True, samesite="strict", secure=secure)
         return answer
 
     @router.get("/me")
-    async def me(request: Request) -> Body:
+    async def me(request: Request) -> Answer:
         who = request.state.who or ("local" if not access.labelers else None)
         about = {"labeler": who, "models": list(thread.models), "tasks": len(labelling.tasks), "flags": FLAGS}
         return about | {"max_tokens": thread.most_tokens, "instructions": instructions}
@@ -79,7 +79,7 @@ def make_app(thread: ModelThread, access: Access, labelling: Labelling, instruct
 def add_labelling(router: APIRouter, labelling: Labelling, who: Any) -> None:
     """Routes: the next task, the last one again, a ranking, a demonstration. They wait for the disk in threads."""
 
-    def task_body(task: Ranking, labeler: str) -> Body:
+    def task_body(task: Ranking, labeler: str) -> Answer:
         """A task for its labeler: without the policies that wrote the responses."""
         return {
             "name": task.id,
@@ -88,12 +88,12 @@ def add_labelling(router: APIRouter, labelling: Labelling, who: Any) -> None:
         }
 
     @router.get("/rank/next")
-    def next_task(labeler: str = who) -> Body:
+    def next_task(labeler: str = who) -> Answer:
         task = labelling.next_task(labeler)
         return {"task": task and task_body(task, labeler), "progress": labelling.progress(labeler)}
 
     @router.get("/rank/last")
-    def last_task(labeler: str = who) -> Body:
+    def last_task(labeler: str = who) -> Answer:
         record = labelling.last(labeler)
         if record is None:
             raise RefusedError(404, "there is nothing to undo")
@@ -102,21 +102,21 @@ def add_labelling(router: APIRouter, labelling: Labelling, who: Any) -> None:
         return {"task": task_body(labelling.tasks[record.metadata["task"]], labeler), "answer": answer}
 
     @router.post("/rank")
-    def rank(asked: Verdict, labeler: str = who) -> Body:
+    def rank(asked: Verdict, labeler: str = who) -> Answer:
         return {"saved": labelling.rank(labeler, asked).id}
 
     @router.get("/demonstrate/next")
-    def next_prompt(labeler: str = who) -> Body:
+    def next_prompt(labeler: str = who) -> Answer:
         task = labelling.next_prompt(labeler)
         body = task_body(task, labeler) if task else {"name": None, "messages": None, "responses": []}
         return {"task": body.pop("name")} | body
 
     @router.post("/demonstrate")
-    def demonstrate(asked: DemonstrationRequest, labeler: str = who) -> Body:
+    def demonstrate(asked: DemonstrationRequest, labeler: str = who) -> Answer:
         return {"saved": labelling.demonstrate(labeler, asked).id}
 
     @router.post("/compare/judge")
-    def judge(asked: Verdict, labeler: str = who) -> Body:
+    def judge(asked: Verdict, labeler: str = who) -> Answer:
         record = labelling.rank(labeler, asked, compared=True)
         return {"saved": record.id, "policies": {r.id: r.policy for r in record.responses}}
 
@@ -130,10 +130,10 @@ def add_models(router: APIRouter, thread: ModelThread, labelling: Labelling, who
         return thread.models[name]
 
     @router.post("/shading")
-    async def shading(asked: ShadingRequest) -> Body:
+    async def shading(asked: ShadingRequest) -> Answer:
         model, ids = find(asked.model), asked.token_ids
         reference = find(asked.reference or asked.model, "reference")
-        prompt, _ = await chat_prompt(model, [one.message() for one in asked.messages])
+        prompt, _ = await chat_prompt(model, records_of(asked.messages))
         if len(prompt) + len(ids) > model.context or not all(0 <= i < model.vocabulary for i in ids):
             raise RefusedError(400, "the response does not fit this model", "token_ids")
         if not reference.reads_like(model):
@@ -142,7 +142,7 @@ def add_models(router: APIRouter, thread: ModelThread, labelling: Labelling, who
         return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
 
     @router.post("/next")
-    async def following(asked: NextRequest) -> Body:
+    async def following(asked: NextRequest) -> Answer:
         model = find(asked.model)
         tokens = await asyncio.to_thread(document_tokens, model.tokenizer, asked.text, model.context)
         found = await thread.call(likeliest, model.policy, tokens, asked.count)
@@ -152,7 +152,7 @@ def add_models(router: APIRouter, thread: ModelThread, labelling: Labelling, who
     async def compare(asked: CompareRequest, labeler: str = who) -> EventStream:
         models = [find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
-        messages = [one.message() for one in asked.messages]
+        messages = records_of(asked.messages)
         prompts = [(model, await chat_prompt(model, messages)) for model in models]
         settings = Sampling(model="compared", temperature=asked.temperature, max_tokens=asked.max_tokens)
         completion = Completion(thread, prompts, settings)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from rlhf.data.agreement import AgreementCounter
 from rlhf.data.records import KINDS, Demonstration, RankedResponse, Ranking, Record, first_problem, without_replaced
 from rlhf.errors import UserError
-from rlhf.serving.schemas import DemonstrationRequest, Verdict
+from rlhf.serving.schemas import DemonstrationRequest, Verdict, records_of
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import disk_error, writing
 
@@ -244,7 +244,7 @@ class Labelling:
         more = request.model_dump(include={"seconds", "task", "edited"}, exclude_none=True)
         record = Demonstration(
             id=f"demonstration/{labeler}/{request.submission}",
-            prompt=[message.message() for message in request.messages],
+            prompt=records_of(request.messages),
             response=request.response,
             labeler=labeler,
             source="rlhf serve",

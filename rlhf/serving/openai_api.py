@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from rlhf.data.tokenizer import encode_texts
 from rlhf.errors import UserError
 from rlhf.serving.models import ModelFailedError, ModelThread, ServedModel, doubts
-from rlhf.serving.schemas import ChatRequest, CompletionRequest, Sampling, ScoreRequest
+from rlhf.serving.schemas import ChatRequest, CompletionRequest, Sampling, ScoreRequest, records_of
 from rlhf.serving.security import RefusedError
 from rlhf.serving.streaming import Chunk, Completion, EventStream, chat_prompt, client_gone, event, text_prompt
 
@@ -47,7 +47,12 @@ def make_router(thread: ModelThread) -> APIRouter:
     @router.post("/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
         model = find(asked.model)
-        prompt = await chat_prompt(model, [one.message() for one in asked.messages])
+        if asked.messages[-1].role != "user":
+            raise RefusedError(400, "want messages that end with one of the user", "messages")
+        if asked.top_logprobs and not asked.logprobs:
+            raise RefusedError(400, "want logprobs=true with top_logprobs", "top_logprobs")
+        asked.max_tokens = asked.max_completion_tokens or asked.max_tokens
+        prompt = await chat_prompt(model, records_of(asked.messages))
         completion = Completion(thread, [(model, prompt)], asked, asked.top_logprobs or 0)
         return await answer(Form(completion, True, bool(asked.logprobs)), asked, request)
 
@@ -61,7 +66,7 @@ def make_router(thread: ModelThread) -> APIRouter:
     @router.post("/score")
     async def score(asked: ScoreRequest) -> Body:
         run = find(asked.model).run
-        messages = [one.model_dump() for one in asked.messages()]
+        messages = [one.model_dump() for one in records_of(asked.prompt)]
         try:
             scores = await thread.call(run.score, [messages] * len(asked.responses), asked.responses)
         except UserError as error:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlhf.data.records import Message, Text
 
@@ -39,13 +39,17 @@ class ChatMessage(Strict):
     content: Text | list[TextPart]
     name: Text | None = None
 
-    def message(self) -> Message:
-        """The turn as a record's message; parts of text are joined."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message(role="system" if self.role == "developer" else self.role, content=text)
-
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
+
+
+def records_of(messages: str | list[ChatMessage]) -> list[Message]:
+    """A dialogue as messages of a record; a string is what a user says, and parts of a text are joined."""
+    if isinstance(messages, str):
+        return [Message(role="user", content=messages)]
+    texts = [m.content if isinstance(m.content, str) else "".join(part.text for part in m.content) for m in messages]
+    roles: list[Any] = ["system" if m.role == "developer" else m.role for m in messages]
+    return [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
 
 
 class StreamOptions(Strict):
@@ -74,24 +78,11 @@ class Sampling(Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def ends_with_user(messages: list[ChatMessage]) -> list[ChatMessage]:
-    if messages[-1].role != "user":
-        raise ValueError("want messages that end with one of the user")
-    return messages
-
-
 class ChatRequest(Sampling):
-    messages: Annotated[Messages, AfterValidator(ends_with_user)]
+    messages: Messages
     max_completion_tokens: MostTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-
-    @model_validator(mode="after")
-    def _check(self) -> "ChatRequest":
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("want logprobs=true with top_logprobs")
-        self.max_tokens = self.max_completion_tokens or self.max_tokens
-        return self
 
 
 class CompletionRequest(Sampling):
@@ -116,11 +107,6 @@ class ScoreRequest(Strict):
     prompt: Text | Messages
     responses: Annotated[list[Text], Field(min_length=1, max_length=64)]
 
-    def messages(self) -> list[Message]:
-        if isinstance(self.prompt, str):
-            return [Message(role="user", content=self.prompt)]
-        return [one.message() for one in self.prompt]
-
 
 class Verdict(Strict):
     """A labeler's judgement of the responses of a task or comparison."""
@@ -142,10 +128,6 @@ class DemonstrationRequest(Strict):
     seconds: Seconds = 0.0
     task: Id | None = None
     edited: Id | None = None  # the task's response from which the labeler started
-
-
-class SessionRequest(Strict):
-    token: Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class CompareRequest(Strict):
