@@ -1,7 +1,6 @@
 """The models of PPO: policy and critic as one module, the frozen reference, and how they are set up."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,18 +104,13 @@ class Reference(nn.Module):
         return response_logprobs(self.model, tokens, starts, mask)[0]
 
 
-class Models(NamedTuple):
-    """The four models; `engine` trains policy and critic, which are the parts of its module."""
+def load_models(
+    config: Config, stage: Stage, tokenizer: Any, device: torch.device
+) -> tuple[Any, Any, nn.Module, Reward, Engine]:
+    """Policy, critic, reference, reward, and the engine that trains policy and critic, the parts of its module.
 
-    policy: Any
-    critic: Any  # None if advantages need no values
-    reference: Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs of the SFT model
-    reward: Reward
-    engine: Engine
-
-
-def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.device) -> Models:
-    """The policy and the reference start from the SFT model, the critic from ppo.critic."""
+    The policy and the reference start from the SFT model, the critic from ppo.critic; it is None if advantages need no values.
+    """
     settings = config.ppo
     folder = stage_folder(config, "sft") / "model"
     policy = turn_off_dropout(load_policy(folder, dropout=0.0))
@@ -149,7 +143,7 @@ def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.devi
         reference: nn.Module = Reference(frozen).to(device)
     else:
         reference = shard_frozen(config, Reference(load_policy(folder).requires_grad_(False)), device)
-    return Models(policy, critic, reference, reward, engine)
+    return policy, critic, reference, reward, engine
 
 
 def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
@@ -206,15 +200,12 @@ def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.d
 
 def check_shares(config: Config, ranks: Ranks) -> None:
     """Raises: UserError if the prompts of an update cannot be divided among the ranks."""
-    settings = config.ppo
-    prompts = settings.episodes_per_update // settings.responses_per_prompt
+    prompts = config.ppo.episodes_per_update // config.ppo.responses_per_prompt
+    what = f"ppo.episodes_per_update={config.ppo.episodes_per_update}: {prompts} prompts per update"
     if prompts < ranks.count:
-        raise UserError(
-            f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts per update for "
-            f"{ranks.count} processes: want at least one each"
-        )
+        raise UserError(f"{what} for {ranks.count} processes: want at least one each")
     if zero_stage(config) == 3 and prompts % ranks.count:
         raise UserError(
-            f"ppo.episodes_per_update={settings.episodes_per_update}: {prompts} prompts per update cannot be divided among "
-            f"{ranks.count} processes, as ZeRO-3 requires: choose a multiple, or deepspeed=zero2"
+            f"{what} cannot be divided among {ranks.count} processes, as ZeRO-3 requires: choose a multiple, or "
+            "deepspeed=zero2"
         )

@@ -102,10 +102,8 @@ def train_minibatch(
     engine, rollout = state.engine, experience.rollout
     model = engine.module
     tokens = int(engine.ranks.sum(rollout.response_mask[chosen].sum()))  # N
-    groups = [
-        [chosen[i] for i in group]
-        for group in by_length(rollout.lengths[chosen].tolist(), config.ppo.micro_batch_episodes)
-    ]
+    alike = by_length(rollout.lengths[chosen].tolist(), config.ppo.micro_batch_episodes)
+    groups = [[chosen[i] for i in group] for group in alike]
     # Critic and policy one after the other, so that memory holds the activations of one; together if they share a trunk that
     # trains, and under ZeRO: DeepSpeed's first backward of a step overwrites gradients, and all others add to them.
     if model.critic is None or model.shared or not with_policy or engine.sharded:
@@ -145,25 +143,16 @@ def micro_batch_loss(
     loss = torch.zeros((), device=mask.device)
     if values is not None:
         critic_loss, statistics = value_loss(
-            values,
-            rollout.values,
-            part.returns,
-            mask,
-            clip_range=settings.value_clip_range,
-            denominator=tokens,
+            values, rollout.values, part.returns, mask, clip_range=settings.value_clip_range, denominator=tokens
         )
         default = SHARED_VALUE_COEF if settings.shared_critic else 1.0
         loss = (default if settings.value_coef is None else settings.value_coef) * critic_loss
         sums.add("loss/value_avg", float(statistics["loss"]) * tokens, count)
         sums.add("val/clipfrac_avg", float(statistics["clipfrac"]) * tokens, count)
     if logp is not None:
+        clip_range = settings.clip_range or math.inf
         surrogate, statistics = policy_loss(
-            logp,
-            rollout.logp_old,
-            part.advantages,
-            mask,
-            clip_range=settings.clip_range or math.inf,
-            denominator=tokens,
+            logp, rollout.logp_old, part.advantages, mask, clip_range=clip_range, denominator=tokens
         )
         loss = loss + surrogate
         if settings.entropy_coef:

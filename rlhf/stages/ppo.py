@@ -154,14 +154,8 @@ def one_update(
     rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef, rollout.token_scores)
 
     # 4. Advantages: delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  whitened
-    advantages, returns = estimate(
-        rewards,
-        rollout.values,
-        mask,
-        gamma=settings.gamma,
-        lam=settings.lam,
-        group_size=settings.responses_per_prompt,
-    )
+    factors = {"gamma": settings.gamma, "lam": settings.lam, "group_size": settings.responses_per_prompt}
+    advantages, returns = estimate(rewards, rollout.values, mask, **factors)
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
         advantages = whiten(advantages, mask, engine.ranks.sum_tensor)
     if update == 1:
