@@ -9,7 +9,9 @@ model for the same prompts. The picture shows the true reward against the root o
 
 from typing import Any
 
-from harness import Cell, cached, draw, make_cells, mean_interval, parse, rows, run, show, table
+from harness import Cell, cached, draw, make_cells, mean_interval, parse, rows, run, show, table, within
+
+from rlhf.config.compose import compose_config
 
 COEFFICIENTS = (0.0, 0.03, 0.1, 0.3)
 BEST_OF = (1, 2, 4, 8, 16, 32, 64)
@@ -87,7 +89,6 @@ def draw_candidates_of(config: Any, n: int) -> tuple[dict[str, Any], list[list[d
 
 def best_of_curve(cell: Cell) -> list[dict[str, float]]:
     """KL, learned and true reward of the best of each n, by the reward of the cell's PPO."""
-    from rlhf.config.compose import compose_config
     from rlhf.evaluation.best_of import estimate_kl, expected_best
 
     settings = [*cell.steps[0][1:], "evaluate.split=dev", "evaluate.prompts=256"]
@@ -104,8 +105,8 @@ def best_of_curve(cell: Cell) -> list[dict[str, float]]:
             "kl": sum(estimate_kl(*sample, n) for sample in samples) / len(samples),
             "score": sum(expected_best(s, s, n) for s in drawn["scores"]) / len(samples),
             "gold": mean("total", n),
-            "correct": mean("correct", n),
         }
+        | ({"correct": mean("correct", n)} if "correct" in judged[0][0] else {})
         for n in BEST_OF
     ]
 
@@ -118,8 +119,7 @@ def over_paths(paths: list[Path_]) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> None:
     updates = {"type": int, "default": 30}
     asked = parse(__doc__, argv, updates=updates, measure={"choices": list(LEARNED), "default": "gold"})
-    episodes = next((o.partition("=")[2] for o in asked.overrides if o.startswith("ppo.episodes_per_update=")), "256")
-    length = f"ppo.episodes={asked.updates * int(episodes)}"
+    length = f"ppo.episodes={asked.updates * compose_config(asked.overrides).ppo.episodes_per_update}"
     choices = {
         f"kl_coef_{coef}": (f"kl.coef={coef}", "kl.target=null", "ppo.ema_decay=null", length) for coef in COEFFICIENTS
     }
@@ -146,13 +146,12 @@ def main(argv: list[str] | None = None) -> None:
     of_seed = {cell.seed: cell for cell in cells}
     curves = [cached(asked.out / f"best-of-n-seed{s}.json", lambda c=c: best_of_curve(c)) for s, c in of_seed.items()]
     best = over_paths(curves)
-    table(
-        ["best of n", "KL", "learned reward", "true reward", "`correct`"],
-        [
-            [f"{row['n']['mean']:.0f}", f"{max(0.0, row['kl']['mean']):.2f}", row["score"], row["gold"], row["correct"]]
-            for row in best
-        ],
-    )
+    lines = []
+    for row in best:
+        correct = within(row["correct"]) if "correct" in row else None
+        nats = f"{max(0.0, row['kl']['mean']):.2f}"
+        lines.append([f"{row['n']['mean']:.0f}", nats, row["score"], row["gold"], correct])
+    table(["best of n", "KL", "learned reward", "true reward", "`correct`"], lines)
     pictured["best of n"] = [(max(0.0, row["kl"]["mean"]) ** 0.5, row[asked.measure]) for row in best]
     draw(asked.picture, pictured, "√KL", LEARNED[asked.measure])
 
