@@ -92,7 +92,7 @@ def rows(draw):
 files = st.lists(st.lists(rows(), max_size=8).filter(bool), min_size=1, max_size=3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(files, files, st.integers(0, 3))
 def test_no_prompt_stands_in_two_splits_of_one_import_or_of_two(tmp_path_factory, first, second, seed):
     base = tmp_path_factory.getbasetemp() / "splits"
@@ -111,7 +111,7 @@ unstated = rows().map(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(unstated, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_users_stay_together_and_the_order_of_rows_and_files_does_not_matter(tmp_path_factory, given_rows, random):
     base = tmp_path_factory.getbasetemp() / "users"

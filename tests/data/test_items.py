@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_truncated_and_then_has_no_end_token(tokenizer):
     whole = encode_prompt(tokenizer, PROMPT) + encode_response(tokenizer, long)
     assert len(whole) > 32 and item.rows[1] == whole[:32]
     assert item.rows[0][-1] == tokenizer.convert_tokens_to_ids(END) != item.rows[1][-1]
-    assert item.lengths[1] == len(encode_response(tokenizer, long))  # as long as its author made it
+    assert item.lengths[1] == 32 - len(encode_prompt(tokenizer, PROMPT))  # as long as the model sees it
 
 
 def test_a_long_prompt_is_cut_from_the_left_and_leaves_room(tokenizer):

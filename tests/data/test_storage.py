@@ -5,7 +5,7 @@ from itertools import pairwise
 import datasets
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.data.label_files import load_all, load_kind
@@ -69,6 +69,7 @@ def records(draw):
     )
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(records(), min_size=1, max_size=5), st.sampled_from(["train", "dev", "test"]))
 def test_records_come_back_as_they_were_written(tmp_path_factory, written, split):
     folder = tmp_path_factory.mktemp("import")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.data.label_files import load_all, load_comparisons, load_demonstrations
+from rlhf.data.label_files import load_all, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
@@ -320,12 +320,3 @@ def test_a_record_that_its_labeler_corrected_is_filtered(tmp_path, capsys):
     assert "rows: 3 input, 2 accepted, 0 duplicates, 1 filtered, 0 rejected" in said
     found, _ = load_all(str(tmp_path / "out"))
     assert [(record.id, record.labeler) for record in found] == [("1", "bob"), ("2", "ann")]
-
-
-def test_the_real_comparisons(tmp_path, capsys, shared_data):
-    run(capsys, f"path={shared_data / 'comparisons' / 'qa-feedback-500x4.json.gz'}", f"out={tmp_path / 'out'}")
-    report = report_of(tmp_path / "out")
-    assert report["counts"] == {"input": 500, "accepted": 500, "duplicates": 0, "filtered": 0, "rejected": 0}
-    assert report["ties"] == 384 and report["pairs"] == 3000 - 384 and report["responses_a_ranking"] == {"4": 500}
-    rankings, _ = load_comparisons(str(tmp_path / "out"))
-    assert sum(ranking.pairs is not None for ranking in rankings) == 22

@@ -432,7 +432,7 @@ flat = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(exports | flat | objects)
 def test_whatever_comes_is_a_record_or_a_bad_row(row):
     FORMATS["label_studio"].recognise(row)
