@@ -235,7 +235,7 @@ class Rater:
     def rate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
         """P("1") (B,) of each quality after rows of tokens, each a prompt with its response.
 
-        What is asked of one row, and rows of one prompt, come together: what they begin with is read once (`hidden_at`).
+        What is asked of one row, and rows of one prompt, come together: what they begin with is read once (`LanguageModel.hidden`).
         """
         self.model.eval()
         pairs = [(row + name, [self.yes]) for row in rows for name in self.names.values()]

@@ -134,7 +134,7 @@ def load_models(
     by_share = settings.score_by_token and not end_ids(tokenizer)
     frozen = share_weights(policy).requires_grad_(False) if config.lora.rank else None
     add_adapters(policy, config, folder, device)
-    if config.lora.rank and isinstance(critic, RewardModel):
+    if config.lora.rank and critic is not None and not settings.shared_critic:
         from_reward = reward_model is not None and settings.critic == "reward"
         base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
         add_adapters(critic, config, base, device)

@@ -115,18 +115,9 @@ def test_an_adopted_model_goes_through_every_stage(tmp_path, labels, name):
 
 
 TAUGHT = [
-    "sft.lr=0.01",
-    "sft.epochs=12",
-    "sft.dropout=0",
-    "ppo.lr=1e-4",
-    "rejection.prompts=4",
-    "rejection.samples=2",
-    "rejection.epochs=1",
-    "dpo.batch_prompts=2",
-    "evaluate.prompts=2",
-    "evaluate.samples=1",
-    "evaluate.best_of=2",
-]
+    "sft.lr=0.01", "sft.epochs=12", "sft.dropout=0", "ppo.lr=1e-4", "rejection.prompts=4", "rejection.samples=2",
+    "rejection.epochs=1", "dpo.batch_prompts=2", "evaluate.prompts=2", "evaluate.samples=1", "evaluate.best_of=2",
+]  # fmt: skip
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the 3 cat?"}]
 
 
@@ -226,20 +217,9 @@ def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, name, 
 def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
     save(tmp_path / "hf", "llama")
     (tmp_path / "corpus.txt").write_text("The cat sat on the mat. " * 800)
-    run = Run(
-        tmp_path,
-        "run",
-        [
-            *SMALL,
-            f"model.pretrained='{tmp_path}/hf'",
-            f"model.native={native}",
-            f"data.corpus='{tmp_path}/corpus.txt'",
-            "pretrain.tokens=4096",
-            "pretrain.global_batch_tokens=384",
-            "pretrain.warmup_tokens=384",
-            "pretrain.lr=1e-2",
-        ],
-    )
+    data = [f"model.pretrained='{tmp_path}/hf'", f"model.native={native}", f"data.corpus='{tmp_path}/corpus.txt'"]
+    budget = ["pretrain.tokens=4096", "pretrain.global_batch_tokens=384", "pretrain.warmup_tokens=384"]
+    run = Run(tmp_path, "run", [*SMALL, *data, *budget, "pretrain.lr=1e-2"])
     run.stage("tokenizer")
     policy = load_policy(run.stage("pretrain") / "model")
     assert isinstance(policy, GPTForCausalLM) == (native == "auto")
@@ -253,14 +233,11 @@ def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
     [
         ("sft model={folder}", "model={folder}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named "
                                "with model.pretrained={folder}"),
-        ("tokenizer model=someone/model", "a pretrained model is named with model.pretrained=someone/model"),
         ("sft model_name_or_path={folder}", "a pretrained model is named with model.pretrained={folder}, in `rlhf pipeline`"),
-        ("sft model.name_or_path=x", "a pretrained model is named with model.pretrained=x"),
         ("tokenizer model.revision=v2 model.pretrained=me/x", "a revision is named with its model: model.pretrained=<hub id>@v2"),
         ("sft model.pretrained={folder}", "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"),
         ("sft parents.pretrain={folder}", "a pretrained model, and no run: adopt it with `rlhf tokenizer model.pretrained={folder}`"),
         ("pretrain model.pretrained={folder} model.n_layer=3", "model.n_layer: a pretrained model has a shape and a tokenizer"),
-        ("pretrain model.pretrained={folder} model=gpt2", "model: a pretrained model has a shape and a tokenizer of its own"),
         ("tokenizer model.pretrained={folder} tokenizer.vocab_size=900", "tokenizer.vocab_size: a pretrained model has a shape"),
         ("pretrain model.pretrained={folder} pretrain.tokens=9", "pretraining goes on with text only: set data.corpus too"),
         ("tokenizer model.pretrained=./none", "no such file or folder: give a hub id, a folder or a .gguf file"),
@@ -285,10 +262,8 @@ def test_every_wrong_way_to_name_a_model_says_what_works(tmp_path, capsys, argum
         "judge": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         "bare": {
             "model_type": "llama",
+            **dict.fromkeys(("num_attention_heads", "num_hidden_layers"), 1),
             "hidden_size": 8,
-            "num_attention_heads": 1,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
         },
     }
     for name, config in configs.items():

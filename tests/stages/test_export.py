@@ -142,18 +142,13 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_made(
         if file == "weights":
             fill_the_disk()
         with pytest.raises(SystemExit) as ended:
-            main(
-                [
-                    "export",
-                    *gold_run.overrides,
-                    f"runs_dir={gold_run.runs_dir}",
-                    f"run={gold_run.name}",
-                    "overwrite=true",
-                    f"export.stage={stage}",
-                    f"export.out={out}",
-                    "--shared-settings",
-                ]
-            )
+            place = [
+                f"runs_dir={gold_run.runs_dir}",
+                f"run={gold_run.name}",
+                f"export.stage={stage}",
+                f"export.out={out}",
+            ]
+            main(["export", *gold_run.overrides, *place, "overwrite=true", "--shared-settings"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [line] = capsys.readouterr().err.splitlines()
