@@ -173,16 +173,18 @@ class Tracker:
         row["time/elapsed_s"] = round(time.monotonic() - self._started, 3)
         row |= {name: self._finite(name, value) for name, value in derive(metrics).items()}
         self._write("metrics.jsonl", [row])
+        self._show("log", {name: value for name, value in row.items() if value is not None}, step)
+
+    def _show(self, call: str, *arguments: Any) -> None:
         if self._view is not None:
-            self._view.call("log", {name: value for name, value in row.items() if value is not None}, step)
+            self._view.call(call, *arguments)
 
     def _finite(self, name: str, value: Any) -> float | None:
-        value = float(value)
-        if math.isfinite(value):
+        if math.isfinite(float(value)):
             return float(value)
         if name not in self._warned:
             self._warned.add(name)
-            logger.warning("%s is %s: written as null (only one warning per name)", name, value)
+            logger.warning("%s is %s: written as null (only one warning per name)", name, float(value))
         return None
 
     def samples(self, step: int, rows: SampleRows) -> None:
@@ -205,8 +207,7 @@ class Tracker:
         full = [{"step": int(step), "score": None, "kl": None} | self._clean("samples", row) for row in rows]
         if self._with_samples:
             self._write("samples.jsonl", full)
-        if self._view is not None:
-            self._view.call("samples", full, step)
+        self._show("samples", full, step)
 
     def _clean(self, name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -217,8 +218,7 @@ class Tracker:
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Shows a small table in the view; on disk it belongs to the stage's own results."""
-        if self._view is not None:
-            self._view.call("table", name, columns, rows)
+        self._show("table", name, columns, rows)
 
     def summary(self, values: Mapping[str, float]) -> None:
         """Shows the stage's final numbers in the view; on disk they belong to stage.json, which the stage writes.
@@ -226,8 +226,7 @@ class Tracker:
         Raises: ValueError if the table of metrics lacks a name.
         """
         check_names(values)
-        if self._view is not None:
-            self._view.call("summary", {name: float(value) for name, value in values.items()})
+        self._show("summary", {name: float(value) for name, value in values.items()})
 
     def finish(self, failed: bool = False) -> None:
         """Closes everything; a second call does nothing."""

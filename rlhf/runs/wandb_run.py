@@ -22,6 +22,7 @@ from rlhf.runs.trackers import Background, SampleRows
 
 logger = logging.getLogger(__name__)
 
+KeptRows = tuple[SampleRows, SampleRows]  # of metrics.jsonl and samples.jsonl
 # Dicts of a sample row whose entries become separate columns.
 SAMPLE_PARTS = ("parts", "gold")
 # Only in samples.jsonl, for the report: a list per row is not a column.
@@ -47,13 +48,7 @@ class WandbRun:
     """A W&B run, written by `trackers.Background`, which handles the errors of wandb that it raises."""
 
     def __init__(
-        self,
-        folder: Path,
-        run: str,
-        stage: str,
-        config: dict[str, Any],
-        project: str,
-        kept: tuple[SampleRows, SampleRows] | None,
+        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, kept: KeptRows | None
     ) -> None:
         """kept: the lines of metrics.jsonl and samples.jsonl that a stage continues; None opens a finished run again."""
         self._folder, self._stage, self._name = folder, stage, run
@@ -74,9 +69,7 @@ class WandbRun:
             self._restore_environment()
             raise
 
-    def _start(
-        self, home: Path, config: dict[str, Any], project: str, kept: tuple[SampleRows, SampleRows] | None
-    ) -> None:
+    def _start(self, home: Path, config: dict[str, Any], project: str, kept: KeptRows | None) -> None:
         id_file = home / "run-id"
         run_id = id_file.read_text(encoding="ascii", errors="replace").strip() if id_file.is_file() else ""
         if not run_id:
