@@ -22,12 +22,6 @@ def test_by_hand():
     assert torch.equal(kl_estimate(logp, logp_ref), kl_estimate(logp, logp_ref, kind="k1"))
 
 
-def test_equal_policies_have_no_kl():
-    logp = -torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
-    for kind in ("k1", "k2", "k3"):
-        assert (kl_estimate(logp, logp, kind=kind) == 0).all()
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.floats(-20, 0), st.floats(-20, 0), st.sampled_from(["k1", "k2", "k3"]))
 def test_agrees_with_the_oracle_and_sign(logp, logp_ref, kind):

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,6 +105,20 @@ def open_trainer(run: Any, *more: str) -> Iterator[Trainer]:
     config = run.config(*more)
     with open_stage(config, "ppo") as stage:
         yield make_trainer(config, stage)
+
+
+@contextmanager
+def restored(opened: Trainer) -> Iterator[Trainer]:
+    """A trainer that shares the models of an open one; what it changes of them is undone at the end."""
+    engine, config = opened.engine, deepcopy(opened.config)
+    policy, before = engine.module.policy, {name: x.clone() for name, x in engine.module.state_dict().items()}
+    try:
+        yield replace(opened, config=config, state=State(engine, ppo.make_kl(config)))
+    finally:
+        engine.module.policy, engine.bfloat16, engine.loss_is_finite = policy, False, True
+        engine.module.load_state_dict(before)
+        engine.optimizer.state.clear()
+        engine.optimizer.zero_grad()
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,15 +17,21 @@ from rlhf.runs.sources import hash_sources
 from rlhf.stages import ppo
 from rlhf.system.files import read_json
 
-from .ppo_trainer import make_trainer, open_trainer
+from .ppo_trainer import make_trainer, open_trainer, restored
 from .test_ppo import AT_ONCE
 
 SMALL = ["ppo.episodes_per_update=32", "ppo.episodes=64", "ppo.lr=1e-12", "ppo.critic_lr=1e-12"]
 
 
+@pytest.fixture(scope="module")
+def opened(gold_run, tmp_path_factory):
+    with open_trainer(gold_run.copy(tmp_path_factory.mktemp("inputs"), "ppo"), *AT_ONCE, *SMALL) as found:
+        yield found
+
+
 @pytest.fixture
-def trainer(copy_until):
-    with open_trainer(copy_until("ppo"), *AT_ONCE, *SMALL) as found:
+def trainer(opened):
+    with restored(opened) as found:
         yield found
 
 
@@ -100,9 +106,9 @@ def test_the_losses_get_whitened_advantages(trainer, optimized):
     assert not advantages[~rollout.response_mask].any()
 
 
-def test_each_token_earns_its_term_of_the_score(trainer, optimized):
+def test_each_token_earns_its_term_of_the_score(trainer, optimized, monkeypatch):
     trainer.config.ppo.score_by_token = True
-    trainer.reward.model.config.read_tokens = 3
+    monkeypatch.setattr(trainer.reward.model.config, "read_tokens", 3)
     trainer.config.ppo.missing_eos_rule = "none"
     trainer.update()
     ((rollout, advantages),) = optimized

@@ -321,26 +321,6 @@ def test_gradient_checkpointing_changes_no_gradient(open_trainer):
     assert all(torch.allclose(found[0][n], found[1][n], atol=1e-6) for n in found[0])
 
 
-def test_prompts_of_several_turns_are_answered(copy_until, tmp_path):
-    from rlhf.data.records import Message, PromptRecord
-    from rlhf.system.files import write_jsonl
-
-    turns = [("user", "What is the colour of the ball?"), ("assistant", "It is red."), ("user", "And of the box?")]
-    records = [
-        PromptRecord(id=f"p{i}", prompt=[Message(role=r, content=f"{c} {i}") for r, c in turns]).model_dump(mode="json")
-        for i in range(40)
-    ]
-    write_jsonl(tmp_path / "prompts.jsonl", ({"kind": "prompt"} | record for record in records))
-    run = copy_until("ppo")
-    config = run.config(*SMALL, f"data.prompts='{tmp_path / 'prompts.jsonl'}'", "gold.enabled=true")
-    with open_stage(config, "ppo") as stage:
-        trainer = make_trainer(config, stage)
-        ids = trainer.prompts.train[0][1]
-        roles = [trainer.tokenizer.convert_ids_to_tokens(i) for i in ids]
-        assert roles.count("<|user|>") == 2 and roles.count("<|assistant|>") == 2
-        assert trainer.update()["rollout/response_len"] > 0
-
-
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
