@@ -112,6 +112,16 @@ def test_ops_and_model_never_import_deepspeed_wandb_or_hydra(folder):
         }
 
 
+def test_cpu_is_imported_in_one_place():
+    found = {
+        module
+        for module, path in MODULES.items()
+        for target, _ in imports(path)
+        if target.startswith("rlhf.cpu") and part_of(module) != "cpu"
+    }
+    assert found == {"rlhf.ops.fast"}
+
+
 def test_only_the_server_imports_the_web_framework():
     found = {
         part_of(module)

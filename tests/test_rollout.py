@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from rlhf.config import Config
-from rlhf.cpu import kernels
 from rlhf.data.records import PromptRecord
 from rlhf.engines.decoder import Decoder
 from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.heads import ScalarHead
+from rlhf.ops import fast
 from rlhf.ppo.experience import (
     Rollout,
     before_responses,
@@ -311,7 +311,7 @@ def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> R
         if fault == "temperature":
             drawn["temperature"] = 1.3
         if fault == "padding":
-            patch.setattr(kernels, "can_attend", lambda cache: False)  # torch's attention has the mask
+            patch.setattr(fast, "can_attend", lambda cache: False)  # torch's attention has the mask
             begin = Decoder.__init__
             patch.setattr(Decoder, "__init__", lambda self, *a: (begin(self, *a), setattr(self, "gap", None))[0])
         samples = sample(policy, asked, **drawn)

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +23,9 @@ from rlhf.cpu import products
 
 SOURCE = Path(__file__).with_name("kernels.c")
 BLOCK, MOST_WIDTH = 128, 256  # as in kernels.c
-STEP = 16  # widths are multiples of the longest vectors, LANES in kernels.c, on every processor
 # The first that compiles and loads counts. OpenMP is not linked: its functions are those of torch's copy, so that both use
 # the same threads.
-FLAGS = (["-march=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"])
+FLAGS = (["-march=native", "-fopenmp"], ["-march=native", "-fopenmp-simd"], ["-mcpu=native"])
 COMMON = ["-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 COMPILE_SECONDS = 60
 _POINTER, _WHOLE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -94,24 +92,22 @@ def _processor() -> str:
 
 def can_attend(cache: Tensor) -> bool:
     """Whether `attend` serves keys and values like these, (rows, heads, columns, width)."""
-    width = cache.shape[-1]
-    return _plain(cache) and width % STEP == 0 and width <= MOST_WIDTH and compiled() is not None
+    return _plain(cache) and cache.shape[-1] <= MOST_WIDTH and compiled() is not None
 
 
-class Seen(NamedTuple):
-    """The columns of the cache that new tokens fill and attend to, (N,) int64 each but the last."""
-
-    row: Tensor  # of the cache
-    place: Tensor  # the token's own column
-    leading: Tensor  # it attends to this many leading columns of its row
-    tail: range  # and to these
-
-
-def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], seen: Seen) -> Tensor:
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    row: Tensor,
+    place: Tensor,
+    leading: Tensor,
+    tail: range,
+) -> Tensor:
     """Attention of new tokens to a cache, (N, H * W): softmax(q K^T / sqrt(W)) V.
 
-    qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first. cache: keys and
-    values (B, KV, C, W) in float32.
+    qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first, at column
+    place[n] of row[n]. cache: keys and values (B, KV, C, W) in float32. A token attends to the `leading` first columns of its row
+    and to those in `tail`. row, place, leading: (N,) int64.
     """
     functions = compiled()
     assert functions is not None
@@ -119,14 +115,14 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], see
     keys, values = cache
     (tokens, heads, width), key_heads = q.shape, k.shape[1]
     y = q.new_empty(tokens, heads * width)
-    pointers = (t.data_ptr() for t in (q, k, v, keys, values, y, seen.row, seen.place, seen.leading))
-    sizes = (seen.tail.start, seen.tail.stop, tokens, heads, key_heads, width)
+    pointers = (t.data_ptr() for t in (q, k, v, keys, values, y, row, place, leading))
+    sizes = (tail.start, tail.stop, tokens, heads, key_heads, width)
     strides = (q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1))
     functions.attend(*pointers, *sizes, *strides, width**-0.5)
     return y
 
 
-def can_draw(logits: Tensor) -> bool:
+def can_invert(logits: Tensor) -> bool:
     """Whether `invert` serves logits like these, (B, V)."""
     return _plain(logits) and logits.stride(-1) == 1 and compiled() is not None
 

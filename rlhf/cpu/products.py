@@ -1,11 +1,15 @@
-"""Float32 products of many rows with a large weight, on processors where torch's default is slow.
+"""Products with a large weight: of many rows on processors where torch's default is slow, of few rows with packed weights.
 
 torch multiplies float32 on a CPU with MKL, which does not use AVX-512 on AMD's processors; oneDNN, which torch also contains, does,
 and is about twice as fast there. torch has no public name for this product: `onednn_product` is the operator that torch.compile
 emits, and could be removed from torch. Small products gain nothing and use torch's default.
+
+A product reorders its weight at each call, which costs much with few rows: with 32 rows and widths from 256 a product with a
+weight that is already in oneDNN's blocked layout takes half to two thirds of the time. Without AVX-512 torch's default is as fast
+from 32 rows on, and less is packed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -20,14 +24,12 @@ LEAST_WIDTH = 128  # of inputs and of outputs
 WIDE, LEAST_WORK = 256, 12_000_000
 # Numbers of rows per product; torch's default multiplies the rest. oneDNN compiles a product for each shape, about 1 MB each.
 PIECES = (2048, 1024, 256, 64)
+# Least inputs and outputs of a packed weight, and most rows of its products: a product is compiled for each number of rows, about
+# 2 MB each.
+PACKED_WIDTH, PACKED_ROWS = (256, 256) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (384, 32)
+MOST_BYTES = 2**30  # bytes of packed weights: a model that needs more is not packed
 off: list[bool] = []  # not empty within `by_torch_alone`
-
-
-def computed_in(x: Tensor) -> torch.dtype:
-    """The precision of products with x: autocast's if it is on."""
-    device = x.device.type
-    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if half else x.dtype
+_packed: dict[int, Tensor] = {}  # of a weight's id, within `packed_weights`
 
 
 def onednn_product() -> Callable[..., Tensor] | None:
@@ -76,7 +78,16 @@ def serves(x: Tensor, outputs: int) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b (…, O) of x (…, I) and weight (O, I), with gradients; by torch if that is not slower."""
+    """x W^T + b (…, O) of x (…, I) and weight (O, I), with gradients unless the weight is packed; by torch if that is not slower."""
+    if (
+        _packed
+        and x.dim() == 2
+        and len(x) <= PACKED_ROWS
+        and not off
+        and (packed := _packed.get(id(weight))) is not None
+    ):
+        multiply: Any = onednn_product()
+        return multiply(x.to(weight.dtype), packed, bias, "none", [], "")
     if not serves(x, len(weight)) or weight.dtype != x.dtype or hasattr(weight, "ds_id"):  # under ZeRO-3 it is a part
         return F.linear(x, weight, bias)
     y = _Product.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
@@ -94,18 +105,52 @@ def plain_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(parts + rest) if len(parts) + len(rest) > 1 else parts[0]
 
 
-def outer(a: Tensor, b: Tensor) -> Tensor:
-    """a^T b (O, I) of a (N, O) and b (N, I), without gradients."""
+def outer(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+    """a^T b (O, I) of a (N, O) and b (N, I), without gradients; added to `total` in place if it is given."""
     if not serves(b, a.shape[1]):
-        return a.t() @ b
+        if total is None:
+            return a.t() @ b
+        return total.addmm_(a.t(), b) if total.dtype == a.dtype else total.add_(a.t() @ b)
     if a.shape[1] > b.shape[1]:  # the first operand is reordered: take the narrower one
-        return outer(b, a).t()
+        return outer(b, a, None if total is None else total.t()).t()
     multiply: Any = onednn_product()
-    pieces = _pieces(len(a))
-    total, done = multiply(a[pieces[0]].t(), b[pieces[0]].t(), None, "none", [], ""), pieces[-1].stop
-    for rows in pieces[1:]:
-        total += multiply(a[rows].t(), b[rows].t(), None, "none", [], "")
+    done = 0
+    for rows in _pieces(len(a)):
+        part = multiply(a[rows].t(), b[rows].t(), None, "none", [], "")
+        total, done = part if total is None else total.add_(part), rows.stop
+    assert total is not None  # `serves` has seen rows for one piece at least
     return total.addmm_(a[done:].t(), b[done:]) if done < len(a) else total
+
+
+@contextmanager
+def packed_weights(weights: Sequence[Tensor], rows: int) -> Iterator[int]:
+    """A context in which products of matrices of few rows with these weights use packed copies; yields the copies' number.
+
+    rows: the number of rows of most products. Only large weights on a CPU are packed, none if that takes more than MOST_BYTES. They
+    must not change meanwhile, and nothing may need gradients. Operands with more than two dimensions use the weights themselves.
+    """
+    kind, multiply = torch.float32, onednn_product()
+    if multiply and torch.is_autocast_enabled("cpu"):  # in its precision, if the weights are already cast
+        kind = torch.get_autocast_dtype("cpu")
+        multiply = multiply if kind == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
+    large = [
+        w
+        for w in weights
+        if w.device.type == "cpu"
+        and w.dtype == kind
+        and not hasattr(w, "ds_id")  # under ZeRO-3 it is a part
+        and min(w.shape) >= PACKED_WIDTH
+        and id(w) not in _packed
+    ]
+    if not multiply or off or sum(w.nbytes for w in large) > MOST_BYTES:
+        large = []
+    try:
+        for w in large:
+            _packed[id(w)] = torch.ops.mkldnn._reorder_linear_weight(w.detach(), rows)
+        yield len(large)
+    finally:
+        for w in large:
+            _packed.pop(id(w), None)
 
 
 class _Product(torch.autograd.Function):
@@ -119,8 +164,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         d_x = plain_product(d, weight.t()) if ctx.needs_input_grad[0] else None
-        d_weight = outer(d, x) if ctx.needs_input_grad[1] else None
-        return d_x, d_weight
+        return d_x, outer(d, x) if ctx.needs_input_grad[1] else None
 
 
 def _pieces(count: int) -> list[slice]:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config.setting import LEAST_TEMPERATURE
-from rlhf.cpu import kernels
 from rlhf.errors import UserError
+from rlhf.ops import fast
 
 Key = int | str | tuple
 
@@ -79,8 +79,8 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
     Inverse transform sampling: the first token whose cumulative probability exceeds u. The log-prob is that
     of softmax(logits / temperature), before the cut by top_p.
     """
-    if not choice.greedy and choice.top_p == 1.0 and kernels.can_draw(logits):
-        return kernels.invert(logits, uniforms, choice.temperature)
+    if not choice.greedy and choice.top_p == 1.0 and fast.can_invert(logits):
+        return fast.invert(logits, uniforms, choice.temperature)
     logits = logits.float() if choice.temperature == 1.0 else logits.float() / choice.temperature
     probs = torch.softmax(logits, dim=-1)
     cut = _cut(probs, choice.top_p)

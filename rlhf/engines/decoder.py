@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.cpu import kernels
-from rlhf.cpu.products import computed_in
 from rlhf.model.attention import Rope, rotary_factors
 from rlhf.model.batching import right_pad
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.masks import narrow
-from rlhf.model.packed import is_packed, unpacked
+from rlhf.ops import fast
+from rlhf.ops.masked import computed_in
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]
@@ -27,11 +25,20 @@ Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 PREFILL_ROWS = 32  # prompts per forward on a CPU
 
 
+class Seen(NamedTuple):
+    """The columns of the cache that new tokens fill and attend to, (N,) int64 each but the last."""
+
+    row: Tensor  # of the cache
+    place: Tensor  # the token's own column
+    leading: Tensor  # it attends to this many leading columns of its row
+    tail: range  # and to these
+
+
 def cached_in(model: GPTForCausalLM) -> torch.dtype:
     """The precision of keys and values: that of products, but the loops in C attend in float32."""
     config, weight = model.config, model.model.embed_tokens.weight
     one = weight.new_empty(1, 1, 1, config.head_dim)
-    return weight.dtype if config.window is None and kernels.can_attend(one) else computed_in(weight)
+    return weight.dtype if config.window is None and fast.can_attend(one) else computed_in(weight)
 
 
 class Decoder:
@@ -45,7 +52,6 @@ class Decoder:
     def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
         config, weight = model.config, model.model.embed_tokens.weight
         self.model, self.trunk = model, model.model
-        self.packed = any(is_packed(module) for module in model.modules())
         self.tokens, self.lengths = (x.to(weight.device) for x in right_pad(prompts, pad))  # (B, P) and (B,)
         self.column = self.tokens.shape[1]
         dtype = computed_in(weight)
@@ -85,11 +91,8 @@ class Decoder:
         count = len(tokens)
         size = PREFILL_ROWS if tokens.device.type == "cpu" else count
         parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-        fewer = count < len(self.tokens)
-        # packed products are compiled for each number of rows
-        with unpacked(self.model) if self.packed and fewer else nullcontext():
-            x = torch.cat([self._prefill_rows(part, tokens[part], lengths[part]) for part in parts])
-        if fewer:
+        x = torch.cat([self._prefill_rows(part, tokens[part], lengths[part]) for part in parts])
+        if count < len(self.tokens):
             prompt = new.cumsum(0) - 1  # per row, its index among the different prompts
             x = x[prompt]
             for side in (side for pair in self.cache for side in pair):
@@ -115,9 +118,9 @@ class Decoder:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
             y = y.transpose(1, 2).flatten(2)  # (rows, P, D)
             if layer is trunk.layers[-1]:  # only the last token's output is needed
-                x, y = x[rows, lengths - 1], y[rows, lengths - 1]  # (rows, D)
+                x, y = x[rows, lengths - 1, None], y[rows, lengths - 1, None]  # (rows, 1, D)
             x = layer.after_attention(x, layer.attention.out(y))
-        return x
+        return x[:, 0]
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) after one more token per row, (B,)."""
@@ -140,7 +143,7 @@ class Decoder:
         """A step's attention: f(q, k, v; keys and values; the layer's window) = y (B, D)."""
         if self._compiled():
             seen = self._seen_columns()
-            return lambda qkv, cache, _: kernels.attend(qkv, cache, seen)
+            return lambda qkv, cache, _: fast.attend(qkv, cache, *seen)
         place, columns, gap = self._new_columns()
         banded = self._narrow(gap, columns)
         heads, width = self.shape[1], self.shape[3]
@@ -156,15 +159,15 @@ class Decoder:
         return attend
 
     def _compiled(self) -> bool:
-        """Whether attention is computed by `kernels.attend`."""
-        return self.model.config.window is None and kernels.can_attend(self.cache[0][0])
+        """Whether attention is computed by `fast.attend`."""
+        return self.model.config.window is None and fast.can_attend(self.cache[0][0])
 
-    def _seen_columns(self) -> kernels.Seen:
+    def _seen_columns(self) -> Seen:
         """The columns that a step's tokens fill and attend to."""
         width = self.tokens.shape[1]
         prompts = self.lengths - (self.column - width)
         rows, place = torch.arange(len(prompts), device=prompts.device), torch.full_like(prompts, self.column)
-        return kernels.Seen(rows, place, prompts, range(width, self.column + 1))
+        return Seen(rows, place, prompts, range(width, self.column + 1))
 
     def _new_columns(self) -> tuple[Any, int, Tensor | None]:
         """The columns for a step's keys and values, the number of columns that it attends to, and their mask."""

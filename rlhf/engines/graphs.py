@@ -28,7 +28,6 @@ class FixedDecoder(Decoder):
             side.zero_()  # masked values must be finite
         self.all_lengths = self.lengths
         self.rows = torch.arange(len(prompts), device=self.lengths.device)
-        self.packed = True  # graphs are recorded for each number of rows, so there should be few
         # by rows and columns; None: computed once, not yet recorded
         self.graphs: dict[tuple[int, int], Graph | None] = {}
 

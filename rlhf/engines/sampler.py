@@ -9,7 +9,7 @@ batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,11 @@ from rlhf.engines.choosing import Choice, Key, choose_tokens, make_uniforms
 from rlhf.engines.decoder import Decoder, Prompts, cached_in
 from rlhf.engines.graphs import make_decoder
 from rlhf.errors import UserError
+from rlhf.model.blocks import SwitchMLP
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import products_cast
-from rlhf.model.packed import packed_weights
+from rlhf.model.linear import Linear
+from rlhf.ops.fast import packed_weights
 
 MAX_BATCH = 256
 LOOK_EVERY = 8  # steps on a GPU between two checks for ended rows, since a check waits for the GPU
@@ -64,24 +66,29 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
         live = len(ended) if (step + 1) % every else len(ended) - int(ended.sum())
         if live == 0:
             return
-        if (carried := rows_carried(live, len(ended), decoder.packed)) < len(ended):
+        if (carried := rows_carried(live, len(ended))) < len(ended):
             # the first ended rows stay if more rows are carried than live
             kept = decoder.drop(ended & (ended.cumsum(0) > carried - live))
             rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
         logits = decoder.step(tokens)
 
 
+def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:
+    """`packed_weights` of a model for this many sequences. Experts' products have any number of rows, so theirs are not packed."""
+    routed = {part for layer in model.modules() if isinstance(layer, SwitchMLP) for part in layer.modules()}
+    layers = (layer for layer in model.modules() if isinstance(layer, Linear) and layer not in routed)
+    return packed_weights([layer.weight for layer in layers], rows)
+
+
 def _steps_between_looks(device: torch.device) -> int:
     return 1 if device.type == "cpu" else LOOK_EVERY
 
 
-def rows_carried(live: int, rows: int, packed: bool) -> int:
+def rows_carried(live: int, rows: int) -> int:
     """The number of rows with which a batch continues: keeping a few ended ones costs less than removing them.
 
-    Packed products are compiled for each number of rows, some megabytes each, so only numbers of three significant bits occur.
+    Packed products are compiled and CUDA graphs recorded for each number of rows, so only numbers of three significant bits occur.
     """
-    if not packed:
-        return live if rows - live > rows // 10 else rows
     step = 1 << max(0, live.bit_length() - 3)
     return min(rows, -(-live // step) * step)
 
@@ -190,10 +197,9 @@ def sample(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # prompts of similar length share a batch
     tokens = torch.full((len(prompts), max_new_tokens), pad_token_id, dtype=torch.int64, device=device)
     logprobs = torch.zeros(tokens.shape, device=device)
-    packed = (
-        packed_weights(model, min(size, len(prompts))) if native and max_new_tokens >= PACKED_STEPS else nullcontext()
-    )
-    with _evaluating(model), products_cast(model), torch.inference_mode(), packed:
+    rows = min(size, len(prompts))
+    many = packed(model, rows) if max_new_tokens >= PACKED_STEPS else nullcontext()
+    with _evaluating(model), products_cast(model), torch.inference_mode(), many:
         for start in range(0, len(order), size):
             part = order[start : start + size]
             index = torch.tensor(part, device=device)

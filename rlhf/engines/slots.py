@@ -8,7 +8,6 @@ stepped one sequence at a time, each with its own cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -17,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.cpu.kernels import Seen, attend
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
-from rlhf.engines.decoder import QKV, Decoder
+from rlhf.engines.decoder import QKV, Decoder, Seen
 from rlhf.engines.sampler import default_batch, rows_carried
-from rlhf.model import packed
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.ops.fast import attend
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
 COLUMN_BLOCK = 64  # the cache grows by this many columns
+PADDED = 256  # rows of products up to which their number is rounded up to one of few
 TOGETHER = 512  # tokens of prompts that are read in one pass with the others' next tokens; attention takes longer there
 
 
@@ -124,18 +123,17 @@ class Slots(Decoder):
         count = len(row)
         position = begins[row] + torch.arange(count, device=self.device) - (ends - counts)[row]
         seen = Seen(row, position, position + 1, range(0))
-        # packed products are compiled for each number of rows
-        more = rows_carried(count, max(count, packed.MOST_ROWS), True) - count if self.packed else 0
+        more = rows_carried(count, max(count, PADDED)) - count
 
         def attend_to_own(qkv: QKV, cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
             q, k, v = (t[:count] for t in qkv)
-            return F.pad(attend((q, k, v), cache, seen), (0, 0, 0, more))
+            return F.pad(attend((q, k, v), cache, *seen), (0, 0, 0, more))
 
         self._view(len(counts))
         new = torch.cat((tokens, torch.tensor([token for prompt in prompts for token in prompt], device=self.device)))
         x = self._read(F.pad(new, (0, more)), F.pad(position, (0, more)), attend_to_own)
         self.all_lengths[:first] += 1
-        last = F.pad(ends - 1, (0, rows_carried(len(ends), self.most, self.packed) - len(ends)))
+        last = F.pad(ends - 1, (0, rows_carried(len(ends), self.most) - len(ends)))
         return self._logits(x[last])[: len(ends)]
 
     def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> Tensor:
@@ -143,8 +141,8 @@ class Slots(Decoder):
         self._view(self.live + len(prompts))
         self.column = int(lengths.max())
         tokens = torch.tensor([[*p, *[0] * (self.column - len(p))] for p in prompts], device=self.device)
-        with packed.unpacked(self.model) if self.packed else nullcontext():
-            return self._logits(self._prefill_rows(slice(self.live, None), tokens, lengths))
+        x = self._prefill_rows(slice(self.live, None), tokens, lengths)
+        return self._logits(F.pad(x, (0, 0, 0, rows_carried(len(x), self.most) - len(x))))[: len(x)]
 
     def leave(self, row: int) -> None:
         """Move the last row in use into the place of an ended one."""
@@ -157,7 +155,7 @@ class Slots(Decoder):
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits (live, V) after one more token per row, (live,). A few free rows are computed too if that is faster."""
-        computed = rows_carried(self.live, self.rows, self.packed)
+        computed = rows_carried(self.live, self.rows)
         self._view(computed)
         if computed == self.live:
             return super().step(tokens)

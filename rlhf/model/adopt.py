@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from rlhf.cpu.products import by_torch_alone
 from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES
 from rlhf.errors import UserError, reading
@@ -17,6 +16,7 @@ from rlhf.model.architectures import why_not_native
 from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, load_whole, read_checkpoint
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
+from rlhf.ops.fast import by_torch_alone
 from rlhf.system.files import read_json, sha256_file
 from rlhf.system.terminal import say
 

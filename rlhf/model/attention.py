@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from rlhf.cpu.products import computed_in
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
 from rlhf.model.masks import Documents, Mask
+from rlhf.ops.masked import computed_in
 
 Rope = tuple[Tensor, Tensor]
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.cpu.products import by_torch_alone
 from rlhf.data.chat_template import end_ids
 from rlhf.data.tokenizer import PAD
 from rlhf.errors import UserError
 from rlhf.model.architectures import ARCHITECTURES, special_ids, why_not_native
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
+from rlhf.ops.fast import by_torch_alone
 
 OWN = "rlhf"  # the form of models that no public class can express: model type rlhf_gpt
 # Fields of a checkpoint's configuration that describe the file, not the model.

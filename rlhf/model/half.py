@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
 from rlhf.config.precision import wants_bfloat16
-from rlhf.cpu.products import computed_in
 from rlhf.model.linear import Float32Linear
+from rlhf.ops.masked import computed_in
 
 
 def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf.cpu.products import product
+from rlhf.ops.fast import product
 from rlhf.ops.masked import upcast
 
 

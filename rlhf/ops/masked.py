@@ -66,6 +66,13 @@ def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tens
     return torch.where(mask, (x - mean) * torch.rsqrt(var + 1e-8), 0.0)
 
 
+def computed_in(x: Tensor) -> torch.dtype:
+    """The precision of products with x: autocast's if it is on."""
+    device = x.device.type
+    half = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if half else x.dtype
+
+
 def upcast(x: Tensor) -> Tensor:
     """x in float32, or in float64 if it is that already."""
     return x if x.dtype == torch.float64 else x.float()

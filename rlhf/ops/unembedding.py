@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.cpu.products import computed_in, outer, plain_product, serves
+from rlhf.ops.fast import outer, plain_product
+from rlhf.ops.masked import computed_in
 
 # Elements of the logits per chunk: about a CPU's cache; on a GPU enough to use it fully.
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**27
@@ -140,7 +141,7 @@ class _WithEntropy(torch.autograd.Function):
                 if d_hidden is not None:
                     d_hidden[rows] = plain_product(d_logits, w.t())
                 if d_weight is not None:
-                    d_weight += outer(d_logits, h[rows])
+                    outer(d_logits, h[rows], d_weight)
         return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
 
 
@@ -177,12 +178,8 @@ class _CrossEntropy(torch.autograd.Function):
                     gradient = _less_one_hot(p, labels[rows]).to(h.dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = plain_product(gradient, w.t())
-                if d_weight is not None and serves(part, len(w)):
-                    d_weight += outer(gradient, part)
-                elif d_weight is not None and h.dtype == weight.dtype:
-                    d_weight.addmm_(gradient.t(), part)
-                elif d_weight is not None:  # chunks add up in the weight's own precision
-                    d_weight += gradient.t() @ part
+                if d_weight is not None:  # chunks add up in the weight's own precision
+                    outer(gradient, part, d_weight)
         ctx.save_for_backward(d_hidden, d_weight)
         return loss
 

@@ -24,10 +24,10 @@ from rlhf.api import LoadedRun
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import end_ids
+from rlhf.engines.sampler import packed
 from rlhf.engines.slots import Response, RunningBatch
 from rlhf.errors import UserError
 from rlhf.model.half import hold_frozen
-from rlhf.model.packed import packed_weights
 from rlhf.serving.security import RefusedError
 from rlhf.system.terminal import one_line, say
 
@@ -85,7 +85,7 @@ def served_models(config: Config, folders: Sequence[Path], stages: list[str] | N
     from rlhf.training.setup import set_up
 
     device, models = set_up(config), {}
-    with inference(config, device), ExitStack() as packed:
+    with inference(config, device), ExitStack() as weights:
         for folder in folders:
             run = LoadedRun(folder, device.type, config.precision)
             chosen = [stage for stage in run.policies if stages is None or stage in stages]
@@ -97,7 +97,7 @@ def served_models(config: Config, folders: Sequence[Path], stages: list[str] | N
                 )
             for stage in chosen:
                 name, policy = f"{folder.name}/{stage}", hold_frozen(config, run.policy(stage), device)
-                packed.enter_context(packed_weights(policy, rows))
+                weights.enter_context(packed(policy, rows))
                 about = run.tokenizer, run.record(stage)["hash"], run.max_new_tokens(stage)
                 models[name] = ServedModel(name, run, policy, *about)
         yield models

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rlhf.cpu.threads import adapting_threads
 from rlhf.errors import UserError
+from rlhf.ops.fast import adapting_threads
 from rlhf.runs.checkpoints import (
     checkpoint_due,
     checkpoint_step,

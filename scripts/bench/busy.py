@@ -29,9 +29,8 @@ def work(seconds: float, rank: int, processes: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlhf.cpu.allocator import keep_freed_memory
-    from rlhf.cpu.threads import adapting_threads
     from rlhf.model import GPTConfig, GPTForCausalLM
+    from rlhf.ops.fast import adapting_threads, keep_freed_memory
 
     keep_freed_memory()
     threads = adapting_threads(0, torch.device("cpu"), processes)  # none where OMP_NUM_THREADS is set

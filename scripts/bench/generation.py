@@ -78,8 +78,8 @@ def make_prompts(spec: Spec) -> list[list[int]]:
 
 
 def ours(spec: Spec, turns: Turns) -> None:
-    from rlhf.cpu.allocator import keep_freed_memory
     from rlhf.engines.sampler import sample
+    from rlhf.ops.fast import keep_freed_memory
 
     keep_freed_memory()
     model = harness.ours_like(make_model(spec)).to(spec["device"]).eval()

@@ -54,7 +54,7 @@ def plain_loss(model: Any, rows: Any) -> Any:
 
 
 def ours(spec: Spec, turns: Turns, parts: int | None = None) -> None:
-    from rlhf.cpu.allocator import keep_freed_memory
+    from rlhf.ops.fast import keep_freed_memory
 
     keep_freed_memory()
 
@@ -84,7 +84,7 @@ def peer_fused(spec: Spec, turns: Turns) -> None:
 
 def peer_fused_kept(spec: Spec, turns: Turns) -> None:
     """The peer with our setting of the allocator too."""
-    from rlhf.cpu.allocator import keep_freed_memory
+    from rlhf.ops.fast import keep_freed_memory
 
     keep_freed_memory()
     peer_fused(spec, turns)
@@ -92,7 +92,7 @@ def peer_fused_kept(spec: Spec, turns: Turns) -> None:
 
 def peer_fused_kept_halves(spec: Spec, turns: Turns) -> None:
     """And with its batch in two parts, as ours takes it."""
-    from rlhf.cpu.allocator import keep_freed_memory
+    from rlhf.ops.fast import keep_freed_memory
 
     keep_freed_memory()
     train(harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"), spec, turns, plain_loss, parts=2)

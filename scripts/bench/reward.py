@@ -51,10 +51,10 @@ def classifier(spec: Spec) -> Any:
 def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
-    from rlhf.cpu.allocator import keep_freed_memory
     from rlhf.data.items import Item, Judgement
     from rlhf.evaluation.scoring import micro_batches, pad_weights, score_items
     from rlhf.model.heads import RewardModel
+    from rlhf.ops.fast import keep_freed_memory
     from rlhf.ops.ranking import ranking_loss
 
     keep_freed_memory()

@@ -104,7 +104,7 @@ def ours(spec: Spec, turns: Turns) -> None:
                 f"sft.micro_batch_size={spec['batch']}",
             ]
         )
-        from rlhf.cpu.allocator import keep_freed_memory
+        from rlhf.ops.fast import keep_freed_memory
 
         keep_freed_memory()
         tokenizer = make_tokenizer(spec["size"])
@@ -128,8 +128,8 @@ def ours_bare(spec: Spec, turns: Turns) -> None:
     """Our model and loss in a bare loop, rows of similar length together."""
     import torch
 
-    from rlhf.cpu.allocator import keep_freed_memory
     from rlhf.model.batching import by_length
+    from rlhf.ops.fast import keep_freed_memory
     from rlhf.training.next_token import NextToken
 
     def loss_of(model: Any, tokens: Any, labels: Any, lengths: Any) -> Any:

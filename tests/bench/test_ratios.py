@@ -16,10 +16,10 @@ import torch
 from rlhf.cpu import kernels
 from rlhf.cpu.products import by_torch_alone, onednn_product
 from rlhf.engines.choosing import Choice, make_uniforms
-from rlhf.engines.sampler import _sample_transformers, sample
+from rlhf.engines.decoder import Decoder
+from rlhf.engines.sampler import _sample_transformers, packed, sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
-from rlhf.model.packed import packed_weights
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ppo.experience import response_logprobs
 from tests.model.test_ragged import ragged_loss
@@ -99,15 +99,17 @@ def test_the_sampler_beats_generate(model):
 def test_packed_weights_beat_plain_ones_where_rows_are_few():
     torch.manual_seed(0)
     wide = GPTForCausalLM(GPTConfig(n_layer=2, n_head=12, width=768, vocab_size=2048, context_length=64)).eval()
-    tokens = torch.randint(2, 2048, (2, 2))
+    prompts = [[2 + i, 3, 4] for i in range(8)]
 
     @torch.inference_mode()
     def steps() -> None:
+        decoder = Decoder(wide, prompts, 33, pad=0)
+        decoder.prefill()
         for _ in range(32):
-            wide(tokens, use_cache=False, logits_to_keep=1)
+            decoder.step(torch.full((8,), 5))
 
     def fast() -> None:
-        with packed_weights(wide, 32):
+        with packed(wide, 32):
             steps()
 
     assert speed_up(steps, fast, rounds=8) > FEW_ROWS_BOUND

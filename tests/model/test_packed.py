@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 
+from rlhf.cpu import products
 from rlhf.cpu.products import by_torch_alone, onednn_product
-from rlhf.engines.decoder import PREFILL_ROWS
-from rlhf.engines.sampler import sample
-from rlhf.model import GPTConfig, GPTForCausalLM, packed
+from rlhf.engines.sampler import packed, sample
+from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.half import products_cast
-from rlhf.model.packed import packed_weights
 
 needs_product = pytest.mark.skipif(onednn_product() is None, reason="this torch has no packed product")
 PROMPTS = [[2 + i, 3, 5 + i % 7] * (1 + i % 3) for i in range(12)]
@@ -18,8 +16,8 @@ PROMPTS = [[2 + i, 3, 5 + i % 7] * (1 + i % 3) for i in range(12)]
 @pytest.fixture(autouse=True)
 def as_with_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is packed on processors with AVX-512 is packed on all of them here."""
-    monkeypatch.setattr(packed, "LEAST_WIDTH", 256)
-    monkeypatch.setattr(packed, "MOST_ROWS", 256)
+    monkeypatch.setattr(products, "PACKED_WIDTH", 256)
+    monkeypatch.setattr(products, "PACKED_ROWS", 256)
 
 
 def make_model(width: int = 256, **more: object) -> GPTForCausalLM:
@@ -28,18 +26,13 @@ def make_model(width: int = 256, **more: object) -> GPTForCausalLM:
     return GPTForCausalLM(GPTConfig(width=width, **shape | more)).eval()
 
 
-def forwards(model: nn.Module) -> list[str]:
-    """Names of the modules whose forward is not their class's."""
-    return [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
 def answers(model: GPTForCausalLM, new: int = 24):
     return sample(model, PROMPTS, max_new_tokens=new, eos_token_id=1, pad_token_id=0, seed=3)
 
 
 def plain_answers(model: GPTForCausalLM, monkeypatch: pytest.MonkeyPatch, new: int = 24):
     with monkeypatch.context() as patch:
-        patch.setattr(packed, "onednn_product", lambda: None)
+        patch.setattr(products, "onednn_product", lambda: None)
         return answers(model, new)
 
 
@@ -54,8 +47,8 @@ def test_packed_answers_are_the_plain_ones(shape, monkeypatch):
     ours, plain = answers(model), plain_answers(model, monkeypatch)
     assert ours.responses == plain.responses
     assert torch.allclose(ours.logprobs, plain.logprobs, atol=1e-5, rtol=0.0)
-    with packed_weights(model, 8) as count:
-        assert count == 9 and len(forwards(model)) == 9 + 2 * (not shape.get("mlp")), "or nothing was tested"
+    with packed(model, 8) as count:
+        assert count == len(products._packed) == 9, "or nothing was tested"
 
 
 @pytest.mark.parametrize(
@@ -89,26 +82,14 @@ def test_answers_of_the_compiled_loops_are_torchs(shape):
 
 
 @needs_product
-def test_hidden_states_and_logits_agree_for_any_number_of_rows():
-    model = make_model()
-    for rows in (1, 3, 40):
-        tokens = torch.randint(2, 600, (rows, 9), generator=torch.Generator().manual_seed(rows))
-        with torch.no_grad():
-            plain = model(tokens).logits
-            with packed_weights(model, 8):
-                found = model(tokens).logits
-        assert torch.allclose(found, plain, atol=1e-5, rtol=1e-5)
-
-
-@needs_product
 def test_nothing_is_left_of_it_whatever_happens():
     model = make_model()
-    with pytest.raises(RuntimeError, match="in between"), packed_weights(model, 8):
-        assert forwards(model)
+    with pytest.raises(RuntimeError, match="in between"), packed(model, 8):
+        assert products._packed
         raise RuntimeError("in between")
-    assert not forwards(model)
+    assert not products._packed
     answers(model)
-    assert not forwards(model)
+    assert not products._packed
     model.lm_head.weight.data.zero_()  # as after an update: the next answers see the new weights
     assert answers(model).logprobs.max() == pytest.approx(-torch.log(torch.tensor(600.0)).item(), abs=1e-5)
 
@@ -116,21 +97,14 @@ def test_nothing_is_left_of_it_whatever_happens():
 @needs_product
 def test_layers_that_it_does_not_serve_stay_plain(monkeypatch):
     small = make_model(width=128)
-    with packed_weights(small, 8) as count:
-        assert count == 0 and not forwards(small)
+    with packed(small, 8) as count:
+        assert count == 0
     ours, plain = answers(small), plain_answers(small, monkeypatch)
     assert torch.equal(ours.logprobs, plain.logprobs), "bit for bit"
-    with packed_weights(make_model().bfloat16(), 8) as count:
+    with packed(make_model().bfloat16(), 8) as count:
         assert count == 0
-    hooked = make_model()
-    seen = []
-    hooked.lm_head.register_forward_hook(lambda *_: seen.append(1))
-    with packed_weights(hooked, 8) as count:
-        assert count == 8 and "lm_head" not in forwards(hooked)
-    answers(hooked)
-    assert seen, "a hook still sees each step"
-    monkeypatch.setattr(packed, "MOST_BYTES", 1000)
-    with packed_weights(make_model(), 8) as count:
+    monkeypatch.setattr(products, "MOST_BYTES", 1000)
+    with packed(make_model(), 8) as count:
         assert count == 0, "copies would take too much"
 
 
@@ -141,11 +115,7 @@ def test_short_answers_and_a_torch_without_the_product_do_without(monkeypatch):
     assert onednn_product() is None
     assert answers(model).responses == before.responses
     monkeypatch.undo()
-
-    def never(*_: object) -> None:
-        raise AssertionError("packed for a few tokens")
-
-    monkeypatch.setattr("rlhf.engines.sampler.packed_weights", never)
+    monkeypatch.setattr("rlhf.engines.sampler.packed", lambda *_: pytest.fail("packed for a few tokens"))
     assert len(answers(model, new=4).responses) == len(PROMPTS)
 
 
@@ -166,31 +136,28 @@ def test_packed_products_are_of_few_numbers_of_rows(monkeypatch):
 
     expected = []
     with monkeypatch.context() as patch:
-        patch.setattr(packed, "onednn_product", lambda: None)
+        patch.setattr(products, "onednn_product", lambda: None)
         expected = [ended_by_many(count) for count in (90, 80)]
-    monkeypatch.setattr(packed, "onednn_product", lambda: watched)
+    monkeypatch.setattr(products, "onednn_product", lambda: watched)
     for plain, count in zip(expected, (90, 80), strict=True):
         found = ended_by_many(count)
         assert found.responses == plain.responses
         assert torch.allclose(found.logprobs, plain.logprobs, atol=1e-5, rtol=0.0)
     assert min(rows) < 10, "or few sequences ended"
-    given = {90, 80, 90 % PREFILL_ROWS}  # whole batches, and the last prompts' part of one
+    given = {90, 80, *products.PIECES}  # whole batches, and prompts
     assert set(rows) <= given | {64, 56, 48, 40, 32, 28, 24, 20, 16, 14, 12, 10, *range(1, 9)}
-    with packed_weights(model, 8), torch.no_grad():
-        model(torch.full((8, 40), 3))
-    assert max(rows) <= packed.MOST_ROWS, "what is longer goes through the plain layers"
 
 
 def test_under_autocast_only_weights_that_are_cast_are_packed():
     model = make_model()
-    tokens = torch.arange(3, 27).reshape(4, 6)
+    x, layer = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), model.model.layers[0].mlp.up
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        with packed_weights(model, 8) as count:
-            assert count == 0 and not forwards(model)
+        with packed(model, 8) as count:
+            assert count == 0
         with products_cast(model):
-            plain = model(tokens).logits
-            with packed_weights(model, 24) as count:
-                found = model(tokens).logits
+            plain = layer(x)
+            with packed(model, 24) as count:
+                found = layer(x)
     assert bool(count) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert found.dtype == plain.dtype and (found - plain).abs().max() < 0.02 * plain.abs().max()
-    assert not forwards(model) and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

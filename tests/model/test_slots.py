@@ -5,13 +5,12 @@ import random
 import pytest
 import torch
 
-from rlhf.cpu import kernels
+from rlhf.cpu import kernels, products
 from rlhf.engines import slots
 from rlhf.engines.choosing import Choice, hashed, make_uniforms, uniforms_at
-from rlhf.engines.sampler import sample
+from rlhf.engines.sampler import packed, sample
 from rlhf.engines.slots import Response, RunningBatch
-from rlhf.model import GPTForCausalLM, packed
-from rlhf.model.packed import packed_weights
+from rlhf.model import GPTForCausalLM
 from tests.model.test_generate import ALL, make
 from tests.presets import preset
 
@@ -90,13 +89,13 @@ def test_equal_prompts_are_read_once(way, monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_weights_and_hundreds_of_sequences(way, monkeypatch):
     read_by(way, monkeypatch)
-    monkeypatch.setattr(packed, "LEAST_WIDTH", 256)  # without AVX-512 too
+    monkeypatch.setattr(products, "PACKED_WIDTH", 256)  # without AVX-512 too
     torch.manual_seed(0)
     model = GPTForCausalLM(preset("tiny", vocab_size=512, context_length=64, n_layer=2, n_head=4, width=256)).eval()
     asked = prompts(300, 512)
     settings = {"max_new_tokens": NEW, "eos_token_id": EOS, "pad_token_id": 0, "seed": 5}
     expected = sample(model, asked, **settings).responses
-    with packed_weights(model, 13):
+    with packed(model, 13):
         assert drawn_by_batch(model, asked, 13, 0.8) == expected
     assert sample(model, asked, **settings, batch_size=7).responses == expected
 

@@ -1,0 +1,75 @@
+"""What `rlhf/cpu` computes faster on a CPU. No other module imports that folder; without it torch does all of this."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    from rlhf.cpu import (
+        adapting_threads,
+        attend,
+        by_torch_alone,
+        can_attend,
+        can_invert,
+        invert,
+        keep_freed_memory,
+        outer,
+        packed_weights,
+        plain_product,
+        product,
+        return_freed_memory,
+    )
+except ImportError:
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def plain_product(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.t()
+
+    def outer(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+        if total is None:
+            return a.t() @ b
+        return total.addmm_(a.t(), b) if total.dtype == a.dtype else total.add_(a.t() @ b)
+
+    def can_attend(cache: Tensor) -> bool:
+        return False
+
+    can_invert = can_attend
+    attend: Any = None
+    invert: Any = None
+
+    @contextmanager
+    def packed_weights(weights: Sequence[Tensor], rows: int) -> Iterator[int]:
+        yield 0
+
+    @contextmanager
+    def by_torch_alone() -> Iterator[None]:
+        yield
+
+    def keep_freed_memory() -> bool:
+        return False
+
+    return_freed_memory = keep_freed_memory
+
+    def adapting_threads(threads: int, device: Any, processes: int) -> Any:
+        return None
+
+
+__all__ = [
+    "adapting_threads",
+    "attend",
+    "by_torch_alone",
+    "can_attend",
+    "can_invert",
+    "invert",
+    "keep_freed_memory",
+    "outer",
+    "packed_weights",
+    "plain_product",
+    "product",
+    "return_freed_memory",
+]
