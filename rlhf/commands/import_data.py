@@ -56,6 +56,11 @@ def run(config: ImportConfig) -> None:
         _say(f"… and {hidden:,} more rejects in {target / 'rejects.jsonl'}")
     seconds = time.monotonic() - started
     _say(f"{size / 1e6:,.1f} MB in {seconds:.1f} s ({size / 1e6 / seconds:.1f} MB/s) -> {target}")
+    if importer.damaged:
+        raise UserError(
+            f"a file could not be read to its end (see the rejects): what was accepted before is in {target}, which training "
+            "refuses without data.allow_partial=true: replace the damaged file and import again"
+        )
     if partial:
         raise UserError(
             f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}: the accepted rows are in {target}, "
