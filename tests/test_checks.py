@@ -206,15 +206,6 @@ def test_the_papers_edge_values_fit():
     check_config(config, "ppo")
 
 
-@pytest.mark.parametrize(("command", "refused"), [("ppo", True), ("pipeline", True), ("evaluate", False)])
-def test_a_temperature_other_than_1_is_refused_where_ppo_samples(command, refused):
-    config = with_settings(rollout__temperature=0.7)
-    if not refused:
-        return check_config(config, command)
-    with pytest.raises(UserError, match=r"rollout.temperature=0.7: PPO needs 1, anything else biases the KL"):
-        check_config(config, command)
-
-
 def test_checking_changes_nothing():
     config = compose_config(["experiment=gold"])
     before = dataclasses.asdict(config)

@@ -339,9 +339,8 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others(key):
     ("arguments", "said"),
     [
         (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, ppo, dpo do: leave it out"),
-        (["evaluate", "rollout.temperature=2"], "rollout.temperature: `rlhf evaluate` does not use it; ppo, chat do: leave"),
-        (["rejection", "rollout.temperature=2"], "rollout.temperature: `rlhf rejection` does not use it"),
-        (["label", "rollout.temperature=2"], "rollout.temperature: `rlhf label` does not use it"),
+        (["evaluate", "chat.temperature=2"], "chat.temperature: `rlhf evaluate` does not use it"),
+        (["ppo", "rollout.temperature=2"], "setting 'rollout.temperature' is gone: PPO samples at temperature 1"),
         (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt: only format=table uses columns.* and words.*: add"),
     ],
 )  # fmt: skip

@@ -223,8 +223,6 @@ def _ppo_relations(config: Config, command: str) -> Iterator[str]:
         yield f"ppo.minibatches={ppo.minibatches}: want a divisor of ppo.episodes_per_update={ppo.episodes_per_update}"
     if ppo.episodes < ppo.episodes_per_update:
         yield f"ppo.episodes={ppo.episodes}: want at least one update of {ppo.episodes_per_update}"
-    if command in ("ppo", "pipeline") and config.rollout.temperature != 1.0:
-        yield f"rollout.temperature={config.rollout.temperature}: PPO needs 1, anything else biases the KL"
     updates = ppo.episodes // ppo.episodes_per_update
     if command in ("ppo", "pipeline") and 0 < updates <= ppo.critic_warmup_updates:
         yield (

@@ -31,7 +31,7 @@ HELP_GROUPS = {name: groups for name, (_, _, groups) in _COMMANDS.items()}
 # Settings that every stage reads, and those that a command reads outside the groups of its help.
 _EVERY_STAGE = ("tracking", "checkpoints", "parents", "gold.enabled", "gold.truth", "data.allow_partial")
 _ALSO_READ = {
-    "chat": ("rollout.max_new_tokens", "rollout.temperature", "parents"),
+    "chat": ("rollout.max_new_tokens", "parents"),
     "export": ("parents",),
     "next": ("parents",),
     "generate": (

@@ -59,6 +59,7 @@ class ChatConfig:
     """`rlhf chat`."""
 
     stage: str = setting("ppo", "stage whose model answers", choices=POLICY_STAGES)
+    temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
     greedy: bool = setting(False, "take the most probable token instead of sampling")
     message: str | None = setting(None, "answer this one message and exit")
     system: str | None = setting(None, "a system prompt before every dialogue")

@@ -6,6 +6,7 @@ COMMANDS: dict[str, str] = {
 }
 SETTINGS: dict[str, str] = {
     "processes": "`rlhf import` reads with one process: leave it out",
+    "rollout.temperature": "PPO samples at temperature 1; `rlhf chat` has chat.temperature",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",
 }
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.setting import LEAST_TEMPERATURE, MAX_SEED, NOTHING, ROUNDING, setting
+from rlhf.config.setting import MAX_SEED, NOTHING, ROUNDING, setting
 
 PAPER_TOKENS = 300_000_000_000  # Brown et al. 2020, table 2.1
 
@@ -259,9 +259,8 @@ class LoraConfig:
 
 @dataclass(slots=True)
 class RolloutConfig:
-    """How responses are sampled. PPO refuses any temperature except 1, since it would bias the KL."""
+    """How responses are sampled: at temperature 1 in training, since any other would bias the KL."""
 
-    temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
     max_new_tokens: int = setting(256, "maximum tokens per response", min=1)
     batch_size: int = setting(256, "sequences decoded at once", min=1)
 

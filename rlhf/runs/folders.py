@@ -21,6 +21,7 @@ from typing import Any
 from rlhf.config import Config, ParentsConfig
 from rlhf.config.model import shape_settings
 from rlhf.config.precision import precision_of
+from rlhf.config.removed import replacement
 from rlhf.config.setting import RESULT, flatten, get, listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
@@ -274,9 +275,10 @@ def check_round(earlier: Config) -> list[dict]:
 def differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
     """How recorded settings differ from the requested ones, as texts; empty if they are equal.
 
-    A setting that did not exist when the record was written counts as its default.
+    A setting that did not exist when the record was written counts as its default; one that is gone does not count.
     """
     defaults = flatten(stored(asdict(Config())))
+    recorded = {key: value for key, value in recorded.items() if replacement(key) is None}
     recorded = {key: defaults[key] for key in wanted if key in defaults} | recorded
     keys = [k for k in sorted(recorded.keys() | wanted.keys()) if recorded.get(k) != wanted.get(k)]
     shown = ", ".join(f"{k} {recorded.get(k)!r} -> {wanted.get(k)!r}" for k in keys[:4])
