@@ -7,7 +7,6 @@ interrupted call therefore continues where it stopped: it writes to `<out>.parti
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +23,6 @@ from rlhf.system.files import held, writing
 from rlhf.system.terminal import say
 
 Row = dict[str, Any]
-CHUNK = 32  # prompts answered between two writes
 
 
 def run(config: Config) -> None:
@@ -74,7 +72,7 @@ def begins_as_ours(path: Path) -> bool:
 def answer_file(config: Config, folder: Path, records: list[PromptRecord], model: Row, out: Path) -> None:
     """Answer every prompt that fits; `out` appears when all are answered. Raises: UserError if none fits."""
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.evaluation.answers import Drawing, fit_prompts, room_for
+    from rlhf.evaluation.answers import Drawing, draw_in_turn, fit_prompts, room_for
     from rlhf.training.setup import load_frozen, set_up
 
     settings, device = config.generate, set_up(config)
@@ -101,12 +99,15 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
             say(f"generate: {done} of {len(asked)} prompts are answered in {partial}: continues from there")
             bar.update(done)
         policy: Any = load_frozen(config, folder / "model", device)
-        for start in range(done, len(asked), CHUNK):
-            part = slice(start, start + CHUNK)
-            for row in answer_rows(config, policy, tokenizer, asked[part], heads[part], how):
-                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+        prompts = [(ids, ("generate", prompt_key(record.prompt))) for record, ids, _ in asked[done:]]
+        drawn = draw_in_turn(policy, tokenizer, prompts, settings.samples, how)
+        for head, answers in zip(heads[done:], drawn, strict=True):
+            row = head | {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
+            if settings.logprobs:
+                row |= {"token_ids": [a.ids for a in answers], "logprobs": [a.logprobs for a in answers]}
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
             file.flush()
-            bar.update(len(asked[part]))
+            bar.update()
         os.fsync(file.fileno())
     partial.replace(out)
     left = len(records) - len(asked)
@@ -117,28 +118,6 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
         f"generate: {model['model']}: {len(asked):,} prompts with {settings.samples} responses each -> {out}"
         + (f" ({'; '.join(notes)})" if notes else "")
     )
-
-
-def answer_rows(
-    config: Config,
-    policy: Any,
-    tokenizer: Any,
-    asked: list[tuple[PromptRecord, list[int], bool]],
-    heads: list[Row],
-    how: Any,
-) -> Iterator[Row]:
-    """The lines of some prompts."""
-    from rlhf.evaluation.answers import draw_answers
-
-    count = config.generate.samples
-    keys = [("generate", prompt_key(record.prompt), j) for record, _, _ in asked for j in range(count)]
-    answers = draw_answers(policy, tokenizer, [ids for _, ids, _ in asked for _ in range(count)], keys, how)
-    for i, head in enumerate(heads):
-        of_prompt = answers[i * count : (i + 1) * count]
-        row = head | {"responses": [a.text for a in of_prompt], "ended": [a.ended for a in of_prompt]}
-        if config.generate.logprobs:
-            row |= {"token_ids": [a.ids for a in of_prompt], "logprobs": [a.logprobs for a in of_prompt]}
-        yield row
 
 
 def keep_finished(file: BinaryIO, heads: list[Row], samples: int, logprobs: bool) -> int:

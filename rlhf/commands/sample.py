@@ -5,7 +5,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
@@ -22,7 +21,6 @@ from rlhf.system.terminal import say
 RECORD = "sample.json"
 SPARE = 3  # draws beyond K, to replace duplicates
 MOST_RESPONSES = 26  # K: response ids are the letters
-CHUNK = 32  # prompts per update of the progress bar
 
 
 def run(config: Config) -> None:
@@ -152,7 +150,7 @@ def draw_tasks(
 ) -> tuple[list[Ranking], int, int]:
     """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and the number that do not fit the context."""
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.evaluation.answers import fit_prompts, room_for
+    from rlhf.evaluation.answers import Drawing, draw_in_turn, fit_prompts, room_for
     from rlhf.training.setup import load_frozen, set_up
 
     device = set_up(config)
@@ -161,35 +159,21 @@ def draw_tasks(
     fitted = fit_prompts(tokenizer, [record.prompt for record in prompts], room)
     # Otherwise a labeler would judge an answer to a prompt that the model had seen only in part.
     whole = [(record, found[0]) for record, found in zip(prompts, fitted, strict=True) if found and not found[1]]
-    tasks: list[Ranking] = []
-    ids = unique_ids([f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" for record, _ in whole])
-    with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
-        for start in range(0, len(whole), CHUNK):
-            part = whole[start : start + CHUNK]
-            for (record, _), drawn in zip(part, draw(config, policy, tokenizer, part, length), strict=True):
-                task_id = next(ids)
-                distinct: dict[str, bool] = {}
-                for text, ended in drawn:
-                    distinct.setdefault(text, ended)  # a labeler sees only the text
-                responses = list(distinct.items())[: config.sample.responses]
-                if len(responses) >= 2:
-                    tasks.append(make_task(task_id, record, responses, policy_id, config.seed))
-            bar.update(len(part))
-    return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
-
-
-def draw(
-    config: Config, policy: Any, tokenizer: Any, part: list[tuple[PromptRecord, list[int]]], length: int
-) -> list[list[tuple[str, bool]]]:
-    """K + SPARE responses (text, ended) per prompt; they depend only on (seed, prompt id) and the model."""
-    from rlhf.evaluation.answers import Drawing, draw_answers
-
-    count = config.sample.responses + SPARE
-    keys = [("sample", record.id, j) for record, _ in part for j in range(count)]
+    asked = [(tokens, ("sample", record.id)) for record, tokens in whole]
     how = Drawing(config.seed, length, config.sample.temperature, batch_size=config.rollout.batch_size)
-    drawn = draw_answers(policy, tokenizer, [ids for _, ids in part for _ in range(count)], keys, how)
-    both = [(answer.text, answer.ended) for answer in drawn]
-    return [both[start : start + count] for start in range(0, len(both), count)]
+    ids = unique_ids([f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" for record, _ in whole])
+    tasks: list[Ranking] = []
+    with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
+        drawn = draw_in_turn(policy, tokenizer, asked, config.sample.responses + SPARE, how)
+        for task_id, (record, _), answers in zip(ids, whole, drawn, strict=True):
+            distinct: dict[str, bool] = {}
+            for answer in answers:
+                distinct.setdefault(answer.text, answer.ended)  # a labeler sees only the text
+            responses = list(distinct.items())[: config.sample.responses]
+            if len(responses) >= 2:
+                tasks.append(make_task(task_id, record, responses, policy_id, config.seed))
+            bar.update()
+    return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
 
 
 def make_task(

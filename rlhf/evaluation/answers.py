@@ -1,7 +1,7 @@
 """Responses of a policy to prompts, as text; and of every policy of a run, which `rlhf evaluate` compares."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from rlhf.engines.sampler import Key, Samples, sample, sample_as_configured
 from rlhf.gold.truth import Truth
 from rlhf.runs.progress import progress
 from rlhf.training.setup import load_frozen
+
+TOGETHER = 32  # prompts whose responses are drawn together by `draw_in_turn`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,18 @@ def draw_answers(
         Answer(response_text(tokenizer, ids), ended, ids, row[: len(ids)])
         for ids, ended, row in zip(samples.responses, samples.ended.tolist(), samples.logprobs.tolist(), strict=True)
     ]
+
+
+def draw_in_turn(
+    policy: Any, tokenizer: Any, asked: Sequence[tuple[list[int], tuple]], count: int, how: Drawing
+) -> Iterator[list[Answer]]:
+    """`count` responses to each prompt, which is given with its key; a few prompts are answered together."""
+    for start in range(0, len(asked), TOGETHER):
+        part = asked[start : start + TOGETHER]
+        prompts = [ids for ids, _ in part for _ in range(count)]
+        keys = [(*key, j) for _, key in part for j in range(count)]
+        answers = draw_answers(policy, tokenizer, prompts, keys, how)
+        yield from (answers[i : i + count] for i in range(0, len(answers), count))
 
 
 # One policy's responses: {"prompts"} and what `draw` returns; one list per prompt.
