@@ -74,8 +74,9 @@ _TABLE = (
     ),
     _made(argilla, "argilla", "keys fields and responses, or questions with user_id, value and status"),
     _made(label_studio, "label_studio", "keys data and annotations (an export), or data (a task)", joins=True),
-    _made(
-        tasks, "tasks_csv", "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …", joins=True
+    Format(  # by lambdas, since `tasks` imports this package: whichever is imported first
+        "tasks_csv", "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …",
+        lambda row: tasks.is_tasks_csv(row), lambda row: tasks.from_tasks_csv(row), joins=True,
     ),
 )  # fmt: skip
 FORMATS = {one.name: one for one in _TABLE}
