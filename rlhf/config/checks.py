@@ -242,7 +242,7 @@ def _ppo_relations(config: Config, command: str) -> Iterator[str]:
     if ppo.score_by_token and ppo.advantages in ("rloo", "grpo"):
         yield f"ppo.score_by_token=true: ppo.advantages={ppo.advantages} adds up a response's rewards: leave it out"
     needs_critic = ppo.shared_critic or ppo.critic_warmup_updates
-    if ppo.advantages in ("reinforce", "rloo", "grpo") and needs_critic:
+    if not ppo.has_critic and needs_critic:
         yield (
             f"ppo.advantages={ppo.advantages}: has no critic: want ppo.shared_critic=false "
             "and ppo.critic_warmup_updates=0"

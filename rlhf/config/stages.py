@@ -188,7 +188,7 @@ class PpoConfig:
         kind="estimator",
     )
     responses_per_prompt: int = setting(1, "responses per prompt, k; rloo and grpo need 2 or more", min=1)
-    whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (gae and reinforce)")
+    whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (not rloo and grpo)")
     critic: str = setting("reward", "initial weights of the critic", choices=("reward", "sft", "random"))
     shared_critic: bool = setting(False, "a value head on the policy's own trunk")
     missing_eos_rule: str = setting(
@@ -226,6 +226,11 @@ class PpoConfig:
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
     eval_every: int = setting(1, "updates between evaluations on held-out prompts; 0: never", min=0, changes=NOTHING)
     eval_prompts: int = setting(64, "prompts of the dev split, the same ones every time", min=0, changes=NOTHING)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator of advantages gets values; a function of the user's does."""
+        return self.advantages not in ("reinforce", "rloo", "grpo")
 
 
 @dataclass(slots=True)

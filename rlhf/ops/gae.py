@@ -7,7 +7,6 @@ from rlhf.ops.masked import check_mask, masked_sum, upcast
 
 ESTIMATORS = ("gae", "reinforce", "rloo", "grpo")
 OF_GROUPS = ("rloo", "grpo")  # they compare responses to one prompt
-WITHOUT_CRITIC = ("reinforce", *OF_GROUPS)
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ def block_tokens(config: PlanConfig) -> int:
 
 def critic_parameters(config: PlanConfig, shape: Shape) -> int:
     """Parameters that PPO trains besides the policy: a separate critic, a head on the policy's trunk, or none."""
-    if config.ppo.advantages != "gae":
+    if not config.ppo.has_critic:
         return 0
     return shape.width + 1 if config.ppo.shared_critic else shape.scalar_model
 
@@ -217,7 +217,7 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     updates = config.ppo.episodes // config.ppo.episodes_per_update
     episodes = updates * config.ppo.episodes_per_update
     tokens, answers = float(episodes * longest), float(episodes * answer)
-    critics = 0 if config.ppo.advantages != "gae" or config.ppo.shared_critic else 1
+    critics = 0 if not config.ppo.has_critic or config.ppo.shared_critic else 1
     language = formulas.shape_flops(shape, tokens, longest, logits=answers)
     scalar = formulas.shape_flops(shape, tokens, longest, scalar=True)
     score = language + (critics + reward_models(config)) * scalar

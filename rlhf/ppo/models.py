@@ -11,7 +11,6 @@ from rlhf.errors import UserError
 from rlhf.model.half import hold_frozen
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.interface import lm
-from rlhf.ops.gae import WITHOUT_CRITIC
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.ppo.experience import before_responses, response_logprobs, unpacked
 from rlhf.ppo.rewards import ModelReward, Reward, make_reward, sources_of
@@ -149,7 +148,7 @@ def load_models(
 def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
     """The critic by ppo.critic; only a head if the trunk is shared; None if advantages need no values."""
     settings = config.ppo
-    if settings.advantages in WITHOUT_CRITIC:
+    if not settings.has_critic:
         return None
     if settings.shared_critic:
         head = ScalarHead(policy.config.hidden_size)
