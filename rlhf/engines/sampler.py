@@ -26,6 +26,7 @@ from rlhf.errors import UserError
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.half import products_cast
+from rlhf.model.interface import lm
 from rlhf.model.linear import Linear
 from rlhf.ops.fast import packed_weights
 
@@ -191,7 +192,7 @@ def sample(
     device = next(model.parameters()).device
     eos = _as_tensor(eos_token_id, device)
     uniforms = make_uniforms(seed, keys, max_new_tokens).to(device)
-    native = isinstance(model, GPTForCausalLM)
+    native = lm(model).native
     decode: Any = _sample_native if native else _sample_transformers
     size = batch_size or default_batch(model, max(map(len, prompts), default=1) + max_new_tokens)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # prompts of similar length share a batch
@@ -242,7 +243,7 @@ def stream(
     _check_room(model, [prompt], max_new_tokens)
     device = next(model.parameters()).device
     eos, uniforms = _as_tensor(eos_token_id, device), make_uniforms(seed, [key], max_new_tokens).to(device)
-    steps: Any = _stream_native if isinstance(model, GPTForCausalLM) else _stream_transformers
+    steps: Any = _stream_native if lm(model).native else _stream_transformers
     return steps(model, prompt, uniforms, eos, choice)
 
 
@@ -311,7 +312,7 @@ def default_batch(model: Any, columns: int) -> int:
     responses are decoded by few rows at the end, once a batch), but 64 MiB at least, and 1 GiB or twice the
     weights at most; on a GPU a quarter of its free memory.
     """
-    if not isinstance(model, GPTForCausalLM):
+    if not lm(model).native:
         return MAX_BATCH
     config, parameter = model.config, next(model.parameters())
     numbers = 2 * config.n_layer * config.n_kv_head * config.head_dim * columns

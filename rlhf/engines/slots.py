@@ -20,6 +20,7 @@ from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_a
 from rlhf.engines.decoder import QKV, Decoder, Seen
 from rlhf.engines.sampler import default_batch, rows_carried
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.interface import lm
 from rlhf.ops.fast import attend
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
@@ -186,7 +187,7 @@ class RunningBatch:
     def __init__(self, model: Any, rows: int):
         self.model, self.rows = model.eval(), rows
         self.responses: list[Response] = []  # in the order of the rows
-        native = isinstance(model, GPTForCausalLM)
+        native = lm(model).native
         self.slots = Slots(model, rows) if native else None
         self.caches: list[Any] = []  # caches of a model that is not ours, per response
         self.device = next(model.parameters()).device
