@@ -19,9 +19,8 @@ from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.runs.stage import Stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, share_weights
-from rlhf.training.engine import Engine, make_engine, shard_frozen
+from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
 from rlhf.training.setup import load_policy
-from rlhf.training.zero import zero_stage
 
 
 class ActorCritic(nn.Module):

@@ -51,11 +51,10 @@ from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import Batches, Objective, put, shuffled_order, train
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.gather import gathered_state
 from rlhf.training.loop import TrainingLoop, newest_checkpoint, open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups
 from rlhf.training.setup import load_frozen, load_policy, set_up
-from rlhf.training.state import put_weights
+from rlhf.training.state import gathered_state, put_weights
 
 EVALUATED_TOGETHER = 128  # responses per forward of the held-out figures
 

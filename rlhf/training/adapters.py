@@ -21,8 +21,8 @@ from rlhf.config import Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
 from rlhf.runs.stage import Stage
-from rlhf.training.gather import gathered_state, save_model_checked
-from rlhf.training.zero import zero_stage
+from rlhf.training.engine import zero_stage
+from rlhf.training.state import gathered_state, save_model_checked
 
 TRAINED = "default"  # the name of the trained adapters
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # PEFT's files

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf.training.gather import gathered, is_partitioned, slice_of_rank
-from rlhf.training.state import on_cpu
+from rlhf.training.state import gathered, is_partitioned, on_cpu, slice_of_rank
 
 
 class Ema:

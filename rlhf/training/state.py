@@ -1,24 +1,130 @@
-"""Checkpoint contents: whole float32 tensors by parameter name, as safetensors, which contain no code.
+"""The whole state of training, gathered from the ranks and divided again: weights, moments, checkpoints, model folders.
 
-A checkpoint fits any number of processes and any ZeRO stage: slices are gathered when it is written (`zero_state.py`)
-and divided again when it is read.
+A checkpoint contains whole float32 tensors by parameter name, as safetensors, which contain no code. It fits any number of
+processes and any ZeRO stage. The same functions work without DeepSpeed and under ZeRO-1, 2 and 3.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.errors import UserError
 from rlhf.runs.checkpoints import save_checkpoint
 from rlhf.runs.stage import Stage
-from rlhf.system.processes import gather, rank
-from rlhf.training.gather import gathered, gathered_state
+from rlhf.system.files import read_json, write_json
+from rlhf.system.processes import Ranks, gather, is_first, rank
 from rlhf.training.optim import steps_on_device
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 has divided a parameter, so that the tensor itself is empty between its uses."""
+    return hasattr(parameter, "ds_id")
+
+
+@contextlib.contextmanager
+def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
+    """A context in which the parameters are whole on every rank. All ranks must enter it.
+
+    write: rank 0's changes are kept on every rank. Without ZeRO-3 the parameters are whole anyway, and each rank must
+    write the same values itself.
+    """
+    divided = [p for p in parameters if is_partitioned(p)]
+    if not divided:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(divided, modifier_rank=0 if write else None):
+        yield
+
+
+def slice_of_rank(tensor: Tensor, rank: int, count: int) -> Tensor:
+    """A rank's slice of a whole tensor under ZeRO-3, which divides the flat tensor into `count` equal slices; the last one is
+    padded.
+    """
+    size = -(-tensor.numel() // count)
+    flat = nn.functional.pad(tensor.flatten(), (0, size * count - tensor.numel()))
+    return flat[size * rank : size * (rank + 1)]
+
+
+def whole_tensor(parameter: nn.Parameter) -> Tensor:
+    """One parameter whole, on the CPU. All ranks must call it.
+
+    In bfloat16 under ZeRO this is the optimizer's float32 copy.
+    """
+    trained = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
+    if trained and parameter.dtype != torch.float32:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter).detach().cpu()
+    with gathered([parameter]):
+        return parameter.detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def gathered_state(module: nn.Module) -> dict[str, Tensor] | None:
+    """{name: whole tensor on the CPU} of a module, not of an engine around it; None on every rank but the first.
+
+    All ranks must call it. Tensors come one by one, so that no rank but the first holds more than one. A weight with
+    several names (a tied embedding) appears once, under its first name.
+    """
+    keeps = is_first()
+    state: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        tensor = whole_tensor(parameter)
+        if keeps:
+            state[name] = tensor
+    if not keeps:
+        return None
+    persistent = module.state_dict().keys()
+    return state | {name: buffer.cpu().clone() for name, buffer in module.named_buffers() if name in persistent}
+
+
+def save_model_checked(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a model folder from gathered weights and read it back.
+
+    Raises: UserError if a file differs from the gathered weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(str(folder), state_dict=dict(state))  # a copy: save_pretrained empties the dictionary
+    _state_type(folder, state)
+    # experts are one tensor in memory and several in the file
+    check_saved(folder, revert_weight_conversion(model, dict(state)))
+
+
+def _state_type(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Write the dtype of the stored weights to config.json, if the module in memory has another."""
+    kind = str(next(t for t in state.values() if t.is_floating_point()).dtype).removeprefix("torch.")
+    config = read_json(folder / "config.json")
+    if config and config.get("dtype") != kind:
+        write_json(folder / "config.json", config | {"dtype": kind})
+
+
+def check_saved(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Raises: UserError if the folder's safetensors files lack a tensor or have another value."""
+    left = set(state)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            names = [name for name in file.keys() if name in left]  # noqa: SIM118 (not a dictionary)
+        for name in names:  # opened for each tensor: an open file keeps everything that was read from it in memory
+            with safe_open(str(path), framework="pt") as file:
+                if torch.equal(file.get_tensor(name), state[name]):
+                    left.remove(name)
+    if left:
+        raise UserError(
+            f"{folder}: {', '.join(sorted(left)[:3])} differ after reading back, so the disk is faulty: "
+            "choose another with runs_dir=…"
+        )
+
 
 FORM = 2  # of a checkpoint; raised when an older one can no longer be read
 # {"weights", "steps", and a tensor kind of the optimizer such as "exp_avg": {parameter's name: tensor}}
@@ -142,3 +248,123 @@ def on_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU in float32 (integers keep their type) that shares no memory."""
     copied = tensor.detach().cpu().clone()
     return copied.float() if copied.is_floating_point() else copied
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch and DeepSpeed call them
+
+
+def group_numbers(module: nn.Module, groups: list[dict[str, Any]]) -> dict[str, int]:
+    """The parameter group of each trained parameter by name; call it before DeepSpeed puts its flat slices into the groups."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    return {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
+
+
+class ZeroState:
+    """Reads and writes the state of a module whose optimizer DeepSpeed shards.
+
+    optimizer: ZeRO's. stage: 1 to 3. group_of: as `group_numbers` gives it.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, stage: int, group_of: dict[str, int], ranks: Ranks):
+        self.module, self.optimizer, self.stage, self.group_of, self.ranks = module, optimizer, stage, group_of, ranks
+
+    def read(self) -> dict[str, dict[str, Tensor]] | None:
+        """As `PlainState.read`. Every rank has to call it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        first = self.ranks.rank == 0
+        state: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module) or {}, "steps": {}}
+        state |= {kind: {} for kind in MOMENTS}
+        steps = self.steps()
+        self._link()
+        for name, p in self._trained():
+            taken = steps.get(self.group_of[name], 0.0)
+            for kind in MOMENTS if taken else ():
+                value = safe_get_full_optimizer_state(p, kind)
+                if first:
+                    state[kind][name] = on_cpu(value).reshape(shape_of(p))
+            if first and taken:
+                state["steps"][name] = torch.tensor(taken)
+        return state if first else None
+
+    @torch.no_grad()
+    def write(self, state: State) -> None:
+        """Write a whole state to the ranks' slices."""
+        put_weights(self.module, state["weights"])
+        self._make_moments()
+        self._link()
+        steps = dict.fromkeys(self.group_of.values(), 0.0)
+        for name, p in self._trained():
+            self._put(p, state["weights"][name].float())
+            for kind in MOMENTS:
+                value = state.get(kind, {}).get(name)
+                self._put(p, torch.zeros(shape_of(p)) if value is None else value, kind)
+            if name in state["steps"]:
+                group = self.group_of[name]
+                steps[group] = max(steps[group], float(state["steps"][name]))
+        self.set_steps(steps)
+
+    def steps(self) -> dict[int, float]:
+        """Steps taken by parameter group; none before the first."""
+        return {group: float(state["step"]) for group, state in self.flat_states()}
+
+    def set_steps(self, steps: Mapping[int, float]) -> None:
+        for group, state in self.flat_states():
+            if group in steps:
+                kind = state["step"]
+                state["step"] = torch.full_like(kind, steps[group]) if isinstance(kind, Tensor) else int(steps[group])
+
+    def flat_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(group, AdamW's state) of each flat slice that this rank updates; none before the first step."""
+        states = self.optimizer.optimizer.state
+        yield from ((group, states[flat]) for group, flat in self._slices() if "step" in states.get(flat, {}))
+
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+
+    def _slices(self) -> Iterator[tuple[int, Tensor]]:
+        zero = self.optimizer
+        if self.stage == 3:
+            where = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp32_partitioned_groups_flat))]
+            return zip(where, zero.fp32_partitioned_groups_flat, strict=True)
+        return enumerate(zero.single_partition_of_fp32_groups)
+
+    def _make_moments(self) -> None:
+        """Initialise AdamW's state as its first step would, so that it can be overwritten."""
+        inner = self.optimizer.optimizer
+        on_device = steps_on_device(inner)
+        for _, flat in self._slices():
+            if "step" in inner.state.get(flat, {}):
+                continue
+            # torch's AdamW counts steps in a tensor, DeepSpeed's in an integer
+            step: Any = 0
+            if isinstance(inner, torch.optim.AdamW):
+                step = torch.zeros((), device=flat.device if on_device else "cpu")
+            inner.state[flat] = {"step": step, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS}}
+
+    def _put(self, p: Any, value: Tensor, kind: str | None = None) -> None:
+        """Write a whole tensor over this rank's slice of a master weight or, with `kind`, of a moment."""
+        from deepspeed import utils
+
+        whole = self.stage < 3
+        value = value.to(self.ranks.device)
+        if not whole:
+            value = slice_of_rank(value, self.ranks.rank, self.ranks.count)
+        if kind is None:
+            (utils.safe_set_full_fp32_param if whole else utils.safe_set_local_fp32_param)(p, value)
+        else:
+            (utils.safe_set_full_optimizer_state if whole else utils.safe_set_local_optimizer_state)(p, value, kind)
+
+    def _link(self) -> None:
+        """Make DeepSpeed find the moments of every group: it looks only once, when only the first group has any."""
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        zero = self.optimizer
+        if self.stage < 3 and self.steps():
+            for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """The whole shape, also of a parameter that ZeRO-3 has divided."""
+    return getattr(parameter, "ds_shape", parameter.shape)

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from rlhf.config.compose import compose_config
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.training.engine import import_deepspeed
-from rlhf.training.gather import is_partitioned
+from rlhf.training.engine import deepspeed_settings, import_deepspeed
 from rlhf.training.optim import decay_groups
-from rlhf.training.zero import deepspeed_settings
+from rlhf.training.state import is_partitioned
 from tests.presets import preset
 
 

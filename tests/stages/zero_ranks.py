@@ -25,10 +25,9 @@ from rlhf.stages import ppo, reward
 from rlhf.system.interrupts import leave
 from rlhf.system.processes import disconnect, is_first, wait_for_all
 from rlhf.training.engine import Engine, ZeroEngine, make_engine
-from rlhf.training.gather import gathered_state
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import set_up
-from rlhf.training.state import read_state, write_state
+from rlhf.training.state import gathered_state, read_state, write_state
 from tests.stages.ppo_trainer import experience, make_trainer
 from tests.stages.recorder import one_step
 
