@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.errors import UserError
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.training import gather
+from rlhf.training import state as gather
 from tests.presets import preset
 
 
