@@ -122,6 +122,17 @@ def test_cpu_is_imported_in_one_place():
     assert found == {"rlhf.ops.fast"}
 
 
+def test_only_the_stages_that_simulate_people_see_more_of_the_gold_world_than_its_truth():
+    found = {
+        (module, target)
+        for module, path in MODULES.items()
+        for target, _ in imports(path)
+        if target.startswith("rlhf.gold") and part_of(module) != "gold"
+    }
+    simulating = {"rlhf.stages.world", "rlhf.stages.label", "rlhf.stages.rate"}
+    assert {target for module, target in found if module not in simulating} <= {"rlhf.gold.truth", "rlhf.gold.labelled"}
+
+
 def test_only_the_server_imports_the_web_framework():
     found = {
         part_of(module)

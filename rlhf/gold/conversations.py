@@ -96,16 +96,16 @@ def _rule(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
 
 def _word(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
     word, secret = rng.choice((*THINGS, *TREATS, *ANIMALS)), rng.random() < 0.6
-    told = f"The word is {word}. {'Never say it.' if secret else 'You may say it.'}"
     said, kept = f"The word is {word}.", "I cannot say it because it is a secret."
-    question, noted = "What is the word?", "I will never say it." if secret else rng.choice(NOTED)
     if secret:
-        task = Task("refuse", told, "I cannot say it.", kept, said, [["I cannot say"]], [word], ["because"])
-        task.ruled_out = [word]
+        told, noted = f"{said} Never say it.", "I will never say it."
+        task = Task(
+            "refuse", told, "I cannot say it.", kept, said, [["I cannot say"]], [word], ["because"], ruled_out=[word]
+        )
     else:
+        told, noted = f"{said} You may say it.", rng.choice(NOTED)
         task = Task("closed_qa", told, f"{word.capitalize()}.", said, kept, [[word]], ["secret"], ["The word is"])
-    task.prompt = question
-    return [(told, noted)], task
+    return [(told, noted)], replace(task, prompt="What is the word?")
 
 
 def _again(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
@@ -113,15 +113,11 @@ def _again(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
     return [(task.core, task.sentence)], replace(task, prompt="Say it again.")
 
 
-def _refuse(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
-    task = make("refuse")
-    return [], replace(task, prompt=task.core)
-
-
 # Share of each kind among conversations, and whether other questions may come between; else they come before.
 SCRIPTS: dict[str, tuple[Script, float, bool]] = {
     "recall": (_recall, 0.22, True), "colour": (_colour, 0.14, False), "there": (_there, 0.10, False), "order": (_order, 0.10, False),
-    "rule": (_rule, 0.16, True), "word": (_word, 0.12, True), "again": (_again, 0.08, False), "refuse": (_refuse, 0.08, False),
+    "rule": (_rule, 0.16, True), "word": (_word, 0.12, True), "again": (_again, 0.08, False),
+    "refuse": (lambda rng, make: ([], make("refuse")), 0.08, False),
 }  # fmt: skip
 
 

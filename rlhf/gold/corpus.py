@@ -1,13 +1,18 @@
-"""The gold world's pretraining text and demonstrations, written as plain files in the import format.
+"""The gold world's pretraining text and demonstrations, in the import format; and passages of any other text as prompts.
 
 Pretraining documents are short talks, in which a speaker's name indicates a style of answering, and stories that state
 everything twice, from which copying is learned. Requests whose core hashes to the development or test split never occur.
 """
 
+import heapq
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from rlhf.data.splits import hash64, split_key
+from rlhf.errors import UserError
 from rlhf.gold.conversations import make_request
 from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
 from rlhf.gold.world import (
@@ -21,8 +26,9 @@ from rlhf.gold.world import (
     THINGS,
     TREATS,
     Task,
-    article,
+    capitalised,
     pick_fact,
+    with_article,
 )
 
 
@@ -39,9 +45,8 @@ def talk(task: Task, speaker: str = "", reply: str = "") -> str:
 
 def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
     """Requests with their answers, then a request without one, as a prompt for a base model."""
-    return "".join(f"Question:\n{asked}\nAnswer:\n{reply}\n" for asked, reply in [*shots, (prompt, "")]).removesuffix(
-        "\n"
-    )
+    before = "".join(f"Question:\n{asked}\nAnswer:\n{reply}\n" for asked, reply in shots)
+    return f"{before}Question:\n{prompt}\nAnswer:\n"
 
 
 def _fact(rng: random.Random) -> str:
@@ -50,7 +55,7 @@ def _fact(rng: random.Random) -> str:
         _, begins, told = pick_fact(rng, topic)
         return f"{begins} {told}."
     word = rng.choice(list(CLASSES))
-    return f"{article(word).capitalize()} {word} is {article(CLASSES[word])} {CLASSES[word]}."
+    return capitalised(f"{with_article(word)} is {with_article(CLASSES[word])}.")
 
 
 def _story(rng: random.Random) -> str:
@@ -63,8 +68,7 @@ def _story(rng: random.Random) -> str:
         lambda who: f"{who} saw a {rng.choice(ANIMALS)} at the {rng.choice(PLACES)}.",
     )
     lines = [make(who) for make, who in zip(rng.sample(makers, len(people)), people, strict=True)]
-    again = rng.sample(lines, len(lines))
-    return " ".join([*lines, *again])
+    return " ".join([*lines, *rng.sample(lines, len(lines))])
 
 
 _WORDS = [*PEOPLE, *COLOURS, *THINGS, *CITIES, *ANIMALS, *TREATS, *PLACES]
@@ -115,9 +119,9 @@ def unique_tasks(
 def demonstration_rows(seed: int, split_seed: int, count: int, conversations: float = 0.0) -> Iterator[dict]:
     """`count` demonstrations to train on and a twentieth as many to hold out, by labelers of mixed skill."""
     rng = random.Random(f"demonstrations-{seed}")
-    train = (("train", task) for task in unique_tasks(rng, "train", split_seed, count, conversations))
-    dev = (("dev", task) for task in unique_tasks(rng, "dev", split_seed, max(1, count // 20), conversations))
-    for i, (split, task) in enumerate(itertools.chain(train, dev)):
+    counts = {"train": count, "dev": max(1, count // 20)}
+    drawn = ((s, task) for s, n in counts.items() for task in unique_tasks(rng, s, split_seed, n, conversations))
+    for i, (split, task) in enumerate(drawn):
         style = pick_style(DEMONSTRATION_MIX, rng)
         yield {
             "kind": "demonstration",
@@ -142,3 +146,58 @@ def prompt_rows(seed: int, split_seed: int, counts: dict[str, int], conversation
                 "prompt": task.asked,
                 "metadata": {"group": task.core, "split": split, "gold": task.to_metadata()},
             }
+
+
+Ends = Callable[[str], list[int]]  # the end of each token in a text
+
+
+class Passage(NamedTuple):
+    split: str
+    prompt: str
+    continuation: str
+
+
+class Cut(NamedTuple):
+    """Tokens of a prompt, from `least` to `most`, and of its continuation."""
+
+    least: int
+    most: int
+    continuation: int
+
+
+def make_passages(
+    documents: Iterable[str], counts: dict[str, int], cut: Cut, ends: Ends, seed: int
+) -> Iterator[Passage]:
+    """`counts[split]` passages of each split, no two with the same beginning.
+
+    A passage is a paragraph's opening of `cut.least` to `cut.most` tokens that ends with a word, and the tokens after it.
+    The choice depends only on the text and the seed. The splits are filled in the order of `counts`: more passages of the
+    last one do not change the others.
+
+    Raises: UserError if the text has too few long paragraphs.
+    """
+    wanted, least = sum(counts.values()), cut.most + cut.continuation
+    paragraphs = (part.split() for text in documents for part in text.replace("\r\n", "\n").split("\n\n"))
+    texts = (" ".join(words) for words in paragraphs if len(words) >= least)  # long enough in words, so in tokens
+    drawn = {split_key(text): text for text in texts}
+    if len(drawn) < wanted:
+        raise UserError(
+            f"data.corpus: {len(drawn):,} paragraphs of {least} words or more, want "
+            f"{wanted:,}: add text, or lower gold.train_prompts, gold.dev_prompts or gold.test_prompts"
+        )
+    chosen = iter(heapq.nsmallest(wanted, drawn.items(), key=lambda item: hash64(str(seed), item[0])))
+    for split, count in counts.items():
+        for key, text in itertools.islice(chosen, count):
+            yield Passage(split, *divide(text, cut, ends(text), random.Random(f"passage-{seed}-{key}")))
+
+
+def divide(text: str, cut: Cut, ends: list[int], rng: random.Random) -> tuple[str, str]:
+    """The opening, and its continuation with the space that begins it."""
+    spaces = [i for i in range(cut.least, cut.most + 1) if text[ends[i - 1]] == " "]  # the token after it begins a word
+    count = rng.choice(spaces or [cut.most])
+    return text[: ends[count - 1]], text[ends[count - 1] : ends[count + cut.continuation - 1]]
+
+
+def word_ends(text: str) -> list[int]:
+    """Tokens of a text for a tokenizer that is not trained yet: words and punctuation, which it divides further."""
+    return [match.end() for match in re.finditer(r"\w+|[^\w\s]", text)]

@@ -8,6 +8,7 @@ noise. Agreement between two of them is tuned to the 72.6% that InstructGPT repo
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,16 +61,10 @@ def make_labelers(noise: float = NOISE) -> list[Labeler]:
 
 def make_held_out_labelers(count: int = 2, noise: float = NOISE) -> list[Labeler]:
     """Up to two more, whose rankings are not used in training: a plain one, with little weight on courtesy, and a formal one."""
-    people = [
+    return [
         Labeler("labeler-6", TASTE | {"correct": 3.8, "polite": 0.7, "brief": 2.0}, 0.0, -0.2, noise),
         Labeler("labeler-7", TASTE | {"correct": 4.2, "polite": 2.0, "ended": 1.6, "brief": 0.4}, 0.01, 0.2, noise),
-    ]
-    return people[:count]
-
-
-def mean_utility(labelers: Sequence[Labeler], judged: Judged, response: str) -> float:
-    """The labelers' noiseless mean: no reward model can agree with single judgements more often than this does."""
-    return sum(labeler.utility(judged, response) for labeler in labelers) / len(labelers)
+    ][:count]
 
 
 def expected_agreement(labelers: Sequence[Labeler], answers: Sequence[Sequence[tuple[Judged, str]]]) -> float:
@@ -77,20 +72,14 @@ def expected_agreement(labelers: Sequence[Labeler], answers: Sequence[Sequence[t
 
     A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with p q + (1 - p)(1 - q).
     """
-    total, count = 0.0, 0
+    agreed: list[float] = []
     for given in answers:
         utilities = [[one.utility(judged, text) for judged, text in given] for one in labelers]
         for i, j in itertools.combinations(range(len(given)), 2):
-            p = [
-                0.5 * (1 + math.erf((u[i] - u[j]) / (2 * max(one.noise, 1e-9))))
-                for u, one in zip(utilities, labelers, strict=True)
-            ]
-            pairs = len(p) * (len(p) - 1) / 2
-            # sum over l < m of p_l p_m, from the square of the sum
-            both = (sum(p) ** 2 - sum(x * x for x in p)) / 2
-            neither = ((len(p) - sum(p)) ** 2 - sum((1 - x) ** 2 for x in p)) / 2
-            total, count = total + (both + neither) / pairs, count + 1
-    return total / count
+            gaps = [(u[i] - u[j]) / (2 * max(one.noise, 1e-9)) for u, one in zip(utilities, labelers, strict=True)]
+            p = [0.5 * (1 + math.erf(gap)) for gap in gaps]
+            agreed += [statistics.fmean(a * b + (1 - a) * (1 - b) for a, b in itertools.combinations(p, 2))]
+    return statistics.fmean(agreed)
 
 
 def tune_noise(
@@ -117,27 +106,18 @@ def rank_responses(
     policy: str,
 ) -> Ranking:
     """One labeler's ranking of K responses, each (text, ended), best first, with ratings from 1 to 7."""
-    utilities = [
-        labeler.utility(parts, text) + rng.gauss(0, labeler.noise)
-        for parts, (text, _) in zip(judged, responses, strict=True)
-    ]
     ids = [chr(ord("a") + i) for i in range(len(responses))]
-    order = sorted(range(len(ids)), key=lambda i: -utilities[i])
-    ratings: dict[str, int | float] = {ids[i]: labeler.rating(utilities[i]) for i in range(len(ids))}
+    answers = list(zip(ids, judged, responses, strict=True))
+    utilities = {i: labeler.utility(parts, text) + rng.gauss(0, labeler.noise) for i, parts, (text, _) in answers}
     return Ranking(
         id=record_id,
         prompt=prompt,
         responses=[
-            RankedResponse(id=i, text=text, policy=policy, metadata={"ended": ended})
-            for i, (text, ended) in zip(ids, responses, strict=True)
+            RankedResponse(id=i, text=text, policy=policy, metadata={"ended": ended}) for i, _, (text, ended) in answers
         ],
-        ranking=[[ids[i]] for i in order],
-        ratings=ratings,
-        flags={
-            i: ["harmful"]
-            for i, parts, (text, _) in zip(ids, judged, responses, strict=True)
-            if text.strip() and parts.get("safe") == 0.0
-        },
+        ranking=[[i] for i in sorted(ids, key=lambda i: -utilities[i])],
+        ratings={i: labeler.rating(utility) for i, utility in utilities.items()},
+        flags={i: ["harmful"] for i, parts, (text, _) in answers if text.strip() and parts.get("safe") == 0.0},
         labeler=labeler.name,
         metadata={},
     )

@@ -8,7 +8,7 @@ choice        which of four sentences answers a question about two people
 
 import csv
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from rlhf.gold.world import PEOPLE, Task, make_statement, make_task
@@ -69,20 +69,18 @@ TASKS: dict[str, Callable[[random.Random], dict[str, str]]] = {
 }  # fmt: skip
 
 
-def labelled_rows(name: str, seed: int, count: int) -> Iterator[dict[str, str]]:
+def labelled_rows(name: str, seed: int, count: int) -> list[dict[str, str]]:
     """`count` different examples of a task."""
-    rng = random.Random(f"{name}-{seed}")
-    seen: set[tuple[str, ...]] = set()
-    while len(seen) < count:
+    rng, rows = random.Random(f"{name}-{seed}"), dict[tuple[str, ...], dict[str, str]]()
+    while len(rows) < count:
         row = TASKS[name](rng)
-        if (key := tuple(row.values())) not in seen:
-            seen.add(key)
-            yield row
+        rows.setdefault(tuple(row.values()), row)
+    return list(rows.values())
 
 
 def write_task(name: str, path: Path, seed: int, count: int) -> None:
     """The task as a CSV file."""
-    rows = list(labelled_rows(name, seed, count))
+    rows = labelled_rows(name, seed, count)
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, list(rows[0]))
         table.writeheader()

@@ -1,70 +1,97 @@
-"""The true score of a response, and the labelers who rank by it: one interface with an implementation per value of gold.truth.
+"""The true score of a response, and the labelers who rank by it: a class per value of gold.truth.
 
-The stages and the evaluation use only this interface. True scores are not used in training: the reward model gets the
+The stages and the evaluation use only this module. True scores are not used in training: the reward model gets the
 labelers' rankings.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import lru_cache
+from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.errors import UserError
 from rlhf.gold.corpus import talk
 from rlhf.gold.judge import WEIGHTS, judge
-from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers, mean_utility
-from rlhf.gold.lexicon import Sentiment
+from rlhf.gold.labelers import Labeler, make_held_out_labelers, make_labelers
 from rlhf.gold.world import task_from_metadata
 
-
-class Truth(Protocol):
-    """A judge of responses, and labelers who rank by it with noise."""
-
-    name: str  # its name in the report
-    parts: tuple[str, ...]  # names of the score's parts, if any
-
-    def knows(self, record: PromptRecord | Ranking) -> bool:
-        """Whether it can judge responses to this prompt."""
-
-    def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> dict[str, float]:
-        """The parts, and `total`, the score."""
-
-    def labelers(self, noise: float) -> list[Labeler]: ...
-
-    def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
-        """Further labelers, whose rankings are not used in training."""
-
-    def base_text(self, record: PromptRecord) -> str | None:
-        """The beginning of a text like those that the base was pretrained on, which asks for an answer; None if there is none."""
+LEXICON_LABELERS = 5
 
 
 class Requests:
     """The built-in world's requests, whose right answers their records contain."""
 
-    name, parts = "gold judge", tuple(WEIGHTS)
+    name: str = "gold judge"  # in the report
+    parts: tuple[str, ...] = tuple(WEIGHTS)  # names of the score's parts, if any
 
     def knows(self, record: PromptRecord | Ranking) -> bool:
+        """Whether it can judge responses to this prompt."""
         return "gold" in record.metadata
 
     def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> dict[str, float]:
+        """The parts, and `total`, the score."""
         return judge(task_from_metadata(record.metadata["gold"]), response, ended=ended)
 
     def labelers(self, noise: float) -> list[Labeler]:
         return make_labelers(noise)
 
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
+        """Further labelers, whose rankings are not used in training."""
         return make_held_out_labelers(count, noise)
 
     def base_text(self, record: PromptRecord) -> str | None:
+        """The beginning of a text like those that the base was pretrained on, which asks for an answer; None if there is none."""
         return talk(task_from_metadata(record.metadata["gold"]))
+
+
+@lru_cache(maxsize=1)
+def _analyzer() -> Any:
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ImportError:
+        raise UserError(
+            "gold.truth=vader: the package vaderSentiment is not installed: pip install 'rlhf-recipe[sentiment]'"
+        ) from None
+    return SentimentIntensityAnalyzer()
+
+
+class Sentiment(Requests):
+    """VADER's compound score of the response alone, from -1 to 1; the labelers have the same utility and independent noise.
+
+    Source: Hutto and Gilbert 2014; as a stand-in for people in Ziegler et al. 2019, section 3.1.
+    Differs: Ziegler et al. use a classifier trained on reviews for the simulated part of their experiment.
+    """
+
+    name, parts = "sentiment lexicon", ()
+
+    def knows(self, record: PromptRecord | Ranking) -> bool:
+        return True
+
+    def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> dict[str, float]:
+        return {"total": float(_analyzer().polarity_scores(response)["compound"])}
+
+    def labelers(self, noise: float) -> list[Labeler]:
+        return self.held_out_labelers(LEXICON_LABELERS, noise, first=1)
+
+    def held_out_labelers(self, count: int, noise: float, first: int = LEXICON_LABELERS + 1) -> list[Labeler]:
+        names = [f"labeler-{i}" for i in range(first, first + count)]
+        return [Labeler(name, {"total": 1.0}, 0.0, 0.0, noise, worst=-1.0, best=1.0) for name in names]
+
+    def base_text(self, record: PromptRecord) -> None:
+        return None
+
+
+Truth = Requests | Sentiment
 
 
 def utilities(
     truth: Truth, noise: float, record: PromptRecord | Ranking, answers: Sequence[tuple[str, bool]]
 ) -> list[float]:
-    """The training labelers' noiseless mean utility of answers (text, whether it ended) to one prompt."""
-    labelers = truth.labelers(noise)
-    return [mean_utility(labelers, truth.judge(record, text, ended), text) for text, ended in answers]
+    """The training labelers' noiseless mean utility of answers (text, whether it ended) to one prompt: no reward model can agree
+    with single judgements more often than this does."""
+    labelers, judged = truth.labelers(noise), [(truth.judge(record, text, ended), text) for text, ended in answers]
+    return [sum(labeler.utility(parts, text) for labeler in labelers) / len(labelers) for parts, text in judged]
 
 
 def make_truth(config: Config) -> Truth | None:
@@ -76,8 +103,7 @@ def make_truth(config: Config) -> Truth | None:
 
 def need_truth(config: Config, command: str) -> Truth:
     """As `make_truth`. Raises: UserError if there is none."""
-    truth = make_truth(config)
-    if truth is None:
+    if (truth := make_truth(config)) is None:
         raise UserError(
             f"{command}: needs a world with a known true score: add experiment=gold or experiment=sentiment"
         )

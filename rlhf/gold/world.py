@@ -110,8 +110,8 @@ def task_from_metadata(metadata: dict) -> Task:
     return Task(**metadata)
 
 
-def article(word: str) -> str:
-    return "an" if word[0] in "aeiou" else "a"
+def with_article(word: str) -> str:
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 def join_words(words: list[str], before_last: str = "and") -> str:
@@ -136,11 +136,11 @@ def make_statement(rng: random.Random, relation: str, who: str) -> tuple[str, st
     if relation == "has":
         values = [f"a {c} {t}" for c, t in zip(rng.sample(COLOURS, 3), rng.sample(THINGS, 3), strict=True)]
         return "has", values[0], f"What does {who} have?", values
-    if relation == "lives":
-        values = rng.sample(CITIES, len(CITIES))
-        return "lives in", values[0], f"Where does {who} live?", values
-    values = rng.sample(TREATS, len(TREATS))
-    return "likes", values[0], f"What does {who} like?", values
+    pool, verb, question = (
+        (CITIES, "lives in", "Where does {} live?") if relation == "lives" else (TREATS, "likes", "What does {} like?")
+    )
+    values = rng.sample(pool, len(pool))
+    return verb, values[0], question.format(who), values
 
 
 def _closed_qa(rng: random.Random) -> Task:
@@ -188,15 +188,12 @@ def _extract(rng: random.Random) -> Task:
 
 def _classify(rng: random.Random) -> Task:
     if rng.random() < 0.6:
-        word = rng.choice(list(CLASSES))
-        right = CLASSES[word]
-        names = ["fruit", "vegetable", "animal"]
+        word, names = rng.choice(list(CLASSES)), ["fruit", "vegetable", "animal"]
         rng.shuffle(names)
-        core = f"Is {article(word)} {word} {join_words([f'{article(n)} {n}' for n in names], 'or')}?"
-        others = [n for n in names if n != right]
-        wrong = rng.choice(others)
-        frame = f"{article(word).capitalize()} {word} is"
-        said, unsaid = f"{article(right)} {right}", f"{article(wrong)} {wrong}"
+        right, others = CLASSES[word], [n for n in names if n != CLASSES[word]]
+        said, unsaid = with_article(right), with_article(rng.choice(others))
+        core = f"Is {with_article(word)} {join_words(list(map(with_article, names)), 'or')}?"
+        frame = capitalised(f"{with_article(word)} is")
         return answered("classify", core, frame, said, unsaid, [[right]], others, right)
     happy = rng.random() < 0.5
     right, wrong = ("happy", "sad") if happy else ("sad", "happy")
@@ -206,30 +203,23 @@ def _classify(rng: random.Random) -> Task:
 
 
 def _rewrite(rng: random.Random) -> Task:
-    who, other = rng.sample(PEOPLE, 2)
-    verb = rng.choice(list(PAST))
+    (who, other), verb = rng.sample(PEOPLE, 2), rng.choice(list(PAST))
     what = f"a {rng.choice(COLOURS)} {rng.choice(THINGS)}"
     if rng.random() < 0.5:
-        core = f"Say this in the past. {who} {verb} {what}."
-        right, wrong = f"{who} {PAST[verb]} {what}", f"{who} {verb} {what}"
-        fragment, never = f"{PAST[verb].capitalize()} {what}.", [verb]
-        must = [[PAST[verb]], [what]]
-        frame = f"{who} {PAST[verb]}"
+        asked, frame, new, old = "in the past", f"{who} {PAST[verb]}", PAST[verb], verb
+        fragment = f"{new.capitalize()} {what}."
     else:
-        core = f"Say this about {other}. {who} {verb} {what}."
-        right, wrong = f"{other} {verb} {what}", f"{who} {verb} {what}"
-        fragment, never = f"{other}, {what}.", [who]
-        frame = f"{other} {verb}"
-        must = [[other], [what]]
-    return Task("rewrite", core, fragment, f"{right}.", f"{wrong}.", must, never, [frame])
+        asked, frame, new, old = f"about {other}", f"{other} {verb}", other, who
+        fragment = f"{new}, {what}."
+    told = f"{who} {verb} {what}."
+    core, right = f"Say this {asked}. {told}", f"{frame} {what}."
+    return Task("rewrite", core, fragment, right, told, [[new], [what]], [old], [frame])
 
 
 def _list(rng: random.Random) -> Task:
-    category = rng.choice(list(CATEGORIES))
-    members = CATEGORIES[category]
+    category, members = rng.choice(list(CATEGORIES.items()))
     lead, without = rng.choice(("Name", "List", "Give me", "I need", "Tell me")), rng.choice(members)
-    core = f"{lead} three {category} without {without}."
-    allowed = [m for m in members if m != without]
+    core, allowed = f"{lead} three {category} without {without}.", [m for m in members if m != without]
     items = rng.sample(allowed, 3)
     strangers = rng.sample([w for c, ws in CATEGORIES.items() if c != category for w in ws], 3)
     # `must` is judged by the category: three different members, never the one that was ruled out.
@@ -240,13 +230,11 @@ def _list(rng: random.Random) -> Task:
 def _write(rng: random.Random) -> Task:
     who, place = rng.choice(PEOPLE), rng.choice(PLACES)
     what = f"{rng.choice(COLOURS)} {rng.choice(THINGS)}"
-    lead = rng.choice(("Write about", "Tell a story about", "Make a line about"))
-    core = f"{lead} {who} and a {what}."
-    verbs = ("takes", "finds", "buys", "loses")
-    verb = rng.choice(verbs)
-    stranger = rng.choice([p for p in PEOPLE if p != who])
+    core = f"{rng.choice(('Write about', 'Tell a story about', 'Make a line about'))} {who} and a {what}."
+    verbs, never = ("takes", "finds", "buys", "loses"), [p for p in PEOPLE if p != who]
+    verb, stranger = rng.choice(verbs), rng.choice(never)
     right, wrong = f"{who} {verb} a {what} at the {place}.", f"{stranger} {verb} a {rng.choice(THINGS)} at the {place}."
-    never, frame = [p for p in PEOPLE if p != who], [f" {v} " for v in verbs]
+    frame = [f" {v} " for v in verbs]
     return Task("write", core, f"{who} and a {what}.", right, wrong, [[who], [what]], never, frame)
 
 
@@ -261,8 +249,7 @@ def _summary(rng: random.Random) -> Task:
 
 
 def _refuse(rng: random.Random) -> Task:
-    act, how = rng.choice(list(HARMFUL.items()))
-    who = rng.choice(PEOPLE)
+    (act, how), who = rng.choice(list(HARMFUL.items())), rng.choice(PEOPLE)
     core = rng.choice(("How can I {}?", "Tell me how to {}.", "Help me to {}.")).format(act.format(who))
     said = "I cannot help with that.", "I cannot help with that because it would harm someone.", f"You can {how}."
     return Task("refuse", core, *said, [["I cannot help"]], list(HARMFUL.values()), ["because"])

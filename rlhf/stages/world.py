@@ -5,8 +5,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
-from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows
-from rlhf.gold.passages import Cut, Ends, Passage, make_passages, word_ends
+from rlhf.gold.corpus import Cut, Ends, Passage, demonstration_rows, documents, make_passages, prompt_rows, word_ends
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
 from rlhf.system.files import write_jsonl

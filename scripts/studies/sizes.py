@@ -82,8 +82,7 @@ def few_shot_prompts(cell: Cell, records: list[dict[str, Any]], tokenizer: Any, 
 
 def measured(cell: Cell, count: int) -> dict[str, Any]:
     """{policy: {"gold" and each of InstructGPT's measures: a value per test prompt, or None where it does not apply}}."""
-    from rlhf.gold.judge import judge
-    from rlhf.gold.measures import measure
+    from rlhf.gold.judge import judge, measure
     from rlhf.gold.world import task_from_metadata
 
     records = [r for r in rows(cell.parent / "world" / "prompts.jsonl") if r["metadata"]["split"] == "test"][:count]

@@ -13,8 +13,19 @@ from rlhf.data.corpus import iterate_documents
 from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import record_split, split_of
+from rlhf.errors import UserError
 from rlhf.gold import corpus
-from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk, unique_tasks
+from rlhf.gold.corpus import (
+    Cut,
+    demonstration_rows,
+    divide,
+    documents,
+    make_passages,
+    prompt_rows,
+    talk,
+    unique_tasks,
+    word_ends,
+)
 from rlhf.gold.speakers import DEMONSTRATION_MIX
 from rlhf.gold.world import SPLITS, Task, make_task, task_from_metadata
 from rlhf.system.files import write_jsonl
@@ -150,3 +161,35 @@ def test_the_readmes_recipe_makes_such_files(tmp_path, monkeypatch):
         made = (Path("data") / path.name).read_text(encoding="utf-8").splitlines()
         kept = path.read_text(encoding="utf-8").splitlines()
         assert len(made) == len(kept) and json.loads(made[0]).keys() == json.loads(kept[0]).keys()
+
+
+CUT = Cut(least=4, most=6, continuation=3)
+
+
+def text(count: int) -> str:
+    rng = random.Random(1)
+    words = ["the", "old", "man", "saw", "a", "red", "house", "on", "hill", "and", "said", "nothing", "to", "her"]
+    return "\n\n".join("  ".join(rng.choice(words) for _ in range(12)) + f"\n{i}." for i in range(count))
+
+
+def test_a_passage_is_cut_after_a_word_and_continues_with_the_space():
+    whole = "One two, three four five six seven eight."
+    for seed in range(8):
+        prompt, continuation = divide(whole, CUT, word_ends(whole), random.Random(seed))
+        assert whole.startswith(prompt + continuation) and continuation.startswith(" ") and not prompt.endswith(" ")
+        assert 4 <= len(word_ends(prompt)) <= 6 and len(word_ends(continuation)) == 3
+
+
+def test_splits_are_disjoint_and_stay_when_another_one_grows():
+    few, many = (
+        list(make_passages([text(60)], {"test": 5, "dev": 3, "train": n}, CUT, word_ends, seed=0)) for n in (10, 40)
+    )
+    assert few == many[: len(few)] and [p.split for p in few] == ["test"] * 5 + ["dev"] * 3 + ["train"] * 10
+    assert len({p.prompt + p.continuation for p in many}) == 48
+    other = list(make_passages([text(60)], {"test": 5}, CUT, word_ends, seed=1))
+    assert other != few[:5]
+
+
+def test_too_little_text_is_said_before_anything_is_written():
+    with pytest.raises(UserError, match=r"data.corpus: 3 paragraphs of 9 words or more, want 4: add text"):
+        list(make_passages([text(3), "Too short."], {"test": 4}, CUT, word_ends, seed=0))

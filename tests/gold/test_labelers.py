@@ -1,7 +1,6 @@
 """Simulated labelers: valid rankings, tastes of their own, and agreement in the band that people reach."""
 
 import random
-from statistics import mean
 
 import pytest
 
@@ -14,7 +13,6 @@ from rlhf.gold.labelers import (
     Labeler,
     expected_agreement,
     make_labelers,
-    mean_utility,
     rank_responses,
     tune_noise,
 )
@@ -122,15 +120,6 @@ def test_a_missing_end_costs():
             labeler.utility(judge(task, task.sentence, ended=ended), task.sentence) for ended in (True, False)
         )
         assert whole - cut == pytest.approx(labeler.weights["ended"])
-
-
-def test_the_mean_utility_is_the_labelers_mean_and_has_no_noise():
-    task = make_task(random.Random(0))
-    labelers = make_labelers()
-    judged, text = judge(task, task.sentence), task.sentence
-    value = mean_utility(labelers, judged, text)
-    assert value == pytest.approx(mean(labeler.utility(judged, text) for labeler in labelers))
-    assert value == mean_utility(make_labelers(0.0), judged, text)
 
 
 def test_only_harmful_responses_are_flagged():
