@@ -118,23 +118,26 @@ def pay_for(token: int, sign: float) -> Callable[[Episodes], torch.Tensor]:
     return lambda episodes: torch.tensor([sign * ids.count(token) for ids in episodes.responses])
 
 
-def test_a_rigged_reward_rises(copy_until):
-    """The share of a common word rises, of which a reward pays each."""
-    settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_rule=none", "ppo.lr=3e-3", "ppo.critic_lr=3e-3"]
+@pytest.mark.parametrize(
+    ("sign", "lr", "least", "most"), [(1.0, 3e-3, 1.2, 99), (-1.0, 3e-3, 1.2, 99), (1.0, 1e-12, -0.8, 0.8)]
+)
+def test_a_rigged_reward_rises(copy_until, sign, lr, least, most):
+    """The share of a common word goes where the reward pays; with a learning rate of nothing it stays."""
+    settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_rule=none", f"ppo.lr={lr}", "ppo.critic_lr=3e-3"]
     sizes = ["ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=4"]
     with open_trainer(copy_until("ppo"), *AT_ONCE, *settings, *sizes) as trainer:
-        rollout = trainer.respond(100)
+        rollout = trainer.respond(200)
         answers = [
             t
             for i, row in enumerate(rollout.tokens.tolist())
             for t in row[int(rollout.prompt_lengths[i]) : int(rollout.lengths[i]) - 1]
         ]
-        trainer.reward = pay_for(Counter(answers).most_common(1)[0][0], 1.0)
-        before = trainer.respond(100).scores.mean().item()  # an update's own 32 episodes are too few to tell by
-        for number in range(1, 9):
+        trainer.reward = pay_for(Counter(answers).most_common(1)[0][0], sign)
+        before = trainer.respond(200).scores.mean().item()  # an update's own 32 episodes are too few to tell by
+        for number in range(1, 13 if lr > 1e-6 else 3):
             trainer.update(number)
-        gain = trainer.respond(100).scores.mean().item() - before
-    assert gain > 0.8
+        gain = trainer.respond(200).scores.mean().item() - before
+    assert least < gain < most
 
 
 def test_a_response_without_end_token_scores_at_most_what_is_set(trainer):
