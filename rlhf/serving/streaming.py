@@ -16,7 +16,7 @@ from rlhf.data.records import Message
 from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import encode_text
 from rlhf.engines.choosing import Choice
-from rlhf.engines.slots import Response
+from rlhf.engines.running import Response
 from rlhf.engines.text_stream import TextStream
 from rlhf.errors import UserError
 from rlhf.serving.models import Generation, ModelThread, ServedModel

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rlhf.cpu import kernels, products
-from rlhf.engines import slots
+from rlhf.engines import running
 from rlhf.engines.choosing import Choice, hashed, make_uniforms, uniforms_at
+from rlhf.engines.running import Response, RunningBatch
 from rlhf.engines.sampler import packed, sample
-from rlhf.engines.slots import Response, RunningBatch
 from rlhf.model import GPTForCausalLM
 from tests.model.test_generate import ALL, make
 from tests.presets import preset
@@ -49,7 +49,7 @@ WAYS = ["together", "one at a time", "by torch"]
 def read_by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in one pass with the others' tokens, in passes of their own if there is more than one token, or by torch alone."""
     if way == "one at a time":
-        monkeypatch.setattr(slots, "TOGETHER", 1)
+        monkeypatch.setattr(running, "TOGETHER", 1)
     if way == "by torch":
         monkeypatch.setattr(kernels, "compiled", lambda: None)
 
@@ -73,8 +73,8 @@ def test_equal_prompts_are_read_once(way, monkeypatch):
     rows: list[int] = []
     batch = RunningBatch(model, 8)
     for name in ("_read_together", "_read_prompts"):
-        read = getattr(batch.slots, name)
-        monkeypatch.setattr(batch.slots, name, lambda *a, read=read: (rows.append(len(a[-1])), read(*a))[1])
+        read = getattr(batch.decoder, name)
+        monkeypatch.setattr(batch.decoder, name, lambda *a, read=read: (rows.append(len(a[-1])), read(*a))[1])
     batch.advance([Response([1, 2], Choice(), 9, "before", NEW, frozenset())])
     made = [Response(p, Choice(), 5, i, NEW, frozenset(EOS)) for i, p in enumerate(asked)]
     batch.advance(made)

@@ -1,6 +1,6 @@
 """A running batch whose sequences join and leave between tokens: the sampler for a server.
 
-`Slots` is the decoder with a cache in which every row has its own columns; a step is the decoder's. `RunningBatch` samples
+`RunningDecoder` is the decoder with a cache in which every row has its own columns; a step is the decoder's. `RunningBatch` samples
 with it as `sample` does: tokens depend only on (seed, key, step), the prompt and the model. Models that are not ours are
 stepped one sequence at a time, each with its own cache.
 """
@@ -62,7 +62,7 @@ class Response:
         return len(self.prompt) + self.max_new_tokens
 
 
-class Slots(Decoder):
+class RunningDecoder(Decoder):
     """Our GPT over a cache of `rows` rows, of which the first `live` are in use; a row's token t lies in column t."""
 
     def __init__(self, model: GPTForCausalLM, rows: int):
@@ -188,7 +188,7 @@ class RunningBatch:
         self.model, self.rows = model.eval(), rows
         self.responses: list[Response] = []  # in the order of the rows
         native = lm(model).native
-        self.slots = Slots(model, rows) if native else None
+        self.decoder = RunningDecoder(model, rows) if native else None
         self.caches: list[Any] = []  # caches of a model that is not ours, per response
         self.device = next(model.parameters()).device
         self.most_rows = lru_cache(lambda blocks: default_batch(model, blocks * COLUMN_BLOCK))
@@ -213,13 +213,13 @@ class RunningBatch:
         """Draw one more token of every response, none of which may be finished, and the first one of new ones."""
         last = [one.tokens[-1] for one in self.responses]
         prompts = [one.prompt for one in new]
-        if self.slots is None:
+        if self.decoder is None:
             each = enumerate([*([token] for token in last), *prompts])
             logits = torch.cat([self._forward(row, tokens) for row, tokens in each])
         else:
             if new:
-                self.slots.reserve(len(self) + len(new), max(one.columns for one in [*self.responses, *new]))
-            logits = self.slots.advance(torch.tensor(last, dtype=torch.int64, device=self.device), prompts)
+                self.decoder.reserve(len(self) + len(new), max(one.columns for one in [*self.responses, *new]))
+            logits = self.decoder.advance(torch.tensor(last, dtype=torch.int64, device=self.device), prompts)
         self.responses += new
         self._choose(logits, self.responses)
 
@@ -227,8 +227,8 @@ class RunningBatch:
     def leave(self, response: Response) -> None:
         """Take a response out, finished or not."""
         row = self.responses.index(response)
-        if self.slots is not None:
-            self.slots.leave(row)
+        if self.decoder is not None:
+            self.decoder.leave(row)
         for rows in (self.responses, self.caches):
             if rows:
                 rows[row] = rows[-1]
