@@ -12,7 +12,7 @@ import marshal
 import warnings
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import combinations
 from math import fsum, isfinite
@@ -22,7 +22,6 @@ import numpy as np
 
 from rlhf.data.records import Ranking, shown
 
-MISSING = 2  # the verdict on a pair that was not judged
 MAX_RESPONSES = 250  # items with more responses are left out
 MIN_COMMON_ITEMS = 10  # a pair of labelers with fewer common items has no kappa
 MAX_LABELERS = 50  # items judged by more people are left out of figures that compare labelers two by two
@@ -39,20 +38,16 @@ _LINES = (  # title, figure, whether a share, its count, the unit of the count
 )
 
 
-# --- statistics ------------------------------------------------------------------------------------------------------
-
-
-def ratio(agreements: np.ndarray, comparisons: np.ndarray) -> dict[str, Any]:
-    """sum(agreements) / sum(comparisons), both (n,) with one entry per item, and its 95% interval.
+def ratio(agreements: Sequence[int], comparisons: Sequence[int]) -> dict[str, Any]:
+    """sum(agreements) / sum(comparisons), with one entry of each per item, and its 95% interval.
 
     `ci95` is value +- 1.96 standard errors of the ratio with the item as unit, within [0, 1]; None if n < 2.
     """
-    a, m = agreements.astype(np.float64), comparisons.astype(np.float64)
+    a, m = np.asarray(agreements, np.float64), np.asarray(comparisons, np.float64)
     n = len(m)
     if n == 0:
         return {"value": None, "ci95": None, "n": 0, "pairs": 0}
-    value = float(a.sum() / m.sum())
-    interval = None
+    value, interval = float(a.sum() / m.sum()), None
     if n > 1:
         squares = fsum((a - value * m) ** 2)  # the same bits for any order of the items
         error = float(np.sqrt(n / (n - 1) * squares) / m.sum())
@@ -70,99 +65,81 @@ def _call(module: str, function: str, *args: Any, **kwargs: Any) -> float | None
 
 
 def compute_cohen(table: np.ndarray) -> float | None:
-    """Cohen's kappa of a (3, 3) table of two labelers' verdicts j better, tie, i better; None without variance.
-
-    Each pair is counted in both directions: the table is added to itself with rows and columns reversed.
-
-    Source: Cohen 1960.
+    """Cohen's kappa (Cohen 1960) of a (3, 3) table of two labelers' verdicts j better, tie, i better, each pair counted in
+    both directions; None without variance.
     """
-    both = table + table[::-1, ::-1]
-    return _call("statsmodels.stats.inter_rater", "cohens_kappa", both, return_results=False)
+    return _call("statsmodels.stats.inter_rater", "cohens_kappa", table + table[::-1, ::-1], return_results=False)
 
 
 def compute_fleiss(counts: np.ndarray) -> float | None:
-    """Fleiss' kappa of (N, 3) counts of labelers by verdict, every row with the same sum; None without variance.
-
-    Source: Fleiss 1971.
-    """
+    """Fleiss' kappa (Fleiss 1971) of (N, 3) counts of labelers by verdict, every row with the same sum; None without variance."""
     return _call("statsmodels.stats.inter_rater", "fleiss_kappa", np.concatenate([counts, counts[:, ::-1]]))
 
 
-def compute_alpha(counts: np.ndarray, values: np.ndarray) -> float | None:
-    """Krippendorff's alpha, ordinal, of (N, V) counts of labelers by value; None without variance.
-
-    Source: Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
-    """
+def _alpha(counts: np.ndarray, values: Sequence[float]) -> float | None:
+    """Ordinal alpha (Krippendorff 2011) of (N, V) counts of labelers by value; None without variance."""
     if len(values) < 2:
         return None
-    scale = {"value_domain": values, "level_of_measurement": "ordinal"}
+    scale = {"value_domain": np.array(values), "level_of_measurement": "ordinal"}
     return _call("krippendorff", "alpha", value_counts=counts, **scale)
-
-
-def compute_tau(ranks_a: np.ndarray, ranks_b: np.ndarray) -> float | None:
-    """Kendall's tau-b of two labelers' ranks of the same responses, both (K,); None if one is all ties.
-
-    Source: Kendall 1945.
-    """
-    return _call("scipy.stats", "kendalltau", ranks_a, ranks_b, variant="b")
 
 
 # --- judgements ------------------------------------------------------------------------------------------------------
 
 
-class _Judged(NamedTuple):
-    """One person's judgement of an item with K responses, in the order of their texts."""
+class _Judgement(NamedTuple):
+    """One person's judgement of an item with K responses, in the order of their texts; None: not judged."""
 
-    person: int  # index of the name; unnamed people follow the named ones
-    verdicts: tuple[int, ...]  # of each pair i < j: 1 where i is better, -1 where j is, 0 a tie, MISSING
+    person: int  # index of the name; unnamed people have negative numbers
+    verdicts: tuple[int | None, ...]  # of each pair i < j: 1 if i is better, -1 if j is, 0 a tie
     ranks: tuple[float | None, ...]  # 0 best
     ratings: tuple[float | None, ...]
 
 
-def _judged(ranking: Ranking, texts: list[str], person: int) -> _Judged:
+def _judgement(ranking: Ranking, texts: list[str], person: int) -> _Judgement:
     """A text that appears twice with two ranks or ratings has none; ties beside `pairs` are under `metadata.ties`."""
     place = {response.id: texts.index(response.text) for response in ranking.responses}
-    rated: dict[Any, set[float]] = defaultdict(set)
-    ranked: dict[Any, set[float]] = defaultdict(set)
-    said: dict[Any, set[int]] = defaultdict(set)
+    pairs = list(combinations(range(len(texts)), 2))
+    said: dict[Any, set[Any]] = defaultdict(set)
     for name, rating in ranking.ratings.items():
-        rated[place[name]].add(rating)
+        said["rating", place[name]].add(rating)
     if ranking.pairs is None:
         for response, rank in zip(ranking.responses, ranking.ranks(), strict=True):
-            ranked[place[response.id]] |= {rank} if rank >= 0 else {-1, -2}
-    ranks, ratings = (
-        tuple(next(iter(of[i])) if len(of[i]) == 1 else None for i in range(len(texts))) for of in (ranked, rated)
-    )
-    if ranking.pairs is None:
-        verdicts = tuple(MISSING if a is None or b is None else (a < b) - (a > b) for a, b in combinations(ranks, 2))
-        return _Judged(person, verdicts, ranks, ratings)
-    for better, worse in ranking.pairs:
+            said["rank", place[response.id]].add(rank if rank >= 0 else None)
+    for better, worse in ranking.pairs or ():
         i, j = place[better], place[worse]
         said[min(i, j), max(i, j)].add(1 if i < j else -1)
-    ties = ranking.metadata.get("ties")
+    ties = ranking.metadata.get("ties") if ranking.pairs is not None else None
     for tie in ties if isinstance(ties, list) else ():
         if isinstance(tie, list) and len(tie) == 2 and all(isinstance(name, str) and name in place for name in tie):
             said[tuple(sorted(place[name] for name in tie))].add(0)
-    pairs = (said[pair] for pair in combinations(range(len(texts)), 2))
-    return _Judged(person, tuple(next(iter(v)) if len(v) == 1 else MISSING for v in pairs), ranks, ratings)
+
+    def only(key: Any) -> Any:
+        return next(iter(said[key])) if len(said.get(key, ())) == 1 else None
+
+    ranks = tuple(only(("rank", i)) for i in range(len(texts)))
+    ratings = tuple(only(("rating", i)) for i in range(len(texts)))
+    if ranking.pairs is not None:
+        return _Judgement(person, tuple(only(pair) for pair in pairs), ranks, ratings)
+    ranked = ((ranks[i], ranks[j]) for i, j in pairs)
+    verdicts = tuple(None if a is None or b is None else (a < b) - (a > b) for a, b in ranked)
+    return _Judgement(person, verdicts, ranks, ratings)
 
 
-def _merge(judged: list[_Judged]) -> _Judged:
+def _merge(judgements: list[_Judgement]) -> _Judgement:
     """One judgement of a person who judged an item more than once: a pair goes to the response preferred more often (a tie
     if neither is), ranks and ratings are averaged.
     """
-    if len(judged) == 1:
-        return judged[0]
-    verdicts = []
-    for column in zip(*(one.verdicts for one in judged), strict=True):
-        given = [verdict for verdict in column if verdict != MISSING]
-        verdicts.append(int(np.sign(sum(given))) if given else MISSING)
-    means: dict[str, tuple[float | None, ...]] = {}
-    for name in ("ranks", "ratings"):
-        columns = zip(*(getattr(one, name) for one in judged), strict=True)
-        there = [[value for value in column if value is not None] for column in columns]
-        means[name] = tuple(sum(values) / len(values) if values else None for values in there)
-    return _Judged(judged[0].person, tuple(verdicts), **means)
+    if len(judgements) == 1:
+        return judgements[0]
+
+    def means(rows: Iterable[tuple[float | None, ...]]) -> tuple[float | None, ...]:
+        given = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
+        return tuple(sum(values) / len(values) if values else None for values in given)
+
+    person, *columns = zip(*judgements, strict=True)
+    verdicts, ranks, ratings = map(means, columns)
+    return _Judgement(person[0], tuple(v if v is None else (v > 0) - (v < 0) for v in verdicts), ranks, ratings)
 
 
 class AgreementCounter:
@@ -173,7 +150,7 @@ class AgreementCounter:
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self._items: dict[bytes, list[_Judged]] = {}  # by a hash; people by their index in _names, unnamed ones below 0
+        self._items: dict[bytes, list[_Judgement]] = {}  # by a hash
         self._seconds: dict[str, array[float]] = {}
         self.rankings = self.unnamed = self._too_large = 0
 
@@ -191,7 +168,7 @@ class AgreementCounter:
         self.rankings += 1
         self.unnamed += name is None
         person = -self.unnamed if name is None else self._names.setdefault(name, len(self._names))
-        self._items.setdefault(digest, []).append(_judged(ranking, texts, person))
+        self._items.setdefault(digest, []).append(_judgement(ranking, texts, person))
         if name is not None and ranking.seconds is not None:
             self._seconds.setdefault(name, array("d")).append(ranking.seconds)
 
@@ -204,134 +181,114 @@ class AgreementCounter:
         "krippendorff_alpha_ratings": {value, responses}, "kendall_tau": {value, comparisons}, "by_labeler":
         {name: {items, items_shared, agreement, ci95, comparisons, tie_rate, seconds}}, "notes": {figure: why}}.
         """
-        figures = self.count()
-        values = figures.compute()
-        for name, seconds in self._seconds.items():
-            values["by_labeler"][name]["seconds"] = float(np.median(seconds))
-        return {
-            "rankings": self.rankings,
-            "items": figures.items,
-            "items_shared": figures.shared_items,
-            "labelers": len(self._names),
-            "unnamed": self.unnamed,
-            **values,
-            "notes": figures.notes,
-        }
-
-    def count(self) -> "Figures":
-        """The judgements counted, item by item."""
-        names = sorted(self._names)
-        rank_of = {self._names[name]: rank for rank, name in enumerate(names)}
-        figures = Figures(names)
-        for digest in sorted(self._items):
-            people: dict[int, list[_Judged]] = {}
-            for one in self._items[digest]:
-                person = rank_of.get(one.person, len(names) - one.person)
-                people.setdefault(person, []).append(one._replace(person=person))
-            figures.add([_merge(people[person]) for person in sorted(people)])
+        counts = self.count()
+        notes = counts.notes
         if self._too_large:
-            figures.notes["size"] = f"{self._too_large:,} rankings of more than {MAX_RESPONSES} responses are left out"
-        return figures
+            notes["size"] = f"{self._too_large:,} rankings of more than {MAX_RESPONSES} responses are left out"
+        figures = {
+            "pairwise": ratio(*counts.pairwise),
+            "cohen_kappa": counts.cohen(sorted(self._names)),
+            **counts.fleiss_and_alpha(),
+            "krippendorff_alpha_ratings": counts.alpha_of_ratings(),
+            "kendall_tau": counts.tau(),
+        }
+        if not counts.pairwise[1]:
+            notes["pairwise"] = "no two labelers put the same pair in a strict order"
+        if not counts.shared_items:
+            notes |= dict.fromkeys(figures, "no item was judged by two or more labelers")
+        table = {}
+        for person, name in enumerate(sorted(self._names)):
+            agreed, sums = ratio(*counts.pairwise_of[person]), counts.people[person]
+            table[name] = {
+                "items": sums["items"],
+                "items_shared": sums["items_shared"],
+                "agreement": agreed["value"],
+                "ci95": agreed["ci95"],
+                "comparisons": agreed["pairs"],
+                "tie_rate": sums["ties"] / sums["pairs"] if sums["pairs"] else None,
+                "seconds": float(np.median(self._seconds[name])) if name in self._seconds else None,
+            }
+        about = {"rankings": self.rankings, "items": counts.items, "items_shared": counts.shared_items}
+        people = {"labelers": len(self._names), "unnamed": self.unnamed}
+        return about | people | figures | {"by_labeler": table, "notes": notes}
+
+    def count(self) -> "_Counts":
+        """The judgements counted, item by item; people in the order of their names."""
+        place = {self._names[name]: i for i, name in enumerate(sorted(self._names))}
+        counts = _Counts()
+        for digest in sorted(self._items):
+            people: dict[int, list[_Judgement]] = {}
+            for one in self._items[digest]:
+                person = place.get(one.person, one.person)
+                people.setdefault(person, []).append(one._replace(person=person))
+            # names ascend, then those without one
+            counts.add([_merge(people[person]) for person in sorted(people, key=lambda p: (p < 0, abs(p)))])
+        return counts
 
 
-class Figures:
-    """Counts judgements item by item; `compute` makes the figures. People 0 … len(names) - 1 have a name."""
+class _Counts:
+    """What the statistics are computed from."""
 
-    def __init__(self, names: list[str]):
-        self.names = names
+    def __init__(self) -> None:
         self.notes: dict[str, str] = {}
         self.items = self.shared_items = self._left_out = 0
-        self._people = [dict.fromkeys(("items", "items_shared", "ties", "pairs"), 0) for _ in names]
-        self._sums: list[tuple[int, int]] = []  # agreements and comparisons of each item
-        self._person_sums: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._units: Counter[tuple[int, int, int]] = Counter()  # number of people who say j better, tie, i better
-        self._tables: dict[tuple[int, int], np.ndarray] = {}  # verdicts of one person by those of another
+        self.pairwise: tuple[list[int], list[int]] = [], []  # agreements and comparisons of each item
+        self.pairwise_of: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        self.people: dict[int, Counter[str]] = defaultdict(Counter)
+        self._units: Counter[tuple[int, int, int]] = Counter()  # of pairs: the people who say j better, tie, i better
+        self._tables: dict[tuple[int, int], np.ndarray] = defaultdict(
+            lambda: np.zeros((3, 3), np.int64)
+        )  # of two people
         self._common: Counter[tuple[int, int]] = Counter()  # items of two people
         self._orders: Counter[tuple[tuple[float, float], ...]] = Counter()  # two people's ranks of each response
         self._rated: list[list[float]] = []  # the ratings of a response
 
-    def add(self, judged: list[_Judged]) -> None:
+    def add(self, judgements: list[_Judgement]) -> None:
         """Count an item's judgements, one per person."""
-        shared = len(judged) > 1
+        shared = len(judgements) > 1
         self.items += 1
         self.shared_items += shared
-        for one in judged:
-            if one.person < len(self.names):
-                sums = self._people[one.person]
-                sums["items"] += 1
-                sums["items_shared"] += shared
-                sums["ties"] += one.verdicts.count(0)
-                sums["pairs"] += len(one.verdicts) - one.verdicts.count(MISSING)
+        for person, verdicts, _, _ in judgements:
+            pairs = len(verdicts) - verdicts.count(None)
+            self.people[person].update(items=1, items_shared=shared, ties=verdicts.count(0), pairs=pairs)
         if not shared:
             return
-        columns = list(zip(*(one.verdicts for one in judged), strict=True))
+        columns = zip(*(one.verdicts for one in judgements), strict=True)
         counts = [(column.count(-1), column.count(0), column.count(1)) for column in columns]
-        agree = sum(a * (a - 1) // 2 + b * (b - 1) // 2 for a, _, b in counts)
-        compared = sum((a + b) * (a + b - 1) // 2 for a, _, b in counts)
-        if compared:
-            self._sums.append((agree, compared))
-        for one in judged:
-            strict = [(v, count) for v, count in zip(one.verdicts, counts, strict=True) if v in (-1, 1)]
-            others = sum(a + b - 1 for _, (a, _, b) in strict)
-            if others and one.person < len(self.names):
-                self._person_sums[one.person].append((sum(count[v + 1] - 1 for v, count in strict), others))
         self._units.update(count for count in counts if sum(count) > 1)
-        rated = ([r for r in column if r is not None] for column in zip(*(j.ratings for j in judged), strict=True))
+        agree = sum(a * (a - 1) // 2 + b * (b - 1) // 2 for a, _, b in counts)
+        _append(self.pairwise, agree, sum((a + b) * (a + b - 1) // 2 for a, _, b in counts))
+        for person, verdicts, _, _ in judgements:
+            strict = [(v, count) for v, count in zip(verdicts, counts, strict=True) if v]
+            agree = sum(count[v + 1] - 1 for v, count in strict)
+            _append(self.pairwise_of[person], agree, sum(a + b - 1 for _, (a, _, b) in strict))
+        rated = ([r for r in column if r is not None] for column in zip(*(j.ratings for j in judgements), strict=True))
         self._rated += [ratings for ratings in rated if len(ratings) > 1]
-        if len(judged) > MAX_LABELERS:
+        if len(judgements) > MAX_LABELERS:
             self._left_out += 1
+            many = (
+                f"{self._left_out:,} items of more than {MAX_LABELERS} labelers are left out of Cohen's kappa and tau"
+            )
+            self.notes["items"] = many
             return
-        for first, second in combinations(judged, 2):
-            self._compare(first, second)
-
-    def _compare(self, first: _Judged, second: _Judged) -> None:
-        """Count two people's judgements of an item for Cohen's kappa and tau."""
-        if second.person < len(self.names):  # people ascend, so the first has a name too
-            both = [(a, b) for a, b in zip(first.verdicts, second.verdicts, strict=True) if MISSING not in (a, b)]
-            if both:
+        for first, second in combinations(judgements, 2):
+            both = _both(first.verdicts, second.verdicts)
+            if both and min(first.person, second.person) >= 0:
                 key = first.person, second.person
                 self._common[key] += 1
-                table = self._tables.setdefault(key, np.zeros((3, 3), np.int64))
                 for a, b in both:
-                    table[a + 1, b + 1] += 1
-        ranks = sorted(
-            (a, b) for a, b in zip(first.ranks, second.ranks, strict=True) if a is not None and b is not None
-        )
-        if len(ranks) > 1:
-            self._orders[tuple(ranks)] += 1
+                    self._tables[key][a + 1, b + 1] += 1
+            ranks = sorted(_both(first.ranks, second.ranks))
+            if len(ranks) > 1:
+                self._orders[tuple(ranks)] += 1
 
-    def pairwise(self) -> dict[str, Any]:
-        """Percent agreement: see `pairwise_agreement`."""
-        return ratio(*np.array(self._sums, np.int64).reshape(-1, 2).T)
-
-    def compute(self) -> dict[str, Any]:
-        """Every figure except the labelers' times. Keys: see `AgreementCounter.report`."""
-        if self._left_out:
-            of = f"{self._left_out:,} items of more than {MAX_LABELERS} labelers are left out of Cohen's kappa and tau"
-            self.notes["items"] = of
-        if not self._sums:
-            self.notes["pairwise"] = "no two labelers put the same pair in a strict order"
-        figures = {
-            "pairwise": self.pairwise(),
-            "cohen_kappa": self._cohen(),
-            **self._kappa_and_alpha(),
-            "krippendorff_alpha_ratings": self._alpha_of_ratings(),
-            "kendall_tau": self._tau(),
-            "by_labeler": {name: self._of_labeler(person) for person, name in enumerate(self.names)},
-        }
-        if not self.shared_items:
-            self.notes |= {
-                name: "no item was judged by two or more labelers" for name in figures if name != "by_labeler"
-            }
-        return figures
-
-    def _cohen(self) -> dict[str, Any]:
+    def cohen(self, names: list[str]) -> dict[str, Any]:
         by_pair: list[dict[str, Any]] = []
         for key in sorted(self._tables, key=lambda key: (-self._common[key], key)):
             table, items = self._tables[key], self._common[key]
             value = compute_cohen(table) if items >= MIN_COMMON_ITEMS else None
-            names = [self.names[person] for person in key]
-            by_pair.append({"labelers": names, "items": items, "pairs": int(table.sum()), "value": value})
+            labelers = [names[person] for person in key]
+            by_pair.append({"labelers": labelers, "items": items, "pairs": int(table.sum()), "value": value})
         used = [pair for pair in by_pair if pair["value"] is not None]
         if not by_pair:
             self.notes["cohen_kappa"] = "no two labelers with a name judged the same pair of responses"
@@ -343,11 +300,11 @@ class Figures:
         value = fsum(pair["value"] * pair["items"] for pair in used) / items if used else None
         return {"value": value, "labeler_pairs": len(used), "by_pair": by_pair[:MAX_LISTED]}
 
-    def _kappa_and_alpha(self) -> dict[str, Any]:
+    def fleiss_and_alpha(self) -> dict[str, Any]:
         units = np.array(sorted(self._units.elements()), np.int64).reshape(-1, 3)
         labelers, pairs = max(Counter(units.sum(1).tolist()).items(), key=lambda entry: entry[::-1], default=(None, 0))
         fleiss = compute_fleiss(units[units.sum(1) == labelers]) if pairs else None
-        alpha = compute_alpha(np.concatenate([units, units[:, ::-1]]), np.array([-1, 0, 1])) if pairs else None
+        alpha = _alpha(np.concatenate([units, units[:, ::-1]]), (-1, 0, 1)) if pairs else None
         if pairs < len(units):
             left = f"{len(units) - pairs:,} pairs judged by another number of labelers than {labelers} are left out"
             self.notes["fleiss_kappa"] = left
@@ -359,19 +316,18 @@ class Figures:
             "krippendorff_alpha": {"value": alpha, "pairs": len(units)},
         }
 
-    def _alpha_of_ratings(self) -> dict[str, Any]:
-        if not self._rated:
-            self.notes["krippendorff_alpha_ratings"] = "no response was rated by two labelers"
-            return {"value": None, "responses": 0}
+    def alpha_of_ratings(self) -> dict[str, Any]:
         values = sorted({rating for ratings in self._rated for rating in ratings})
-        rows = self._rated[: max(1, 8_000_000 // len(values) ** 2)]  # the library makes an (N, V, V) array
-        value = compute_alpha(np.array([[ratings.count(v) for v in values] for ratings in rows]), np.array(values))
+        rows = self._rated[: max(1, 8_000_000 // max(1, len(values)) ** 2)]  # the library makes an (N, V, V) array
+        value = _alpha(np.array([[ratings.count(v) for v in values] for ratings in rows]), values)
         if value is None:
-            self.notes["krippendorff_alpha_ratings"] = _NO_VARIANCE
+            why = _NO_VARIANCE if rows else "no response was rated by two labelers"
+            self.notes["krippendorff_alpha_ratings"] = why
         return {"value": value, "responses": len(rows)}
 
-    def _tau(self) -> dict[str, Any]:
-        taus = [(compute_tau(*np.array(order).T), count) for order, count in sorted(self._orders.items())]
+    def tau(self) -> dict[str, Any]:
+        """Mean of tau-b (Kendall 1945) over comparisons of two people's rankings of an item."""
+        taus = [(_call("scipy.stats", "kendalltau", *np.array(o).T), n) for o, n in sorted(self._orders.items())]
         defined = [(tau, count) for tau, count in taus if tau is not None]
         total, compared = sum(count for _, count in defined), sum(self._orders.values())
         if not compared:
@@ -381,18 +337,16 @@ class Figures:
         value = fsum(tau * count for tau, count in defined) / total if total else None
         return {"value": value, "comparisons": total}
 
-    def _of_labeler(self, person: int) -> dict[str, Any]:
-        sums = self._people[person]
-        figure = ratio(*np.array(self._person_sums[person], np.int64).reshape(-1, 2).T)
-        return {
-            "items": sums["items"],
-            "items_shared": sums["items_shared"],
-            "agreement": figure["value"],
-            "ci95": figure["ci95"],
-            "comparisons": figure["pairs"],
-            "tie_rate": sums["ties"] / sums["pairs"] if sums["pairs"] else None,
-            "seconds": None,
-        }
+
+def _append(sums: tuple[list[int], list[int]], agreements: int, comparisons: int) -> None:
+    if comparisons:
+        sums[0].append(agreements)
+        sums[1].append(comparisons)
+
+
+def _both(first: tuple[Any, ...], second: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """What two people said of each thing that both judged."""
+    return [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
 
 
 def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
@@ -401,8 +355,7 @@ def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
         value = sum_items agreements / sum_items comparisons
 
     A comparison is one pair of responses that two different labelers both put in a strict order: ties and unranked
-    responses are skipped. `ci95` is value +- 1.96 standard errors of this ratio with the item as unit (pairs of one item
-    are not independent), within [0, 1]. What an item and a labeler are: see `AgreementCounter`.
+    responses are skipped. `ci95`: as in `ratio`, since pairs of one item are not independent.
 
     Returns {"value": share, "ci95": [low, high], "n": items, "pairs": comparisons}; value and ci95 are None
     if no item was compared, and ci95 if there is only one.
@@ -412,7 +365,7 @@ def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
     counter = AgreementCounter()
     for ranking in rankings:
         counter.add(ranking)
-    return counter.count().pairwise()
+    return ratio(*counter.count().pairwise)
 
 
 def describe(report: dict[str, Any]) -> list[str]:
