@@ -10,6 +10,7 @@ Only hashes are stored. A prompt's records have one split because it is decided 
     4. the hash of the user, else of the group, else of the prompt
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,11 +71,13 @@ class Assigner:
         self.splits: dict[int, int] = {}  # by the key of each kept prompt; decided at the end
         self._above: dict[_Node, _Node] = {}  # union-find over keys, users and groups
         self._given: dict[int, int] = {}  # by key: the first split that a record states
+        self._kept: Counter[tuple[int, int, str | None]] = Counter()  # key, user and stated split of kept records
 
     def add(self, key: int, user: int, group: int, given: str | None, kept: bool) -> None:
         """Add a record. One that is not kept connects prompts too: the order of two duplicates must not matter."""
         if kept:
             self.splits[key] = -1
+            self._kept[key, user, given if given in SPLITS else None] += 1
         for node in (("user", user), ("group", group)):
             if node[1]:
                 first, second = sorted((self._root(("key", key)), self._root(node)))
@@ -130,27 +133,17 @@ class Assigner:
                 propose(("key", key), 2, split)
         return {root: split for root, (_, split) in known.items()}
 
-
-def describe_splits(assigner: Assigner, kept: Any) -> dict[str, Any]:
-    """The report's entry on splits: prompts by split, and stated splits that could not be kept.
-
-    kept: (key, user, given) of each kept record.
-    """
-    prompts = dict.fromkeys(SPLITS, 0)
-    for split in assigner.splits.values():
-        prompts[SPLITS[split]] += 1
-    overruled = 0
-    of_users: set[tuple[int, int]] = set()
-    for key, user, given in kept:
-        split = assigner.splits[key]
-        overruled += given >= 0 and given != split
-        of_users |= {(user, split)} if user else set()
-    users = {user for user, _ in of_users}
-    return {
-        "prompts": prompts,
-        "users": len(users),
-        "users_in_several_splits": len(of_users) - len(users),
-        "stated_splits_overruled": overruled,
-        "kept_from_earlier": sum(key in assigner.earlier.prompts for key in assigner.splits),
-        "earlier_conflicts": assigner.earlier.conflicts,
-    }
+    def report(self) -> dict[str, Any]:
+        """Prompts by split, and stated splits that could not be kept."""
+        prompts = Counter(SPLITS[split] for split in self.splits.values())
+        users = {(user, self.splits[key]) for key, user, _ in self._kept if user}
+        return {
+            "prompts": {split: prompts[split] for split in SPLITS},
+            "users": len({user for user, _ in users}),
+            "users_in_several_splits": len(users) - len({user for user, _ in users}),
+            "stated_splits_overruled": sum(
+                n for (key, _, given), n in self._kept.items() if given in SPLITS and given != SPLITS[self.splits[key]]
+            ),
+            "kept_from_earlier": sum(key in self.earlier.prompts for key in self.splits),
+            "earlier_conflicts": self.earlier.conflicts,
+        }

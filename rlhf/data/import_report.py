@@ -7,9 +7,11 @@ import importlib.metadata
 import json
 import platform
 import re
+from array import array
 from collections import Counter
-from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from rlhf import __version__
 from rlhf.data import agreement
@@ -20,7 +22,7 @@ from rlhf.data.splits import SPLITS
 
 KEPT_BYTES = 1 << 20  # of a reject's row
 ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
-_GOT_WANT = re.compile(r"(?:got )?(.*), want (.*)", re.DOTALL)
+_LENGTHS = [f"{part}_{unit}" for part in ("prompt", "response") for unit in ("characters", "words")]
 
 
 class Statistics:
@@ -31,8 +33,7 @@ class Statistics:
         self.unnamed = self.unpaired = self.pairs = self.ties = 0
         self.pii: Counter[str] = Counter(dict.fromkeys(PII_KINDS, 0))
         self.sizes: Counter[int] = Counter()  # responses of a ranking
-        parts = (f"{part}_{unit}" for part in ("prompt", "response") for unit in ("characters", "words"))
-        self.lengths: dict[str, Counter[int]] = {name: Counter() for name in parts}
+        self.lengths = {name: array("Q") for name in _LENGTHS}
 
     def add(self, record: Record, facts: Facts) -> int:
         """Add a kept record; returns its characters."""
@@ -51,11 +52,10 @@ class Statistics:
             self.unnamed += record.labeler is None
         self.pii.update(facts.pii)
         characters = sum(map(len, prompts))
-        self.lengths["prompt_characters"][characters] += 1
-        self.lengths["prompt_words"][sum(len(text.split()) for text in prompts)] += 1
-        for text in texts:
-            self.lengths["response_characters"][len(text)] += 1
-            self.lengths["response_words"][len(text.split())] += 1
+        self.lengths["prompt_characters"].append(characters)
+        self.lengths["prompt_words"].append(sum(len(text.split()) for text in prompts))
+        self.lengths["response_characters"].extend(map(len, texts))
+        self.lengths["response_words"].extend(len(text.split()) for text in texts)
         return characters + sum(map(len, texts))
 
     def report(self) -> dict[str, Any]:
@@ -66,21 +66,18 @@ class Statistics:
             "responses_a_ranking": {str(size): self.sizes[size] for size in sorted(self.sizes)},
             "labelers": {name: self.labelers[name] for name in sorted(self.labelers)},
             "records_without_labeler": self.unnamed,
-            "lengths": {name: summarise(counts) for name, counts in self.lengths.items()},
+            "lengths": {name: _summarise(lengths) for name, lengths in self.lengths.items()},
         }
 
 
-def summarise(counts: Counter[int]) -> dict[str, Any] | None:
-    """n, mean, least, median, 95th percentile and largest of counted integers; a quantile is a value that occurs."""
-    if not counts:
+def _summarise(lengths: "array[int]") -> dict[str, Any] | None:
+    """A quantile is a value that occurs."""
+    if not lengths:
         return None
-    values = sorted(counts)
-    seen = list(accumulate(counts[value] for value in values))
-    median, high = (
-        next(v for v, n in zip(values, seen, strict=True) if n >= share * seen[-1]) for share in (0.5, 0.95)
-    )
-    mean = sum(value * count for value, count in counts.items()) / seen[-1]
-    return {"n": seen[-1], "mean": round(mean, 2), "min": values[0], "median": median, "p95": high, "max": values[-1]}
+    values = np.frombuffer(lengths, np.uint64)
+    least, median, p95, most = np.quantile(values, (0, 0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
+    mean = round(sum(lengths) / len(lengths), 2)
+    return {"n": len(lengths), "mean": mean, "min": least, "median": median, "p95": p95, "max": most}
 
 
 def versions() -> dict[str, str]:
@@ -91,14 +88,11 @@ def versions() -> dict[str, str]:
 def reject_line(reject: Reject) -> str:
     """A line of rejects.jsonl: where, what came, what was wanted, and the row, of which at most KEPT_BYTES are kept."""
     message = reject.message.removeprefix(f"{reject.field}: ") if reject.field else reject.message
-    parts = _GOT_WANT.fullmatch(message)
-    if parts:
-        got, wanted = parts[1], parts[2]
-    elif message == "missing":
-        got, wanted = "nothing", "a value"
+    if parts := re.fullmatch(r"(?:got )?(.*), want (.*)", message, re.DOTALL):
+        got, wanted = parts.groups()
     else:
         got, _, wanted = message.rpartition(": ")
-        got, wanted = (got, wanted) if got else (wanted, "")
+        got, wanted = ("nothing", "a value") if message == "missing" else (got, wanted) if got else (wanted, "")
     entry: dict[str, Any] = {
         "file": reject.file, "line": reject.line, "number": reject.number, "field": reject.field, "got": got,
         "want": wanted, "message": reject.message,
@@ -112,22 +106,18 @@ def reject_line(reject: Reject) -> str:
         if len(kept) < len(reject.raw):
             entry["bytes"] = len(reject.raw)
     text = json.dumps(entry, ensure_ascii=False)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a message with characters that UTF-8 cannot encode
-        text = json.dumps(entry)
-    return text + "\n"
+    # lone surrogates, which UTF-8 cannot hold, are written as JSON's escapes
+    return text.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def describe(report: dict[str, Any]) -> list[str]:
     """The report as lines for the screen."""
     lines = []
     for file in report["files"]:
-        made = ", ".join(f"{count:,} {kind}" for kind, count in sorted(file["records"].items())) or "no record"
+        made = ", ".join(f"{count:,} {kind}" for kind, count in file["records"].items()) or "no record"
         taken = f"{file['format']} ({file['why']})" if file["format"] else file["why"]
         lines.append(f"{file['file']}: {taken}: {file['counts']['input']:,} rows, {made}")
-    counts = report["counts"]
-    lines.append("rows: " + ", ".join(f"{counts[name]:,} {name}" for name in ROW_COUNTS))
+    lines.append("rows: " + ", ".join(f"{report['counts'][name]:,} {name}" for name in ROW_COUNTS))
     records = report["records"]
     if records:
         lines.append(f"  {'records':<15}" + "".join(f"{name:>10}" for name in (*SPLITS, "in all")))
@@ -135,8 +125,7 @@ def describe(report: dict[str, Any]) -> list[str]:
             cells = [by_split[split] for split in SPLITS]
             lines.append(f"  {kind:<15}" + "".join(f"{count:>10,}" for count in (*cells, sum(cells))))
     done = [f"{count:,} {name.replace('_', ' ')}" for name, count in report["cleaning"].items() if count]
-    if done:
-        lines.append("cleaning: " + ", ".join(done))
+    lines += ["cleaning: " + ", ".join(done)] if done else []
     if "ranking" in records:
         k = ", ".join(f"{count:,} of {size}" for size, count in report["responses_a_ranking"].items())
         lines.append(

@@ -10,7 +10,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -20,35 +20,23 @@ import numpy as np
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, settings_in
 from rlhf.data.agreement import AgreementCounter
-from rlhf.data.assignments import FILE, Assigner, Assignments, describe_splits, write_assignments
+from rlhf.data.assignments import FILE, Assigner, Assignments, write_assignments
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, REJECTED, Cleaner, facts_of
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
 from rlhf.data.inputs import Reading, Reject, Row, Source, open_bytes, size_of
-from rlhf.data.label_files import Converted, FileInfo, read, reject_row, row_bytes
+from rlhf.data.label_files import FileInfo, read, reject_row, row_bytes
 from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements, shown
 from rlhf.data.splits import SPLITS, given_split
 from rlhf.data.storage import ArrowWriter, json_text, schemas, to_row
 from rlhf.errors import UserError
-from rlhf.system.files import sha256_file
+from rlhf.system.files import sha256_file, write_json
 
 SHOWN_REJECTS = 20
 _LARGE_PREFIX = 0.05  # of all prompts with one beginning: worth a word
 _LEAST_PROMPTS = 100  # below which that says nothing
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
-
-
-@dataclass(slots=True)
-class FileReport:
-    """What one file was taken for, and what came of it."""
-
-    file: str
-    format: str | None = None
-    why: str = ""
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROW_COUNTS, 0))
-    records: Counter[str] = field(default_factory=Counter)  # kept, by kind
-    sha256: str = ""
 
 
 class _Judgement(NamedTuple):
@@ -58,13 +46,6 @@ class _Judgement(NamedTuple):
     row: Row
     record: Ranking
     own_id: bool
-
-
-class _Kept:
-    """What is remembered of the kept records of a kind, in their order."""
-
-    def __init__(self) -> None:
-        self.keys, self.prompts, self.users, self.given = array("Q"), array("Q"), array("Q"), array("b")
 
 
 class Importer:
@@ -78,13 +59,14 @@ class Importer:
         self.assigner = Assigner(config.seed, shares, earlier)
         self.statistics = Statistics()
         self.agreement = AgreementCounter()
-        self.files: list[FileReport] = []
+        self.files: list[dict[str, Any]] = []  # what each file was taken for, and what came of it
         self.reject_count = 0
         self.first_rejects: list[str] = []
         self.damaged = False  # whether a file could not be read to its end
         self.notes: list[str] = []
         self.unknown_splits: Counter[str] = Counter()
-        self._kept: dict[str, _Kept] = defaultdict(_Kept)  # by kind
+        self._keys: dict[str, array[int]] = defaultdict(lambda: array("Q"))  # of the kept records, by kind
+        self._prompts: set[tuple[int, int]] = set()  # key and hash of each kept prompt
         self._writers: dict[str, ArrowWriter] = {}
         self._rejects: TextIO | None = None
 
@@ -106,78 +88,80 @@ class Importer:
                     self._import_file(source, chosen, done)
                 except UserError as error:
                     failures.append(error)
-                    self._reject(Reject(source.name, 1, "file", f"file: {str(error).removeprefix(f'{source.name}: ')}"))
-                    self.files[-1].counts |= {"input": 1, "rejected": 1}
+                    self._reject_file(source, 1, error)
+                    self.files[-1]["counts"] |= {"input": 1, "rejected": 1}
                 done += size_of(source)
                 self.progress(done)
         if len(failures) == len(sources):
             raise failures[0]
-        return self._finish()
+        for writer in self._writers.values():
+            writer.close()
+        write_assignments(self.folder / FILE, self.assigner.decide())
+        records = {kind: self._divide(kind) for kind in KINDS if kind in self._writers}
+        if records:
+            (self.folder / "unsplit").rmdir()
+        report = self._report(records)
+        write_json(self.folder / "report.json", report)
+        return report
 
     def _import_file(self, source: Source, chosen: Format | None, done: int) -> None:
         """Import one file. Raises: UserError if not even one row of it can be read."""
-        report, info = FileReport(source.name), FileInfo(source.name)
-        self.files.append(report)
+        counts = dict.fromkeys(ROW_COUNTS, 0)
+        about = {"file": source.name, "format": None, "why": "", "counts": counts, "records": {}, "sha256": ""}
+        self.files.append(about)
+        info = FileInfo(source.name)
         reading = Reading(self.config.encoding, self.config.sheet)
+        replaced = _find_replaced(source.path) if source.path is not None else set()
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
-        held: list[_Judgement] = []
-        replaced: set[tuple[str, str | None]] | None = None
+        pending: list[_Judgement] = []
         line = 0
         try:
             for row, records, rejects, own_id in read(source, chosen, info, reading, "format"):
                 line = row.line
-                if info.format == "native" and replaced is None:
-                    replaced = _find_replaced(source.path) if source.path is not None else set()
                 if source.path is None and isinstance(row, Row):
                     digest.update(row_bytes(row))
-                if replaced and records and all((r.id, getattr(r, "labeler", None)) in replaced for r in records):
+                if info.format == "native" and records and all(_names(r) in replaced for r in records):
                     results.append(FILTERED)
                     continue
-                results.append(
-                    self._take_row(Converted(row, records, rejects, own_id), info, report, held, len(results))
-                )
+                result = REJECTED
+                try:
+                    checked = [self._check(record, info.format) for record in records]
+                except BadRow as error:
+                    assert isinstance(row, Row)
+                    checked, rejects = [], [*rejects, reject_row(source.name, row, error.field, error.message)]
+                for record, stored in checked:
+                    if info.format in ("label_studio", "tasks_csv") and _item_of(record) is not None:
+                        pending.append(_Judgement(len(results), row, record, own_id))
+                    else:
+                        result = min(result, self._take(record, stored, own_id, info))
+                for reject in rejects:
+                    self._reject(reject)
+                results.append(result)
                 if len(results) % 100 == 0:
                     self.progress(done + reading.position())
         except UserError as error:
             if not results:
                 raise
             self.damaged = True
-            self._reject(Reject(source.name, line + 1, "file", f"file: {str(error).removeprefix(f'{source.name}: ')}"))
+            self._reject_file(source, line + 1, error)
             results.append(REJECTED)
-        report.format, report.why = info.format, info.why
-        self._join(held, results, report)
-        report.counts["input"] = len(results)
-        for result, name in _RESULTS.items():
-            report.counts[name] = results.count(result)
-        report.sha256 = digest.hexdigest() if source.path is None else sha256_file(source.path)
+        self._join(pending, results, info)
+        counts |= {"input": len(results)} | {name: results.count(result) for result, name in _RESULTS.items()}
+        sha256 = digest.hexdigest() if source.path is None else sha256_file(source.path)
+        records_by_kind = dict(sorted(info.records.items()))
+        about |= {
+            "format": info.format,
+            "why": info.why,
+            "counts": counts,
+            "records": records_by_kind,
+            "sha256": sha256,
+        }
 
-    def _take_row(self, row: Converted, info: FileInfo, report: FileReport, held: list[_Judgement], at: int) -> int:
-        """Clean a row's records and write those that are kept; returns the row's result."""
-        assert isinstance(row.row, Row) or not row.records
-        joins = info.format in ("label_studio", "tasks_csv")
-        result = REJECTED
-        rejects = list(row.rejects)
-        try:
-            checked = [self._checked(record, info.format) for record in row.records]
-        except (BadRow, ValueError) as error:
-            assert isinstance(row.row, Row)
-            bad = error if isinstance(error, BadRow) else BadRow("metadata", str(error))
-            checked, rejects = [], [*rejects, reject_row(report.file, row.row, bad.field, bad.message)]
-        for record, stored in checked:
-            if joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
-                assert isinstance(row.row, Row)
-                held.append(_Judgement(at, row.row, record, row.own_id))
-            else:
-                result = min(result, self._take(record, stored, row.own_id, report))
-        for reject in rejects:
-            self._reject(reject)
-        return result
-
-    def _checked(self, record: Record, format: str | None) -> tuple[Record, dict[str, Any]]:
+    def _check(self, record: Record, format: str | None) -> tuple[Record, dict[str, Any]]:
         """A record and its row in Arrow. An unknown split of a foreign file becomes `metadata.source_split`.
 
-        Raises: BadRow for such a split in our own format; ValueError if the metadata is not JSON.
+        Raises: BadRow for such a split in our own format, and if the metadata is not JSON.
         """
         given = given_split(record)
         if given is not None and given not in SPLITS:
@@ -186,9 +170,12 @@ class Importer:
             self.unknown_splits[shown(given)] += 1
             metadata = {key: value for key, value in record.metadata.items() if key != "split"}
             record = record.model_copy(update={"metadata": metadata | {"source_split": given}})
-        return record, to_row(record)
+        try:
+            return record, to_row(record)
+        except ValueError as error:
+            raise BadRow("metadata", str(error)) from error
 
-    def _take(self, record: Record, stored: dict[str, Any], own_id: bool, report: FileReport) -> int:
+    def _take(self, record: Record, stored: dict[str, Any], own_id: bool, info: FileInfo) -> int:
         """Clean a record, and write it if it is kept."""
         facts = facts_of(record, own_id, self.config.prefix_characters, self.config.seed)
         result = self.cleaner.judge(record.kind, facts)
@@ -201,14 +188,11 @@ class Importer:
             path = self.folder / "unsplit" / f"{record.kind}.arrow"
             self._writers[record.kind] = ArrowWriter(path, schemas()[record.kind])
         self._writers[record.kind].add(stored, self.statistics.add(record, facts))
-        report.records[record.kind] += 1
+        info.records[record.kind] += 1
         if isinstance(record, Ranking):
             self.agreement.add(record)
-        kept = self._kept[record.kind]
-        kept.keys.append(facts.key)
-        kept.prompts.append(facts.prompt)
-        kept.users.append(facts.user)
-        kept.given.append(-1 if facts.given is None else SPLITS.index(facts.given))
+        self._keys[record.kind].append(facts.key)
+        self._prompts.add((facts.key, facts.prompt))
         return KEPT
 
     def _reject(self, reject: Reject) -> None:
@@ -218,15 +202,18 @@ class Importer:
         if len(self.first_rejects) < SHOWN_REJECTS:
             self.first_rejects.append(str(reject))
 
-    def _join(self, held: list[_Judgement], results: bytearray, report: FileReport) -> None:
+    def _reject_file(self, source: Source, line: int, error: UserError) -> None:
+        self._reject(Reject(source.name, line, "file", f"file: {str(error).removeprefix(f'{source.name}: ')}"))
+
+    def _join(self, pending: list[_Judgement], results: bytearray, info: FileInfo) -> None:
         """Join the judgements of each item and labeler into one record; updates the result of their rows."""
-        items: dict[tuple[str, str | None], list[_Judgement]] = {}
-        for one in held:
-            items.setdefault((one.record.metadata["item"], one.record.labeler), []).append(one)
+        items: dict[tuple[str | None, str | None], list[_Judgement]] = {}
+        for one in pending:
+            items.setdefault((_item_of(one.record), one.record.labeler), []).append(one)
         for (item, labeler), members in items.items():
             try:
                 joined = join_rankings_of_item([one.record for one in members])
-                result = self._take(joined, to_row(joined), members[0].own_id, report)
+                result = self._take(joined, to_row(joined), members[0].own_id, info)
                 for one in members:
                     results[one.at] = min(results[one.at], result)
             except BadRow as error:
@@ -234,31 +221,16 @@ class Importer:
                 message = error.message.removeprefix(f"{error.field}: ")
                 said = f"{error.field}: the judgements of item {shown(item)[1:-1]}{by} {message}"
                 for row in {one.at: one.row for one in members}.values():
-                    self._reject(reject_row(report.file, row, error.field, said))
+                    self._reject(reject_row(info.name, row, error.field, said))
 
-    # --- splitting and writing ---
-
-    def _finish(self) -> dict[str, Any]:
-        for writer in self._writers.values():
-            writer.close()
-        decided = self.assigner.decide()
-        records = {kind: self._divide(kind) for kind in KINDS if kind in self._writers}
-        if (self.folder / "unsplit").exists():
-            (self.folder / "unsplit").rmdir()
-        write_assignments(self.folder / FILE, decided)
-        report = self._report(records)
-        # A path whose bytes are not UTF-8 is written with JSON's escapes.
-        with (self.folder / "report.json").open("w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(report, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-        return report
+    # --- splitting and the report ---
 
     def _divide(self, kind: str) -> dict[str, int]:
         """Rewrite the records of a kind, one file per split."""
         import pyarrow as pa
 
         source = self._writers[kind].path
-        splits = np.array([self.assigner.splits[key] for key in self._kept[kind].keys], np.int8)
+        splits = np.array([self.assigner.splits[key] for key in self._keys[kind]], np.int8)
         writers = {split: ArrowWriter(self.folder / kind / f"{split}.arrow", schemas()[kind]) for split in SPLITS}
         begin = 0
         with pa.memory_map(str(source)) as mapped:
@@ -273,35 +245,32 @@ class Importer:
         return {split: writer.rows for split, writer in writers.items()}
 
     def _report(self, records: dict[str, dict[str, int]]) -> dict[str, Any]:
-        kept = [one for k in self._kept.values() for one in zip(k.keys, k.users, k.given, strict=True)]
+        splits = {"unknown_names": dict(sorted(self.unknown_splits.items())), "large_prefixes": self._large_prefixes()}
         return {
-            "counts": {name: sum(file.counts[name] for file in self.files) for name in ROW_COUNTS},
+            "counts": {name: sum(file["counts"][name] for file in self.files) for name in ROW_COUNTS},
             "records": records,
             **self.statistics.report(),
             "cleaning": dict(self.cleaner.counts) | {f"{name}_found": n for name, n in self.statistics.pii.items()},
-            "splits": describe_splits(self.assigner, kept)
-            | {"unknown_names": dict(sorted(self.unknown_splits.items())), "large_prefixes": self._large_prefixes()},
+            "splits": self.assigner.report() | splits,
             "agreement": self.agreement.report(),
             "rejects": self.reject_count,
-            "files": [asdict(file) | {"records": dict(sorted(file.records.items()))} for file in self.files],
+            "files": self.files,
             "settings": settings_of(self.config),
             "versions": versions(),
         }
 
     def _large_prefixes(self) -> list[dict[str, Any]]:
         """Prefixes that many prompts share, so that the splits become uneven; a note on each."""
-        pairs = {pair for kept in self._kept.values() for pair in zip(kept.keys, kept.prompts, strict=True)}
-        if len(pairs) < _LEAST_PROMPTS:
-            return []
+        prompts = len(self._prompts)
         warned: list[dict[str, Any]] = []
-        for key, count in sorted(Counter(key for key, _ in pairs).items()):
-            if count > _LARGE_PREFIX * len(pairs):
+        for key, count in sorted(Counter(key for key, _ in self._prompts).items()):
+            if prompts >= _LEAST_PROMPTS and count > _LARGE_PREFIX * prompts:
                 split = SPLITS[self.assigner.splits[key]]
                 self.notes.append(
-                    f"{count:,} of {len(pairs):,} prompts have one beginning and stay together in {split}: "
+                    f"{count:,} of {prompts:,} prompts have one beginning and stay together in {split}: "
                     "a larger prefix_characters separates them"
                 )
-                warned.append({"prompts": count, "of": len(pairs), "split": split})
+                warned.append({"prompts": count, "of": prompts, "split": split})
         return warned
 
 
@@ -312,6 +281,16 @@ def settings_of(config: ImportConfig) -> dict[str, Any]:
         if stated.changes == NOTHING:
             del settings[key]
     return json.loads(json.dumps(settings, default=str))
+
+
+def _names(record: Record) -> tuple[str, str | None]:
+    return record.id, getattr(record, "labeler", None)
+
+
+def _item_of(record: Record) -> str | None:
+    """The item to which a judgement from a labelling tool belongs."""
+    item = record.metadata.get("item")
+    return item if isinstance(record, Ranking) and isinstance(item, str) else None
 
 
 def _find_replaced(path: Path) -> set[tuple[str, str | None]]:
