@@ -14,8 +14,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
-from rlhf.evaluation.attacks import WORD, sentences_of
-from rlhf.evaluation.statistics import Figures, interval, ratio_interval, show
+from rlhf.evaluation.statistics import WORD, Figures, interval, ratio_interval, sentences_of, show
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
 from rlhf.training.setup import load_frozen

@@ -16,9 +16,10 @@ from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.evaluation.endpoint import Endpoint, shown_counts
 from rlhf.evaluation.reward_report import evaluate_reward_model
-from rlhf.evaluation.scoring import Scores, score_answers_by
+from rlhf.evaluation.scoring import Scores, score_samples
 from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, show
 from rlhf.model.classifier import load_reward_model
+from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
 from rlhf.runs.run_files import read_jsonl
 from rlhf.system.terminal import say
@@ -182,7 +183,8 @@ def compare_policies(
     answers = {name: given for name, given in answers.items() if not name.startswith("base")}
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out = evaluate_reward_model(config, judge, tokenizer, device)
-    scores = {name: score_answers_by(judge, given, records) for name, given in answers.items()}
+    reward = ModelReward(judge, device)
+    scores = {name: score_samples(reward, given, records) for name, given in answers.items()}
     return {
         "held_out": {key: held_out[key] for key in HELD_OUT},
         "scores": {name: interval([sum(row) / len(row) for row in rows]) for name, rows in scores.items()},

@@ -4,20 +4,22 @@ The run needs only a reward model; the folder of a classifier works too. Each ro
 rejected answers (RewardBench 2, RM-Bench) count as all their pairs.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 
 from rlhf.config import Config
 from rlhf.data.items import Item, join_rankings
 from rlhf.data.label_files import load_comparisons
-from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.scoring import Scores, count_right, item_encoder, length_scores, score_each, share
-from rlhf.evaluation.statistics import Figures, figure, per_key, show, sum_by
+from rlhf.evaluation.scoring import Scores, item_encoder, judged_pairs, length_scores, score_each, share
+from rlhf.evaluation.statistics import Figures, figure, per_key, show
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.half import hold_frozen
 from rlhf.runs.folders import check_output
@@ -55,51 +57,35 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
 
 def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
     """The figures of scored rows: over all, by subset, the mean over subsets, and by style where all rows have three of each."""
-    by_subset: dict[str, list[int]] = {}
-    for i, item in enumerate(items):
-        by_subset.setdefault(subset_of(item.record), []).append(i)
-    subsets = {
-        name: row_figures([items[i] for i in rows], [scores[i] for i in rows])
-        for name, rows in sorted(by_subset.items())
-    }
+    by_subset: dict[str, list[tuple[Item, list[float]]]] = {}
+    for item, s in zip(items, scores, strict=True):
+        metadata = {} if item.record is None else item.record.metadata
+        named = (str(metadata[key]) for key in SUBSETS if metadata.get(key) not in (None, ""))
+        by_subset.setdefault(next(named, "all"), []).append((item, s))
+    subsets = {name: row_figures(*zip(*rows, strict=True)) for name, rows in sorted(by_subset.items())}
     figures: Figures = {"overall": row_figures(items, scores), "subsets": subsets}
-    if len(subsets) > 1:
-        figures["mean_of_subsets"] = {
-            key: mean_of_shares([row[key] for row in subsets.values()]) for key in ("pairs", "all_right")
-        }
+    if len(subsets) > 1:  # the plain mean of independent shares, as benchmarks average their subsets
+        for key in ("pairs", "all_right"):
+            shares = [row[key] for row in subsets.values()]
+            half = math.hypot(*((row["ci95"][1] - row["ci95"][0]) / 2 for row in shares)) / len(shares)
+            mean = figure(fmean(row["value"] for row in shares), half, len(shares))
+            figures.setdefault("mean_of_subsets", {})[key] = mean
     if (styles := style_figures(items, scores)) is not None:
         figures["styles"] = styles
     return figures
 
 
-def subset_of(record: Ranking | None) -> str:
-    """The subset that a row names, or "all"."""
-    metadata = {} if record is None else record.metadata
-    return next((str(metadata[key]) for key in SUBSETS if metadata.get(key) not in (None, "")), "all")
-
-
-def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
+def row_figures(items: Sequence[Item], scores: Sequence[list[float]]) -> Figures:
     """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
     share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
-    listed, keys = list(items), keys_of(items)
-    right, count = count_right(listed, scores)
+    keys, pairs = keys_of(items), judged_pairs(items, scores)
+    by_length = judged_pairs(items, length_scores(items)[0])
+    wrong = {pair.item for pair in pairs if pair.won < 1}
     return {
-        "pairs": by_prompt(keys, right, count),
-        "all_right": share(*per_key(keys, [float(r == c) for r, c in zip(right, count, strict=True)])),
-        "length": by_prompt(keys, *count_right(listed, length_scores(listed)[0])),
+        "pairs": share(*per_key([keys[pair.item] for pair in pairs], [pair.won for pair in pairs])),
+        "all_right": share(*per_key(keys, [float(row not in wrong) for row in range(len(items))])),
+        "length": share(*per_key([keys[pair.item] for pair in by_length], [pair.won for pair in by_length])),
     }
-
-
-def by_prompt(keys: Sequence[str], right: Sequence[float], count: Sequence[float]) -> Figures:
-    """A share of sums per row, with a prompt as the unit of its interval."""
-    return share(sum_by(keys, right), sum_by(keys, count))
-
-
-def mean_of_shares(figures: Sequence[Figures]) -> Figures:
-    """The plain mean of independent shares, as benchmarks average their subsets."""
-    halves = [(row["ci95"][1] - row["ci95"][0]) / 2 for row in figures]
-    mean = sum(row["value"] for row in figures) / len(figures)
-    return figure(mean, math.hypot(*halves) / len(figures), len(figures))
 
 
 def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
@@ -107,20 +93,19 @@ def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
 
     Source: Liu et al. 2024, section 3.3. None unless every row has three chosen and three rejected answers, all different.
     """
-    order = list(range(2 * STYLES))
-    if any(sorted({*item.pairs()}) != [(i, j) for i in order[:STYLES] for j in order[STYLES:]] for item in items):
+    order = list(itertools.product(range(STYLES), range(STYLES, 2 * STYLES)))
+    if any(sorted({*item.pairs()}) != order for item in items):
         return None
-    accuracies: dict[str, list[float]] = {"easy": [], "normal": [], "hard": []}
-    for s in scores:
-        points: dict[str, list[float]] = {level: [] for level in accuracies}
-        for i in range(STYLES):
-            for j in range(STYLES):
-                level = "easy" if i > j else "normal" if i == j else "hard"
-                points[level].append(1.0 if s[i] > s[STYLES + j] else 0.5 if s[i] == s[STYLES + j] else 0.0)
-        for level, of_row in points.items():
-            accuracies[level].append(sum(of_row) / len(of_row))
-    keys = keys_of(items)
-    return {level: share(*per_key(keys, values)) for level, values in accuracies.items()}
+    levels = {"easy": operator.gt, "normal": operator.eq, "hard": operator.lt}
+    return {
+        level: share(
+            *per_key(
+                keys_of(items),
+                [fmean((s[i] > s[j]) + 0.5 * (s[i] == s[j]) for i, j in order if fits(i, j - STYLES)) for s in scores],
+            )
+        )
+        for level, fits in levels.items()
+    }
 
 
 def keys_of(items: Sequence[Item]) -> list[str]:

@@ -1,7 +1,8 @@
 """The policies of a run compared: scores by the reward, KL to SFT, and win rates, means and parts by the true score."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -9,11 +10,10 @@ import torch
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.evaluation.answers import Answers
-from rlhf.evaluation.scoring import response_batches, score_answers_by
-from rlhf.evaluation.statistics import Figures, interval, win_rate
+from rlhf.evaluation.scoring import pair_nats, score_samples
+from rlhf.evaluation.statistics import Figures, flatten, interval, split_like, win_rate
 from rlhf.gold.truth import Truth
-from rlhf.ppo.experience import response_logprobs
-from rlhf.ppo.rewards import Episodes, Reward, adjust_scores, make_reward
+from rlhf.ppo.rewards import ModelReward, adjust_scores, make_reward
 from rlhf.runs.folders import (
     read_stage,
     rounds_before,
@@ -56,30 +56,33 @@ def totals(judged: Judged, part: str = "total") -> list[list[float]]:
 
 
 def mean_of(rows: Sequence[Sequence[Any]]) -> float:
-    return round(sum(map(sum, rows)) / sum(map(len, rows)), 4)
+    return round(fmean(flatten(rows)), 4)
 
 
 def interval_of(rows: Sequence[Sequence[float]]) -> Figures:
     """Interval of the mean over prompts of each prompt's mean."""
-    return interval([sum(row) / len(row) for row in rows])
+    return interval(list(map(fmean, rows)))
 
 
 def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]]) -> dict[str, Any]:
     """The `gold` entry of results.json."""
 
-    def parts(kind: str) -> dict[str, dict[str, float]]:
-        return {n: {part: mean_of(totals(judged[n][kind], part)) for part in truth.parts} for n in judged}
+    def of_each(kind: str, measure: Callable[[Any], Any]) -> dict[str, Any]:
+        return {name: measure(rows[kind]) for name, rows in judged.items()}
+
+    def parts(rows: Judged) -> dict[str, float]:
+        return {part: mean_of(totals(rows, part)) for part in truth.parts}
 
     figures = truth_win_rates(judged, "ppo") | {
         "truth": truth.name,
-        "mean_score": {n: mean_of(totals(judged[n]["samples"])) for n in judged},
-        "mean_score_greedy": {n: mean_of(totals(judged[n]["greedy"])) for n in judged},
-        "score": {n: interval_of(totals(judged[n]["samples"])) for n in judged},
-        "parts": parts("samples"),
-        "parts_greedy": parts("greedy"),
+        "mean_score": of_each("samples", lambda rows: mean_of(totals(rows))),
+        "mean_score_greedy": of_each("greedy", lambda rows: mean_of(totals(rows))),
+        "score": of_each("samples", lambda rows: interval_of(totals(rows))),
+        "parts": of_each("samples", parts),
+        "parts_greedy": of_each("greedy", parts),
     }
     if "correct" in truth.parts:
-        figures["correct"] = {n: interval_of(totals(judged[n]["samples"], "correct")) for n in judged}
+        figures["correct"] = of_each("samples", lambda rows: interval_of(totals(rows, "correct")))
     return figures
 
 
@@ -109,30 +112,21 @@ def score_answers(
     names = [name for name in answers if not name.startswith("base")]
     scores, rewards = {}, {}
     if reward_model is not None:
-        scores = {name: score_answers_by(reward_model, answers[name], records) for name in names}
+        own = ModelReward(reward_model, device)
+        scores = {name: score_samples(own, answers[name], records) for name in names}
     if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, tokenizer, device)
-        rewards = {name: score_by(reward, answers[name], records) for name in names}
+        rewards = {name: score_samples(reward, answers[name], records) for name in names}
     return scores or rewards, rewards or scores
-
-
-def score_by(reward: Reward, answers: Answers, records: list[PromptRecord]) -> list[list[float]]:
-    """A reward's scores of one policy's samples, a list per prompt."""
-    count = len(answers["ids"][0])
-    ids, texts, ended = ([x for row in answers[key] for x in row] for key in ("ids", "texts", "ended"))
-    repeated = [record for record in records for _ in range(count)]
-    prompts = [prompt for prompt in answers["prompts"] for _ in range(count)]
-    flat = reward(Episodes(repeated, prompts, ids, texts, torch.tensor(ended))).tolist()
-    return [flat[i : i + count] for i in range(0, len(flat), count)]
 
 
 def with_missing_eos(config: Config, answers: dict[str, Answers], scores: Scores) -> Scores:
     """Scores with PPO's score clipping and its rule for responses without an end token."""
-
-    def adjusted(row: list[float], ended: list[bool]) -> list[float]:
-        return adjust_scores(config, torch.tensor(row), torch.tensor(ended)).tolist()
-
-    return {name: list(map(adjusted, rows, answers[name]["ended"])) for name, rows in scores.items()}
+    adjusted = {
+        name: adjust_scores(config, torch.tensor(flatten(rows)), torch.tensor(flatten(answers[name]["ended"])))
+        for name, rows in scores.items()
+    }
+    return {name: split_like(flat.tolist(), scores[name]) for name, flat in adjusted.items()}
 
 
 def baseline_figures(baselines: dict[str, Path], kl: Scores, optimised: Scores, gold: Any) -> dict[str, Any]:
@@ -151,34 +145,25 @@ def baseline_figures(baselines: dict[str, Path], kl: Scores, optimised: Scores, 
 def nats_and_kl(
     config: Config, answers: dict[str, Answers], models: dict[str, Path], pad: int, device: torch.device
 ) -> tuple[Scores, Scores]:
-    """SFT's log-probs in nats of each policy's samples, and `kl_rows` of the samples of the other policies."""
+    """SFT's log-probs in nats of each policy's samples; and log pi - log pi_sft of the samples of the other policies, whose mean
+    estimates the KL."""
     nats, kl = {}, {}
     with progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
         for name, drawn in answers.items():
             nats[name] = response_nats(config, drawn, models["sft"], pad, device)
             bar.update()
             if name != "sft":
-                kl[name] = kl_rows(config, drawn, models[name], nats[name], pad, device)
+                policy_nats = response_nats(config, drawn, models[name], pad, device)
+                differences = (a - b for a, b in zip(flatten(policy_nats), flatten(nats[name]), strict=True))
+                kl[name] = split_like(differences, policy_nats)
                 bar.update()
     return nats, kl
 
 
 def response_nats(config: Config, answers: Answers, folder: Path, pad: int, device: torch.device) -> list[list[float]]:
     """The log-prob in nats of each of a policy's samples under the model in `folder`, a list per prompt."""
-    model = load_frozen(config, folder, device)
     pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
-    nats = torch.zeros(len(pairs))
-    for group, batch in response_batches(pairs, pad, device):
-        nats[group] = response_logprobs(model, *batch)[0].sum(1).cpu()
-    return [row.tolist() for row in nats.split([len(responses) for responses in answers["ids"]])]
-
-
-def kl_rows(
-    config: Config, answers: Answers, folder: Path, nats: list[list[float]], pad: int, device: torch.device
-) -> list[list[float]]:
-    """log pi - log pi_sft of each of a policy's samples, whose mean estimates the KL; `nats` are SFT's log-probs."""
-    policy_nats = response_nats(config, answers, folder, pad, device)
-    return [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(policy_nats, nats, strict=True)]
+    return split_like(pair_nats(load_frozen(config, folder, device), pairs, pad, device), answers["ids"])
 
 
 def costs(config: Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ noiseless mean of the labelers is known too, and so are the parts of the true sc
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -15,20 +15,20 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement, ratio
-from rlhf.data.items import Encode, Item, Judgement, join_rankings, names_of
+from rlhf.data.items import Encode, Item, join_rankings, names_of
 from rlhf.data.records import Demonstration, Ranking
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import (
+    JudgedPair,
     Scores,
     accuracy,
-    count_right,
     held_out_labelers,
     item_encoder,
+    judged_pairs,
     length_scores,
     score_each,
-    share,
 )
-from rlhf.evaluation.statistics import Figures, per_key, ratio_interval, show
+from rlhf.evaluation.statistics import Figures, flatten, per_key, ratio_interval, show
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
 from rlhf.model.interface import score
@@ -57,11 +57,12 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     if strangers:
         theirs = [record for record in records if record.labeler in strangers]
         everywhere = score_held_out(theirs, encode, model)
-        results["held_out_labelers"]["accuracy_all_prompts"] = accuracy(*everywhere) if everywhere[0] else None
+        results["held_out_labelers"]["accuracy_all_prompts"] = (
+            accuracy(judged_pairs(*everywhere)) if everywhere[0] else None
+        )
     truth = make_truth(config)
     if truth is not None:
-        known = {record.labeler for record in records} - strangers
-        results |= compare_with_truth(config, truth, *of_labelers(*held_out, known))
+        results |= compare_with_truth(config, truth, *held_out, {record.labeler for record in records} - strangers)
         if truth.parts:
             results["gold_regression"] = gold_regression(config, truth, *held_out)
     return results
@@ -80,30 +81,32 @@ def comparison_figures(
 
     records: all rankings, for the labelers' agreement; strangers: the labelers that were held out of training.
     """
-    joined, scores = held_out
-    items, own_scores = of_labelers(joined, scores, {record.labeler for record in records} - strangers)
-    if not items:
+    everyone = judged_pairs(*held_out)
+    pairs, theirs = ([pair for pair in everyone if (pair.labeler in strangers) == held] for held in (False, True))
+    if not pairs:
         return None
+    known = {pair.labeler for pair in pairs}
+    items = [item.of_labelers(known) for item in held_out[0]]
     length, longer = length_scores(items)
-    agreement = agreements(records, strangers)
+    by_length = judged_pairs(items, length)
+    agreement, curve = agreements(records, strangers), calibration_curve(pairs, gain)
     results: Figures = {
-        "accuracy": accuracy(items, own_scores),
-        "length_baseline": accuracy(items, length)["value"],
+        "accuracy": accuracy(pairs),
+        "length_baseline": accuracy(by_length)["value"],
         "length_prefers": "longer" if longer else "shorter",
-        "above_length": difference(items, own_scores, length),
+        "above_length": difference(pairs, by_length),
         "labeler_agreement": agreement["training"]["value"],
         "agreement": agreement,
-        "by_labeler": by_labeler(joined, scores, strangers),
-        "by_rank_gap": by_rank_gap(items, own_scores),
-        "calibration": calibration_curve(items, own_scores, gain),
+        "by_labeler": by_labeler(everyone, strangers),
+        "by_rank_gap": by_rank_gap(pairs),
+        "calibration": curve,
+        "calibration_error": calibration_error(curve),
     }
-    results["calibration_error"] = calibration_error(results["calibration"])
     if strangers:
-        theirs, their_scores = of_labelers(joined, scores, strangers)
         results["held_out_labelers"] = {
             "labelers": sorted(name for name in strangers if name is not None),
-            "accuracy": accuracy(theirs, their_scores) if theirs else None,
-            "calibration": calibration_curve(theirs, their_scores, gain),
+            "accuracy": accuracy(theirs) if theirs else None,
+            "calibration": calibration_curve(theirs, gain),
         }
     return results
 
@@ -120,17 +123,10 @@ def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None
     return {name for name in held_out_labelers(config, records) if any(r.labeler == name for r in records)}
 
 
-def of_labelers(items: list[Item], scores: Scores, labelers: set[str | None]) -> tuple[list[Item], Scores]:
-    """The items that these labelers judged, with their judgements only, and the scores of these items."""
-    judged = [(item.of_labelers(labelers), s) for item, s in zip(items, scores, strict=True)]
-    judged = [(item, s) for item, s in judged if item.judgements]
-    return [item for item, _ in judged], [s for _, s in judged]
-
-
-def difference(items: list[Item], scores: Scores, baseline: Scores) -> Figures:
-    """The accuracy minus another one's on the same pairs."""
-    (ours, count), (theirs, _) = count_right(items, scores), count_right(items, baseline)
-    return ratio_interval([a - b for a, b in zip(ours, theirs, strict=True)], count)
+def difference(ours: Sequence[JudgedPair], theirs: Sequence[JudgedPair]) -> Figures:
+    """The accuracy of some scores minus that of others, of the same pairs."""
+    gains = [a.won - b.won for a, b in zip(ours, theirs, strict=True)]
+    return ratio_interval(*per_key([pair.item for pair in ours], gains))
 
 
 def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
@@ -141,7 +137,10 @@ def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[s
         "held_out": pairwise_agreement(r for r in records if r.labeler in strangers),
         "between": agreement_between(records, strangers),
     }
-    return {name: rounded(figures) for name, figures in groups.items()}
+    return {
+        name: {key: np.round(value, 4).tolist() if value is not None else None for key, value in figures.items()}
+        for name, figures in groups.items()
+    }
 
 
 def agreement_between(records: Sequence[Ranking], strangers: set[str | None]) -> Figures:
@@ -153,72 +152,53 @@ def agreement_between(records: Sequence[Ranking], strangers: set[str | None]) ->
         prompt = tuple((message.role, message.content) for message in record.prompt)
         training, held_out = items.setdefault((prompt, frozenset(texts)), ([], []))
         (held_out if record.labeler in strangers else training).append(ordered)
-    agreed, compared = [], []
+    counts = []
     for training, held_out in items.values():
-        same = sum(len(ours & theirs) for ours in training for theirs in held_out)
-        opposed = sum((j, i) in theirs for ours in training for theirs in held_out for i, j in ours)
-        if same + opposed:
-            agreed.append(same)
-            compared.append(same + opposed)
-    return ratio(np.array(agreed), np.array(compared))
+        both = list(itertools.product(training, held_out))
+        same = sum(len(ours & theirs) for ours, theirs in both)
+        opposed = sum((j, i) in theirs for ours, theirs in both for i, j in ours)
+        counts += [(same, same + opposed)] if same + opposed else []
+    return ratio(*np.array(counts, dtype=float).reshape(-1, 2).T)
 
 
-def rounded(figures: Figures) -> Figures:
-    def shorten(value: Any) -> Any:
-        return [round(v, 4) for v in value] if isinstance(value, list) else round(value, 4)
-
-    return {name: None if value is None else shorten(value) for name, value in figures.items()}
-
-
-def by_labeler(items: list[Item], scores: Scores, strangers: set[str | None]) -> dict[str, Figures]:
+def by_labeler(pairs: Sequence[JudgedPair], strangers: set[str | None]) -> dict[str, Figures]:
     """{name: accuracy on this labeler's judgements, and whether they were held out}."""
-    names = sorted({j.labeler for item in items for j in item.judgements if j.labeler is not None})
-    return {name: accuracy(*of_labelers(items, scores, {name})) | {"held_out": name in strangers} for name in names}
+    names = sorted({pair.labeler for pair in pairs if pair.labeler is not None})
+    return {
+        name: accuracy([pair for pair in pairs if pair.labeler == name]) | {"held_out": name in strangers}
+        for name in names
+    }
 
 
-def by_rank_gap(items: list[Item], scores: Scores) -> list[Figures]:
+def by_rank_gap(pairs: Sequence[JudgedPair]) -> list[Figures]:
     """Accuracy on pairs that their labeler put 1, 2, … ranks apart; judgements without ranks are left out."""
-    gaps = sorted({gap for item in items for j in item.judgements for gap in j.gaps or []})
-    rows = []
-    for gap in gaps:
-        judged = []
-        for item, s in zip(items, scores, strict=True):
-            pairs = [pair for j in item.judgements for pair, g in zip(j.pairs, j.gaps or [], strict=False) if g == gap]
-            if pairs:
-                judged.append((replace(item, judgements=[Judgement(None, pairs, None)]), s))
-        rows.append({"gap": gap} | accuracy([item for item, _ in judged], [s for _, s in judged]))
-    return rows
+    gaps = sorted({pair.rank_gap for pair in pairs if pair.rank_gap is not None})
+    return [{"gap": gap} | accuracy([pair for pair in pairs if pair.rank_gap == gap]) for gap in gaps]
 
 
-def calibration_curve(items: list[Item], scores: Scores, gain: float) -> list[Figures]:
+def calibration_curve(pairs: Sequence[JudgedPair], gain: float) -> list[Figures]:
     """P(win | score gap): predicted sigmoid(raw gap), and how often the labelers preferred the higher score."""
-    bins: list[list[tuple[int, float, float]]] = [[] for _ in range(len(CALIBRATION_BINS) + 1)]  # (item, gap, won)
-    for n, (item, s) in enumerate(zip(items, scores, strict=True)):
-        for better, worse in item.pairs():
-            gap = s[better] - s[worse]
-            place = sum(abs(gap) > edge for edge in CALIBRATION_BINS)
-            bins[place].append((n, abs(gap), 1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
     curve = []
-    for rows in filter(None, bins):
-        gaps = torch.tensor([gap for _, gap, _ in rows])
-        observed = share(*per_key([n for n, _, _ in rows], [won for _, _, won in rows]))
-        curve.append(
-            {
-                "gap": round(gaps.mean().item(), 4),
-                "predicted": round(torch.sigmoid(gaps / gain).mean().item(), 4),
-                "observed": observed["value"],
-                "ci95": observed["ci95"],
-                "n": len(rows),
-            }
-        )
+    for place in range(len(CALIBRATION_BINS) + 1):
+        rows = [pair for pair in pairs if sum(abs(pair.margin) > edge for edge in CALIBRATION_BINS) == place]
+        if rows:
+            gaps, observed = torch.tensor([abs(pair.margin) for pair in rows]), accuracy(rows)
+            curve.append(
+                {
+                    "gap": round(gaps.mean().item(), 4),
+                    "predicted": round(torch.sigmoid(gaps / gain).mean().item(), 4),
+                    "observed": observed["value"],
+                    "ci95": observed["ci95"],
+                    "n": len(rows),
+                }
+            )
     return curve
 
 
-def calibration_error(curve: list[Figures]) -> float:
+def calibration_error(curve: Sequence[Figures]) -> float:
     """Mean over pairs of |predicted - observed| of their bin."""
-    return round(
-        sum(row["n"] * abs(row["predicted"] - row["observed"]) for row in curve) / sum(row["n"] for row in curve), 4
-    )
+    counts = [row["n"] for row in curve]
+    return round(float(np.average([abs(row["predicted"] - row["observed"]) for row in curve], weights=counts)), 4)
 
 
 def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
@@ -237,21 +217,16 @@ def score_distributions(
 ) -> Figures:
     """Histograms of calibrated scores: of SFT samples (`samples`, a list per prompt), and of `unseen_demonstrations`."""
     written = score(model, model.demonstration_rows(demonstrations[0], tokenizer)).tolist()
-    drawn = [score for row in samples for score in row]
+    drawn = flatten(samples)
     lowest, highest = min(*written, *drawn), max(*written, *drawn)
     first = max(-HISTOGRAM_END, math.floor(lowest / HISTOGRAM_STEP) * HISTOGRAM_STEP)
     last = max(first + HISTOGRAM_STEP, min(HISTOGRAM_END, math.ceil(highest / HISTOGRAM_STEP) * HISTOGRAM_STEP))
     edges = np.arange(first, last + HISTOGRAM_STEP / 2, HISTOGRAM_STEP)
 
     def summary(scores: list[float]) -> Figures:
-        inside = np.clip(scores, edges[0], edges[-1])
-        counts = np.histogram(inside, edges)[0].tolist()
-        return {
-            "counts": counts,
-            "mean": round(float(np.mean(scores)), 4),
-            "std": round(float(np.std(scores)), 4),
-            "n": len(scores),
-        }
+        counts = np.histogram(np.clip(scores, edges[0], edges[-1]), edges)[0].tolist()
+        mean, std = round(float(np.mean(scores)), 4), round(float(np.std(scores)), 4)
+        return {"counts": counts, "mean": mean, "std": std, "n": len(scores)}
 
     return {
         "edges": [round(float(edge), 4) for edge in edges],
@@ -264,13 +239,11 @@ def score_distributions(
 
 
 def describe(results: Figures) -> list[str]:
-    agreement = results["agreement"]
-    agree = agreement["training"]
-    labelers = "held-out prompts"  # nobody labelled what another one did
-    if agree["value"] is not None:
-        labelers = f"training labelers, who agree among themselves on {show(agree)}"
-    accuracy, length = show(results["accuracy"]), results["length_baseline"]
-    lines = [f"reward model accuracy {accuracy} on {labelers}; length alone {length:.3f}"]
+    agreement, labelers = results["agreement"], "held-out prompts"  # nobody labelled what another one did
+    if agreement["training"]["value"] is not None:
+        labelers = f"training labelers, who agree among themselves on {show(agreement['training'])}"
+    length = results["length_baseline"]
+    lines = [f"reward model accuracy {show(results['accuracy'])} on {labelers}; length alone {length:.3f}"]
     if "held_out_labelers" in results:
         lines.append(
             f"on held-out labelers {show(results['held_out_labelers']['accuracy'])}, who agree on "
@@ -278,12 +251,10 @@ def describe(results: Figures) -> list[str]:
         )
     if "gold_regression" in results:
         parts = results["gold_regression"]["parts"].items()
-        lines.append(
-            "it rewards (in brackets: what labelers reward) "
-            + ", ".join(
-                f"{name} {row['weight']:.2f} ({row['true']:.2f})" for name, row in parts if row["weight"] is not None
-            )
-        )
+        weights = [
+            f"{name} {row['weight']:.2f} ({row['true']:.2f})" for name, row in parts if row["weight"] is not None
+        ]
+        lines.append(f"it rewards (in brackets: what labelers reward) {', '.join(weights)}")
     return lines
 
 
@@ -293,17 +264,24 @@ def judged_parts(truth: Truth, item: Item) -> list[dict[str, float]]:
     return [truth.judge(item.record, text, ended) for text, ended in item.answers]
 
 
-def compare_with_truth(config: Config, truth: Truth, items: list[Item], scores: Scores) -> Figures:
-    """The ceiling (the labelers' noiseless mean utility on the same pairs) and the accuracy on the judge's own order."""
+def compare_with_truth(
+    config: Config, truth: Truth, items: list[Item], scores: Scores, known: set[str | None]
+) -> Figures:
+    """The ceiling (the labelers' noiseless mean utility on the same pairs) and the accuracy on the judge's own order.
+
+    known: the labelers who also judged for training.
+    """
+    judged = [(i, s) for i, s in zip(items, scores, strict=True) if i.of_labelers(known).judgements]
     points = []
-    for item, s in zip(items, scores, strict=True):
+    for item, s in judged:
         answers = zip((parts["total"] for parts in judged_parts(truth, item)), s, strict=True)
-        for (total, one), (lower, other) in itertools.permutations(answers, 2):
-            if total > lower + 1e-9:
-                points.append(1.0 if one > other else 0.5 if one == other else 0.0)
+        pairs = itertools.permutations(answers, 2)
+        points += [
+            (one > other) + 0.5 * (one == other) for (total, one), (lower, other) in pairs if total > lower + 1e-9
+        ]
     utilities = [labelers_mean(truth, config.gold.labeler_noise, item.record, item.answers) for item in items]
     return {
-        "noise_ceiling": accuracy(items, utilities)["value"],
+        "noise_ceiling": accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"],
         "gold_order_accuracy": round(sum(points) / len(points), 4) if points else None,
     }
 
@@ -315,28 +293,26 @@ def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Sco
     which a perfect reward model would have learned; labelers: the mean of their weights for the part, in utility per
     unit; coefficient: the score's, in calibrated score per unit. A part that never varies has no weight.
     """
-    parts = [judged_parts(truth, item) for item in items]
-    x = np.array([[p[name] for name in truth.parts] for judged in parts for p in judged])
-    prompts = np.repeat(np.arange(len(items)), [len(judged) for judged in parts])
-    y = np.array([score for row in scores for score in row])
     noise = config.gold.labeler_noise
-    wanted = np.array([u for item in items for u in labelers_mean(truth, noise, item.record, item.answers)])
+    judged = flatten(judged_parts(truth, item) for item in items)
+    x = np.array([[parts[name] for name in truth.parts] for parts in judged])
+    prompts = np.repeat(np.arange(len(items)), list(map(len, scores)))
+    y = np.array(flatten(scores))
+    wanted = np.array(flatten(labelers_mean(truth, noise, item.record, item.answers) for item in items))
     learned, true = standardised_regression(x, y, prompts), standardised_regression(x, wanted, prompts)
-    labelers = truth.labelers(noise)
-    spread = x.std(0)
     rows: dict[str, Figures] = {}
-    for k, name in enumerate(truth.parts):
-        if math.isnan(learned["weights"][k]):
-            rows[name] = {"weight": None, "ci95": None, "true": None, "coefficient": None}
-        else:
-            low, high = (learned["weights"][k] + sign * 1.96 * learned["errors"][k] for sign in (-1, 1))
+    for name, weight, error, other, spread in zip(
+        truth.parts, learned["weights"], learned["errors"], true["weights"], x.std(0), strict=True
+    ):
+        rows[name] = {"weight": None, "ci95": None, "true": None, "coefficient": None}
+        if not math.isnan(weight):
             rows[name] = {
-                "weight": round(float(learned["weights"][k]), 4),
-                "ci95": [round(float(low), 4), round(float(high), 4)],
-                "true": round(float(true["weights"][k]), 4),
-                "coefficient": round(float(learned["weights"][k] * y.std() / spread[k]), 4),
+                "weight": round(float(weight), 4),
+                "ci95": [round(float(weight + sign * 1.96 * error), 4) for sign in (-1, 1)],
+                "true": round(float(other), 4),
+                "coefficient": round(float(weight * y.std() / spread), 4),
             }
-        rows[name]["labelers"] = round(sum(one.weights[name] for one in labelers) / len(labelers), 4)
+        rows[name]["labelers"] = round(fmean(one.weights[name] for one in truth.labelers(noise)), 4)
     weights = {name: row["weight"] for name, row in rows.items() if row["weight"] is not None}
     return {
         "parts": rows,
@@ -362,9 +338,8 @@ def standardised_regression(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) 
     weights, errors = np.full(x.shape[1], np.nan), np.full(x.shape[1], np.nan)
     if not varies.any() or y.std() < 1e-9:
         return {"weights": weights, "errors": errors, "r2": 0.0}
-    z = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0)
+    z, groups = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0), len(np.unique(clusters))
     robust = {"groups": clusters, "use_correction": False}
     fit = sm.OLS((y - y.mean()) / y.std(), z).fit(cov_type="cluster", cov_kwds=robust)
-    groups = len(np.unique(clusters))
     weights[varies], errors[varies] = fit.params, fit.bse * math.sqrt(groups / max(1, groups - 1))
     return {"weights": weights, "errors": errors, "r2": fit.rsquared}

@@ -1,7 +1,7 @@
-"""Scores of answers by either kind of reward model, and the accuracy of scores."""
+"""Scores of answers by either kind of reward model, the accuracy of scores, and the best head on a frozen trunk."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,15 +9,22 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.data.items import Encode, Item, check_labelers, names_of
 from rlhf.data.records import PromptRecord, Ranking
-from rlhf.evaluation.statistics import ratio_interval
+from rlhf.errors import UserError
+from rlhf.evaluation.statistics import Figures, flatten, per_key, ratio_interval, split_like
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.branches import joined_length
+from rlhf.model.heads import RewardModel, ScalarHead
 from rlhf.model.interface import Episodes, score
+from rlhf.ops.ranking import ranking_loss
+from rlhf.ppo.experience import response_logprobs
+from rlhf.ppo.rewards import Reward
 
-Scores = list[list[float]]  # a list per item
+Scores = list[list[float]]  # a list per item or prompt
 
-RESPONSES_TOGETHER = 64  # rows per forward of a policy's log-probs
+RESPONSES_TOGETHER = 64  # rows per forward of a policy's log-probs, or of features
+DECAYS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # lambda of `fit_head`, tried in turn
+FOLDS = 5  # the decay is chosen by cross-validation over this many parts of the prompts
 
 
 def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
@@ -55,10 +62,8 @@ def score_items(model: Any, items: list[Item], device: torch.device) -> Tensor:
 
 def by_item(items: list[Item], flat: Tensor) -> Tensor:
     """(N, K) of one value per row of the items, (R,); 0 if an item has fewer than K rows."""
-    most = max(len(item.rows) for item in items)
-    places = [i * most + j for i, item in enumerate(items) for j in range(len(item.rows))]
-    where = torch.tensor(places, device=flat.device)
-    return flat.new_zeros(len(items) * most).index_put((where,), flat).view(len(items), most)
+    parts = flat.split([len(item.rows) for item in items])
+    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
 
 
 def pad_weights(items: list[Item], device: torch.device) -> Tensor:
@@ -84,55 +89,79 @@ def response_batches(
         yield group, (tokens.to(device), starts.to(device), mask.to(device))
 
 
+@torch.no_grad()
+def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device) -> list[float]:
+    """The log-prob in nats of each response under a model, of pairs (prompt, response) as tokens."""
+    nats = torch.zeros(len(pairs))
+    for group, batch in response_batches(pairs, pad, device):
+        nats[group] = response_logprobs(model, *batch)[0].sum(1).cpu()
+    return nats.tolist()
+
+
 def score_each(model: Any, items: list[Item]) -> Scores:
     """Calibrated scores, a list per item."""
-    flat = iter(score(model, [row for item in items for row in item.rows]).tolist())
-    return [[next(flat) for _ in item.rows] for item in items]
+    rows = [item.rows for item in items]
+    return split_like(score(model, flatten(rows)).tolist(), rows)
 
 
-def score_answers_by(model: Any, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord]) -> Scores:
-    """A reward model's calibrated scores of one policy's {"prompts", "ids", "texts", "ended"}, a list per prompt of `records`."""
-    count = len(answers["ids"][0])
-    asked, prompts = ([x for x in each for _ in range(count)] for each in (records, answers["prompts"]))
-    ids, texts, ended = ([x for row in answers[key] for x in row] for key in ("ids", "texts", "ended"))
-    flat = score(model, model.rows(Episodes(asked, prompts, ids, texts, torch.tensor(ended)))).tolist()
-    return [flat[i : i + count] for i in range(0, len(flat), count)]
+def score_samples(reward: Reward, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord]) -> Scores:
+    """A reward's scores of one policy's {"prompts", "ids", "texts", "ended"}, a list per prompt of `records`."""
+    ids, texts, ended = (answers[key] for key in ("ids", "texts", "ended"))
+    asked, prompts = (
+        [x for x, row in zip(each, ids, strict=True) for _ in row] for each in (records, answers["prompts"])
+    )
+    episodes = Episodes(asked, prompts, flatten(ids), flatten(texts), torch.tensor(flatten(ended)))
+    return split_like(reward(episodes).tolist(), ids)
 
 
-def count_right(items: list[Item], scores: Scores) -> tuple[list[float], list[float]]:
-    """Per item, the number of ordered pairs that the scores order as the labelers do (equal scores count half), and of all pairs."""
-    right, count = [], []
-    for item, s in zip(items, scores, strict=True):
-        points = [1.0 if s[i] > s[j] else 0.5 if s[i] == s[j] else 0.0 for i, j in item.pairs()]
-        right.append(sum(points))
-        count.append(float(len(points)))
-    return right, count
+class JudgedPair(NamedTuple):
+    """One labeler's judgement of two answers to one prompt."""
+
+    item: int  # the prompt
+    labeler: str | None
+    rank_gap: int | None  # None if the judgements are pairs without ranks
+    margin: float  # the better answer's score minus the worse one's
+
+    @property
+    def won(self) -> float:
+        """1 if the scores agree with the labeler, 1/2 if they are equal, else 0."""
+        return (self.margin > 0) + 0.5 * (self.margin == 0)
 
 
-def accuracy(items: list[Item], scores: Scores) -> dict[str, Any]:
-    """Fraction of the labelers' ordered pairs that the scores order the same way; ties half, a prompt as the interval's unit."""
-    return share(*count_right(items, scores))
+def judged_pairs(items: Sequence[Item], scores: Scores) -> list[JudgedPair]:
+    """Every pair that a labeler ordered."""
+    return [
+        JudgedPair(n, judgement.labeler, gap, s[better] - s[worse])
+        for n, (item, s) in enumerate(zip(items, scores, strict=True))
+        for judgement in item.judgements
+        for (better, worse), gap in zip(judgement.pairs, judgement.gaps or [None] * len(judgement.pairs), strict=True)
+    ]
 
 
-def share(right: Sequence[float], count: Sequence[float]) -> dict[str, Any]:
+def accuracy(pairs: Sequence[JudgedPair]) -> Figures:
+    """Fraction of the pairs that the scores order as the labelers do; ties half, a prompt as the interval's unit."""
+    return share(*per_key([pair.item for pair in pairs], [pair.won for pair in pairs]))
+
+
+def share(right: Sequence[float], count: Sequence[float]) -> Figures:
     """`ratio_interval` of a share, its interval within [0, 1]."""
     figure = ratio_interval(right, count)
     return figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]}
 
 
-def length_scores(items: list[Item]) -> tuple[Scores, bool]:
+def length_scores(items: Sequence[Item]) -> tuple[Scores, bool]:
     """Scores by length alone, and whether longer is better: the direction with the higher accuracy on these items."""
     longer = [[float(n) for n in item.lengths] for item in items]
-    right, count = count_right(items, longer)
-    if 2 * sum(right) >= sum(count):
+    pairs = judged_pairs(items, longer)
+    if 2 * sum(pair.won for pair in pairs) >= len(pairs):
         return longer, True
     return [[-n for n in row] for row in longer], False
 
 
 def length_baseline(items: list[Item]) -> float:
     """The accuracy of length alone."""
-    right, count = count_right(items, length_scores(items)[0])
-    return sum(right) / sum(count)
+    pairs = judged_pairs(items, length_scores(items)[0])
+    return sum(pair.won for pair in pairs) / len(pairs)
 
 
 def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
@@ -146,3 +175,65 @@ def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
     if truth is not None:
         names += [labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, 0.0)]
     return set(names)
+
+
+# --- the head on a frozen trunk ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def read_features(model: RewardModel, items: list[Item], pad: int, device: torch.device) -> Tensor:
+    """What the head sees of every response of all items in turn, (R, D) float64 on the CPU. Every process reads all of them."""
+    model.eval()
+    read: dict[int, Tensor] = {}
+    for part in micro_batches(items, RESPONSES_TOGETHER):
+        tokens, lengths = right_pad([row for item in part for row in item.rows], pad)
+        features = model.features(tokens.to(device), lengths.to(device)).double().cpu()
+        read |= zip(map(id, part), features.split([len(item.rows) for item in part]), strict=True)
+    return torch.cat([read[id(item)] for item in items])
+
+
+def fit_head(head: ScalarHead, features: Tensor, items: list[Item]) -> dict[str, float]:
+    """Set the head to the minimum of `ranking_loss` + lambda |w|^2 over standardised features, lambda chosen by cross-validation.
+
+    Gradients through a random head change the trunk's features before the head can use them; on the frozen trunk the best
+    head is the minimum of a convex function.
+
+    features: (R, D) float64, of every response of all items in turn. Returns the decay, and the cross-validated loss and
+    accuracy. Raises: UserError with fewer than two items.
+    Source: Kumar et al. 2022, "Fine-Tuning can Distort Pretrained Features" (linear probing, then fine-tuning).
+    """
+    if len(items) < 2:
+        raise UserError(
+            f"reward.fit_head=true: the training split has {len(items)} prompt with a ranking: cross-validation needs 2 or more"
+        )
+    weights, scale = pad_weights(items, features.device).double(), features.std(0).clamp(min=1e-8)
+    rows = ((features - features.mean(0)) / scale).split([len(item.rows) for item in items])
+
+    def loss_of(w: Tensor, chosen: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        scores = by_item([items[i] for i in chosen], torch.cat([rows[i] for i in chosen]) @ w)
+        return ranking_loss(scores, weights[chosen, : scores.shape[1], : scores.shape[1]])
+
+    def fitted(decay: float, chosen: list[int]) -> Tensor:
+        w = torch.zeros(features.shape[1], dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS([w], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(w, chosen)[0] + decay * w @ w
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return w.detach()
+
+    everything, tried = list(range(len(items))), []
+    folds = [everything[n::FOLDS] for n in range(min(FOLDS, len(items)))]
+    for decay in DECAYS:
+        held_out = [loss_of(fitted(decay, sorted(set(everything) - set(fold))), fold)[1] for fold in folds]
+        total = {name: float(sum(figures[name] for figures in held_out)) for name in held_out[0]}
+        tried.append((total["loss_sum"] / total["prompts"], decay, total["pairs_correct"] / total["pairs"]))
+    loss, decay, right = min(tried)
+    with torch.no_grad():
+        head.weight.copy_((fitted(decay, everything) / scale)[None])
+        head.bias.zero_()  # calibration shifts the scores
+    return {"decay": decay, "loss": loss, "accuracy": right}

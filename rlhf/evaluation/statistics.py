@@ -1,16 +1,31 @@
 """Means with 95% intervals in which a prompt, not a sample, is the unit; the figures of a classifier."""
 
+import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 RIDGE = 1e-3  # ridge of a logistic regression, so that it has a solution if one side always wins
-
+SENTENCE = re.compile(r"[^.!?。！？\n]+[.!?。！？]*")
+WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
 Figures = dict[str, Any]
+
+
+def flatten(rows: Iterable[Iterable[Any]]) -> list[Any]:
+    """All values of rows in turn."""
+    return list(itertools.chain.from_iterable(rows))
+
+
+def split_like(values: Iterable[Any], rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
+    """Flat values as rows of the given rows' lengths: the inverse of `flatten`."""
+    flat = iter(values)
+    return [list(itertools.islice(flat, len(row))) for row in rows]
 
 
 def figure(value: float, half: float | None, n: int) -> Figures:
@@ -21,10 +36,7 @@ def figure(value: float, half: float | None, n: int) -> Figures:
 
 def interval(values: Sequence[float]) -> Figures:
     """`figure` of the mean of one number per prompt, by the normal approximation."""
-    n = len(values)
-    mean = sum(values) / n
-    variance = sum((v - mean) ** 2 for v in values) / max(1, n - 1)
-    return figure(mean, 1.96 * math.sqrt(variance / n), n)
+    return ratio_interval(values, [1.0] * len(values))
 
 
 def sum_by(keys: Sequence[Any], values: Sequence[float]) -> list[float]:
@@ -53,7 +65,7 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
 
 def win_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[float]:
     """How often a response to each prompt beats the baseline's: all pairs of samples, ties half."""
-    return [sum(points) / len(points) for points in pair_points(scores, baseline)]
+    return list(map(fmean, pair_points(scores, baseline)))
 
 
 def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -107,11 +119,11 @@ def show(figure: dict[str, Any] | None, digits: int = 3) -> str:
 
 
 def wilson(right: int, n: int) -> Figures:
-    """{"value", "ci95", "n"} of a share of independent cases. Source: Wilson 1927; z = 1.96."""
-    share, z2 = right / n, 1.96**2
-    centre, half = share + z2 / (2 * n), 1.96 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    ends = [(centre - half) / (1 + z2 / n), (centre + half) / (1 + z2 / n)]
-    return {"value": round(share, 4), "ci95": [abs(round(end, 4)) for end in ends], "n": n}  # no -0.0
+    """{"value", "ci95", "n"} of a share of independent cases. Source: Wilson 1927."""
+    from scipy.stats import binomtest
+
+    ends = binomtest(right, n).proportion_ci(method="wilson")
+    return {"value": round(right / n, 4), "ci95": [round(float(end), 4) for end in ends], "n": n}
 
 
 def classification(labels: Sequence[int], predicted: Sequence[int], classes: Sequence[str]) -> dict[str, Any]:
@@ -119,24 +131,26 @@ def classification(labels: Sequence[int], predicted: Sequence[int], classes: Seq
 
     majority: the accuracy of always saying the most frequent label.
     """
-    confusion = [[0] * len(classes) for _ in classes]
-    for label, prediction in zip(labels, predicted, strict=True):
-        confusion[label][prediction] += 1
-    rows: dict[str, Figures] = {}
-    scores = []
-    for i, name in enumerate(classes):
-        right, positives, n = confusion[i][i], sum(row[i] for row in confusion), sum(confusion[i])
-        f1 = 2 * right / (positives + n) if positives + n else 0.0
-        scores += [f1] if positives + n else []
-        precision, recall = right / positives if positives else None, right / n if n else None
-        rows[name] = {"n": n, "precision": precision, "recall": recall, "f1": f1}
-    right = sum(confusion[i][i] for i in range(len(classes)))
+    table = np.zeros((len(classes), len(classes)), dtype=int)
+    np.add.at(table, (np.array(labels), np.array(predicted)), 1)
+    counts = zip(table.diagonal().tolist(), table.sum(0).tolist(), table.sum(1).tolist(), strict=True)
+    rows: dict[str, Figures] = {
+        name: {
+            "n": n,
+            "precision": right / said if said else None,
+            "recall": right / n if n else None,
+            "f1": 2 * right / (said + n) if said + n else 0.0,
+        }
+        for name, (right, said, n) in zip(classes, counts, strict=True)
+    }
     return {
-        "accuracy": wilson(right, len(labels)),
-        "macro_f1": sum(scores) / len(scores),
-        "majority": max(map(sum, confusion)) / len(labels),
+        "accuracy": wilson(int(table.trace()), len(labels)),
+        "macro_f1": fmean(
+            row["f1"] for row, seen in zip(rows.values(), table.sum(0) + table.sum(1), strict=True) if seen
+        ),
+        "majority": int(table.sum(1).max()) / len(labels),
         "classes": rows,
-        "confusion": confusion,
+        "confusion": table.tolist(),
     }
 
 
@@ -154,23 +168,20 @@ def text_figures(
     first = [row[0] for row in words]
     said = Counter(map(tuple, first))
     spread = ratio_interval([-sum(row) for row in nats], [float(sum(row)) for row in lengths])
+    value, *ends = (round(math.exp(number), 4) for number in (spread["value"], *spread["ci95"]))
     return {
-        "perplexity": exponential(spread),
+        "perplexity": spread | {"value": value, "ci95": ends},
         **{f"distinct_{n}": distinct([ngrams(response, n) for response in first]) for n in (1, 2, 3)},
         "repeated": interval([float(said[tuple(response)] > 1) for response in first]),
-        "repetition": interval([mean([repetition(response) for response in row]) for row in words]),
-        "tokens": interval([mean(row) for row in lengths]),
-        "words": interval([mean([len(response) for response in row]) for row in words]),
+        "repetition": interval([fmean(map(repetition, row)) for row in words]),
+        "tokens": interval([fmean(row) for row in lengths]),
+        "words": interval([fmean(map(len, row)) for row in words]),
     }
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def exponential(of: Figures) -> Figures:
-    ends = [round(math.exp(end), 4) for end in of["ci95"]]
-    return of | {"value": round(math.exp(of["value"]), 4), "ci95": ends}
+def sentences_of(text: str) -> list[str]:
+    """The sentences of a text, each with its closing mark."""
+    return [sentence.strip() for sentence in SENTENCE.findall(text) if WORD.search(sentence)]
 
 
 def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
@@ -194,5 +205,5 @@ def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:
     for row in rows:
         alone = sum(rows_with[gram] == 1 for gram in set(row))
         left.append((kinds - alone) / max(1, total - len(row)))
-    centre = mean(left)
+    centre = fmean(left)
     return figure(kinds / total, 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)), n)

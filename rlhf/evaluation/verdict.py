@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlhf.evaluation.attacks import ATTACKS
-from rlhf.evaluation.audit import Audit, Picked
+from rlhf.evaluation.audit import ATTACKS, Audit, Picked
 from rlhf.evaluation.statistics import show
 
 LEAST_PROMPTS = 30

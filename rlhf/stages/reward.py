@@ -25,15 +25,16 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampler import sample_as_configured
 from rlhf.errors import UserError
 from rlhf.evaluation.audit import Audited, audit_reward_model
-from rlhf.evaluation.head_fit import fit_head, read_features
 from rlhf.evaluation.scoring import (
     by_item,
+    fit_head,
     held_out_labelers,
     item_encoder,
     item_length,
     length_baseline,
     micro_batches,
     pad_weights,
+    read_features,
     score_items,
     unwrapped,
 )

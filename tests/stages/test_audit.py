@@ -14,8 +14,18 @@ from rlhf.data.items import Item, Judgement
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation import audit as auditing
-from rlhf.evaluation.attacks import ATTACKS, NO_PHRASES, Material, collect_material
-from rlhf.evaluation.audit import AttackFigures, Audit, Audited, BestOfN, Picked, audit_reward_model
+from rlhf.evaluation.audit import (
+    ATTACKS,
+    NO_PHRASES,
+    AttackFigures,
+    Audit,
+    Audited,
+    BestOfN,
+    Material,
+    Picked,
+    audit_reward_model,
+    collect_material,
+)
 from rlhf.evaluation.verdict import CEILING, COLLECT, GO, RULES, decide, describe_audit, peak_kl
 from rlhf.model.classifier import load_reward_model
 from rlhf.report.evaluation_tables import make_audit
@@ -75,11 +85,16 @@ def audited(gold_run):
     return Audited(model, load_policy(folder / "sft" / "model"), tokenizer, CPU)
 
 
-class PaysForLength(Audited):
+class PaysForLength(torch.nn.Linear):
     """A reward model whose score is the number of tokens."""
 
-    def scores(self, rows):
-        return [float(len(row)) for row in rows]
+    together = 64
+
+    def collate(self, rows):
+        return {"lengths": torch.tensor([float(len(row)) for row in rows])}
+
+    def forward(self, lengths, calibrated):
+        return lengths
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +116,7 @@ def long_and_short(gold_run):
 
 def test_attacks_on_a_model_that_pays_for_length(audited, long_and_short):
     config, pairs, scores = long_and_short
-    by_length = PaysForLength(audited.model, audited.policy, audited.tokenizer, CPU)
+    by_length = Audited(PaysForLength(1, 1), audited.policy, audited.tokenizer, CPU)
     encode = auditing.item_encoder(config, audited.model, audited.tokenizer)
     found = {a.name: a for a in auditing.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)}
     for name in ("filler", "repetition", "keywords", "flattery"):  # longer: the worse answer overtakes the better

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlhf.data.items import Item, Judgement
 from rlhf.errors import UserError
-from rlhf.evaluation.head_fit import fit_head, read_features
+from rlhf.evaluation.scoring import fit_head, read_features
 from rlhf.model.heads import RewardModel, ScalarHead
 
 CPU = torch.device("cpu")

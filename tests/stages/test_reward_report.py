@@ -16,7 +16,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report as report
 from rlhf.evaluation.reward_report import gold_regression, standardised_regression
-from rlhf.evaluation.scoring import accuracy, share
+from rlhf.evaluation.scoring import accuracy, judged_pairs, share
 from rlhf.gold.judge import WEIGHTS
 from rlhf.gold.labelers import make_labelers
 from rlhf.model.classifier import load_reward_model
@@ -38,18 +38,18 @@ def item(key: str, lengths: list[int], *judgements: tuple[str, list[list[int]]])
 
 
 ITEMS = [item("1", [3, 5, 4], ("x", [[0], [1], [2]]), ("y", [[1], [0, 2]])), item("2", [2, 2], ("x", [[1], [0]]))]
-SCORES = [[2.0, 1.0, 1.5], [0.5, 0.5]]
+PAIRS = judged_pairs(ITEMS, [[2.0, 1.0, 1.5], [0.5, 0.5]])
 
 
 def test_accuracy_by_hand():
     # x on 1: 0>1 right, 0>2 right, 1>2 wrong; y: 1>0 wrong, 1>2 wrong; x on 2: equal scores, half: 2.5 of 6
-    found = accuracy(ITEMS, SCORES)
+    found = accuracy(PAIRS)
     assert found["value"] == round(2.5 / 6, 4) and found["n"] == 6
     assert found["ci95"][0] >= 0 and found["ci95"][1] <= 1
 
 
 def test_accuracy_by_labeler():
-    found = report.by_labeler(ITEMS, SCORES, {"y"})
+    found = report.by_labeler(PAIRS, {"y"})
     assert {name: (f["value"], f["n"], f["held_out"]) for name, f in found.items()} == {
         "x": (0.625, 4, False),
         "y": (0.0, 2, True),
@@ -58,24 +58,24 @@ def test_accuracy_by_labeler():
 
 def test_accuracy_by_gap_in_rank():
     # gap 1: x: 0>1 right, 1>2 wrong, on item 2 half; y: 1>0 and 1>2 wrong: 1.5 of 5. gap 2: x: 0>2 right
-    rows = report.by_rank_gap(ITEMS, SCORES)
+    rows = report.by_rank_gap(PAIRS)
     assert [(row["gap"], row["value"], row["n"]) for row in rows] == [(1, 0.3, 5), (2, 1.0, 1)]
     unranked = Item("3", [[1]] * 2, [1, 1], judgements=[Judgement("x", [(0, 1)], None)])
-    assert report.by_rank_gap([unranked], [[1.0, 0.0]]) == []
+    assert report.by_rank_gap(judged_pairs([unranked], [[1.0, 0.0]])) == []
 
 
 def test_above_length_is_a_difference_on_the_same_pairs():
-    perfect, length = [[3.0, 2.0, 1.0]], [[1.0, 2.0, 3.0]]
     items = [item("1", [1, 2, 3], ("x", [[0], [1], [2]]))]
-    assert report.difference(items, perfect, length)["value"] == 1.0
-    assert report.difference(items, length, length) == {"value": 0.0, "ci95": [0.0, 0.0], "n": 3}
+    perfect, length = judged_pairs(items, [[3.0, 2.0, 1.0]]), judged_pairs(items, [[1.0, 2.0, 3.0]])
+    assert report.difference(perfect, length)["value"] == 1.0
+    assert report.difference(length, length) == {"value": 0.0, "ci95": [0.0, 0.0], "n": 3}
 
 
 def test_calibration_curve_by_hand():
     """Scores are twice the raw ones. Gaps 0.2 (won), 1.2 (lost) and 1.4 (won), the latter two in one bin."""
     items = [item("1", [1, 1, 1], ("x", [[0], [1], [2]]))]  # 0>1, 0>2, 1>2
     scores = [[0.2, 0.0, 1.4]]  # 0 over 1 by .2; 0 over 2 by -1.2; 1 over 2 by -1.4
-    low, high = report.calibration_curve(items, scores, gain=2.0)
+    low, high = report.calibration_curve(judged_pairs(items, scores), gain=2.0)
     assert (low["gap"], low["n"], low["observed"]) == (0.2, 1, 1.0)
     assert low["predicted"] == pytest.approx(1 / (1 + math.exp(-0.1)), abs=1e-4)
     assert (high["gap"], high["n"], high["observed"]) == (1.3, 2, 0.0)
@@ -93,14 +93,15 @@ def test_a_model_that_is_right_about_its_doubt_is_calibrated():
         won = rng.random() < 1 / (1 + math.exp(-raw))
         items.append(item(str(n), [1, 1], ("x", [[0], [1]] if won else [[1], [0]])))
         scores.append([gain * raw, 0.0])
-    curve = report.calibration_curve(items, scores, gain)
+    pairs = judged_pairs(items, scores)
+    curve = report.calibration_curve(pairs, gain)
     assert len(curve) == 7 and sum(row["n"] for row in curve) == 4000
     for row in curve:
         half = (row["ci95"][1] - row["ci95"][0]) / 2
         assert abs(row["observed"] - row["predicted"]) < 2.1 * half + 1e-4
         assert row["observed"] == pytest.approx((row["ci95"][0] + row["ci95"][1]) / 2, abs=1e-3)
     assert report.calibration_error(curve) < 0.03
-    assert report.calibration_error(report.calibration_curve(items, scores, gain=0.5)) > 0.1  # too sure of itself
+    assert report.calibration_error(report.calibration_curve(pairs, gain=0.5)) > 0.1  # too sure of itself
 
 
 def test_agreement_within_and_between():
