@@ -13,14 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.config import completion, removed
-from rlhf.config.command_table import (
-    COMMANDS,
-    CONFIG_GROUPS,
-    FORWARDING,
-    HELP_GROUPS,
-    SHARED_FLAG,
-    WITHOUT_GROUPS,
-)
+from rlhf.config.command_table import COMMANDS, CONFIG_GROUPS, FORWARDING, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
 from rlhf.config.compose import (
     conf_dir,
     config_name,
@@ -31,7 +24,7 @@ from rlhf.config.compose import (
     schema_of,
     to_settings,
 )
-from rlhf.config.overrides import check_jobs, check_overrides, check_used, jobs_of, read_flags, split_flags, split_texts
+from rlhf.config.overrides import check_jobs, check_overrides, check_used, read_flags, split_flags, split_texts
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
@@ -110,7 +103,7 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
     searched = [f"hydra.searchpath=['file://{folder}']"] if folder is not None else []
     checked = []
     if name == config_name(command):  # the user's own primary configuration is checked after Hydra has found it
-        checked = check_jobs([[*job, *searched] for job in jobs_of(ours, sweep)], command)
+        checked = check_jobs(ours, sweep, searched, command)
 
     def start(config: Any) -> None:
         for name_of_text, text in texts.items():

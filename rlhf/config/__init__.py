@@ -141,12 +141,7 @@ class Config:
         choices=("auto", "float32", "bfloat16"),
     )
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, more time", changes=ROUNDING)
-    deepspeed: str = setting(
-        "none",
-        "ZeRO stage",
-        choices=tuple(DEEPSPEED),
-        changes=ROUNDING,
-    )
+    deepspeed: str = setting("none", "ZeRO stage", choices=tuple(DEEPSPEED), changes=ROUNDING)
     launcher: LauncherConfig = group(LauncherConfig, changes=ROUNDING)
     sharding: ShardingConfig = group(ShardingConfig, changes=ROUNDING)
     model: ModelConfig = group(ModelConfig)

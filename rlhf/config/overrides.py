@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.checks import check_config
-from rlhf.config.command_table import (
-    COMMANDS,
-    CONFIG_GROUPS,
-    OF_SEVERAL,
-    SHARED_FLAG,
-    WITHOUT_GROUPS,
-    uses,
-)
+from rlhf.config.command_table import COMMANDS, CONFIG_GROUPS, OF_SEVERAL, SHARED_FLAG, WITHOUT_GROUPS, uses
 from rlhf.config.compose import (
     SCHEMAS,
     compose_config,
@@ -30,36 +23,17 @@ from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
 from rlhf.system.terminal import say
 
-# Hydra's flags that are followed by a value.
+# Hydra's flags that are followed by a value, and those that are not.
 FLAGS_WITH_VALUE = (
-    "-c",
-    "--cfg",
-    "-p",
-    "--package",
-    "-i",
-    "--info",
-    "-cp",
-    "--config-path",
-    "-cn",
-    "--config-name",
-    "-cd",
-    "--config-dir",
-)
+    "-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"
+)  # fmt: skip
 FLAGS_ALONE = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
 TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
 # The names of model.pretrained in other programs.
 NAMES_ELSEWHERE = (
-    "model_name_or_path",
-    "pretrained_model_name_or_path",
-    "model_name",
-    "model_path",
-    "model_id",
-    "base_model",
-    "pretrained",
-    "checkpoint",
-    "hf_model",
-    "name_or_path",
-)
+    "model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_path", "model_id", "base_model", "pretrained",
+    "checkpoint", "hf_model", "name_or_path",
+)  # fmt: skip
 
 
 def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -73,7 +47,8 @@ def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def check_overrides(overrides: list[str], command: str = "", folder: str | None = None) -> None:
-    """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one.
+    """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one; and settings that have no
+    meaning together with model.pretrained.
 
     Raises: UserError.
     """
@@ -82,7 +57,8 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
 
     keys = schema_keys(command)
     groups = () if command in WITHOUT_GROUPS else CONFIG_GROUPS
-    parser = OverridesParser.create()
+    searched = any(text.startswith("hydra.searchpath=") for text in overrides)  # Hydra reads this folder
+    parser, given = OverridesParser.create(), {}
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
             raise UserError(f"{text!r}: want key=value: write for example `seed=1`{nearest(text, list(keys))}")
@@ -92,18 +68,51 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
             raise UserError(
                 f"{text!r}: not an override ({first_line(error)}): write key=value, quote odd values"
             ) from None
-        key = override.key_or_group
+        key, value = override.key_or_group, override.value()
+        given[key] = text.partition("=")[2]
         if key.startswith("hydra") or (key in groups and not text.startswith("~")):
-            if not any(o.startswith("hydra.searchpath=") for o in overrides):  # Hydra reads this folder
-                _check_choice(key, override.value(), folder)
-            continue
-        if key not in keys:
-            refuse_other_name(key, override.value())
-            known = [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)
-            raise UserError(unknown_setting(key, known))
-        if is_dataclass(keys[key]) and isinstance(override.value(), str | int | float):
-            refuse_as_group(key, override.value())
-    check_adopting(overrides)
+            if key in groups and isinstance(value, str) and not searched:
+                _check_choice(key, value, folder)
+        elif key not in keys:
+            last = key.removeprefix("model.")
+            if last in ("revision", "model_revision"):
+                raise UserError(
+                    f"unknown setting {key!r}: a revision is named with its model: model.pretrained=<hub id>@{value}"
+                )
+            if last in NAMES_ELSEWHERE:
+                raise UserError(
+                    f"unknown setting {key!r}: a pretrained model is named with model.pretrained={value}, in `rlhf pipeline`, "
+                    "or in `rlhf tokenizer` and `rlhf pretrain`"
+                )
+            raise UserError(unknown_setting(key, [k for k, v in keys.items() if not is_dataclass(v)] + list(groups)))
+        elif is_dataclass(keys[key]) and isinstance(value, str | int | float):
+            hint = "a pretrained tokenizer comes with its model, by model.pretrained=…" if key == "tokenizer" else ""
+            raise UserError(f"{key}={value}: {key} is a group of settings: {hint or f'write {key}.<setting>=…'}")
+    if given.get("model.pretrained", "null") != "null":
+        if shapes := [key for key in given if key in (*shape_settings(), "model")]:
+            raise UserError(
+                f"{', '.join(shapes)}: a pretrained model has a shape and a tokenizer of its own: leave it out, or leave "
+                "out model.pretrained"
+            )
+        tokens = given.get("pretrain.tokens", "null")
+        if tokens != "null" and not {"data.corpus", "experiment"} & set(given):
+            raise UserError(
+                f"pretrain.tokens={tokens}: pretraining goes on with text only: set data.corpus too, or leave "
+                "pretrain.tokens out to adopt the model as it is"
+            )
+
+
+def _check_choice(group: str, value: str, folder: str | None) -> None:
+    places = [conf_dir(), *([] if folder is None else [Path(folder)])]
+    choices = sorted(p.stem for place in places for p in (place / group).glob("*.yaml"))
+    if value in choices:
+        return
+    if group == "model" and ("/" in value or value.endswith(".gguf") or Path(value).exists()):
+        raise UserError(
+            f"model={value}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named with "
+            f"model.pretrained={value}"
+        )
+    raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
 
 
 def check_used(overrides: list[str], command: str) -> None:
@@ -118,11 +127,13 @@ def check_used(overrides: list[str], command: str) -> None:
         for key in given:  # the pipeline can run the baselines and the stages that evaluate builds on
             if not any(uses(name, key) for name in (*PIPELINE, *BASELINES, *ancestors("evaluate"), command)):
                 say(f"pipeline: {key}: no stage of the pipeline uses it")
-    if command in OF_SEVERAL:
-        return
-    unused = [key for key in given if not uses(command, key)]
+    unused = [] if command in OF_SEVERAL else [key for key in given if not uses(command, key)]
+    if unused[:1] == ["model.pretrained"]:
+        raise UserError(
+            f"model.pretrained: `rlhf {command}` does not use it; it starts from the output of earlier stages: leave it out, or "
+            "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"
+        )
     if unused:
-        refuse_in_later_stage(command, unused[0])
         others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])]
         others = others or ["pipeline"]
         more = f" ({', '.join(unused[1:])}: neither)" if unused[1:] else ""
@@ -130,17 +141,6 @@ def check_used(overrides: list[str], command: str) -> None:
             f"{unused[0]}: `rlhf {command}` does not use it; {', '.join(others)} {'do' if others[1:] else 'does'}{more}: "
             f"leave it out, or add {SHARED_FLAG} if the settings are meant for several commands"
         )
-
-
-def _check_choice(group: str, value: Any, folder: str | None) -> None:
-    if group not in CONFIG_GROUPS or not isinstance(value, str):
-        return
-    places = [conf_dir(), *([] if folder is None else [Path(folder)])]
-    choices = sorted(p.stem for place in places for p in (place / group).glob("*.yaml"))
-    if group == "model" and value not in choices:
-        refuse_as_shape(value)
-    if value not in choices:
-        raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
 
 
 def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:
@@ -168,16 +168,28 @@ def read_flags(flags: list[str], command: str) -> tuple[str, str | None]:
     return name, folder
 
 
-def check_jobs(jobs: list[list[str]], command: str) -> list[Any]:
-    """Check each job's configuration, and that no two jobs would write one run; returns them. Raises: UserError."""
+def check_jobs(overrides: list[str], sweep: bool, more: list[str], command: str) -> list[Any]:
+    """The checked configuration of each job of a sweep, or of the one job; no two jobs may write one run.
 
+    more: overrides that every job has. Raises: UserError.
+    """
+    jobs = [overrides]
+    if sweep:
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        choices = []
+        for override in OverridesParser.create().parse_overrides(overrides):
+            key, text = override.get_key_element(), str(override.input_line)
+            swept = override.is_sweep_override()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()] if swept else [text])
+        jobs = [list(job) for job in itertools.product(*choices)]
     runs: dict[str, list[str]] = {}
     configs = []
     for job in jobs:
-        config = compose_config(job, command)
+        config = compose_config([*job, *more], command)
         check_config(config, command)
         configs.append(config)
-        if command != "import" and (command in STAGES or command == "pipeline"):
+        if command in STAGES or command == "pipeline":
             if config.run in runs:
                 other = sorted(set(job) ^ set(runs[config.run]))
                 key = next((o.partition("=")[0] for o in other if not o.startswith("run=")), "seed")
@@ -187,20 +199,6 @@ def check_jobs(jobs: list[list[str]], command: str) -> list[Any]:
                 )
             runs[config.run] = job
     return configs
-
-
-def jobs_of(overrides: list[str], sweep: bool) -> list[list[str]]:
-    """The overrides of each job of a sweep, or of the one job."""
-    if not sweep:
-        return [overrides]
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    choices = []
-    for override in OverridesParser.create().parse_overrides(overrides):
-        key, text = override.get_key_element(), override.input_line
-        swept = override.is_sweep_override()
-        choices.append([f"{key}={value}" for value in override.sweep_string_iterator()] if swept else [text])
-    return [list(job) for job in itertools.product(*choices)]
 
 
 def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -223,66 +221,3 @@ def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str
         else:
             texts.setdefault(match[1], match[2])
     return others, texts
-
-
-# --- a pretrained model, and the other ways of naming it ------------------------------------------------------------
-
-
-def refuse_other_name(key: str, value: object) -> None:
-    """Raises: UserError if a setting that we lack is another program's name for the model or its revision."""
-    if key.removeprefix("model.") in ("revision", "model_revision"):
-        raise UserError(
-            f"unknown setting {key!r}: a revision is named with its model: model.pretrained=<hub id>@{value}"
-        )
-    if key.removeprefix("model.") in NAMES_ELSEWHERE:
-        raise UserError(
-            f"unknown setting {key!r}: a pretrained model is named with model.pretrained={value}, in `rlhf pipeline`, "
-            "or in `rlhf tokenizer` and `rlhf pretrain`"
-        )
-
-
-def refuse_as_shape(value: str) -> None:
-    """Raises: UserError if the value of model=… is a path, a hub id or a file."""
-    if "/" in value or value.endswith(".gguf") or Path(value).exists():
-        raise UserError(
-            f"model={value}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named with "
-            f"model.pretrained={value}"
-        )
-
-
-def refuse_as_group(key: str, value: object) -> None:
-    """Raises: UserError for a group of settings that is given one value."""
-    pretrained = "a pretrained tokenizer comes with its model, by model.pretrained=…" if key == "tokenizer" else ""
-    raise UserError(f"{key}={value}: {key} is a group of settings: {pretrained or f'write {key}.<setting>=…'}")
-
-
-def refuse_in_later_stage(command: str, key: str) -> None:
-    """Raises: UserError if model.pretrained is given to a command that starts from the output of earlier stages."""
-    if key == "model.pretrained":
-        raise UserError(
-            f"model.pretrained: `rlhf {command}` does not use it; it starts from the output of earlier stages: leave it out, or "
-            "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"
-        )
-
-
-def check_adopting(overrides: list[str]) -> None:
-    """Refuse settings that have no meaning together with model.pretrained.
-
-    Raises: UserError.
-    """
-
-    given = {key: value for key, _, value in (text.lstrip("+~").partition("=") for text in overrides)}
-    if given.get("model.pretrained", "null") == "null":
-        return
-    shapes = [key for key in given if key in (*shape_settings(), "model")]
-    if shapes:
-        raise UserError(
-            f"{', '.join(shapes)}: a pretrained model has a shape and a tokenizer of its own: leave it out, or leave "
-            "out model.pretrained"
-        )
-    tokens = given.get("pretrain.tokens", "null")
-    if tokens != "null" and not {"data.corpus", "experiment"} & set(given):
-        raise UserError(
-            f"pretrain.tokens={tokens}: pretraining goes on with text only: set data.corpus too, or leave "
-            "pretrain.tokens out to adopt the model as it is"
-        )

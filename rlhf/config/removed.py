@@ -2,7 +2,7 @@
 
 # Of a command or setting that is gone: what to use instead. A row of a whole group of settings has the group's name.
 COMMANDS: dict[str, str] = {
-    "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own",
+    "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own"
 }
 SETTINGS: dict[str, str] = {
     "processes": "`rlhf import` reads with one process: leave it out",

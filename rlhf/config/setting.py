@@ -35,12 +35,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
+def _is_function(value: Any) -> bool:
+    return _is_text(value) and ":" in value
 
 
 def _is_name(value: Any) -> bool:
@@ -54,10 +50,6 @@ def listed(value: Any) -> list[Any]:
 
 def _one_or_list(fits: Callable[[Any], bool], least: int = 1) -> Callable[[Any], bool]:
     return lambda v: len(v) >= least and all(map(fits, v)) if isinstance(v, list | tuple) else fits(v)
-
-
-def _different(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda v: _one_or_list(fits)(v) and len({*listed(v)}) == len(listed(v))
 
 
 def _is_list_of(count: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -86,18 +78,19 @@ KINDS = {
         "a name or a list of names",
         lambda v: _is_text(v) or (isinstance(v, list) and bool(v) and all(n is None or _is_text(n) for n in v)),
     ),
-    "estimator": Kind(
-        "one of gae, reinforce, rloo, grpo, or a function module:name or file.py:name",
-        lambda v: v in ("gae", "reinforce", "rloo", "grpo") or (_is_text(v) and ":" in v),
-    ),
-    "functions": Kind(
-        "module:name or file.py:name, or a list of these", _one_or_list(lambda v: _is_text(v) and ":" in v)
-    ),
+    "function": Kind("a function module:name or file.py:name", _is_function),
+    "functions": Kind("module:name or file.py:name, or a list of these", _one_or_list(_is_function)),
     "columns": Kind("a column or a list of columns", _one_or_list(_is_name, least=0)),
     "words": Kind("a word or a list of words", _one_or_list(lambda v: _is_name(v) or isinstance(v, bool), least=0)),
     "numbers": Kind("a number or a list of numbers", _one_or_list(_is_number)),
-    "counts": Kind("a whole number of 0 or more, or a list of different ones", _different(_is_count)),
-    "shares": Kind("a list of numbers above 0", lambda v: isinstance(v, list) and _one_or_list(_is_positive)(v)),
+    "counts": Kind(
+        "a whole number of 0 or more, or a list of different ones",
+        lambda v: _one_or_list(lambda n: type(n) is int and n >= 0)(v) and len({*listed(v)}) == len(listed(v)),
+    ),
+    "shares": Kind(
+        "a list of numbers above 0",
+        lambda v: isinstance(v, list) and _one_or_list(lambda n: _is_number(n) and n > 0)(v),
+    ),
     "weights": Kind(
         "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
         lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),
@@ -120,14 +113,15 @@ class Setting:
     max: float | None = None
     below: float | None = None
     any_finite: bool = False
-    kind: str | None = None
+    kind: str | None = None  # of KINDS; with choices also a value
     changes: str | None = None  # none: as its group
     optional: bool = False  # null is a value
 
     def wanted(self) -> str:
         """The values that fit, in words."""
         if self.choices is not None:
-            return f"one of {', '.join(self.choices)}"
+            more = f", or {KINDS[self.kind].wanted}" if self.kind else ""
+            return f"one of {', '.join(self.choices)}{more}"
         if self.kind is not None:
             return KINDS[self.kind].wanted
         if self.min is not None and self.max is not None:
@@ -145,10 +139,8 @@ class Setting:
     def fits(self, value: Any) -> bool:
         if value is None:
             return self.optional
-        if self.choices is not None:
-            return value in self.choices
-        if self.kind is not None:
-            return KINDS[self.kind].fits(value)
+        if self.choices is not None or self.kind is not None:
+            return value in (self.choices or ()) or (self.kind is not None and KINDS[self.kind].fits(value))
         if isinstance(value, str):
             return bool(value.strip())
         if isinstance(value, bool) or not isinstance(value, int | float):

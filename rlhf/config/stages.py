@@ -183,9 +183,7 @@ class PpoConfig:
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", min=0)
     max_grad_norm: float = setting(1.0, "maximum norm of each model's gradient; larger ones are scaled down", above=0)
     advantages: str = setting(
-        "gae",
-        "estimator: gae, reinforce, rloo or grpo (all but gae have no critic), or a function (module:name or file.py:name)",
-        kind="estimator",
+        "gae", "estimator (all but gae have no critic)", choices=("gae", "reinforce", "rloo", "grpo"), kind="function"
     )
     responses_per_prompt: int = setting(1, "responses per prompt, k; rloo and grpo need 2 or more", min=1)
     whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (not rloo and grpo)")
