@@ -14,7 +14,6 @@ from typing import Any
 
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import listed
-from rlhf.data.records import one_line
 from rlhf.errors import UserError
 from rlhf.system.files import beside, disk_error, held, mend, swap
 from rlhf.system.terminal import say
@@ -69,7 +68,7 @@ def run(config: ImportConfig) -> None:
 
 
 def _say(text: str) -> None:
-    say(f"import: {one_line(text, 4000)}")
+    say(f"import: {text[:4000]}")
 
 
 def _earlier(config: ImportConfig, out: Path) -> Any:

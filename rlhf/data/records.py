@@ -8,12 +8,21 @@ import graphlib
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import datetime
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from rlhf.system.terminal import printable
+from rlhf.system.terminal import one_line
 
 _MOST_TURNS = 1000  # turns of a dialogue: encoding it takes time that grows with their square
 _SHOWN_NAMES = 30  # of responses, in a message
@@ -22,6 +31,26 @@ _SHOWN_NAMES = 30  # of responses, in a message
 def _problem(field: str, message: str) -> PydanticCustomError:
     """An error whose message is already in the form `got …, want …`."""
     return PydanticCustomError("record", "{message}", {"message": message, "field": field})
+
+
+def _check_prompt(prompt: "list[Message]") -> "list[Message]":
+    if not prompt or prompt[-1].role != "user":
+        came = f'its last turn is "{prompt[-1].role}"' if prompt else "it has no turns"
+        raise _problem("prompt", f'prompt: {came}: want turns that end with role "user"')
+    if len(prompt) > _MOST_TURNS:
+        came = f"has {len(prompt):,} turns, want at most {_MOST_TURNS:,}"
+        raise _problem("prompt", f"prompt: {came}: split the dialogue")
+    if not any(message.content.strip() for message in prompt):
+        raise _problem("prompt", "prompt: got no text, want at least one turn that says something")
+    return prompt
+
+
+def _check_time(created: str) -> str:
+    try:
+        datetime.fromisoformat(created)
+    except ValueError as error:
+        raise _problem("created", f'created: got "{created}", want a time as 2026-05-01T10:00:00Z') from error
+    return created
 
 
 # With a length pydantic itself refuses lone surrogates, without a call of Python for each text.
@@ -38,71 +67,37 @@ class Message(BaseModel):
     content: Text
 
 
+Prompt = Annotated[
+    list[Message],
+    BeforeValidator(lambda prompt: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt),
+    AfterValidator(_check_prompt),
+]
+
+
 class _Part(BaseModel):
-    if TYPE_CHECKING:
-        metadata: dict[str, Any]  # the models declare it, in the order of their keys
-
-    model_config = ConfigDict(extra="allow")  # `_keep_unknown_keys` moves them to `metadata`
-
-    @field_validator("metadata", "ratings", "flags", mode="before", check_fields=False)
+    @model_validator(mode="before")
     @classmethod
-    def _null_means_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
-
-    def _keep_unknown_keys(self) -> None:
-        """Move unknown keys to `metadata`, so that nothing is dropped."""
-        extra: dict[str, Any] = self.model_extra or {}
-        clash = sorted(extra.keys() & self.metadata.keys())
-        if clash:
-            raise _problem("metadata", f'"{clash[0]}" is both in the record and under metadata: keep one of them')
-        self.metadata |= extra
-        self.__pydantic_extra__ = {}
-
-
-class _Record(_Part):
-    @field_validator("prompt", mode="before", check_fields=False)
-    @classmethod
-    def _bare_string_is_one_user_turn(cls, value: Any) -> Any:
-        return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-    @field_validator("prompt", check_fields=False)
-    @classmethod
-    def _prompt_ends_with_user(cls, prompt: list[Message]) -> list[Message]:
-        if not prompt or prompt[-1].role != "user":
-            came = f'its last turn is "{prompt[-1].role}"' if prompt else "it has no turns"
-            raise _problem("prompt", f'prompt: {came}: want turns that end with role "user"')
-        if len(prompt) > _MOST_TURNS:
-            raise _problem(
-                "prompt", f"prompt: has {len(prompt):,} turns, want at most {_MOST_TURNS:,}: split the dialogue"
-            )
-        for message in prompt:
-            if message.content.strip():
-                return prompt
-        raise _problem("prompt", "prompt: got no text, want at least one turn that says something")
-
-    @field_validator("created", check_fields=False)
-    @classmethod
-    def _created_is_a_time(cls, created: str | None) -> str | None:
-        if created is not None:
-            try:
-                datetime.fromisoformat(created)
-            except ValueError as error:
-                raise _problem("created", f'created: got "{created}", want a time as 2026-05-01T10:00:00Z') from error
-        return created
-
-    @model_validator(mode="after")
-    def _check_record(self) -> Self:
-        if self.model_extra:
-            self._keep_unknown_keys()
-        return self
+    def _keep_unknown_keys(cls, values: Any) -> Any:
+        """Unknown keys move to `metadata`, so that nothing is dropped; null means empty."""
+        if not isinstance(values, dict):
+            return values
+        values = {k: v for k, v in values.items() if v is not None or k not in ("metadata", "ratings", "flags")}
+        unknown = [key for key in values if key not in cls.model_fields]
+        metadata = values.get("metadata", {})
+        if not unknown or not isinstance(metadata, dict):
+            return values
+        clash = next((key for key in sorted(unknown) if key in metadata), None)
+        if clash is not None:
+            raise _problem("metadata", f'"{clash}" is both in the record and under metadata: keep one of them')
+        return values | {"metadata": metadata | {key: values.pop(key) for key in unknown}}
 
 
-class Demonstration(_Record):
+class Demonstration(_Part):
     """What a labeler wrote: trains SFT, and calibrates the reward model."""
 
     kind: Literal["demonstration"] = "demonstration"
     id: Name
-    prompt: list[Message]
+    prompt: Prompt
     response: Text
     labeler: Text | None = None
     source: Text | None = None
@@ -117,12 +112,12 @@ class Demonstration(_Record):
         return response
 
 
-class PromptRecord(_Record):
+class PromptRecord(_Part):
     """A prompt without a response: rollouts in PPO, and the next labelling round."""
 
     kind: Literal["prompt"] = "prompt"
     id: Name
-    prompt: list[Message]
+    prompt: Prompt
     user: Text | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
 
@@ -136,7 +131,7 @@ class RankedResponse(_Part):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class Ranking(_Record):
+class Ranking(_Part):
     """One labeler's ranking of K responses to one prompt: trains the reward model.
 
     `ranking` names response ids, best first; an inner list is a tie; a response left out is unranked. `pairs`
@@ -145,7 +140,7 @@ class Ranking(_Record):
 
     kind: Literal["ranking"] = "ranking"
     id: Name
-    prompt: list[Message]
+    prompt: Prompt
     responses: list[RankedResponse]
     ranking: list[list[Name]] | None = None
     ratings: dict[str, int | float] = Field(default_factory=dict)
@@ -153,7 +148,7 @@ class Ranking(_Record):
     flags: dict[str, list[Text]] = Field(default_factory=dict)
     labeler: Text | None = None
     seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
-    created: Text | None = None
+    created: Annotated[Text, AfterValidator(_check_time)] | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("ratings", mode="before")
@@ -165,51 +160,35 @@ class Ranking(_Record):
         return ratings
 
     @model_validator(mode="after")
-    def _check_record(self) -> Self:
-        if self.__pydantic_extra__:
-            self._keep_unknown_keys()
-        ids = []
-        for response in self.responses:
-            if response.__pydantic_extra__:
-                response._keep_unknown_keys()
-            ids.append(response.id)
+    def _check_names(self) -> Self:
+        ids = [response.id for response in self.responses]
+        known = set(ids)
         if not ids:
             raise _problem("responses", "responses: got none, want at least one")
-        known = set(ids)
         if len(known) < len(ids):
             twice = first_repeat(ids)
             raise _problem("responses", f'responses: id "{twice}" appears twice: give each response a separate id')
         if self.ranking is not None and self.pairs is not None:
             raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
-        named: dict[str, Iterable[str]] = {"ratings": self.ratings, "flags": self.flags}
-        if self.ranking is not None:
-            named["ranking"] = ranked = list(chain.from_iterable(self.ranking))
-            if len(set(ranked)) < len(ranked) or not all(self.ranking):
-                came = f'"{first_repeat(ranked)}" twice' if all(self.ranking) else "an empty list"
-                raise _problem("ranking", self._wants_each_once("ranking names " + came, ids))
-        if self.pairs is not None:
-            named["pairs"] = [name for pair in self.pairs for name in pair]
-        for field, names in named.items():
-            if not known.issuperset(names):
-                stray = next(name for name in names if name not in known)
-                raise _problem(field, self._wants_each_once(f'{field} names "{stray}"', ids, once=field == "ranking"))
-        if self.pairs is not None:
-            self._check_pairs(self.pairs)
-        return self
-
-    @staticmethod
-    def _wants_each_once(came: str, ids: list[str], once: bool = True) -> str:
-        wanted = "list each response at most once" if once else "use these names"
+        ranked = list(chain.from_iterable(self.ranking or ()))
         names = ", ".join(ids[:_SHOWN_NAMES]) + (", …" if len(ids) > _SHOWN_NAMES else "")
-        return f"{came}, responses are {names}: {wanted}"
-
-    def _check_pairs(self, pairs: list[list[str]]) -> None:
-        for pair in pairs:
+        once = f"responses are {names}: list each response at most once"
+        if len(set(ranked)) < len(ranked) or not all(self.ranking or ()):
+            came = f'"{first_repeat(ranked)}" twice' if all(self.ranking or ()) else "an empty list"
+            raise _problem("ranking", f"ranking names {came}, {once}")
+        named = {"ratings": self.ratings, "flags": self.flags, "ranking": ranked, "pairs": chain(*self.pairs or ())}
+        for field, given in named.items():
+            stray = next((name for name in given if name not in known), None)
+            if stray is not None:
+                wanted = once if field == "ranking" else f"responses are {names}: use these names"
+                raise _problem(field, f'{field} names "{stray}", {wanted}')
+        for pair in self.pairs or ():
             if len(pair) != 2 or pair[0] == pair[1]:
                 raise _problem("pairs", f"pairs: got {pair}, want [better, worse], two different responses")
-        cycle = find_cycle([(better, worse) for better, worse in pairs])
+        cycle = find_cycle((better, worse) for better, worse in self.pairs or ())
         if cycle:
             raise _problem("pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements")
+        return self
 
     def ranks(self) -> list[int]:
         """The rank of each response in the order of `responses`: 0 best, equal = tie, -1 unranked.
@@ -268,30 +247,20 @@ def shown(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def one_line(text: str, limit: int = 1000) -> str:
-    """A message with names from a file, as shown: printable, on one line, cut short."""
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return printable(text)
-
-
 def first_problem(error: ValidationError) -> tuple[str, str]:
     """The first problem of a record: its field, and a message `got …, want …`."""
-    field, message = _first_problem(error)
-    return one_line(field, 200), one_line(message)
-
-
-def _first_problem(error: ValidationError) -> tuple[str, str]:
     detail: Any = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "record":
-        named = detail["ctx"]["field"]
-        return named or field, detail["msg"] if named else f"{field}: {detail['msg']}"
-    if detail["type"] == "missing":
-        return field, f"{field}: missing"
-    if detail["type"] == "string_unicode":
-        return field, f"{field}: got a lone surrogate (half of a character), want text that UTF-8 can hold"
     wanted = detail["msg"].removeprefix("Input should be ")
-    return field, f"{field}: got {shown(detail['input'])}, want {wanted[0].lower()}{wanted[1:]}"
+    if detail["type"] == "record":
+        field, message = detail["ctx"]["field"], detail["msg"]
+    elif detail["type"] == "missing":
+        message = f"{field}: missing"
+    elif detail["type"] == "string_unicode":
+        message = f"{field}: got a lone surrogate (half of a character), want text that UTF-8 can hold"
+    else:
+        message = f"{field}: got {shown(detail['input'])}, want {wanted[0].lower()}{wanted[1:]}"
+    return one_line(field, 200), one_line(message)
 
 
 Node = TypeVar("Node", bound=Hashable)
@@ -326,11 +295,11 @@ class Joined(NamedTuple):
 
     def named(self, names: Sequence[str]) -> dict[str, Any]:
         """The fields of a record whose responses have these ids."""
-        ranking = None if self.ranking is None else [[names[i] for i in tie] for tie in self.ranking]
-        return {
-            "ranking": ranking,
-            "pairs": None if self.pairs is None else [[names[i], names[j]] for i, j in self.pairs],
-        }
+        ranking, pairs = (
+            None if part is None else [[names[i] for i in group] for group in part]
+            for part in (self.ranking, self.pairs)
+        )
+        return {"ranking": ranking, "pairs": pairs}
 
     def named_ties(self, names: Sequence[str]) -> dict[str, Any]:
         """Metadata with the pairs judged equal, which `pairs` do not show."""

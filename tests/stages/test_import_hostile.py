@@ -116,7 +116,7 @@ def test_names_out_of_a_file_cannot_write_to_the_terminal(tmp_path, capsys):
     code, out, _ = imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")
     shown = [line for line in out.splitlines() if "reject: " in line]
     assert code == 2 and len(shown) == 4 and all(len(line) < 1200 for line in shown)
-    assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", out) and "\\x1b[2J\\n\\u202eyyy" in out
+    assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", out) and "\\x1b[2J \\u202eyyy" in out
 
 
 def test_a_screen_that_knows_ascii_only_is_enough(tmp_path):
