@@ -1,9 +1,9 @@
 """The pretraining text: documents, packed once into memory-mapped token files, and served as blocks."""
 
-import codecs
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,81 +26,54 @@ if TYPE_CHECKING:
 
 MAX_DOCUMENT = 1 << 24  # characters; a longer one becomes several documents, so that memory is bounded
 PIECE = 8192  # characters: a document above twice this is tokenised and assigned to a split in such pieces
-_CHUNK = 1 << 16  # bytes of a text file read at once
+_CHUNK = 1 << 20  # characters of a text file read at once
 _BATCH = 1 << 20  # characters tokenised at once
 _KEPT_TOKENS = 1 << 22  # most tokens that wait until it is decided what is held out
 SPLITS = ("train", "heldout")
 
 
 def cut_text(text: str, size: int) -> list[str]:
-    """Cut a text into parts of at most `size` characters that join to the same text.
-
-    A cut comes after a blank line, else after a line, else after a space, in the part's second half; else at
-    `size`.
+    """Cut a text into parts of at most `size` characters: each after a blank line, else after a line, else after a space, in
+    the part's second half; else at `size`.
     """
     parts = []
     begin = 0
     while len(text) - begin > size:
-        end = begin + size
-        for mark in ("\n\n", "\n", " "):
-            at = text.rfind(mark, begin + size // 2, begin + size)
-            if at >= 0:
-                end = at + len(mark)
-                break
+        places = ((mark, text.rfind(mark, begin + size // 2, begin + size)) for mark in ("\n\n", "\n", " "))
+        end = next((at + len(mark) for mark, at in places if at >= 0), begin + size)
         parts.append(text[begin:end])
         begin = end
     return [*parts, text[begin:]] if begin < len(text) else parts
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> Iterator[str]:
-    """Decode a file chunk by chunk; a BOM is dropped and line ends become a single newline.
-
-    Raises: UserError if the encoding is unknown or the bytes are not in it, naming the byte's offset.
-    """
-    try:
-        decoder = codecs.getincrementaldecoder(encoding)()
-    except LookupError as error:
-        raise UserError(f"data.encoding={encoding}: no such encoding: want utf-8, latin-1, cp1252, …") from error
-    newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
+    """Decode a file chunk by chunk, without a BOM and with newlines as line ends. Raises: UserError if that fails."""
     with open_bytes(path) as file:
-        offset = 0  # of the chunk in the file
-        ended = False
-        while not ended:
-            chunk = file.read(_CHUNK)
-            ended = not chunk
-            try:
-                text = newlines.decode(chunk, final=ended)
-            except UnicodeDecodeError as error:
-                # the decoder's input: the rest of the last chunk, then this chunk
-                at = offset - (len(error.object) - len(chunk)) + error.start
-                byte = error.object[error.start]
-                cure = "set data.encoding=latin-1 (or cp1252, …), or convert the file with iconv"
-                raise UserError(f"{path}: byte 0x{byte:02x} at offset {at} is not {encoding} text: {cure}") from error
-            text = text.removeprefix("\ufeff") if offset == 0 else text
-            offset += len(chunk)
-            if text:
-                yield text
+        try:
+            text = io.TextIOWrapper(file, encoding)  # type: ignore[arg-type]
+            chunk = text.read(_CHUNK).removeprefix("\ufeff")
+            while chunk:
+                yield chunk
+                chunk = text.read(_CHUNK)
+        except LookupError as error:
+            raise UserError(f"data.encoding={encoding}: no such encoding: want utf-8, latin-1, cp1252, …") from error
+        except UnicodeDecodeError as error:  # its object ends where reading has come to
+            at = file.tell() - len(error.object) + error.start
+            came = f"byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding} text"
+            cure = "set data.encoding=latin-1 (or cp1252, …), or convert the file with iconv"
+            raise UserError(f"{path}: {came}: {cure}") from error
 
 
-def _text_documents(source: Source, encoding: str) -> Iterator[str]:
+def _text_documents(path: Path, encoding: str) -> Iterator[str]:
     """A file's texts between separators; documents longer than MAX_DOCUMENT are yielded in parts."""
-    assert source.path is not None
-    chunks: list[str] = []
-    size = 0
-    tail = ""  # of the previous chunk, for a separator that spans two chunks
-    for chunk in read_text(source.path, encoding):
-        chunks.append(chunk)
-        size += len(chunk)
-        seam = tail + chunk
-        tail = seam[1 - len(SEPARATOR) :]
-        if SEPARATOR in seam or size >= MAX_DOCUMENT:
-            *whole, rest = "".join(chunks).split(SEPARATOR)
-            yield from (document.strip() for document in whole)
-            if len(rest) >= MAX_DOCUMENT:
-                *parts, rest = cut_text(rest, MAX_DOCUMENT // 2)
-                yield from parts
-            chunks, size, tail = [rest], len(rest), rest[1 - len(SEPARATOR) :]
-    yield "".join(chunks).strip()
+    rest = ""
+    for chunk in read_text(path, encoding):
+        *whole, rest = (rest + chunk).split(SEPARATOR)
+        yield from (document.strip() for document in whole)
+        if len(rest) >= MAX_DOCUMENT:
+            *parts, rest = cut_text(rest, MAX_DOCUMENT // 2)
+            yield from parts
+    yield rest.strip()
 
 
 def _row_documents(source: Source) -> Iterator[str]:
@@ -109,7 +82,7 @@ def _row_documents(source: Source) -> Iterator[str]:
             raise UserError(str(row))
         text = row.value.get("text")
         if not isinstance(text, str):
-            keys = ", ".join(str(key) for key in list(row.value)[:8])
+            keys = ", ".join(map(str, list(row.value)[:8]))
             came = f"text: got {shown(text)}" if "text" in row.value else f"the keys are {keys}"
             raise UserError(f'{source.name}:{row.line}: {came}: want {{"text": "…"}} in each row of a corpus')
         yield text
@@ -125,12 +98,11 @@ def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
     """
     for source in resolve_sources(sources, TEXT_SUFFIXES + ROW_SUFFIXES):
         empty = True
-        documents = _text_documents(source, encoding) if source.is_text else _row_documents(source)
-        for document in documents:
-            if not document.strip():
-                continue
-            empty = False
-            yield from cut_text(document, MAX_DOCUMENT) if len(document) > MAX_DOCUMENT else (document,)
+        path = source.path if source.is_text else None
+        for document in _row_documents(source) if path is None else _text_documents(path, encoding):
+            if document.strip():
+                empty = False
+                yield from cut_text(document, MAX_DOCUMENT) if len(document) > MAX_DOCUMENT else (document,)
         if empty:
             raise UserError(f"{source.name}: the file has no text: remove it from data.corpus, or fill it")
 
@@ -143,22 +115,18 @@ class _Piece(NamedTuple):
     part: int
 
 
-def _pieces(documents: Iterable[str]) -> Iterator[_Piece]:
-    for number, document in enumerate(documents):
-        if document.strip():
-            parts = cut_text(document, PIECE) if len(document) > 2 * PIECE else [document]
-            yield from (_Piece(part, number, i) for i, part in enumerate(parts))
-
-
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+def _batches(documents: Iterable[str]) -> Iterator[list[_Piece]]:
+    """The pieces of the documents, about _BATCH characters at a time."""
     batch: list[_Piece] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
+    for number, document in enumerate(documents):
+        parts = cut_text(document, PIECE) if len(document) > 2 * PIECE else [document]
+        for i, part in enumerate(parts if document.strip() else ()):
+            batch.append(_Piece(part, number, i))
+            size += len(part)
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
     if batch:
         yield batch
 
@@ -172,31 +140,28 @@ class _Writer:
         self.tokens = self.bytes = self.documents = 0
         self.last: tuple[int, int] | None = None
 
-    def _write(self, ids: Sequence[int] | np.ndarray) -> None:
+    def add(self, piece: _Piece, ids: Sequence[int] | np.ndarray) -> None:
+        if self.last != (piece.document, piece.part - 1):
+            self.end()
+            self.documents += 1
         self.file.write(np.asarray(ids, dtype=self.dtype).tobytes())
         self.tokens += len(ids)
-
-    def add(self, piece: _Piece, ids: Sequence[int] | np.ndarray) -> None:
-        begins = self.last != (piece.document, piece.part - 1)
-        if begins and self.last is not None:
-            self._write([self.separator])
-        self.documents += begins
-        self._write(ids)
         self.bytes += len(piece.text.encode("utf-8"))
         self.last = (piece.document, piece.part)
 
-    def finish(self) -> dict[str, Any]:
+    def end(self) -> None:
+        """Write the separator after what was written."""
         if self.last is not None:
-            self._write([self.separator])
+            self.file.write(np.asarray([self.separator], dtype=self.dtype).tobytes())
+            self.tokens += 1
+
+    def finish(self) -> dict[str, Any]:
+        self.end()
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
-        return {
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "documents": self.documents,
-            "sha256": sha256_file(self.path),
-        }
+        counts = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
+        return counts | {"sha256": sha256_file(self.path)}
 
 
 class _Divider:
@@ -210,7 +175,6 @@ class _Divider:
     def __init__(self, train: _Writer, held_out: _Writer, fraction: float, seed: int, context_length: int):
         self.train, self.held_out, self.fraction, self.seed = train, held_out, fraction, seed
         self.context_length = context_length
-        self.wanted = 8 * context_length
         self.kept: list[tuple[float, _Piece, np.ndarray]] | None = []  # None once decided
         self.kept_tokens = self.kept_held_out = self.pieces = 0
 
@@ -223,24 +187,22 @@ class _Divider:
         self.kept.append((u, piece, np.asarray(ids, dtype=np.uint32)))
         self.kept_tokens += len(ids)
         self.kept_held_out += len(ids) if u < self.fraction else 0
-        enough = self.wanted <= self.kept_held_out < self.kept_tokens
+        enough = 8 * self.context_length <= self.kept_held_out < self.kept_tokens
         if enough or self.kept_tokens >= _KEPT_TOKENS:
             self.decide()
 
     def decide(self) -> None:
         """Write the pieces that were kept back, in the order of the text."""
-        if self.kept is None:
-            return
-        share = max(min(self.wanted, self.kept_tokens // 20), min(self.context_length, self.kept_tokens // 4), 1)
-        by_hash = sorted((u, len(ids)) for u, _, ids in self.kept)
-        limit, tokens = -1.0, 0  # pieces whose hash is at most `limit` are held out
-        for u, size in by_hash[:-1]:  # never all of them
-            if u >= self.fraction and tokens >= share:
+        context, tokens = self.context_length, self.kept_tokens
+        share = max(min(8 * context, tokens // 20), min(context, tokens // 4), 1)
+        limit, held_out = -1.0, 0  # pieces whose hash is at most `limit` are held out
+        kept, self.kept = self.kept or [], None
+        for u, size in sorted((u, len(ids)) for u, _, ids in kept)[:-1]:  # never all of them
+            if u >= self.fraction and held_out >= share:
                 break
-            limit, tokens = u, tokens + size
-        for u, piece, ids in self.kept:
+            limit, held_out = u, held_out + size
+        for u, piece, ids in kept:
             (self.held_out if u <= limit else self.train).add(piece, ids)
-        self.kept = None
 
 
 def pack_corpus(
@@ -254,10 +216,10 @@ def pack_corpus(
 ) -> "PackedCorpus":
     """Tokenise documents into `out`/train.bin and heldout.bin, joined by `<|endoftext|>`, with a meta.json.
 
-    Documents are assigned to held-out by hash; those above 16k characters are divided first. While
-    `held_out_fraction` gives less than 8 contexts of tokens, more is held out: up to that, at most a
-    twentieth of the corpus, or one context if that is at most a quarter. Bounded memory; meta.json is
-    written last, so that a killed run leaves none. `progress(documents, tokens)` is called after each batch.
+    Documents are assigned to held-out by hash; those above 16k characters are divided first. If `held_out_fraction`
+    gives less than 8 contexts of tokens, more is held out: up to that, at most a twentieth of the corpus, or one
+    context if that is at most a quarter. meta.json is written last, so that a killed run leaves none.
+    `progress(documents, tokens)` is called after each batch.
 
     Raises: UserError if there is no text, or too little to divide.
     """
@@ -271,7 +233,7 @@ def pack_corpus(
     divider = _Divider(writers["train"], writers["heldout"], held_out_fraction, seed, context)
     tokens = 0
     try:
-        for batch in _batches(_pieces(documents)):
+        for batch in _batches(documents):
             for piece, ids in zip(batch, encode_texts(tokenizer, [p.text for p in batch]), strict=True):
                 divider.add(piece, ids)
                 tokens += len(ids)
@@ -282,26 +244,21 @@ def pack_corpus(
         divider.decide()
         splits = {split: writer.finish() for split, writer in writers.items()}
         if not splits["train"]["tokens"] or not splits["heldout"]["tokens"]:
-            raise UserError(
-                f"the corpus has {tokens} tokens in {divider.pieces} documents, too few to hold a part out: "
-                "want at least two documents, or one of 16,000 characters"
-            )
-    except BaseException:
+            came = f"the corpus has {tokens} tokens in {divider.pieces} documents, too few to hold a part out"
+            raise UserError(f"{came}: want at least two documents, or one of 16,000 characters")
+        meta = {"version": 1, "dtype": dtype.str, "separator": separator, "tokenizer": tokenizer_hash(tokenizer)}
+        return _finish(folder, meta | {"held_out_fraction": held_out_fraction, "seed": seed}, splits)
+    finally:
         for writer in writers.values():
             writer.file.close()
             writer.path.unlink(missing_ok=True)
-        raise
-    for split, writer in writers.items():
-        writer.path.replace(folder / f"{split}.bin")
-    meta = {
-        "version": 1,
-        "dtype": dtype.str,
-        "separator": separator,
-        "tokenizer": tokenizer_hash(tokenizer),
-        "held_out_fraction": held_out_fraction,
-        "seed": seed,
-        "splits": splits,
-    }
+
+
+def _finish(folder: Path, meta: dict[str, Any], splits: dict[str, Any]) -> "PackedCorpus":
+    """Give the written token files their names, then write meta.json."""
+    for split in SPLITS:
+        (folder / f"{split}.bin.tmp").replace(folder / f"{split}.bin")
+    meta = meta | {"splits": splits}
     write_json(folder / "meta.json", meta)
     return PackedCorpus(folder, meta)
 
@@ -329,10 +286,7 @@ class PackedCorpus:
 
     @classmethod
     def load(cls, path: Path | str) -> "PackedCorpus":
-        """Open a packed corpus.
-
-        Raises: UserError if it is missing, unfinished or not of the size that its meta.json says.
-        """
+        """Open a packed corpus. Raises: UserError if it is missing, unfinished or not of the size that its meta.json says."""
         folder = Path(path)
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -357,11 +311,6 @@ class PackedCorpus:
     def separator(self) -> int:
         """The id of `<|endoftext|>`: a token is a separator if and only if it equals this."""
         return self.meta["separator"]
-
-    @property
-    def sources(self) -> list[dict[str, Any]]:
-        """{"name", "share", "tokens", "drawn", "epochs"} of each source that was mixed in by weight."""
-        return self.meta.get("sources", [])
 
     @property
     def sha256(self) -> dict[str, str]:
@@ -393,8 +342,7 @@ class Blocks(torch.utils.data.Dataset):
     """Block i holds tokens [i * context_length, (i + 1) * context_length) of a split.
 
     An item is {"input_ids", "labels"}, the same ids twice, (context_length,) int64: the model shifts them.
-    Nats of text tokens over bytes of text: leave out labels equal to `separator`, and take the bytes of the
-    labels that were scored from `tokenizer.token_byte_lengths`.
+    For bits per byte leave out labels equal to `separator`; `tokenizer.token_byte_lengths` has the bytes of the others.
     """
 
     def __init__(self, corpus: PackedCorpus, split: str, context_length: int):
@@ -432,3 +380,70 @@ def make_collator(separator: int, isolate: bool):
         return batch
 
     return collate
+
+
+# --- several sources, mixed by weight as GPT-3 mixed its five (Brown et al. 2020, table 2.2) ---
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One source, packed by itself, and its weight."""
+
+    name: str
+    weight: float
+    corpus: PackedCorpus
+
+
+def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
+    """The source of each of `count` blocks: the one furthest behind its share.
+
+    After i blocks each source has contributed weight / sum(weights) * i blocks, within one block.
+    """
+    total, given = sum(weights), [0] * len(weights)
+    for i in range(1, count + 1):
+        chosen = max(range(len(weights)), key=lambda s: weights[s] / total * i - given[s])
+        given[chosen] += 1
+        yield chosen
+
+
+def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> PackedCorpus:
+    """Write `out`: `tokens` tokens of training text in blocks of `block`, each block of one source; all held-out text.
+
+    The blocks of a source come in its own order, and again from its beginning when they are used up: `epochs` in the
+    `sources` of meta.json, each {"name", "share", "tokens", "drawn", "epochs"}. The packed sources are removed.
+
+    Raises: UserError if a source has less than one block.
+    """
+    served = [part.corpus.blocks("train", block) for part in parts]
+    texts = [part.corpus.tokens("train") for part in parts]
+    given, count = [0] * len(parts), -(-tokens // block)
+    with (out / "train.bin.tmp").open("wb") as file:
+        for s in draw_order([part.weight for part in parts], count):
+            begin = given[s] % len(served[s]) * block
+            file.write(texts[s][begin : begin + block].tobytes())
+            given[s] += 1
+    with (out / "heldout.bin.tmp").open("wb") as file:
+        for part in parts:
+            file.write(part.corpus.tokens("heldout").tobytes())
+    total = sum(part.weight for part in parts)
+    sources = [
+        {
+            "name": part.name,
+            "share": part.weight / total,
+            "tokens": part.corpus.token_count("train"),
+            "drawn": n * block,
+            "epochs": n / len(blocks),
+        }
+        for part, n, blocks in zip(parts, given, served, strict=True)
+    ]
+    held_out = [part.corpus.meta["splits"]["heldout"] for part in parts]
+    splits: dict[str, Any] = {
+        "train": {"tokens": count * block},
+        "heldout": {key: sum(one[key] for one in held_out) for key in ("tokens", "bytes", "documents")},
+    }
+    for split in SPLITS:
+        splits[split]["sha256"] = sha256_file(out / f"{split}.bin.tmp")
+    mixed = _finish(out, parts[0].corpus.meta | {"sources": sources}, splits)
+    for part in parts:
+        shutil.rmtree(part.corpus.path)
+    return mixed

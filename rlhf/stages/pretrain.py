@@ -17,8 +17,7 @@ from rlhf.config.model import shape_of
 from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
-from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, pack_corpus
-from rlhf.data.mixing import Part, mix_corpora
+from rlhf.data.corpus import PackedCorpus, Part, iterate_documents, make_collator, mix_corpora, pack_corpus
 from rlhf.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
@@ -66,7 +65,7 @@ def run(config: Config) -> None:
         steps = training_steps(config)
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
         stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
-        for source in corpus.sources:
+        for source in corpus.meta.get("sources", []):
             stage.say(
                 f"{source['name']}: {source['share']:.1%} of them, {source['epochs']:.2f} epochs of its {source['tokens']:,} tokens"
             )

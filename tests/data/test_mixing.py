@@ -6,8 +6,7 @@ import pytest
 
 from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config
-from rlhf.data.corpus import PackedCorpus, pack_corpus
-from rlhf.data.mixing import Part, draw_order, mix_corpora
+from rlhf.data.corpus import PackedCorpus, Part, draw_order, mix_corpora, pack_corpus
 from rlhf.errors import UserError
 
 GPT3 = [60, 22, 8, 8, 3]
@@ -44,10 +43,10 @@ def test_blocks_come_from_their_sources_in_order_and_again(tokenizer, tmp_path):
         assert blocks[i]["input_ids"].tolist() == streams[s][begin : begin + BLOCK]
         given[s] += 1
     assert found.tokens("heldout").tolist() == [token for part in held_out for token in part]
-    assert [source["drawn"] for source in found.sources] == [n * BLOCK for n in given]
+    assert [source["drawn"] for source in found.meta["sources"]] == [n * BLOCK for n in given]
     epochs = [n / (len(stream) // BLOCK) for n, stream in zip(given, streams, strict=True)]
-    assert [source["epochs"] for source in found.sources] == epochs and epochs[2] > 1
-    assert [source["share"] for source in found.sources] == [0.6, 0.2, 0.2]
+    assert [source["epochs"] for source in found.meta["sources"]] == epochs and epochs[2] > 1
+    assert [source["share"] for source in found.meta["sources"]] == [0.6, 0.2, 0.2]
     assert not list((tmp_path / "a").glob("source-*"))
     again, _, _ = mixed(tokenizer, tmp_path / "b")
     assert PackedCorpus.load(tmp_path / "b").sha256 == found.sha256 == again.sha256
