@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.config import completion, removed
-from rlhf.config.command_table import COMMANDS, CONFIG_GROUPS, FORWARDING, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
+from rlhf.config.command_table import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
 from rlhf.config.compose import (
     conf_dir,
     config_name,
@@ -95,7 +95,7 @@ def _dispatch(arguments: list[str]) -> None:
 def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dict[str, str]) -> None:
     """Check the configuration (of a sweep: every job's), then run the command with it. texts: the settings of TEXTS.
 
-    Hydra itself runs commands with Hydra's own flags or settings, and those that ask it for their overrides.
+    Hydra itself runs commands with Hydra's own flags or settings. The pipeline gets its overrides too, for its stages.
     """
     sweep = any(flag in ("-m", "--multirun") for flag in flags)
     name, folder = read_flags(flags, command)
@@ -105,17 +105,20 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
     if name == config_name(command):  # the user's own primary configuration is checked after Hydra has found it
         checked = check_jobs(ours, sweep, searched, command)
 
-    def start(config: Any) -> None:
+    def start(config: Any, overrides: list[str]) -> None:
         for name_of_text, text in texts.items():
             setattr(getattr(config, command), name_of_text, text)
         for plugin in listed(getattr(config, "plugins", None)):
             load_named("plugins", plugin, 0)()
-        module_of(command).run(config)
+        places = [] if folder is None else ["--config-dir", folder]
+        places += ["--config-name", name] if name != config_name(command) else []
+        module_of(command).run(config, *([[*places, *overrides]] if command == "pipeline" else []))
 
-    if not flags and ours == plain and command not in FORWARDING:
-        return start(checked[0])
+    if not flags and ours == plain:
+        return start(checked[0], plain)
 
     import hydra
+    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
 
     from rlhf.config.checks import check_config
@@ -126,7 +129,7 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
             config = to_settings(composed)
             if name != config_name(command):
                 check_config(config, command)
-            start(config)
+            start(config, list(HydraConfig.get().overrides.task))
 
     register_schema(config_name(command))
     users_value = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted

@@ -63,7 +63,7 @@ def test_every_command_has_a_module_that_runs_a_configuration(command):
     assert spec is not None and spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
-    assert [argument.arg for argument in function.args.args] == ["config"]
+    assert [argument.arg for argument in function.args.args] == ["config", "overrides"][: 1 + (command == "pipeline")]
 
 
 def test_help_and_mistakes_import_nothing_heavy():
@@ -269,7 +269,7 @@ def test_a_users_mistake_within_a_command_is_one_line(call, monkeypatch):
     ],
 )
 def test_an_interrupted_command_says_how_to_go_on_if_it_can(call, monkeypatch, command, told):
-    def interrupt(config):
+    def interrupt(*given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run", interrupt)
@@ -289,19 +289,23 @@ def test_schema_keys_are_dotted_and_hold_the_defaults():
     assert "kl" in keys and "coef" not in keys
 
 
-def test_a_command_composes_other_settings_while_it_runs(call, monkeypatch):
-    """As the pipeline does for its stages."""
+@pytest.mark.parametrize("sweep", [False, True])
+def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(call, monkeypatch, tmp_path, sweep):
+    """Also if Hydra runs it, here for a sweep, and with the user's folder of YAML files, which its stages need too."""
     seen: list = []
 
-    def run(config):
-        before = pipeline.forwarded_overrides()
+    def run(config, overrides):
         other = compose.compose_config(["experiment=gold", "kl.coef=0.5"])
-        seen.append((config.kl.coef, other.kl.coef, before, pipeline.forwarded_overrides()))
+        seen.append((config.kl.coef, other.kl.coef, overrides))
 
     monkeypatch.setattr(pipeline, "run", run)
-    assert call("pipeline", "experiment=gold", "kl.coef=0.25") == (0, "", "")
-    given = ["experiment=gold", "kl.coef=0.25"]
-    assert seen == [(0.25, 0.5, given, given)]
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nsft:\n  lr: 0.5\n")
+    given = ["experiment=mine", "kl.coef=0.25"]
+    place = ["--config-dir", str(tmp_path)]
+    assert call("pipeline", *place, *given, *(["-m", "run=a,b"] if sweep else [])) == (0, "", "")
+    jobs = [[*given, f"run={name}"] for name in "ab"] if sweep else [given]
+    assert seen == [(0.25, 0.5, [*place, *job]) for job in jobs]
 
 
 @pytest.mark.parametrize(

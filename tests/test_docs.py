@@ -36,3 +36,11 @@ def test_links_lead_somewhere(page):
 def test_a_page_on_ppo_names_its_parts():
     links = [text for code, text, _ in LINK.findall((ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")) if code]
     assert {"one_update", "token_rewards", "gae", "whiten", "policy_loss", "value_loss", "AdaptiveKL"} <= set(links)
+
+
+def test_every_file_of_the_package_that_is_named_exists():
+    """`rlhf/….py` in any text, but for the stage that docs/contributing.md adds, and history."""
+    pages = [(page, page.read_text(encoding="utf-8")) for page in PAGES if page.name != "CHANGELOG.md"]
+    named = [(page.name, path) for page, text in pages for path in re.findall(r"\brlhf/[\w\\/]+\.py\b", text)]
+    missing = {(page, path) for page, path in named if not (ROOT / path.replace("\\", "")).is_file()}
+    assert len(named) > 50 and missing == {("contributing.md", "rlhf/stages/survey.py")}

@@ -6,6 +6,7 @@ Imports neither torch nor transformers, so a complete run is recognised in a sec
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,9 +39,12 @@ from rlhf.system.terminal import say
 LEAST_FREE_BYTES = 200 * 2**20  # with less free space a run would fail later
 
 
-def run(config: Config) -> None:
-    """Run what is missing, then write the report and print a table of all stages."""
-    overrides = forwarded_overrides()
+def run(config: Config, overrides: Sequence[str] = ()) -> None:
+    """Run what is missing, then write the report and print a table of all stages.
+
+    overrides: those of the command line, for the stages; `overwrite` is decided stage by stage.
+    """
+    overrides = [o for o in overrides if not o.startswith("overwrite=")]
     folder = run_folder(config)
     check_before(config)
     started = time.monotonic()
@@ -72,14 +76,6 @@ def stages_to_run(config: Config) -> list[str]:
     for stage in [*listed(config.evaluate.baselines), *last]:
         want(stage)
     return [stage for stage in STAGES if stage in wanted]
-
-
-def forwarded_overrides() -> list[str]:
-    """The overrides of this command, for the stages; `overwrite` is decided stage by stage."""
-    from hydra.core.hydra_config import HydraConfig
-
-    given = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    return [o for o in given if not o.startswith("overwrite=")]
 
 
 def check_before(config: Config) -> None:

@@ -50,17 +50,13 @@ class TrackingConfig:
     """Where metrics are written. JSONL is always written."""
 
     kind: str = setting(
-        "wandb",
-        "wandb is offline unless a key is set; off: numbers only, no samples",
-        choices=("wandb", "tensorboard", "jsonl", "off"),
+        "wandb", "wandb: offline unless a key is set; off: no samples", choices=("wandb", "tensorboard", "jsonl", "off")
     )
     project: str = setting("rlhf", "W&B project")
     entity: str | None = setting(None, "W&B user or team of the dashboard; none: the key's own")
     artifacts: bool = setting(False, "log models and data sets to W&B as artifacts with their lineage")
     log_every: int = setting(10, "optimizer steps between lines (pretraining and SFT)", min=1)
-    peak_tflops: float | None = setting(
-        None, "peak TFLOP/s of one device, for time/mfu; none: by the GPU's name, and no MFU on a CPU", above=0
-    )
+    peak_tflops: float | None = setting(None, "peak TFLOP/s of a device, for time/mfu; none: by its name", above=0)
 
 
 @dataclass(slots=True)
@@ -69,12 +65,8 @@ class CheckpointConfig:
 
     every_seconds: float = setting(600.0, "seconds between checkpoints", min=0)
     keep: int = setting(2, "newest checkpoints to keep", min=1)
-    keep_best: int = setting(
-        0, "checkpoints with the best held-out score (ppo) to keep, also after the stage's end", min=0
-    )
-    keep_every: int = setting(
-        0, "keep a checkpoint whenever the step is a multiple of this, also after the stage's end; 0: none", min=0
-    )
+    keep_best: int = setting(0, "checkpoints with the best held-out score (ppo) to keep for good", min=0)
+    keep_every: int = setting(0, "keep the checkpoint of each multiple of this step for good; 0: none", min=0)
 
 
 @dataclass(slots=True)
@@ -122,23 +114,14 @@ class Config:
     seed: int = setting(0, "seed of all random choices", min=0, max=MAX_SEED)
     overwrite: bool = setting(False, "replace what the run already has", changes=NOTHING)
     plugins: Any = setting(
-        None,
-        "functions, module:name or file.py:name, that are called before the command, to register an architecture",
-        kind="names",
-        changes=NOTHING,
+        None, "functions called before the command, to register an architecture", kind="functions", changes=NOTHING
     )
     device: str = setting("auto", "device", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
     threads: int = setting(
-        0,
-        "CPU threads per process; 0: the number of cores, in training fewer while other processes use them",
-        min=0,
-        max=MAX_PROCESSES,
-        changes=ROUNDING,
+        0, "CPU threads per process; 0: the cores that are free", min=0, max=MAX_PROCESSES, changes=ROUNDING
     )
     precision: str = setting(
-        "auto",
-        "precision of the models; bfloat16: mixed; auto: bfloat16 if the GPU supports it",
-        choices=("auto", "float32", "bfloat16"),
+        "auto", "bfloat16: mixed; auto: bfloat16 if the GPU has it", choices=("auto", "float32", "bfloat16")
     )
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, more time", changes=ROUNDING)
     deepspeed: str = setting("none", "ZeRO stage", choices=tuple(DEEPSPEED), changes=ROUNDING)
@@ -182,13 +165,9 @@ class PlanConfig(Config):
     gpu_memory_gb: float = setting(80.0, "memory of one GPU, in 10^9 bytes", above=0)
     dtype: str = setting("bf16", "bf16: mixed precision", choices=("bf16", "fp32"))
     fused_attention: bool = setting(True, "false: the attention probabilities are kept")
-    sequence: int | None = setting(
-        None, "tokens of the longest row of SFT, reward model and PPO; none: model.context_length", min=1
-    )
+    sequence: int | None = setting(None, "tokens of the longest row; none: model.context_length", min=1)
     memory_margin: float = setting(0.1, "fraction of a GPU's memory kept free", min=0, below=1)
     mfu: float = setting(0.4, "fraction of the peak rate that training reaches", above=0, max=1)
-    peak_tflops: float | None = setting(
-        None, "peak TFLOP/s of one GPU, dense; none: an A100's, 312 (bf16) or 19.5 (fp32)", above=0
-    )
+    peak_tflops: float | None = setting(None, "peak TFLOP/s of a GPU; none: an A100's, 312 or 19.5 (fp32)", above=0)
     bandwidth_gb: float = setting(2039.0, "GB per second of one GPU's memory; default: an A100's with 80 GB", above=0)
     out: str | None = setting(None, "file or folder for plan.json")

@@ -49,7 +49,6 @@ _ALSO_READ = {
 }
 # Commands that read the settings of several, or have a schema of their own.
 OF_SEVERAL = ("pipeline", "plan", "import")
-FORWARDING = ("pipeline",)  # gets its overrides from Hydra and passes them to its stages
 # Marks overrides meant for several commands: those that this one does not use are ignored.
 SHARED_FLAG = "--shared-settings"
 CONFIG_GROUPS = ("model", "experiment", "tracking")

@@ -17,9 +17,7 @@ class SampleConfig:
     responses: int = setting(4, "responses per prompt, K", min=1, max=100)
     temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
     tool: str = setting("native", "tool the tasks are written for", choices=("native", "label_studio", "csv"))
-    interface: str = setting(
-        "ranker", "one task per pair, or per prompt (Label Studio and CSV)", choices=("pairwise", "ranker")
-    )
+    interface: str = setting("ranker", "tasks of a pair, or of a prompt", choices=("pairwise", "ranker"))
     out: str | None = setting(None, "output folder; none: runs/<run>/sample")
 
 
@@ -39,9 +37,7 @@ class GenerateConfig:
 class ReportConfig:
     """`rlhf report`. run=a,b,c shows several runs in the same charts."""
 
-    out: str | None = setting(
-        None, "output file; none: report.html in the run's folder; for several runs report-<runs>.html in runs_dir"
-    )
+    out: str | None = setting(None, "output file; none: report.html in the run's folder, or report-<runs>.html")
     figures: str | None = setting(None, "folder for each figure as a separate file; none: only the page")
     form: str = setting("svg", "format of these files", choices=("svg", "png"))
 
@@ -80,18 +76,14 @@ class ServeConfig:
 
     port: int = setting(8000, "port to listen on; 0: any free one", min=0, max=65535)
     host: str = setting("127.0.0.1", "address to listen on; any but loopback needs serve.token")
-    token: str | None = setting(
-        None, "secret that requests must carry; better as '${oc.env:NAME}' than on the command line"
-    )
+    token: str | None = setting(None, "secret of each request; better as '${oc.env:NAME}'")
     stages: Any = setting(None, "stages to load; none: all finished ones", kind="names")
     batch: int = setting(32, "responses of one model that are drawn together", min=1, max=256)
     queue: int = setting(64, "responses that may wait; further requests get 429", min=0, max=10_000)
     max_new_tokens: int = setting(1024, "largest max_tokens of a request", min=1)
     requests_per_minute: int = setting(1200, "per client", min=1)
     max_body_bytes: int = setting(2**20, "of one request", min=1024, max=2**26)
-    tasks: str | None = setting(
-        None, "labelling tasks of `rlhf sample` (tasks.jsonl); none: runs/<run>/sample/tasks.jsonl if it exists"
-    )
+    tasks: str | None = setting(None, "tasks.jsonl of `rlhf sample`; none: runs/<run>/sample/tasks.jsonl, if any")
     labels: str | None = setting(None, "file that labels are appended to; none: runs/<run>/serve/labels.jsonl")
     labelers: Any = setting(None, "names; each gets a link with a secret; none: one labeler, local", kind="labelers")
     labels_per_prompt: int = setting(1, "labelers who rank each prompt", min=1)
@@ -103,10 +95,7 @@ class ExportConfig:
     """`rlhf export`."""
 
     stage: str = setting("ppo", "stage whose model is exported", choices=(*POLICY_STAGES, "reward"))
-    form: str = setting(
-        "auto",
-        "architecture to write, such as llama; auto: the one of the weights, or the first that fits; rlhf: our own",
-    )
+    form: str = setting("auto", "architecture, such as llama; auto: that of the weights, or what fits; rlhf: ours")
     out: str | None = setting(None, "output folder; none: runs/<run>/export")
 
 
@@ -120,14 +109,10 @@ class ColumnsConfig:
     user: str | None = setting(None, "the user who asked")
     response: str | None = setting(None, "the response of a demonstration, or the one that is rated")
     rating: str | None = setting(None, "rating of the one response: 1 to 7, or a word such as true or bad")
-    responses: Any = setting(
-        None, "two or more columns with the responses that winner or scores compare", kind="columns"
-    )
+    responses: Any = setting(None, "columns with the responses that winner or scores compare", kind="columns")
     winner: Any = setting(None, "column with the verdict, or one column per labeler", kind="columns")
     ranked: Any = setting(None, "columns with responses, best first", kind="columns")
-    scores: Any = setting(
-        None, "columns with the scores of the responses, or one column with a list of them", kind="columns"
-    )
+    scores: Any = setting(None, "columns with the responses' scores, or one with a list", kind="columns")
     labeler: str | None = setting(None, "the labeler")
     created: str | None = setting(None, "time of the judgement")
 
@@ -155,9 +140,7 @@ class ImportConfig:
     max_rejects: int = setting(0, "with more rejects, the result is partial and needs data.allow_partial=true", min=0)
     duplicates: str = setting("drop", "what to do with exact duplicates", choices=("drop", "keep"))
     max_prompts_per_user: int = setting(200, "more prompts of one user are filtered", min=1)
-    prefix_characters: int = setting(
-        200, "prompts that share this many first characters stay in one split (letters and digits: 3/4)", min=1
-    )
+    prefix_characters: int = setting(200, "prompts that share these first characters stay in one split", min=1)
     filter_prefixes: bool = setting(True, "keep only the first of such prompt records")
     pii: str = setting("flag", "e-mail addresses, phone and card numbers in prompts", choices=("flag", "drop", "keep"))
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)

@@ -16,33 +16,20 @@ ADOPTION = ("pretrained", "native")  # the fields of ModelConfig that shape no m
 class ModelConfig:
     """The GPT to pretrain, or the pretrained model to adopt, whose shape is its own."""
 
-    pretrained: str | None = setting(
-        None, "adopt this model (a hub id, @revision if need be; a folder; a .gguf file) in place of pretraining one"
-    )
-    native: Any = setting(
-        "auto",
-        "run an adopted model as our GPT (auto: if the logits are the same) or as transformers' class",
-        kind="switch",
-    )
+    pretrained: str | None = setting(None, "adopt this model: a hub id (@revision), a folder, a .gguf file")
+    native: Any = setting("auto", "run an adopted model as our GPT (auto: if the logits are the same)", kind="switch")
     n_layer: int = setting(12, "blocks", min=1)
     n_head: int = setting(12, "attention heads", min=1)
     n_kv_head: int | None = setting(None, "key and value heads; fewer than n_head: grouped-query attention", min=1)
     head_dim: int | None = setting(None, "width of a head; none: width / n_head", min=1)
     width: int = setting(768, "width of the residual stream, a multiple of n_head if head_dim is not set", min=1)
-    mlp_width: int | None = setting(
-        None, "hidden units of the MLP; none: 4 x width (GELU, ReLU) or 8/3 x width (SwiGLU)", min=1
-    )
+    mlp_width: int | None = setting(None, "hidden units of the MLP; none: 4 x width, SwiGLU 8/3 x width", min=1)
     context_length: int = setting(1024, "tokens per row", min=1)
     positions: str = setting("learned", "position encoding", choices=POSITIONS)
     block: str = setting(
-        "pre",
-        "norms before attention and MLP (pre) or after the sums (post); attention and MLP in parallel, behind a norm each "
-        "(parallel) or one for both (one_norm)",
-        choices=BLOCKS,
+        "pre", "norms before (pre) or after (post); parallel: attention and MLP, with one norm or two", choices=BLOCKS
     )
-    window: int | None = setting(
-        None, "tokens that a banded layer attends to, itself included; none: every layer attends to all", min=1
-    )
+    window: int | None = setting(None, "tokens that a banded layer attends to; none: no banded layers", min=1)
     window_every: int = setting(2, "with window, the last of every window_every layers is banded", min=1)
     norm: str = setting("layernorm", "normalisation", choices=NORMS)
     qk_norm: bool = setting(False, "an RMS norm on each head's queries and keys")
@@ -50,9 +37,7 @@ class ModelConfig:
     experts: int = setting(0, "MLPs per layer of experts; each token uses one; 0: no such layers", min=0)
     expert_every: int = setting(2, "with experts, the last of every expert_every layers has them", min=1)
     expert_capacity: float = setting(
-        1.25,
-        "in pretraining an expert takes at most this many times its even share of a row's tokens; more are dropped",
-        above=0,
+        1.25, "in pretraining, most tokens of an expert by its even share; more are dropped", above=0
     )
     balance_coef: float = setting(0.01, "weight alpha of the loss in pretraining that balances the experts", min=0)
     bias: bool = setting(True, "biases in linear layers and LayerNorm")

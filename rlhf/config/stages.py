@@ -14,41 +14,25 @@ class DataConfig:
 
     corpus: Any = setting(None, "pretraining text", kind="paths")
     corpus_weights: Any = setting(
-        None,
-        "shares of the training tokens that the entries of data.corpus give, such as [60,22,8,8,3]; none: all text once, in order",
-        kind="shares",
+        None, "shares of training tokens by entry of data.corpus, as [60,40]; none: all once", kind="shares"
     )
     demonstrations: Any = setting(None, "prompts with responses, for SFT", kind="paths")
     comparisons: Any = setting(None, "ranked responses, for the reward model", kind="paths")
-    prompts: Any = setting(
-        None, "prompts for rollouts; none: those of the demonstrations and comparisons", kind="paths"
-    )
+    prompts: Any = setting(None, "prompts for rollouts; none: those of demonstrations and comparisons", kind="paths")
     form: str = setting(
-        "chat",
-        "what prompts and responses are: turns of the chat template, or raw text whose continuations have a fixed length",
-        choices=("chat", "completion"),
+        "chat", "turns of the chat template, or raw text with fixed lengths", choices=("chat", "completion")
     )
     format: str = setting("auto", "a format's name (`rlhf import --help` lists them), or auto")
     allow_partial: bool = setting(False, "accept an import that had too many rejects")
-    held_out_labelers: Any = setting(
-        None, "a labeler or a list: not trained on; accuracy on them is reported", kind="labelers"
-    )
+    held_out_labelers: Any = setting(None, "names: not trained on; accuracy on them is reported", kind="labelers")
     encoding: str = setting("utf-8", "encoding of plain-text corpora", kind="encoding")
     held_out: float = setting(0.01, "fraction of the corpus kept for the held-out loss", above=0, below=1)
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)
     test: float = setting(0.10, "fraction of prompts kept for the final figures", min=0, max=1)
     half: int | None = setting(
-        None,
-        "train on the comparisons of half of the prompts, 1 or 2; the judge takes the other half; none: all",
-        min=1,
-        max=2,
+        None, "train on half of the compared prompts, 1 or 2; the judge takes the other; none: all", min=1, max=2
     )
-    split_seed: int = setting(
-        0,
-        "seed of the splits; separate from `seed`, so that runs with other seeds keep the same test prompts",
-        min=0,
-        max=MAX_SEED,
-    )
+    split_seed: int = setting(0, "seed of the splits, independent of `seed`", min=0, max=MAX_SEED)
 
 
 def pretraining_tokens(config: Any) -> int:
@@ -62,9 +46,7 @@ def pretraining_tokens(config: Any) -> int:
 class PretrainConfig:
     """Language modelling on packed blocks (Brown et al. 2020, section 2.3 and appendix B)."""
 
-    tokens: int | None = setting(
-        None, "total training tokens; none: 300 billion for a GPT of ours, no step for an adopted model", min=1
-    )
+    tokens: int | None = setting(None, "training tokens; none: 300 billion, or 0 for an adopted model", min=1)
     global_batch_tokens: int = setting(524_288, "tokens per optimizer step", min=1)
     micro_batch_sequences: int = setting(16, "sequences per forward on one device", min=1, changes=ROUNDING)
     optimizer: str = setting("adamw", "muon: Muon on matrices, AdamW on the rest", choices=("adamw", "muon"))
@@ -74,11 +56,7 @@ class PretrainConfig:
     beta1: float = setting(0.9, "beta1 of AdamW", min=0, below=1)
     beta2: float = setting(0.95, "beta2 of AdamW", min=0, below=1)
     warmup_tokens: int = setting(375_000_000, "tokens of linear warm-up", min=0)
-    schedule: str = setting(
-        "cosine",
-        "of the learning rate after warm-up: a half cosine, or lr sqrt(warm-up steps / steps)",
-        choices=("cosine", "inverse_sqrt"),
-    )
+    schedule: str = setting("cosine", "half a cosine, or lr sqrt(warm-up / steps)", choices=("cosine", "inverse_sqrt"))
     decay_fraction: float = setting(1.0, "part of the training after which the cosine ends", above=0, max=1)
     final_lr_fraction: float = setting(0.1, "final learning rate, as a fraction of lr", min=0, max=1)
     max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
@@ -98,9 +76,7 @@ class SftConfig:
     final_lr_fraction: float = setting(0.1, "final learning rate, as a fraction of lr", min=0, max=1)
     weight_decay: float = setting(0.0, "weight decay, on matrices only", min=0, max=10)
     dropout: float = setting(0.2, "residual dropout", min=0, below=1)
-    pretrain_fraction: float = setting(
-        0.0, "share of the rows that is pretraining text; 0.1 for the policy that PPO starts from", min=0, below=1
-    )
+    pretrain_fraction: float = setting(0.0, "share of rows of pretraining text; 0.1 before PPO", min=0, below=1)
     lm_coef: float = setting(0.0, "weight lambda of the prompt tokens in the loss; GPT-1 uses 0.5", min=0)
     micro_batch_size: int = setting(32, "demonstrations per forward on one device", min=1, changes=ROUNDING)
     max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
@@ -119,26 +95,15 @@ class RewardConfig:
     final_lr_fraction: float = setting(0.1, "final learning rate, as a fraction of lr", min=0, max=1)
     weight_decay: float = setting(0.0, "weight decay, on matrices only", min=0, max=10)
     max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
-    lm_coef: float = setting(
-        0.0, "weight lambda of the language model's loss on prompts and responses; GPT-1 uses 0.5", min=0
-    )
-    read_tokens: int = setting(
-        1, "the score is the mean over this many last tokens, for responses that no token ends", min=1
-    )
+    lm_coef: float = setting(0.0, "weight lambda of the language model's loss on the rows; GPT-1 uses 0.5", min=0)
+    read_tokens: int = setting(1, "the score is the mean over this many last tokens, without end tokens", min=1)
     layers: int | None = setting(None, "number of the trunk's first blocks in the reward model; none: all", min=1)
     calibration_samples: int = setting(512, "SFT samples used to set the gain", min=2)
-    labeler_weights: Any = setting(
-        None, "{name: weight of this labeler's judgements}; others have weight 1", kind="weights"
-    )
-    model: str | None = setting(None, "a text classifier with its own tokenizer: folder or hub name; none: SFT's trunk")
-    audit: int = setting(
-        96, "held-out pairs that the audit at the end attacks; 0: no audit", min=0, max=100_000, changes=NOTHING
-    )
+    labeler_weights: Any = setting(None, "{name: weight of this labeler's judgements}; others: 1", kind="weights")
+    model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")
+    audit: int = setting(96, "held-out pairs that the audit attacks; 0: no audit", min=0, max=100_000, changes=NOTHING)
     audit_check: Any = setting(
-        None,
-        "reward sources, as in ppo.rewards, that the audit compares best-of-n with; none: no check",
-        kind="rewards",
-        changes=NOTHING,
+        None, "sources, as ppo.rewards, that the audit compares with; none: no check", kind="rewards", changes=NOTHING
     )
 
 
@@ -146,12 +111,8 @@ class RewardConfig:
 class JudgeConfig(RewardConfig):
     """The reward model that judges the final policies and that none of them was trained with: settings as in `reward`."""
 
-    model: str | None = setting(
-        None, "the judge's base, a text model with its own tokenizer: folder or hub name; none: no judge"
-    )
-    audit: int = setting(
-        0, "held-out pairs that the audit at the end attacks; 0: no audit", min=0, max=100_000, changes=NOTHING
-    )
+    model: str | None = setting(None, "the judge's base, with its own tokenizer: folder or hub id; none: no judge")
+    audit: int = setting(0, "held-out pairs that the audit attacks; 0: no audit", min=0, max=100_000, changes=NOTHING)
 
 
 @dataclass(slots=True)
@@ -164,9 +125,7 @@ class PpoConfig:
     epochs: int = setting(1, "passes over one rollout", min=1)
     micro_batch_episodes: int = setting(64, "episodes per forward", min=1, changes=ROUNDING)
     prompts: str = setting(
-        "all",
-        "of the training split: all, or only those that the comparisons rank (known to the reward model) or do not rank",
-        choices=("all", "ranked", "unranked"),
+        "all", "prompts that the comparisons rank, or do not, or all", choices=("all", "ranked", "unranked")
     )
     clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
     value_clip_range: float = setting(0.2, "eps_v: values are clipped to the old value ± eps_v", above=0)
@@ -175,9 +134,7 @@ class PpoConfig:
     lr: float = setting(1e-5, "learning rate of the policy", above=0, max=10)
     critic_lr: float = setting(9e-6, "learning rate of the critic", above=0, max=10)
     warmup_updates: int = setting(10, "updates in which the learning rate rises from a tenth", min=0)
-    final_lr_fraction: float = setting(
-        1.0, "where the line of both learning rates ends, as a fraction of each; 1: constant", min=0, max=1
-    )
+    final_lr_fraction: float = setting(1.0, "where both rates end linearly, as a fraction of each", min=0, max=1)
     critic_warmup_updates: int = setting(0, "first updates, in which only the critic is trained", min=0)
     value_coef: float | None = setting(None, "weight of the value loss; none: 1, or 0.1 with a shared trunk", above=0)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", min=0)
@@ -190,36 +147,25 @@ class PpoConfig:
     critic: str = setting("reward", "initial weights of the critic", choices=("reward", "sft", "random"))
     shared_critic: bool = setting(False, "a value head on the policy's own trunk")
     missing_eos_rule: str = setting(
-        "min",
-        "score of a response without end token; min: at most missing_eos_score; replace: missing_eos_score",
-        choices=("min", "replace", "none"),
+        "min", "score without end token: at most missing_eos_score, or that", choices=("min", "replace", "none")
     )
     missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule", any_finite=True)
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
     score_by_token: bool = setting(
-        False,
-        "each token earns its own term of a score that is a mean over tokens (reward.read_tokens); false: all at the last token",
+        False, "each token earns its own term of a mean (reward.read_tokens); false: all at the last"
     )
     rewards: Any = setting(
-        None,
-        "reward models (runs or folders), one-label classifiers (folders or hub ids), functions (module:name); none: the run's own",
-        kind="rewards",
+        None, "runs, folders, one-label classifiers, functions (module:name); none: the run's own model", kind="rewards"
     )
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)
     ptx_blocks_per_episode: float = setting(8.0, "pretraining blocks per episode", above=0)
     ema_decay: float | None = setting(
-        None,
-        "decay per optimizer step of the average of the policy's weights, which is then the model; none: the last weights",
-        above=0,
-        below=1,
+        None, "decay per step of the average of the weights, the model; none: the last weights", above=0, below=1
     )
     metrics: Any = setting(
-        None,
-        "further metrics of an update: functions (module:name or file.py:name), logged as custom/…",
-        kind="functions",
-        changes=NOTHING,
+        None, "functions of further metrics of an update, logged as custom/…", kind="functions", changes=NOTHING
     )
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
     eval_every: int = setting(1, "updates between evaluations on held-out prompts; 0: never", min=0, changes=NOTHING)
@@ -238,14 +184,8 @@ class KlConfig:
     coef: float = setting(0.02, "KL coefficient: score per nat; the initial value if target is set", min=0)
     target: float | None = setting(None, "target KL in nats per sequence; none: a fixed coefficient", above=0)
     horizon: int = setting(10_000, "horizon of the adaptive coefficient, in episodes", min=1)
-    penalty: str = setting(
-        "reward",
-        "the KL is part of the rewards per token, or (as in GRPO) k3 is part of the loss",
-        choices=("reward", "loss"),
-    )
-    ceiling: float | None = setting(
-        None, "KL in nats per sequence (objective/kl) at which training stops; none: never", above=0
-    )
+    penalty: str = setting("reward", "KL in each token's reward, or (GRPO) k3 in the loss", choices=("reward", "loss"))
+    ceiling: float | None = setting(None, "KL in nats per sequence at which training stops; none: never", above=0)
 
 
 @dataclass(slots=True)
@@ -254,10 +194,7 @@ class LoraConfig:
 
     rank: int = setting(0, "rank of the adapters; 0: train all weights", min=0)
     alpha: int = setting(16, "the adapters' output is scaled by alpha / rank", min=1)
-    share_trunk: bool = setting(
-        False,
-        "PPO's four models share one copy of the SFT model's weights; needs a reward model trained with lora.rank",
-    )
+    share_trunk: bool = setting(False, "PPO's models share the SFT model's weights; the reward model needs lora.rank")
 
 
 @dataclass(slots=True)
@@ -273,76 +210,37 @@ class EvaluateConfig:
     """The final figures."""
 
     prompts: int = setting(512, "held-out prompts", min=1)
-    split: str = setting(
-        "test", "split of the prompts; dev: to choose settings without test prompts", choices=("test", "dev")
-    )
+    split: str = setting("test", "split of the prompts; dev: to choose settings", choices=("test", "dev"))
     samples: int = setting(3, "responses per prompt at temperature 1", min=1)
-    baselines: Any = setting(
-        None, "optional stages that `rlhf pipeline` runs too, to compare PPO with: rejection, dpo, rate", kind="names"
-    )
-    compare: Any = setting(None, "runs whose PPO model is compared too; they share this run's SFT model", kind="names")
+    baselines: Any = setting(None, "stages to run and compare PPO with: rejection, dpo, rate", kind="names")
+    compare: Any = setting(None, "runs whose PPO model is compared; they share this run's SFT model", kind="names")
     best_of: int = setting(16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0)
-    pairs: Any = setting(
-        None,
-        "preference files, in any format, on which a reward model's accuracy is measured",
-        kind="paths",
-        changes=NOTHING,
-    )
+    pairs: Any = setting(None, "preference files on which a reward model is measured", kind="paths", changes=NOTHING)
     pairs_model: str | None = setting(
-        None,
-        "the reward model for evaluate.pairs: a run, a stage's folder, a classifier; none: the run's own",
-        changes=NOTHING,
+        None, "their model: a run, folder or classifier; none: the run's", changes=NOTHING
     )
     instructions: Any = setting(
-        None,
-        "prompts with instructions that a program can check, such as data/instructions.jsonl",
-        kind="paths",
-        changes=NOTHING,
+        None, "prompts that a program can check, such as data/instructions.jsonl", kind="paths", changes=NOTHING
     )
     shots: Any = setting(
-        None,
-        "numbers of solved examples in the prompt, such as [0,1,2,4,8]: in-context accuracy on the task of classify.data",
-        kind="counts",
-        changes=NOTHING,
+        None, "numbers of solved examples of classify.data in the prompt, as [0,1,2]", kind="counts", changes=NOTHING
     )
-    overlap: bool = setting(
-        False,
-        "look for the test prompts, and the examples of classify.data, in data.corpus: n-grams of words",
-        changes=NOTHING,
-    )
+    overlap: bool = setting(False, "look for the test prompts and examples in data.corpus (n-grams)", changes=NOTHING)
     models: Any = setting(
-        None,
-        "stages whose models evaluate.instructions, shots and benchmarks measure; none: SFT and after, of shots the base too",
-        kind="names",
-        changes=NOTHING,
+        None, "stages that instructions, shots, benchmarks measure; none: SFT and after", kind="names", changes=NOTHING
     )
     benchmarks: Any = setting(None, "tasks of lm-eval", kind="names", changes=NOTHING)
-    benchmark_tasks: str | None = setting(
-        None,
-        "folder of further tasks, as lm-eval's YAML files, whose functions are run; none: lm-eval's own",
-        changes=NOTHING,
-    )
+    benchmark_tasks: str | None = setting(None, "folder of further tasks (lm-eval's YAML, code runs)", changes=NOTHING)
     benchmark_limit: int | None = setting(None, "examples per task; none: all", min=1, changes=NOTHING)
     benchmark_batch: int = setting(16, "sequences per forward of a benchmark", min=1, changes=NOTHING)
-    judge: str | None = setting(
-        None,
-        "base URL of an OpenAI-style endpoint whose model compares the answers in evaluate/samples.jsonl",
-        changes=NOTHING,
-    )
+    judge: str | None = setting(None, "URL of an OpenAI-style endpoint that compares the answers", changes=NOTHING)
     judge_model: str = setting("default", "name of the judge's model", changes=NOTHING)
-    judge_key: str | None = setting(
-        None, "environment variable that holds the judge's key; none: no key", changes=NOTHING
-    )
-    judge_pair: Any = setting(
-        None, "the two models whose answers are compared; none: ppo and sft", kind="pair", changes=NOTHING
-    )
+    judge_key: str | None = setting(None, "environment variable with the judge's key", changes=NOTHING)
+    judge_pair: Any = setting(None, "models that are compared; none: ppo, sft", kind="pair", changes=NOTHING)
     judge_prompts: int = setting(200, "prompts that are judged, in both orders", min=1, changes=NOTHING)
     judge_parallel: int = setting(4, "requests at the same time", min=1, max=256, changes=NOTHING)
     judge_prices: Any = setting(
-        None,
-        "price of a million prompt tokens and of a million completion tokens; none: no cost",
-        kind="prices",
-        changes=NOTHING,
+        None, "prices of a million prompt and completion tokens; none: no cost", kind="prices", changes=NOTHING
     )
 
 
