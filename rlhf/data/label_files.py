@@ -24,6 +24,7 @@ from rlhf.data.records import (
 )
 from rlhf.data.storage import check_whole, read_records, verify
 from rlhf.errors import UserError
+from rlhf.system.terminal import one_line
 
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
 _SHOWN_PROBLEMS = 5
@@ -103,7 +104,7 @@ def read(
     info.format = chosen.name
     if chosen.prepare is not None:
         chosen = chosen.prepare(source.name, values)
-        info.why = "; ".join(filter(None, [info.why, reading.note, chosen.recognise(values[0])]))
+        info.why = "; ".join(filter(None, [info.why, reading.note, chosen.note]))
     stem = printable_path(source.path.name) if source.path else source.name
     every = chain(head, rows)
     for row in every if chosen.gather is None else chosen.gather(every, source.name):
@@ -116,31 +117,26 @@ def convert_row(row: Row | Reject, chosen: Format, name: str, stem: str) -> Conv
     """The validated records of one row; one without an id is named `<file>:<number>`, of several `<file>:<number>.<i>`."""
     if isinstance(row, Reject):
         return Converted(row, [], [row])
-    values: list[dict[str, Any]] = []
-    rejects: list[Reject] = []
-    records: list[Record] = []
     try:
-        for one in chosen.convert(row.value):
-            if isinstance(one, BadRow):
-                rejects.append(reject_row(name, row, one.field, one.message))
-            else:
-                values.append(one)
-        if not values and not rejects:
+        values = list(chosen.convert(row.value))
+        if not values:
             raise BadRow("", f"got a row that gives no record, want {chosen.wants}")
+        records: list[Record] = []
         for i, fields in enumerate(values):
             kind = fields.get("kind")
             if not isinstance(kind, str) or kind not in KINDS:
-                raise BadRow("kind", f"got {shown(kind)}, want {', '.join(KINDS)}" if "kind" in fields else "missing")
+                raise BadRow("kind", f"got {shown(kind)}, want {', '.join(KINDS)}")
             if fields.get("id") is None:
                 fields = fields | {"id": f"{stem}:{row.number}" + (f".{i}" if len(values) > 1 else "")}
             records.append(KINDS[kind].model_validate(fields))
-        return Converted(row, records, rejects, all(fields.get("id") is not None for fields in values))
+        return Converted(row, records, [], all(fields.get("id") is not None for fields in values))
     except BadRow as error:
         problem = error.field, error.message
     except ValidationError as error:
         problem = first_problem(error)
-    except RecursionError:
-        problem = "", "nested too deeply"
+    except KeyError as error:
+        field = one_line(str(error.args[0]), 200)
+        problem = field, f"{field}: missing"
     except Exception as error:  # an unexpected shape must not stop the other rows
         came = shown(f"{type(error).__name__}: {error}")[1:-1]
         problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"

@@ -16,14 +16,15 @@ from rlhf.data.formats.shapes import (
     BadRow,
     Values,
     as_json,
-    as_number,
     is_empty,
     is_list,
+    judged,
+    number,
     other_keys,
     ranking_of,
+    read_phrase,
     require,
 )
-from rlhf.data.formats.verdicts import ordered, read_phrase
 from rlhf.data.records import Message, RankedResponse, Ranking, shown
 from rlhf.system.files import write_jsonl
 
@@ -225,13 +226,10 @@ _SIDES = ("left", "right")
 _LEAVE = "leave this column as it was written (a spreadsheet cuts cells at 32,767 characters)"
 
 
-def is_tasks_csv(row: Values) -> str | None:
-    """Why a row is a task that `rlhf sample sample.tool=csv` wrote; None if it is not."""
-    if not all(key in row for key in _COMMON):
-        return None
-    if all(key in row for key in (*_SIDES, "winner")):
-        return "tasks of rlhf sample: keys item, ids, about, winner"
-    return "tasks of rlhf sample: keys item, ids, about, score_1" if "response_1" in row and "score_1" in row else None
+def is_tasks_csv(row: Values) -> bool:
+    """Whether a row is a task that `rlhf sample sample.tool=csv` wrote."""
+    pair = row.keys() >= {*_SIDES, "winner"}
+    return all(key in row for key in _COMMON) and (pair or row.keys() >= {"response_1", "score_1"})
 
 
 def _cell_text(value: Any) -> str:
@@ -243,7 +241,7 @@ def _cell_text(value: Any) -> str:
 
 def from_tasks_csv(row: Values) -> Iterator[dict[str, Any]]:
     """The ranking of a row; null if nobody has filled it in, as in a task. Raises: BadRow."""
-    require(is_tasks_csv(row) is not None, "", list(row), "item, prompt, labeler, ids, about, and winner or score_1 …")
+    require(is_tasks_csv(row), "", list(row), "item, prompt, labeler, ids, about, and winner or score_1 …")
     about = as_json(row["about"])
     parts = [about.get(name, {}) for name in ("responses", "metadata")] if isinstance(about, dict) else []
     require(is_list(parts, dict), "about", row["about"], f"the JSON of rlhf sample: {_LEAVE}")
@@ -261,16 +259,13 @@ def from_tasks_csv(row: Values) -> Iterator[dict[str, Any]]:
         score = row.get(column.replace("response", "score"))
         if pair or is_empty(score):
             continue
-        number = as_number(score)
-        if number is None:
-            raise BadRow(column.replace("response", "score"), f"got {shown(score)}, want a number, or nothing")
-        scores[name] = number
+        scores[name] = number(score, column.replace("response", "score"), "a number, or nothing")
     ranking = ranking_of(scores, best="highest") if scores else None
     if pair and not is_empty(row["winner"]):
         verdict = read_phrase(_cell_text(row["winner"]), 2)
         if verdict is None:
             raise BadRow("winner", f"got {shown(row['winner'])}, want left, right or tie")
-        ranking = ordered(verdict.winner, ids)
+        ranking = judged(verdict.winner, ids)["ranking"]
     item = _cell_text(row["item"])
     labeler = None if is_empty(row["labeler"]) else _cell_text(row["labeler"]).strip()
     used = [*_COMMON, *(key for key in row if key in (*_SIDES, "winner") or key.startswith(("response_", "score_")))]

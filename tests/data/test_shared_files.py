@@ -16,6 +16,7 @@ from rlhf.commands import import_data
 from rlhf.config.commands import ImportConfig
 from rlhf.data.corpus import iterate_documents
 from rlhf.data.demonstrations import encode_demonstrations, labels_of
+from rlhf.data.formats import FORMATS
 from rlhf.data.label_files import load_all, load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import train_tokenizer
@@ -28,7 +29,6 @@ class Expected(NamedTuple):
 
     file: str
     format: str
-    why: str  # what the screen says of it
     rows: int
     kind: str
     records: int  # before duplicates are dropped
@@ -38,23 +38,23 @@ class Expected(NamedTuple):
 # None of these files has a bad row: none has a blank answer, a null judgement or an odd role.
 # Files whose columns the user must name, spreadsheets and exports of labelling tools have tests of their own.
 FILES = [
-    Expected("comparisons/hh-harmless-first-1500.jsonl.gz", "hh", "chosen and rejected are dialogues", 1500, "ranking", 1500),
-    Expected("comparisons/hh-helpful-2352-dsp.json.gz", "hh", "text holds dialogues", 2352, "ranking", 2352),
-    Expected("comparisons/qa-feedback-500x4.json.gz", "qa_feedback", "prediction 1 … 4", 500, "ranking", 500),
-    Expected("comparisons/oasst-trees-100.jsonl", "oasst", "first message of a tree", 100, "ranking", 212),
-    Expected("comparisons/dpo-sharegpt-300.json.gz", "sharegpt", "conversations, with chosen", 300, "ranking", 300, 5),
-    Expected("comparisons/kto-300.json", "kto", "keys messages and label", 300, "ranking", 300),
-    Expected("comparisons/stack_exchange_paired_tiny.json", "pairs", "response_j (better)", 25, "ranking", 25),
-    Expected("comparisons/dummy-dpo.jsonl", "pairs", "chosen_response (better)", 100, "ranking", 100, 96),
-    Expected("demonstrations/alpaca-en-999.json", "alpaca", "instruction and output", 999, "demonstration", 999, 14),
-    Expected("demonstrations/alpaca-zh-1000.json", "alpaca", "instruction and output", 1000, "demonstration", 1000, 8),
-    Expected("demonstrations/messages-500.jsonl", "messages", "key messages", 500, "demonstration", 500, 1),
-    Expected("demonstrations/sharegpt-500.json", "sharegpt", "conversations with turns", 500, "demonstration", 500),
-    Expected("demonstrations/gpteacher-roleplay-1923.json.gz", "alpaca", "instruction and response", 1923, "demonstration", 1923),
-    Expected("demonstrations/gsm8k-train-7473.jsonl.gz", "question_answer", "question and answer", 7473, "demonstration", 7473),
-    Expected("demonstrations/dolly-6400-no-context.jsonl.gz", "decoded", "text and decoded", 6400, "demonstration", 6400, 3),
-    Expected("demonstrations/self-instruct-seed-175.jsonl", "self_instruct", "and instances", 175, "demonstration", 175),
-    Expected("prompts/mt-bench-80.jsonl", "mt_bench", "key turns", 80, "prompt", 80),
+    Expected("comparisons/hh-harmless-first-1500.jsonl.gz", "hh", 1500, "ranking", 1500),
+    Expected("comparisons/hh-helpful-2352-dsp.json.gz", "hh", 2352, "ranking", 2352),
+    Expected("comparisons/qa-feedback-500x4.json.gz", "qa_feedback", 500, "ranking", 500),
+    Expected("comparisons/oasst-trees-100.jsonl", "oasst", 100, "ranking", 212),
+    Expected("comparisons/dpo-sharegpt-300.json.gz", "sharegpt", 300, "ranking", 300, 5),
+    Expected("comparisons/kto-300.json", "kto", 300, "ranking", 300),
+    Expected("comparisons/stack_exchange_paired_tiny.json", "pairs", 25, "ranking", 25),
+    Expected("comparisons/dummy-dpo.jsonl", "pairs", 100, "ranking", 100, 96),
+    Expected("demonstrations/alpaca-en-999.json", "alpaca", 999, "demonstration", 999, 14),
+    Expected("demonstrations/alpaca-zh-1000.json", "alpaca", 1000, "demonstration", 1000, 8),
+    Expected("demonstrations/messages-500.jsonl", "messages", 500, "demonstration", 500, 1),
+    Expected("demonstrations/sharegpt-500.json", "sharegpt", 500, "demonstration", 500),
+    Expected("demonstrations/gpteacher-roleplay-1923.json.gz", "alpaca", 1923, "demonstration", 1923),
+    Expected("demonstrations/gsm8k-train-7473.jsonl.gz", "question_answer", 7473, "demonstration", 7473),
+    Expected("demonstrations/dolly-6400-no-context.jsonl.gz", "decoded", 6400, "demonstration", 6400, 3),
+    Expected("demonstrations/self-instruct-seed-175.jsonl", "self_instruct", 175, "demonstration", 175),
+    Expected("prompts/mt-bench-80.jsonl", "mt_bench", 80, "prompt", 80),
 ]  # fmt: skip
 NOT_THE_TEXT = ("id", "decoded")  # keys that do not make two rows different judgements or demonstrations
 
@@ -75,10 +75,10 @@ def test_what_becomes_of_a_file(shared_data, tmp_path, capsys, expected):
     assert (len(rows), len(rows) - len(set(texts))) == (expected.rows, expected.duplicates)
 
     import_data.run(ImportConfig(path=str(path), out=str(tmp_path / "out")))
-    assert f"{expected.format} (" in (screen := capsys.readouterr().out) and expected.why in screen
+    assert f"{expected.format} ({FORMATS[expected.format].wants}" in capsys.readouterr().out
     report = json.loads((tmp_path / "out/report.json").read_text())
     [file] = report["files"]
-    assert file["format"] == expected.format and expected.why in file["why"]
+    assert file["format"] == expected.format
     counts = report["counts"]
     assert counts["input"] == counts["accepted"] + counts["duplicates"] == expected.rows
     assert counts["duplicates"] == expected.duplicates and counts["rejected"] == counts["filtered"] == 0

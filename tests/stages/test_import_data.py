@@ -22,7 +22,10 @@ def test_what_an_import_writes(tmp_path, capsys):
     rows = [DEMONSTRATION, RANKING, RANKING | {"labeler": "bob"}, RANKING, PROMPT, DEMONSTRATION | {"id": "e"}]
     path = write(tmp_path / "labels.jsonl", [*rows, b"", RANKING | {"ranking": [["a", "b", "c"]], "labeler": "eve"}])
     said = run(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-    assert f"import: {path}: native (key kind is 'demonstration'): 7 rows" in said
+    assert (
+        f"import: {path}: native (key kind (demonstration, ranking, prompt) and the keys of that record): 7 rows"
+        in said
+    )
     assert "rows: 7 input, 5 accepted, 2 duplicates, 0 filtered, 0 rejected" in said and "MB/s" in said
     assert "labelers" in said
     report = report_of(tmp_path / "out")

@@ -4,17 +4,14 @@ A format recognises a row and converts it into records as plain dicts, without r
 in the table is named as `module:name` or `file.py:name`: a function that gives the records of one row.
 """
 
-import difflib
 import inspect
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf.data import tasks
 from rlhf.data.formats import argilla, dialogues, label_studio, oasst, preferences, scored
-from rlhf.data.formats.shapes import BadRow, Format, Values, is_empty, require_text
-from rlhf.data.formats.table import WANTS
-from rlhf.data.formats.verdicts import counted, normal, read_phrase
+from rlhf.data.formats.shapes import BadRow, Format, Values, require_text
+from rlhf.data.formats.table import WANTS, propose_columns
 from rlhf.data.records import KINDS, shown
 from rlhf.errors import UserError
 from rlhf.system.plugins import load_named
@@ -23,12 +20,11 @@ __all__ = ["FORMATS", "BadRow", "Format", "choose_format", "require_text"]
 
 LOOK_AHEAD = 20  # rows used for recognition
 _KEYS = 12  # of a row, in a message
-_NEAREST = 3  # formats, in a message
 
 
-def _is_native(row: Values) -> str | None:
+def _is_native(row: Values) -> bool:
     """A kind that is spelt wrong counts too: such a row is a native one with a mistake."""
-    return f"key kind is {row['kind']!r}" if isinstance(row.get("kind"), str) and "prompt" in row else None
+    return isinstance(row.get("kind"), str) and "prompt" in row
 
 
 def _unnamed(row: Values) -> list[dict[str, Any]]:
@@ -42,7 +38,7 @@ def _made(module: Any, name: str, wants: str, **more: Any) -> Format:
 
 _TABLE = (
     Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", _is_native, lambda row: [dict(row)]),
-    Format("table", WANTS, lambda row: None, _unnamed),
+    Format("table", WANTS, lambda row: False, _unnamed),
     _made(dialogues, "alpaca", "keys instruction, input and output or response"),
     _made(dialogues, "sharegpt", "key conversations with turns of from and value, and perhaps chosen and rejected"),
     _made(dialogues, "messages", "key messages with turns of role and content"),
@@ -82,11 +78,11 @@ _TABLE = (
 FORMATS = {one.name: one for one in _TABLE}
 
 
-def _reason(format: Format, row: Values) -> str | None:
+def _fits(format: Format, row: Values) -> bool:
     try:
-        return format.recognise(row)
+        return bool(format.recognise(row))
     except Exception:  # a foreign row can contain values of any type: this one is not of this format
-        return None
+        return False
 
 
 def find_format(name: str, setting: str) -> Format | None:
@@ -95,7 +91,7 @@ def find_format(name: str, setting: str) -> Format | None:
         return None
     if ":" in name:
         convert = inspect.unwrap(load_named("format", name, 1))  # a row that it cannot read is a reject
-        return Format(name, "what the function reads", lambda row: "asked for", convert)
+        return Format(name, "what the function reads", lambda row: True, convert)
     if name not in FORMATS:
         known = ", ".join(sorted(FORMATS))
         raise UserError(f"{setting}={name}: no such format: want auto, {known}, or a function as file.py:name")
@@ -111,7 +107,7 @@ def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setti
     """
     if asked is None:
         return _recognise(name, rows, setting)
-    if asked.prepare or any(_reason(asked, row) is not None for row in rows[:LOOK_AHEAD]):
+    if asked.prepare or any(_fits(asked, row) for row in rows[:LOOK_AHEAD]):
         return asked, "asked for"
     try:
         other, why = _recognise(name, rows, setting)
@@ -123,79 +119,13 @@ def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setti
 
 def _recognise(name: str, rows: Sequence[Values], setting: str) -> tuple[Format, str]:
     for row in rows[:LOOK_AHEAD]:
-        matches = {f.name: why for f in FORMATS.values() if (why := _reason(f, row)) is not None}
-        if "argilla" in matches:  # a flat row of it can have the keys of others
-            matches = {"argilla": matches["argilla"]}
+        matches = [one for one in FORMATS.values() if _fits(one, row)]
+        if FORMATS["argilla"] in matches:  # a flat row of it can have the keys of others
+            matches = [FORMATS["argilla"]]
         if len(matches) == 1:
-            [(chosen, why)] = matches.items()
-            return FORMATS[chosen], why
+            return matches[0], matches[0].wants
         if matches:
-            raise UserError(f"{name}: could be {' and '.join(matches)}: set {setting} to one of them")
+            names = " and ".join(one.name for one in matches)
+            raise UserError(f"{name}: could be {names}: set {setting} to one of them")
     keys = ", ".join(shown(str(key))[1:-1] for key in list(rows[0])[:_KEYS])
-    nearest = _nearest(rows[0])
-    near = f"The nearest formats are {nearest}. " if nearest else ""
-    raise UserError(f"{name}: no format recognised: rows have the keys {keys}. {near}{propose_columns(rows)}")
-
-
-def _nearest(row: Values) -> str:
-    """The formats whose keys are most similar to those of a row, with their keys; empty if none is similar."""
-
-    def likeness(one: Format) -> float:
-        named = set(re.findall(r"\w+", one.wants.lower()))
-        keys = [str(key).lower() for key in list(row)[:_KEYS]]
-        return sum(1.0 if key in named else 0.5 * bool(difflib.get_close_matches(key, named, 1, 0.75)) for key in keys)
-
-    ranked = sorted(((likeness(one), one) for one in FORMATS.values()), key=lambda pair: (-pair[0], pair[1].name))
-    return "; ".join(f"{one.name}: {one.wants}" for score, one in ranked[:_NEAREST] if score > 0)
-
-
-# --- the proposed column map -----------------------------------------------------------------------------------------
-
-_PROMPT = re.compile("prompt|instruction|question|query|request|input", re.I)
-_ANSWER = re.compile("answer|response|completion|output|reply|summary", re.I)
-_VERDICT = re.compile("winner|label|prefer|choice|better|vote|verdict|annotator", re.I)
-_MOST_WORDS = 12  # a column with more different values holds no verdicts
-
-
-def propose_columns(rows: Sequence[Values]) -> str:
-    """The command line that would read such rows as a table, as far as their keys and values tell."""
-    columns = {str(key): [row.get(key) for row in rows] for key in rows[0]}
-    texts = [key for key, values in columns.items() if any(isinstance(value, str) for value in values)]
-    groups: dict[str, list[str]] = {}
-    for key in texts:
-        groups.setdefault(re.sub(r"[ _-]?(\d+|[ab]|left|right|chosen|rejected)$", "", key, flags=re.I), []).append(key)
-    sizes = {key: sum(len(value) for value in columns[key] if isinstance(value, str)) for key in texts}
-    sides = max(
-        (group for group in groups.values() if len(group) > 1),
-        key=lambda keys: sum(sizes[key] for key in keys),
-        default=[],
-    )
-    prompts = [key for key in texts if _PROMPT.search(key) and key not in sides]
-    rest = [key for key in texts if key not in sides]
-    proposed = [f"columns.prompt={_setting(prompts[:2] or rest[:1]) or '…'}"]
-    found = ""
-    if sides:
-        winners = [
-            key for key, values in columns.items() if key not in (*sides, *prompts) and _holds_verdicts(key, values)
-        ]
-        proposed.append(f"columns.responses={_setting(sides)}")
-        said = [value for key in winners for value in columns[key]]
-        words = sorted({normal(value) for value in said if not is_empty(value)})
-        proposed += [f"columns.winner={_setting(winners)}"] if winners else []
-        if winners and not all(read_phrase(word, len(sides)) for word in words):
-            proposed += ["words.first=…", "words.second=…", "words.tie=…"]
-        found = f" ({', '.join(winners)}: {counted(said, _MOST_WORDS)})" if winners else ""
-    else:
-        answers = [key for key in rest if _ANSWER.search(key) and key not in prompts]
-        proposed += [f"columns.response={answers[0]}"] if answers else []
-    return f"Name the columns, as: format=table {' '.join(proposed)}{found}"
-
-
-def _setting(names: Sequence[str]) -> str:
-    text = ",".join(names) if len(names) < 2 else f"[{','.join(names)}]"
-    return f"'{text}'" if re.search(r"[\s\[]", text) else text
-
-
-def _holds_verdicts(key: str, values: Sequence[Any]) -> bool:
-    words = {normal(value) for value in values if isinstance(value, str | int | float) and not is_empty(value)}
-    return bool(_VERDICT.search(key)) and 1 < len(words) <= _MOST_WORDS and all(len(word) < 60 for word in words)
+    raise UserError(f"{name}: no format recognised: rows have the keys {keys}. {propose_columns(rows)}")

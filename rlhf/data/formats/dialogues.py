@@ -7,9 +7,7 @@ from rlhf.data.formats.shapes import (
     BadRow,
     Turns,
     Values,
-    chat_text,
     chat_turns,
-    demonstration,
     id_and_rest,
     is_chat,
     is_learned,
@@ -29,34 +27,34 @@ _INPUTS = ("input", "context")  # Dolly's name for the input is context
 _JUDGED = ("chosen", "rejected")
 
 
+def _holds_texts(row: Values, *keys: str) -> bool:
+    return all(isinstance(row.get(key), str) for key in keys)
+
+
+def _demonstration(prompt: Any, response: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "demonstration", "prompt": prompt, "response": response, "metadata": metadata}
+
+
 def request(row: Values) -> str:
     """Alpaca's instruction and, after a blank line, the input if any; both stripped."""
-    inputs = [require_text(row, key) for key in _INPUTS if row.get(key) is not None]
-    parts = [part.strip() for part in (require_text(row, "instruction"), *inputs)]
-    return "\n\n".join(part for part in parts if part)
+    keys = ["instruction", *(key for key in _INPUTS if row.get(key) is not None)]
+    return "\n\n".join(text for key in keys if (text := require_text(row, key).strip()))
 
 
-def is_alpaca(row: Values) -> str | None:
-    answers = [key for key in ("output", "response") if key in row]
-    if "instruction" not in row or len(answers) != 1 or "kto_tag" in row or not isinstance(row[answers[0]], str | None):
-        return None
-    return f"keys instruction and {answers[0]}"
+def is_alpaca(row: Values) -> bool:
+    answers = [row[key] for key in ("output", "response") if key in row]
+    return "instruction" in row and "kto_tag" not in row and len(answers) == 1 and isinstance(answers[0], str | None)
 
 
 def from_alpaca(row: Values) -> Made:
     """One demonstration; a `system` text and a `history` of [request, answer] come before the instruction."""
     key = "output" if "output" in row else "response"
-    history = row.get("history") or []
-    fits = isinstance(history, list) and all(isinstance(two, list) and len(two) == 2 for two in history)
-    require(fits, "history", history, "a list of [request, answer]")
-    turns: Turns = [
-        {"role": role, "content": chat_text(said, f"history.{i}")}
-        for i, two in enumerate(history)
-        for role, said in zip(("user", "assistant"), two, strict=True)
-    ]
+    turns: Turns = []
+    for asked, answered in row.get("history") or []:
+        turns += [*user_turn(asked), {"role": "assistant", "content": answered}]
     turns = with_system(row.get("system"), turns + user_turn(request(row)))
     name, rest = id_and_rest(row, "instruction", "system", "history", *_INPUTS, key)
-    yield {"id": name, **demonstration(turns, require_text(row, key), rest, key)}
+    yield {"id": name, **_demonstration(turns, row[key], rest)}
 
 
 def _dialogue(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +71,14 @@ def _dialogue(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, A
         return {"kind": "prompt", "prompt": turns, "metadata": metadata}
     at = learned[-1]
     more = {"answer": other_keys(turns[at], "role", "content"), "later_turns": turns[at + 1 :]}
-    return demonstration(turns[:at], turns[at]["content"], metadata | {k: v for k, v in more.items() if v}, field)
+    return _demonstration(turns[:at], turns[at]["content"], metadata | {k: v for k, v in more.items() if v})
 
 
-def is_sharegpt(row: Values) -> str | None:
+def is_sharegpt(row: Values) -> bool:
     turns: Any = row.get("conversations")
-    fits = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
-    if not fits or any(key in row for key in ("kind", "label", "kto_tag", "messages")):
-        return None
-    if any(key in row for key in _JUDGED):
-        return "key conversations, with chosen and rejected" if all(key in row for key in _JUDGED) else None
-    return "key conversations with turns"
+    if not isinstance(turns, list) or row.keys() & {"kind", "label", "kto_tag", "messages"}:
+        return False
+    return all(isinstance(turn, dict) for turn in turns) and ("chosen" in row) == ("rejected" in row)
 
 
 def from_sharegpt(row: Values) -> Made:
@@ -97,11 +92,10 @@ def from_sharegpt(row: Values) -> Made:
         yield {"id": name, **_dialogue(turns, "conversations", rest)}
 
 
-def is_messages(row: Values) -> str | None:
+def is_messages(row: Values) -> bool:
     turns: Any = row.get("messages")
-    others = ("kind", "chosen", "rejected", "completion", "label", "kto_tag", "fields")
-    fits = is_chat(turns) and all("content" in turn for turn in turns) and not any(key in row for key in others)
-    return "key messages with turns of role and content" if fits else None
+    others = {"kind", "chosen", "rejected", "completion", "label", "kto_tag", "fields"}
+    return is_chat(turns) and all("content" in turn for turn in turns) and not row.keys() & others
 
 
 def from_messages(row: Values) -> Made:
@@ -109,62 +103,50 @@ def from_messages(row: Values) -> Made:
     yield {"id": name, **_dialogue(chat_turns(row.get("messages"), "messages"), "messages", rest)}
 
 
-def is_self_instruct(row: Values) -> str | None:
-    fits = "instruction" in row and isinstance(row.get("instances"), list)
-    return "keys instruction and instances" if fits else None
+def is_self_instruct(row: Values) -> bool:
+    return "instruction" in row and isinstance(row.get("instances"), list)
 
 
-def from_self_instruct(row: Values) -> Iterator[dict[str, Any] | BadRow]:
-    """One demonstration per instance of {input, output}, or a BadRow in its place."""
-    instances: Any = row.get("instances")
-    require(is_list(instances), "instances", instances, "a list of {input, output}")
-    instruction = require_text(row, "instruction")
+def from_self_instruct(row: Values) -> Made:
+    """One demonstration per instance of {input, output}."""
     name, rest = id_and_rest(row, "instruction", "instances")
+    instances: Any = row["instances"]
     for i, instance in enumerate(instances):
-        field = f"instances.{i}"
-        try:
-            fits = isinstance(instance, dict) and all(isinstance(instance.get(k), str) for k in ("input", "output"))
-            require(fits, field, instance, "{input, output}, both strings")
-            parts = [instruction, *([instance["input"]] if is_text(instance["input"]) else [])]
-            prompt = "\n\n".join(part.strip() for part in parts)
-            metadata = rest | other_keys(instance, "input", "output")
-            made = demonstration(prompt, instance["output"], metadata, f"{field}.output")
-            yield {"id": name if name is None or len(instances) == 1 else f"{name}.{i}", **made}
-        except BadRow as error:
-            yield error
+        parts = [require_text(row, "instruction"), require_text(instance, "input")]
+        prompt = "\n\n".join(part.strip() for part in parts if is_text(part))
+        made = _demonstration(prompt, instance["output"], rest | other_keys(instance, "input", "output"))
+        yield {"id": name if name is None or len(instances) == 1 else f"{name}.{i}", **made}
 
 
-def is_question_answer(row: Values) -> str | None:
+def is_question_answer(row: Values) -> bool:
     """Rows that also have passages or choices are not: a prompt without these could not be answered."""
-    others = ("kind", "context", "passages", "choices", "options", *_JUDGED, "conversations", "messages")
-    both = all(isinstance(row.get(key), str) for key in ("question", "answer"))
-    return "keys question and answer" if both and not any(key in row for key in others) else None
+    others = {"kind", "context", "passages", "choices", "options", *_JUDGED, "conversations", "messages"}
+    return _holds_texts(row, "question", "answer") and not row.keys() & others
 
 
 def from_question_answer(row: Values) -> Made:
-    answer = require_text(row, "answer")
-    yield demonstration(require_text(row, "question"), answer, other_keys(row, "question", "answer"), "answer")
+    yield _demonstration(row["question"], row["answer"], other_keys(row, "question", "answer"))
 
 
-def is_decoded(row: Values) -> str | None:
-    wanted = ("instruction", "text", "decoded")
-    return "keys instruction, text and decoded" if all(isinstance(row.get(key), str) for key in wanted) else None
+def is_decoded(row: Values) -> bool:
+    return _holds_texts(row, "instruction", "text", "decoded")
 
 
 def from_decoded(row: Values) -> Made:
     """The person's answer; nobody compared it with the model's (`decoded`), which stays in the metadata."""
-    answer = require_text(row, "text")
-    yield demonstration(require_text(row, "instruction"), answer, other_keys(row, "instruction", "text"), "text")
+    yield _demonstration(row["instruction"], row["text"], other_keys(row, "instruction", "text"))
 
 
-def is_mt_bench(row: Values) -> str | None:
-    fits = is_list(row.get("turns"), str)
-    return "key turns with what a user says" if fits and "prompt" not in row and "kind" not in row else None
+def is_mt_bench(row: Values) -> bool:
+    return is_list(row.get("turns"), str) and not row.keys() & {"prompt", "kind"}
 
 
 def from_mt_bench(row: Values) -> Made:
     """A prompt of the first turn; the later ones only make sense after the model's own answer: `metadata.later_turns`."""
-    turns: Any = row.get("turns")
-    require(is_list(turns, str), "turns", turns, "a list of texts")
-    later = {"later_turns": turns[1:]} if turns[1:] else {}
-    yield {"kind": "prompt", "prompt": turns[0], "metadata": other_keys(row, "turns") | later}
+    require(is_list(row.get("turns"), str), "turns", row.get("turns"), "a list of texts")
+    first, *later = row["turns"]
+    yield {
+        "kind": "prompt",
+        "prompt": first,
+        "metadata": other_keys(row, "turns") | ({"later_turns": later} if later else {}),
+    }

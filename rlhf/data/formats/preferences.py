@@ -14,7 +14,6 @@ from rlhf.data.formats.shapes import (
     Turns,
     Values,
     chat_turns,
-    demonstration,
     id_and_rest,
     is_chat,
     is_list,
@@ -54,13 +53,10 @@ def _is_hh_text(value: Any) -> bool:
     return isinstance(value, str) and _hh_text(value).startswith(_HUMAN)
 
 
-def is_hh(row: Values) -> str | None:
-    if "prompt" not in row and all(_is_hh_text(row.get(key)) for key in _JUDGED):
-        return 'chosen and rejected are dialogues of "Human:" and "Assistant:"'
+def is_hh(row: Values) -> bool:
     texts: Any = row.get("text")
-    if "score" in row and is_list(texts) and all(map(_is_hh_text, texts)):
-        return 'text holds dialogues of "Human:" and "Assistant:", score a number each'
-    return None
+    pair = "prompt" not in row and all(_is_hh_text(row.get(key)) for key in _JUDGED)
+    return pair or ("score" in row and is_list(texts) and all(map(_is_hh_text, texts)))
 
 
 def _hh_turns(text: str) -> Turns:
@@ -93,51 +89,43 @@ def from_hh(row: Values) -> Made:
     """
     scored = "text" in row and "chosen" not in row
     texts: Any = row["text"] if scored else [require_text(row, key) for key in _JUDGED]
-    fields = ("text.0", "text.1") if scored else _JUDGED
-    require(is_list(texts, str) and len(texts) == 2, "text", texts, "two dialogues")
-    for field, text in zip(fields, texts, strict=True):
-        require(_is_hh_text(text), field, text.strip()[:30], 'a dialogue that begins with "Human:"')
+    field = "text" if scored else "chosen"
+    fits = is_list(texts, str) and len(texts) == 2 and all(map(_is_hh_text, texts))
+    require(fits, field, texts, 'two dialogues that begin with "Human:"')
     first, second = map(_hh_text, texts)
     at = first.rfind(_ASSISTANT, 0, _shared_length(first, second))
-    both = " and ".join(fields)
-    if at < 0:
-        raise BadRow(fields[0], f'{both} share no "Assistant:" turn: want dialogues that differ at the end')
     answers = [text[at + len(_ASSISTANT) :] for text in (first, second)]
-    if any(_HUMAN in answer for answer in answers):
-        raise BadRow(fields[0], f"{both} part before the last answer: want the same dialogue up to it")
+    if at < 0 or any(_HUMAN in answer for answer in answers):
+        raise BadRow(field, "the two dialogues part before the last answer: want the same dialogue up to it")
     judged = preference(*({"content": answer.strip()} for answer in answers))
     if scored:
-        scores: Any = row.get("score")
-        require(is_list(scores) and len(scores) == 2, "score", scores, "two numbers")
-        judged["ranking"] = ranking_of(
-            {n: number(s, "score") for n, s in zip("ab", scores, strict=True)}, best="highest"
-        )
+        scores = {name: number(score, "score") for name, score in zip("ab", row["score"], strict=True)}
+        judged["ranking"] = ranking_of(scores, best="highest")
     yield {"prompt": _hh_turns(first[:at]), **judged, "metadata": other_keys(row, *(("text",) if scored else _JUDGED))}
 
 
 # --- trl -------------------------------------------------------------------------------------------------------------
 
 
-def is_trl(row: Values) -> str | None:
-    others = (
-        "kind", "messages", "conversations", "label", "kto_tag", "fields", "turns", "text", "annotation_id", "winner",
-    )  # fmt: skip
-    both = [row.get(key) for key in _JUDGED]
-    if is_hh(row) is not None or "kind" in row or "conversations" in row:
-        return None
-    if "prompt" in row and "completion" in row and "label" not in row and "kto_tag" not in row:
-        return "keys prompt and completion"
+def is_trl(row: Values) -> bool:
+    if row.keys() & {"kind", "conversations"} or is_hh(row):
+        return False
+    if "prompt" in row and "completion" in row:
+        return not row.keys() & {"label", "kto_tag"}
+    both: list[Any] = [row.get(key) for key in _JUDGED]
+    if all(isinstance(text, str) for text in both):
+        return "prompt" in row or not row.keys() & {"question", "instruction"}
+    return all(map(is_chat, both)) or _is_prompt_alone(row)
+
+
+def _is_prompt_alone(row: Values) -> bool:
+    """Whether a row has a prompt, and no key that could hold an answer."""
     answers = (*_JUDGED, "completion", "response", "answer", "output")  # in any key's name
-    alone = not any(word in key for key in row for word in answers) and not any(key in row for key in others)
-    alone = alone and not any(is_list(value, dict) for key, value in row.items() if key != "prompt")
-    if alone and (isinstance(row.get("prompt"), str) or is_chat(row.get("prompt"))):
-        return "key prompt and no answer"
-    prompt = "with" if "prompt" in row else "without"
-    if all(isinstance(text, str) for text in both) and (
-        "prompt" in row or not row.keys() & {"question", "instruction"}
-    ):
-        return f"keys chosen and rejected hold strings, {prompt} a prompt"
-    return f"keys chosen and rejected hold messages, {prompt} a prompt" if all(map(is_chat, both)) else None
+    others = {"messages", "label", "kto_tag", "fields", "turns", "text", "annotation_id", "winner"}
+    if row.keys() & others or any(word in key for key in row for word in answers):
+        return False
+    lists = any(is_list(value, dict) for key, value in row.items() if key != "prompt")
+    return not lists and (isinstance(row.get("prompt"), str) or is_chat(row.get("prompt")))
 
 
 def _prompt(value: Any) -> Any:
@@ -167,35 +155,28 @@ def from_trl(row: Values) -> Made:
     """One ranking with K = 2, response "a" the chosen one; or one demonstration of a completion; or one prompt."""
     prompt: Any = row.get("prompt")
     if "chosen" in row or "rejected" in row:
-        both: list[Any] = [row.get(key) for key in _JUDGED]
+        both: list[Any] = [row[key] for key in _JUDGED]
         if all(isinstance(text, str) for text in both):
             if prompt is None:
                 prompt, both = _split_strings(*both)
             answers: Any = [{"content": text} for text in both]
         else:
-            odd = "rejected" if isinstance(both[0], str) or is_chat(both[0]) else "chosen"
-            require(all(map(is_chat, both)), odd, row.get(odd), "a string or a list of messages, as its counterpart")
             shared, answers = _split_messages(*(chat_turns(row[key], key) for key in _JUDGED))
             # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
             prompt = shared if shared or prompt is None else prompt
         yield {"prompt": _prompt(prompt), **preference(*answers), "metadata": other_keys(row, "prompt", *_JUDGED)}
     elif "completion" in row:
         answer, metadata = row["completion"], other_keys(row, "prompt", "completion")
-        if is_chat(answer):
+        if isinstance(answer, list):
             turn = one_answer(answer, "completion")
             answer, more = turn["content"], other_keys(turn, "role", "content")
             metadata |= {"answer": more} if more else {}
-        yield demonstration(_prompt(prompt), require_text({"completion": answer}, "completion"), metadata, "completion")
+        yield {"kind": "demonstration", "prompt": _prompt(prompt), "response": answer, "metadata": metadata}
     else:
         name, rest = id_and_rest(row, "prompt", "user", ids=("id", "prompt_id"))
         inner = rest.pop("metadata") if isinstance(rest.get("metadata"), dict) else {}
-        yield {
-            "kind": "prompt",
-            "id": name,
-            "prompt": _prompt(prompt),
-            "user": row.get("user"),
-            "metadata": inner | rest,
-        }
+        user = row.get("user")
+        yield {"kind": "prompt", "id": name, "prompt": _prompt(prompt), "user": user, "metadata": inner | rest}
 
 
 # --- pairs, choices --------------------------------------------------------------------------------------------------
@@ -211,11 +192,9 @@ def _pair_keys(row: Values) -> tuple[str, str, str] | None:
     return prompt, *answers
 
 
-def is_pairs(row: Values) -> str | None:
+def is_pairs(row: Values) -> bool:
     keys = _pair_keys(row)
-    if keys is None or "kind" in row or is_hh(row) is not None or not all(isinstance(row[key], str) for key in keys):
-        return None
-    return f"keys {keys[0]}, {keys[1]} (better) and {keys[2]}"
+    return bool(keys) and "kind" not in row and not is_hh(row) and all(isinstance(row[key], str) for key in keys or ())
 
 
 def from_pairs(row: Values) -> Made:
@@ -223,25 +202,16 @@ def from_pairs(row: Values) -> Made:
     keys = _pair_keys(row)
     if keys is None:
         raise BadRow("prompt", "missing: want prompt, question or instruction, and two answers as in the rows before")
-    parts = [require_text(row, keys[0])]
-    used = [*keys, "system"]
-    if keys[0] == "instruction":
-        used.append("input")
-        parts += [row["input"]] if row.get("input") is not None and is_text(require_text(row, "input")) else []
-    name, rest = id_and_rest(row, *used)
-    judged = preference(*({"content": require_text(row, key)} for key in keys[1:]))
-    yield {
-        "id": name,
-        "prompt": with_system(row.get("system"), user_turn("\n\n".join(parts))),
-        **judged,
-        "metadata": rest,
-    }
+    given = row.get("input") if keys[0] == "instruction" else None
+    prompt = user_turn(f"{row[keys[0]]}\n\n{given}" if is_text(given) else row[keys[0]])
+    name, rest = id_and_rest(row, *keys, "system", *(["input"] if keys[0] == "instruction" else []))
+    judged = preference(*({"content": row[key]} for key in keys[1:]))
+    yield {"id": name, "prompt": with_system(row.get("system"), prompt), **judged, "metadata": rest}
 
 
-def is_choices(row: Values) -> str | None:
+def is_choices(row: Values) -> bool:
     both = all(is_list(row.get(key), str) for key in _JUDGED)
-    fits = both and "kind" not in row and isinstance(row.get("prompt"), str)
-    return "keys prompt, chosen and rejected, the latter two lists of strings" if fits else None
+    return both and "kind" not in row and isinstance(row.get("prompt"), str)
 
 
 def from_choices(row: Values) -> Made:
@@ -264,39 +234,30 @@ def from_choices(row: Values) -> Made:
 # --- kto -------------------------------------------------------------------------------------------------------------
 
 
-def is_kto(row: Values) -> str | None:
-    label = next((key for key in ("label", "kto_tag") if key in row), None)
-    if label is None or "kind" in row:
-        return None
-    if "prompt" in row and "completion" in row:
-        return f"keys prompt, completion and {label}"
-    if label == "kto_tag" and "instruction" in row and "output" in row:
-        return "keys instruction, output and kto_tag"
-    chat = next((key for key in ("messages", "conversations") if isinstance(row.get(key), list)), None)
-    return f"keys {chat} and {label}" if chat else None
+def is_kto(row: Values) -> bool:
+    if "kind" in row or not row.keys() & {"label", "kto_tag"}:
+        return False
+    if row.keys() >= {"prompt", "completion"} or row.keys() >= {"kto_tag", "instruction", "output"}:
+        return True
+    return any(isinstance(row.get(key), list) for key in ("messages", "conversations"))
 
 
 def from_kto(row: Values) -> Made:
     """One answer with a label true or false: a ranking with K = 1, rated 7 or 1; the label stays under `metadata`."""
-    key = "kto_tag" if "kto_tag" in row and "label" not in row else "label"
-    label: Any = row.get(key)
+    key = "label" if "label" in row else "kto_tag"
+    label: Any = row[key]
     require(isinstance(label, bool), key, label, "true or false: remove rows without a judgement")
     chat = next((key for key in ("messages", "conversations") if key in row), None)
     used: tuple[str, ...] = ("prompt", "completion")
-    prompt: Any
     if chat is not None:
         prompt, answer = last_answer(with_system(row.get("system"), chat_turns(row[chat], chat)), chat)
         used = (chat, "system")
     elif "instruction" in row:
-        prompt = with_system(row.get("system"), user_turn(request(row)))
-        answer = {"content": require_text(row, "output")}
+        prompt, answer = with_system(row.get("system"), user_turn(request(row))), {"content": row["output"]}
         used = ("instruction", "input", "context", "output", "system")
     else:
-        listed = isinstance(row.get("prompt"), list)
-        prompt = chat_turns(row["prompt"], "prompt") if listed else text_prompt(require_text(row, "prompt"))
-        completion = row.get("completion")
-        as_turn = isinstance(completion, list)
-        answer = one_answer(completion, "completion") if as_turn else {"content": require_text(row, "completion")}
+        prompt, completion = _prompt(row["prompt"]), row["completion"]
+        answer = one_answer(completion, "completion") if isinstance(completion, list) else {"content": completion}
     yield {
         "kind": "ranking",
         "prompt": prompt,

@@ -1,14 +1,13 @@
-"""What formats share: the shape of a format, chat turns, ids, numbers, and scores as an order.
+"""What formats share: the shape of a format, chat turns, ids, numbers, scores as an order, and the words of a verdict.
 
 Text is never changed: no white space is stripped, no HTML entity decoded. A format that joins or cuts strings says so.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.data.inputs import Reject, Row
 from rlhf.data.reading import is_deep
@@ -18,6 +17,7 @@ from rlhf.system.terminal import one_line
 ROLES = dict.fromkeys(("user", "human", "prompter"), "user") | {"system": "system"}
 ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 RATINGS = {True: 7, False: 1}  # of an answer that is only good or bad: the ends of the scale
+TIE = -1
 _WEIGHTS = ("loss_weight", "weight")  # of a turn; 0: context, not to be learned
 _NUMBER = re.compile(r"[+-]?\d{1,15}(?:\.\d{1,20})?")
 
@@ -40,14 +40,16 @@ class Format:
 
     name: str
     wants: str  # the shape of a row as a short text, for messages
-    recognise: Callable[[Values], str | None]  # why a row is of this format; None if it is not
-    # records as plain dicts, each with its `kind`; a BadRow for each part of the row that cannot be converted
-    convert: Callable[[Values], Iterable[dict[str, Any] | BadRow]]
+    recognise: Callable[[Values], Any]  # true if a row is of this format
+    # Records as plain dicts, each with its `kind`. The records validate themselves, and a missing key is a reject, so a
+    # function checks only what would be read wrongly.
+    convert: Callable[[Values], Iterable[dict[str, Any]]]
     joins: bool = False  # judgements with the same `metadata.item` become one ranking per labeler
     # Rows of a whole file that belong together, as the rows that are converted; with the file's name, for messages.
     gather: Callable[[Iterable[Row | Reject], str], Iterator[Row | Reject]] | None = None
     # The format for one file, after a look at its name and first rows, if the columns' values matter.
     prepare: Callable[[str, Sequence[Values]], "Format"] | None = None
+    note: str = ""  # how the file is read, after `prepare`
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -72,17 +74,17 @@ def other_keys(row: Values, *used: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in used}
 
 
-def without_empty(values: Values) -> dict[str, Any]:
-    """The entries that are not null or empty."""
-    return {key: value for key, value in values.items() if value is not None and value not in ([], {}, "")}
-
-
 def id_and_rest(row: Values, *used: str, ids: Sequence[str] = ("id",)) -> tuple[str | None, dict[str, Any]]:
     """The row's id if it is a text, and all other keys that are not `used`, for `metadata`. A number means nothing
     outside of its file and stays there.
     """
     key = next((key for key in ids if isinstance(row.get(key), str) and row[key]), None)
     return (None if key is None else row[key]), other_keys(row, *used, *([] if key is None else [key]))
+
+
+def without_empty(values: Values) -> dict[str, Any]:
+    """The entries that are not null or empty."""
+    return {key: value for key, value in values.items() if value is not None and value not in ([], {}, "")}
 
 
 def is_list(value: Any, of: type = object) -> bool:
@@ -100,22 +102,19 @@ def is_empty(value: Any) -> bool:
     return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def as_number(value: Any) -> float | None:
     """A number, or text that is one; true and false are not numbers."""
-    if is_number(value):
-        return float(value) if abs(value) < 1e300 else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value if abs(value) < 1e300 else None
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value.strip()) else None
 
 
 def number(value: Any, field: str, wanted: str = "a number") -> float:
     """A finite number. Raises: BadRow if it is something else, null and true included."""
-    require(is_number(value) and math.isfinite(value), field, value, wanted)
-    return value
+    found = as_number(value)
+    if found is None:
+        raise BadRow(field, f"got {shown(value)}, want {wanted}")
+    return found
 
 
 def as_json(value: Any) -> Any:
@@ -142,16 +141,10 @@ def chat_text(value: Any, field: str) -> str:
 
     Raises: BadRow if it is neither, or if a part is not text (an image, a tool call).
     """
-    if isinstance(value, str):
-        return value
-    require(isinstance(value, list), field, value, "text or a list of text parts")
-    texts = []
-    for i, part in enumerate(value):
-        typed = isinstance(part, dict) and part.get("type") == "text"
-        text: Any = part.get("text", part.get("value")) if typed else part
-        require(isinstance(text, str), f"{field}.{i}", part, "a part of type text: remove the row")
-        texts.append(text)
-    return "".join(texts)
+    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        value = "".join(str(part.get("text", part.get("value"))) for part in value)
+    require(isinstance(value, str), field, value, "text or a list of text parts: remove the row")
+    return value
 
 
 def _turn(turn: Any, field: str) -> dict[str, Any]:
@@ -159,12 +152,12 @@ def _turn(turn: Any, field: str) -> dict[str, Any]:
     role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
     came = turn.get(role_key)
     role = ROLES.get(came.strip().lower()) if isinstance(came, str) else None
-    wanted = "system, user (human) or assistant (gpt): remove the row"
-    require(role is not None, f"{field}.{role_key}", came, wanted)
+    require(role is not None, f"{field}.{role_key}", came, "system, user (human) or assistant (gpt): remove the row")
     content, more = turn.get(text_key), other_keys(turn, role_key, text_key)
-    if isinstance(content, list) and any(isinstance(p, dict) and p.keys() - {"type", "text", "value"} for p in content):
+    text = chat_text(content, f"{field}.{text_key}")
+    if isinstance(content, list) and any(part.keys() - {"type", "text", "value"} for part in content):
         more["parts"] = content
-    return {"role": role, "content": chat_text(content, f"{field}.{text_key}"), **more}
+    return {"role": role, "content": text, **more}
 
 
 def chat_turns(value: Any, field: str) -> Turns:
@@ -182,9 +175,7 @@ def user_turn(text: str) -> Turns:
 
 def with_system(system: Any, turns: Turns) -> Turns:
     """The turns after a system turn, if a row gives that text separately."""
-    if system is None or system == "":
-        return turns
-    return [{"role": "system", "content": chat_text(system, "system")}, *turns]
+    return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def is_learned(turn: Values) -> bool:
@@ -194,42 +185,24 @@ def is_learned(turn: Values) -> bool:
 
 def last_answer(turns: Turns, field: str) -> tuple[Turns, dict[str, Any]]:
     """A dialogue's prompt and its last turn, which is the judged answer. Raises: BadRow if the last turn is no answer."""
-    if turns[-1]["role"] != "assistant":
-        raise BadRow(field, f'the last turn is "{turns[-1]["role"]}", want the assistant\'s answer')
+    require(turns[-1]["role"] == "assistant", field, turns[-1]["role"], "a last turn that is the assistant's answer")
     return turns[:-1], turns[-1]
 
 
 def one_answer(value: Any, field: str) -> dict[str, Any]:
     """The turn of a judged answer without a prompt, given alone or in a list of one. Raises: BadRow if it is something else."""
-    turns = chat_turns(value, field) if isinstance(value, list) else [_turn(value, field)]
-    if len(turns) != 1 or turns[0]["role"] != "assistant":
-        raise BadRow(field, f"got turns {', '.join(turn['role'] for turn in turns)}, want one assistant turn")
+    turns = chat_turns(value if isinstance(value, list) else [value], field)
+    roles = [turn["role"] for turn in turns]
+    require(roles == ["assistant"], field, roles, "one assistant turn")
     return turns[0]
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
-
-
-def demonstration(prompt: Any, response: str, metadata: dict[str, Any], field: str = "response") -> dict[str, Any]:
-    """The fields of a demonstration. Raises: BadRow if the answer says nothing."""
-    if not response.strip():
-        raise BadRow(field, "got no text, want the demonstrated answer: remove the row")
-    return {"kind": "demonstration", "prompt": prompt, "response": response, "metadata": metadata}
+# --- judgements ------------------------------------------------------------------------------------------------------
 
 
 def response_of(name: str, turn: Values) -> dict[str, Any]:
     """An answer's turn as a response; the turn's other keys go into its metadata."""
     return {"id": name, "text": turn["content"], "metadata": other_keys(turn, "role", "content")}
-
-
-def answer_of(name: str, answer: Any, field: str, wanted: str, text: str, policy: str, *used: str) -> dict[str, Any]:
-    """One of several answers as a response, given as an object with its text and its policy under these keys.
-
-    The keys that are not `used` either go into its metadata. Raises: BadRow if it has no text.
-    """
-    require(isinstance(answer, dict) and isinstance(answer.get(text), str), field, answer, wanted)
-    more = other_keys(answer, text, policy, *used)
-    return {"id": name, "text": answer[text], "policy": answer.get(policy), "metadata": more}
 
 
 def letters(n: int) -> list[str]:
@@ -249,9 +222,64 @@ def preference(better: Values, worse: Values) -> dict[str, Any]:
     return {"kind": "ranking", "responses": responses, "ranking": [["a"], ["b"]]}
 
 
-def best_of(best: str, names: Sequence[str]) -> dict[str, Any]:
-    """What naming the best of several responses says: `ranking` of two, `pairs` of more, since the others have no order."""
-    others = [name for name in names if name != best]
+def judged(winner: int, names: Sequence[str]) -> dict[str, Any]:
+    """What a verdict says: `ranking` of two responses or of a tie, `pairs` of more, since the others have no order."""
+    if winner == TIE:
+        return {"ranking": [list(names)]}
+    others = [name for i, name in enumerate(names) if i != winner]
     if len(others) > 1:
-        return {"pairs": [[best, other] for other in others]}
-    return {"ranking": [[best], *([other] for other in others)]}
+        return {"pairs": [[names[winner], other] for other in others]}
+    return {"ranking": [[names[winner]], others]}
+
+
+# --- words of a verdict ----------------------------------------------------------------------------------------------
+
+_SIDES = {"left": 0, "first": 0, "one": 0, "right": 1, "second": 1, "two": 1, "third": 2, "three": 2}
+_NOUN = "(?:model|response|assistant|completion|answer|output|option|candidate|text|summary|system|choice)"
+_DEGREES = {
+    "slightly": 1,
+    "somewhat": 1,
+    "a bit": 1,
+    "much": 3,
+    "far": 3,
+    "significantly": 3,
+    "clearly": 3,
+    "strongly": 3,
+}
+_PHRASE = re.compile(
+    rf"(?:the )?(?:{_NOUN} ?)?(?P<side>[a-z]|[1-9]|{'|'.join(_SIDES)})(?: one| {_NOUN})?"
+    rf"(?:(?: is)?(?: (?P<degree>{'|'.join(_DEGREES)}))? (?P<word>better|preferred|best|wins|worse|loses)(?: than .*)?)?"
+)
+_SIGNS = re.compile("([ab12]) ?(>+|<+|=+) ?([ab12])")
+_TIES = re.compile(
+    "(?:a )?tied?|draw|equal|equally (?:good|bad)|both|neither|(?:the |about the )?same|about equal|no preference|"
+    "no difference|(?:tie )?both ?(?:are )?(?:good|bad)"
+)
+
+
+class Verdict(NamedTuple):
+    """Which response is better, from 0, or TIE; by how much (1 slightly, 2, 3 much), if the word states it."""
+
+    winner: int
+    strength: int | None = None
+
+
+def read_phrase(text: str, k: int) -> Verdict | None:
+    """A spelling that names one of K responses or a tie; None if it does neither. A bare number is none."""
+    words = re.sub(r"[\s_\-/,;:.!?()\[\]\"'*]+", " ", text.casefold()).strip()
+    if _TIES.fullmatch(words):
+        return Verdict(TIE)
+    if match := _SIGNS.fullmatch(words):
+        one, other = (int(side in "b2") for side in (match[1], match[3]))
+        if one == other or match[2][0] == "=":
+            return Verdict(TIE) if one != other else None
+        return Verdict(one if match[2][0] == ">" else other, len(match[2]))
+    match = _PHRASE.fullmatch(words)
+    if match is None or words.isdecimal():
+        return None
+    word, name = match["word"], match["side"]
+    side = _SIDES[name] if name in _SIDES else int(name) - 1 if name.isdecimal() else ord(name) - ord("a")
+    worse = word in ("worse", "loses")
+    if side >= k or (worse and k != 2):
+        return None
+    return Verdict(1 - side if worse else side, _DEGREES.get(match["degree"], 2) if word else None)

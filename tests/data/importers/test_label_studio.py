@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlhf.data.formats import FORMATS, BadRow
 from rlhf.data.inputs import RECORD_SUFFIXES, Row, resolve_sources
@@ -183,14 +181,14 @@ def test_the_real_pairwise_export_and_its_tasks(shared_data):
     assert len(unlabelled) == 32 and all(r.ranking is None and r.pairs is None for r in unlabelled)
     assert [r.responses for r in unlabelled] == [r.responses for r in records]
     for row in (*rows, *tasks):
-        assert [f.name for f in FORMATS.values() if f.recognise(row) is not None] == ["label_studio"]
+        assert [f.name for f in FORMATS.values() if f.recognise(row)] == ["label_studio"]
 
 
 @pytest.mark.parametrize("interface", ["pairwise", "ranker"])
 @pytest.mark.parametrize("name", [*EXPORTS, "tasks.json"])
 def test_only_this_format_recognises_its_files(interface, name):
     for row in rows_of(FIXTURES / interface / name):
-        assert [f.name for f in FORMATS.values() if f.recognise(row) is not None] == ["label_studio"]
+        assert [f.name for f in FORMATS.values() if f.recognise(row)] == ["label_studio"]
 
 
 # --- one annotation --------------------------------------------------------------------------------------------------
@@ -320,19 +318,6 @@ def test_an_id_is_worth_more_than_a_place():
         assert record.ranking is not None and record.ranking[0] == [best]
 
 
-@pytest.mark.parametrize("seconds", [10**400, float("nan"), float("inf"), -1, "12", True])
-def test_a_time_that_is_none_stays_in_the_metadata(seconds):
-    [record] = convert(task(TWO, result("pairwise", {"selected": "left"}), lead_time=seconds))
-    assert record.seconds is None and repr(record.metadata["annotation"]["lead_time"]) == repr(seconds)
-
-
-def test_variables_that_a_result_names_tell_the_responses():
-    data = {"subject": "Q", "good": "x", "bad": "y"}
-    results = [result("rating", {"rating": r}, name) | {"source": f"${name}"} for name, r in (("bad", 2), ("good", 5))]
-    [record] = convert(task(data, *results))
-    assert record.prompt[0].content == "Q" and record.ranking == [["good"], ["bad"]]
-
-
 # --- what cannot be read ---------------------------------------------------------------------------------------------
 
 
@@ -340,24 +325,22 @@ def test_variables_that_a_result_names_tell_the_responses():
     ("row", "message"),
     [
         (task(TWO, result("pairwise", {"selected": "middle"})), "value.selected: got 'middle', want left or right"),
-        (task(MANY, result("pairwise", {"selected": "left"})), "data: got 3 responses in a pairwise task, want 2"),
-        (task(MANY, result("ranker", {"ranker": {"r": ["d"]}})), "got 'd', the task's responses are a, b, c"),
-        (task(MANY, result("ranker", {"ranker": 3})), "value.ranker: got 3, want lists of response ids"),
+        (task(MANY, result("pairwise", {"selected": "left"})), "data: got ['a', 'b', 'c'], want 2 responses"),
+        (task(MANY, result("ranker", {"ranker": {"r": ["d"]}})), "got ['d'], want the task's responses, a, b, c"),
         (task(TWO, result("choices", {"choices": "A"})), "value.choices: got 'A', want a list of strings"),
         (task(TWO, result("choices", {"choices": ["blue"]})), "got {'7': {'control': ['blue']}}, want a ranking"),
-        (task(TWO, "left"), "result: got 'left', want an object with value"),
         (task(TWO), "got 1 that were skipped or left empty"),
         (task(TWO, result("pairwise", {"selected": "left"}), was_cancelled=True), "got 1 that were skipped or left empty"),
         (
             task(TWO, result("pairwise", {"selected": "left"}, "pw"), result("choices", {"choices": ["tie"]}, "eq")),
-            "from pw and [['answer1', 'answer2']] from eq, want one judgement",
+            "want one judgement: remove the other",
         ),
         ({"data": {"image": "x.png"}, "annotations": []}, "got the keys ['image'], found no responses"),
         ({"data": {"answer1": "x", "answer2": "y"}, "annotations": []}, "got the keys ['answer1', 'answer2'], found no prompt"),
         ({"data": {"prompt": "Q", "responses": [3]}, "annotations": []}, "data.responses: got 3, want a string"),
         (
             {"annotation_id": 1, "annotator": 2, "lead_time": 1.0, "prompt": "Q", "answer1": "x", "answer2": "y"},
-            "found no judgement among them",
+            "want a judgement (left or right",
         ),
     ],
 )  # fmt: skip
@@ -365,80 +348,3 @@ def test_a_bad_row_says_what_came_and_what_was_wanted(row, message):
     with pytest.raises(BadRow) as caught:
         convert(row)
     assert message in caught.value.message
-
-
-scalars = st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=5)
-words = st.sampled_from(
-    [
-        "left",
-        "right",
-        "a",
-        "b",
-        "1",
-        "tie",
-        "prompt",
-        "answer1",
-        "answer2",
-        "responses",
-        "id",
-        "body",
-        "rank",
-        "item",
-        "dialogue",
-        "about",
-        "left_id",
-        "right_id",
-        "metadata",
-        "role",
-        "user",
-        "content",
-        "selected",
-        "ranker",
-        "rating",
-        "choices",
-        "source",
-    ]
-)
-anything = st.recursive(
-    scalars | words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | st.text(max_size=3), inner, max_size=5),
-    max_leaves=12,
-)
-objects = st.dictionaries(words, anything, max_size=8)
-results_of = st.fixed_dictionaries(
-    {"value": objects | anything, "from_name": words | anything, "to_name": words | anything, "type": words | anything},
-    optional={"source": anything},
-)
-annotations_of = st.fixed_dictionaries(
-    {"result": st.lists(results_of | anything, max_size=3) | anything},
-    optional={
-        "completed_by": anything,
-        "was_cancelled": anything,
-        "lead_time": anything,
-        "created_at": anything,
-        "unique_id": anything,
-    },
-)
-exports = st.fixed_dictionaries(
-    {
-        "data": objects | st.just(TWO) | st.just(MANY),
-        "annotations": st.lists(annotations_of | anything, max_size=3) | anything,
-    }
-)
-flat = st.builds(
-    lambda row, more: row | more,
-    st.fixed_dictionaries({"annotation_id": anything, "annotator": anything, "lead_time": anything}),
-    objects | st.just(TWO),
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(exports | flat | objects)
-def test_whatever_comes_is_a_record_or_a_bad_row(row):
-    FORMATS["label_studio"].recognise(row)
-    try:
-        made = list(FORMATS["label_studio"].convert(row))
-    except BadRow as error:
-        assert error.message
-    else:
-        assert made and all(record["kind"] == "ranking" for record in made)

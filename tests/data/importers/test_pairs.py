@@ -81,44 +81,6 @@ def test_hh_with_scores(load, scores, ranking):
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (
-            {
-                "chosen": DIALOGUE + "\n\nAssistant: x",
-                "rejected": "\n\nHuman: Hi\n\nAssistant: z\n\nHuman: b\n\nAssistant: c",
-            },
-            "chosen: chosen and rejected part before the last answer: want the same dialogue up to it",
-        ),
-        (
-            {"chosen": "\n\nHuman: Hi", "rejected": "\n\nHuman: Hi"},
-            'chosen: chosen and rejected share no "Assistant:" turn: want dialogues that differ at the end',
-        ),
-        (
-            {"chosen": "Hello", "rejected": HH["rejected"]},
-            "chosen: got 'Hello', want a dialogue that begins with \"Human:\"",
-        ),
-        ({"chosen": HH["chosen"], "rejected": None}, "rejected: got None, want a string"),
-        ({"chosen": HH["chosen"]}, "rejected: missing"),
-        (SCORED | {"score": [1]}, "score: got [1], want two numbers"),
-        (SCORED | {"score": [1, None]}, "score: got None, want a number"),
-        (SCORED | {"score": [True, 0]}, "score: got True, want a number"),
-        (SCORED | {"text": [HH["chosen"]]}, f"text: got {[HH['chosen']]!r}, want two dialogues"),
-        (
-            SCORED | {"text": ["Hi", HH["chosen"]]},
-            "text.0: got 'Hi', want a dialogue that begins with \"Human:\"",
-        ),
-        (
-            SCORED | {"text": [HH["chosen"], "\n\nHuman: Ho\n\nAssistant: x"]},
-            'text.0: text.0 and text.1 share no "Assistant:" turn: want dialogues that differ at the end',
-        ),
-    ],
-)
-def test_a_bad_hh_row(rejects, bad, message):
-    assert rejects("hh", HH, bad) == [(message.split(":")[0], message)]
-
-
-@pytest.mark.parametrize(
     ("row", "prompt", "answers"),
     [
         (TRL, [("user", "Hi")], ["Hello", "Go away"]),
@@ -175,41 +137,6 @@ def test_what_a_turn_has_beside_its_text_is_kept(load):
     assert [response.metadata for response in record.responses] == [{"model": "m"}, {}]
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (
-            {"chosen": "x", "rejected": "y"},
-            "chosen: chosen and rejected share no beginning that could be the prompt: give the key prompt",
-        ),
-        (
-            {"prompt": "x", "chosen": "x", "rejected": None},
-            "rejected: got None, want a string or a list of messages, as its counterpart",
-        ),
-        (
-            {"chosen": [USER, answer("a"), USER], "rejected": [USER, answer("b")]},
-            "chosen: got turns assistant, user, want one assistant turn",
-        ),
-        (
-            {"chosen": [USER, answer("a")], "rejected": [USER, USER]},
-            "rejected: got turns user, want one assistant turn",
-        ),
-        (
-            {"chosen": [answer("a")], "rejected": [answer("b")]},
-            'prompt: it has no turns: want turns that end with role "user"',
-        ),
-        (
-            {"prompt": "x", "chosen": [{"role": "tool", "content": "y"}], "rejected": [answer("b")]},
-            "chosen.0.role: got 'tool', want system, user (human) or assistant (gpt): remove the row",
-        ),
-        ({"prompt": "x", "completion": [USER]}, "completion: got turns user, want one assistant turn"),
-        ({"prompt": 3, "completion": "x"}, "prompt: got 3, want a valid list"),
-    ],
-)
-def test_a_bad_trl_row(rejects, bad, message):
-    assert rejects("trl", TRL, bad) == [(message.split(":")[0], message)]
-
-
 def test_an_implicit_prompt_before_a_run_of_spaces_is_cut_at_once():
     """With a step that grows with the square of the spaces it takes a minute."""
     started = time.process_time()
@@ -243,43 +170,7 @@ def test_pairs(load, row, prompt, answers, metadata):
     assert record.ranking == [["a"], ["b"]]
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (PAIR | {"rejected_response": None}, "rejected_response: got None, want a string"),
-        (PAIR | {"prompt": " "}, "prompt: got no text, want at least one turn that says something"),
-        (
-            PAIR | {"prompt": None},
-            "prompt: missing: want prompt, question or instruction, and two answers as in the rows before",
-        ),
-        (PAIR | {"system": 3}, "system: got 3, want text or a list of text parts"),
-        (
-            {"instruction": "x", "input": 3, "chosen": "a", "rejected": "b"},
-            "input: got 3, want a string",
-        ),
-    ],
-)
-def test_a_bad_pairs_row(rejects, bad, message):
-    assert rejects("pairs", PAIR, bad) == [(message.split(":")[0], message)]
-
-
 def test_sharegpt_with_chosen_and_rejected(load):
     [record] = load("sharegpt", SHAREGPT | {"id": "x-1", "n": 1})
     assert turns(record) == [("system", "S"), ("user", "Hi")] and texts(record) == ["a", "b"]
     assert record.ranking == [["a"], ["b"]] and record.id == "x-1" and record.metadata == {"n": 1}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rejected": "b"}, "rejected: got 'b', want a turn with {role, content} or {from, value}"),
-        ({"rejected": says("human", "b")}, "rejected: got turns user, want one assistant turn"),
-        ({"chosen": says("gpt", None)}, "chosen.value: got None, want text or a list of text parts"),
-        (
-            {"conversations": [says("human", "Hi"), says("gpt", "a")]},
-            'prompt: its last turn is "assistant": want turns that end with role "user"',
-        ),
-    ],
-)
-def test_a_bad_sharegpt_comparison(rejects, change, message):
-    assert rejects("sharegpt", SHAREGPT, SHAREGPT | change) == [(message.split(":")[0], message)]

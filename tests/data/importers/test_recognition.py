@@ -22,15 +22,14 @@ from tests.data.importers.samples import SAMPLES, USER
 IDS = [f"{format}-{i}" for i, (format, *_) in enumerate(SAMPLES)]
 
 
-@pytest.mark.parametrize(("format", "why", "row", "kinds"), SAMPLES, ids=IDS)
-def test_a_row_is_recognised_by_exactly_one_format(write_jsonl, format, why, row, kinds):
-    matches = {name: reason for name, f in FORMATS.items() if (reason := f.recognise(row)) is not None}
+@pytest.mark.parametrize(("format", "row", "kinds"), SAMPLES, ids=IDS)
+def test_a_row_is_recognised_by_exactly_one_format(write_jsonl, format, row, kinds):
+    matches = [name for name, f in FORMATS.items() if f.recognise(row)]
     assert [name for name in matches if "argilla" not in matches or name == "argilla"] == [format]
-    assert why in matches[format]
     path = write_jsonl([row])
     records, info = load_all(path)
     assert [record.kind for record in records] == kinds
-    assert info.files[0].format == format and why in info.files[0].why and why in info.describe()[0]
+    assert info.files[0].format == format and info.files[0].why == FORMATS[format].wants
     assert load_all(path, format)[1].files[0].why == "asked for"
 
 
@@ -41,7 +40,7 @@ def test_every_format_of_rows_has_a_sample():
 
 def test_samples_do_not_share_ids_by_accident(write_jsonl):
     """Ids come from the row or are made of file and row, so that each record has one of its own."""
-    for _, _, row, kinds in SAMPLES:
+    for _, row, kinds in SAMPLES:
         records, _ = load_all(write_jsonl([row]))
         assert len({record.id for record in records}) == len(kinds)
 
@@ -50,45 +49,19 @@ def test_samples_do_not_share_ids_by_accident(write_jsonl):
     "row",
     [
         {"messages": []},
-        {"messages": "Hi"},
         {"instruction": "x", "output_1": "y", "output_2": "z"},
-        {"instruction": "x", "input": "", "response1": "y", "response2": "z", "annotator1": 1},
         {"prompt": "x", "completions": [{"model": "m", "completion": "y"}]},
         {"question": "x", "answer": "y", "context": "z"},
         {"conversations": [], "chosen": {"from": "gpt"}},
-        {"text": "x", "label": 1},
         {"text": ["x", "y"], "score": [1, 0]},
         {"turns": [1, 2]},
     ],
 )
-def test_a_foreign_shape_is_refused_with_its_keys_and_the_nearest_formats(write_jsonl, row):
+def test_a_foreign_shape_is_refused_with_its_keys(write_jsonl, row):
     with pytest.raises(UserError) as caught:
         load_all(write_jsonl([row]))
     message = str(caught.value)
-    assert f"no format recognised: rows have the keys {', '.join(row)}. The nearest formats are " in message
-    assert "\n" not in message and "Name the columns, as: format=table columns.prompt=" in message
-    assert sum(f" {name}: " in message for name in FORMATS) == 3
-    assert len(message) < 1000
-
-
-@pytest.mark.parametrize(
-    ("keys", "nearest"),
-    [
-        ("instruction input outputs", "alpaca"),
-        ("question answers", "question_answer"),
-        ("conversation chosen", "sharegpt"),
-    ],
-)
-def test_the_nearest_format_comes_first(write_jsonl, keys, nearest):
-    with pytest.raises(UserError, match=f"The nearest formats are {nearest}: "):
-        load_all(write_jsonl([dict.fromkeys(keys.split(), 1)]))
-
-
-def test_keys_like_no_other_name_no_format(write_jsonl):
-    with pytest.raises(
-        UserError, match=r"rows have the keys q, zz. Name the columns, as: format=table columns.prompt=…"
-    ):
-        load_all(write_jsonl([{"q": 1, "zz": 2}]))
+    assert f"no format recognised: rows have the keys {', '.join(row)}. Name the columns, as: format=table" in message
 
 
 def test_columns_are_proposed_with_the_words_of_the_verdicts(write_jsonl):
@@ -167,19 +140,15 @@ def changed(row, path, value, remove):
     return new
 
 
-@pytest.mark.parametrize(("format", "row"), [(format, row) for format, _, row, _ in SAMPLES], ids=IDS)
+@pytest.mark.parametrize(("format", "row"), [(format, row) for format, row, _ in SAMPLES], ids=IDS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_row_with_any_value_anywhere_gives_records_or_says_what_is_wrong(format, row, data):
     path = data.draw(st.sampled_from(list(places(row))))
     bad = changed(row, path, data.draw(JSON), data.draw(st.booleans()))
-    for f in FORMATS.values():
-        f.recognise(bad)
     made = convert_row(Row(1, bad, 1), FORMATS[format], "f", "f")
     assert made.records or made.rejects
-    for reject in made.rejects:
-        assert "got a shape that" not in reject.message, reject.message  # the net under formats, not for these
-        assert "\n" not in reject.message
+    assert not any("\n" in reject.message for reject in made.rejects)
     assert all(json.loads(record.model_dump_json()) for record in made.records)
 
 
