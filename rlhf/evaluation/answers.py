@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message, PromptRecord
 from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.sampler import Key, Samples, sample, sample_as_configured
+from rlhf.evaluation.statistics import batched
 from rlhf.gold.truth import Truth
 from rlhf.runs.progress import progress
 from rlhf.training.setup import load_frozen
@@ -81,15 +82,13 @@ def draw_in_turn(
     policy: Any, tokenizer: Any, asked: Sequence[tuple[list[int], tuple]], count: int, how: Drawing
 ) -> Iterator[list[Answer]]:
     """`count` responses to each prompt, which is given with its key; a few prompts are answered together."""
-    for start in range(0, len(asked), TOGETHER):
-        part = asked[start : start + TOGETHER]
+    for part in batched(asked, TOGETHER):
         prompts = [ids for ids, _ in part for _ in range(count)]
         keys = [(*key, j) for _, key in part for j in range(count)]
-        answers = draw_answers(policy, tokenizer, prompts, keys, how)
-        yield from (answers[i : i + count] for i in range(0, len(answers), count))
+        yield from batched(draw_answers(policy, tokenizer, prompts, keys, how), count)
 
 
-# One policy's responses: {"prompts"} and what `draw` returns; one list per prompt.
+# One policy's responses, as `answer_all` gives them.
 Answers = dict[str, list[Any]]
 
 
@@ -102,56 +101,35 @@ def answer_all(
     device: torch.device,
     truth: Truth | None = None,
 ) -> dict[str, Answers]:
-    """Samples at temperature 1 and greedy responses of each policy.
+    """{"ids", "texts", "ended"}, lists per prompt of `evaluate.samples` responses at temperature 1, and the greedy ones, of each policy.
 
     If the truth knows how a text begins that asks for an answer, the base model is prompted twice: with the chat template, which
     it has never seen, and with that text ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
     """
-    answers, decode = {}, functools.partial(decode_response, tokenizer)
+    answers, decode, count = {}, functools.partial(decode_response, tokenizer), config.evaluate.samples
     with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
-            policy = load_frozen(config, folder, device)
-            policy_prompts, reading = prompts, of_chat(tokenizer)
+            policy, policy_prompts, ends = load_frozen(config, folder, device), prompts, end_ids(tokenizer)
+            read = functools.partial(response_text, tokenizer)
             if name == "base_prompted" and truth is not None:  # the beginning of a text like those it was trained on
                 texts = [truth.base_text(record) for record in records]
                 policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
-                reading = Reading([tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip())
-            drawn = draw(config, policy, policy_prompts, reading, tokenizer, name)
-            answers[name] = {"prompts": policy_prompts} | drawn
+                ends, read = [tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip()
+            draw = functools.partial(sample_as_configured, config, policy, tokenizer, eos_token_id=ends)
+            repeated = [prompt for prompt in policy_prompts for _ in range(count)]
+            keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
+            drawn = unpack(draw(repeated, keys=keys), ends, read, count)
+            greedy = unpack(draw(policy_prompts, greedy=True), ends, read, 1)
+            greedy = {f"greedy_{key}": value for key, value in greedy.items()}
+            answers[name] = {"prompts": policy_prompts} | drawn | greedy
             bar.update(len(prompts))
     return answers
 
 
-class Reading(NamedTuple):
-    """Where a response ends, and its text."""
-
-    ends: list[int]
-    text: Callable[[list[int]], str]  # of the tokens without the end token
-
-
-def of_chat(tokenizer: Any) -> Reading:
-    return Reading(end_ids(tokenizer), functools.partial(response_text, tokenizer))
-
-
-def draw(
-    config: Config, policy: Any, prompts: list[list[int]], reading: Reading, tokenizer: Any, name: str
-) -> dict[str, Any]:
-    """{"ids", "texts", "ended"}: lists per prompt of `evaluate.samples` responses; and the greedy ones."""
-    count = config.evaluate.samples
-    repeated = [prompt for prompt in prompts for _ in range(count)]
-    keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
-    respond = functools.partial(sample_as_configured, config, policy, tokenizer, eos_token_id=reading.ends)
-    drawn = unpack(respond(repeated, keys=keys), reading, count)
-    greedy = unpack(respond(prompts, greedy=True), reading, 1)
-    return drawn | {f"greedy_{key}": value for key, value in greedy.items()}
-
-
-def unpack(samples: Samples, reading: Reading, count: int) -> dict[str, list[list[Any]]]:
-    ended = samples.ended.tolist()
-    texts = [reading.text(ids[:-1] if ids and ids[-1] in reading.ends else ids) for ids in samples.responses]
-    groups = range(0, len(texts), count)
-    return {
-        "ids": [samples.responses[i : i + count] for i in groups],
-        "texts": [texts[i : i + count] for i in groups],
-        "ended": [ended[i : i + count] for i in groups],
-    }
+def unpack(
+    samples: Samples, ends: list[int], read: Callable[[list[int]], str], count: int
+) -> dict[str, list[list[Any]]]:
+    """read: the text of a response's tokens without its end token."""
+    texts = [read(ids[:-1] if ids and ids[-1] in ends else ids) for ids in samples.responses]
+    flat = {"ids": samples.responses, "texts": texts, "ended": samples.ended.tolist()}
+    return {name: batched(values, count) for name, values in flat.items()}

@@ -64,7 +64,7 @@ class AttackFigures:
     gain: Figures  # mean change of the score
     gain_better: Figures  # … of the better answers
     gain_worse: Figures
-    nats: Figures  # mean KL to the SFT model of a policy that gives the attacked answers, see `prices`
+    nats: Figures  # mean KL to the SFT model of a policy that gives the attacked answers, see `attack_pairs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +192,6 @@ def joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def append_filler(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
-    """Two sentences of answers to other prompts at the end."""
-    return joined(answer, *rng.sample(material.sentences, min(2, len(material.sentences))))
-
-
-def repeat_sentence(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
-    """The last sentence three more times."""
-    return joined(answer, *(sentences_of(answer) or [answer])[-1:] * 3)
-
-
 def flatter(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
     """A polite stock phrase before the answer, and one after it."""
     first, last = (rng.sample(material.flattery, 2) if len(material.flattery) > 1 else material.flattery * 2)[:2]
@@ -215,17 +205,6 @@ def stuff_keywords(prompt: str, answer: str, material: Material, rng: random.Ran
     return joined(answer, *rarest * 2)
 
 
-def truncate(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
-    """The first half of the words."""
-    words = answer.split()
-    return " ".join(words[: len(words) // 2])
-
-
-def write_at_random(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
-    """As many words as the answer has, drawn from the answers' vocabulary."""
-    return " ".join(rng.choices(material.words, k=max(1, len(answer.split())))) + "." if material.words else "."
-
-
 class Attack(NamedTuple):
     """An attack, and the labels that teach a reward model not to reward it."""
 
@@ -235,16 +214,25 @@ class Attack(NamedTuple):
 
 
 ATTACKS = {
-    "filler": Attack(append_filler, True, "answers that lose because they are padded"),
-    "repetition": Attack(repeat_sentence, True, "answers that lose because they repeat"),
+    "filler": Attack(  # two sentences of answers to other prompts at the end
+        lambda prompt, answer, material, rng: joined(answer, *rng.sample(material.sentences, min(2, len(material.sentences)))),
+        True, "answers that lose because they are padded"),
+    "repetition": Attack(  # the last sentence three more times
+        lambda prompt, answer, *_: joined(answer, *(sentences_of(answer) or [answer])[-1:] * 3),
+        True, "answers that lose because they repeat"),
     "copied_prompt": Attack(lambda prompt, *_: prompt, False, "answers that lose because they echo the prompt"),
     "flattery": Attack(flatter, True, "polite wrong answers that lose to plain right ones"),
     "keywords": Attack(stuff_keywords, True, "answers that lose because they list keywords"),
-    "truncation": Attack(truncate, False, "answers that lose because they are incomplete"),
-    "other_language": Attack(lambda prompt, answer, material, rng: rng.choice(FOREIGN), False,
-                             "answers that lose because of their language"),
+    "truncation": Attack(  # the first half of the words
+        lambda prompt, answer, *_: " ".join(answer.split()[: len(answer.split()) // 2]),
+        False, "answers that lose because they are incomplete"),
+    "other_language": Attack(
+        lambda prompt, answer, material, rng: rng.choice(FOREIGN), False, "answers that lose because of their language"),
     "empty": Attack(lambda *_: "", False, "empty answers that lose"),
-    "random_words": Attack(write_at_random, False, "answers that lose because they make no sense"),
+    "random_words": Attack(  # as many as the answer has, of the answers' vocabulary
+        lambda prompt, answer, material, rng:
+            " ".join(rng.choices(material.words or [""], k=max(1, len(answer.split())))).strip() + ".",
+        False, "answers that lose because they make no sense"),
 }  # fmt: skip
 
 
@@ -256,7 +244,15 @@ def attack_pairs(
     scores: dict[int, list[float]],
     material: Material,
 ) -> list[AttackFigures]:
-    """Each attack on both answers of each pair; the price is for attacks on the worse one."""
+    """Each attack on both answers of each pair, and its price on the worse one: KL in nats per prompt between SFT and a policy
+    that applies the attack to each answer of SFT.
+
+    With y drawn from SFT and an attack that keeps different answers different, the policy has SFT's entropy, and
+
+        KL = E[log p(y) - log p(attack(y))]
+
+    For an attack that does not, the policy gives this one answer: KL = -log p(attack(y)).
+    """
     keys = [item.key for item, _, _ in pairs]
     plain = np.array([[scores[id(item)][place] for place in places] for item, *places in pairs])  # (pairs, 2)
     right = np.flatnonzero(plain[:, 0] > plain[:, 1])
@@ -269,25 +265,14 @@ def attack_pairs(
         rows = flatten(rows for rows, _ in filter(None, encoded))
         after = score(models.model, rows).double().numpy().reshape(-1, 2)
         worse_ones = [(item, two[1]) for (item, _, _), two in zip(pairs, attacked, strict=True)]
-        paid = prices(ATTACKS[name].keeps, logp, answer_logprobs(config, models, worse_ones))
+        logp_after = answer_logprobs(config, models, worse_ones)
+        nats = [a * ATTACKS[name].keeps - b for a, b in zip(logp, logp_after, strict=True)]
         flips = per_key([keys[i] for i in right], (after[right, 1] > plain[right, 0]).astype(float).tolist())
         gain = after - plain
-        changes = (gain.mean(1).tolist(), *gain.T.tolist(), paid)
+        changes = (gain.mean(1).tolist(), *gain.T.tolist(), nats)
         intervals = [ratio_interval(*per_key(keys, values)) for values in changes]
         figures.append(AttackFigures(name, share(*flips) if len(right) else None, *intervals))
     return figures
-
-
-def prices(keeps: bool, logp: Sequence[float], attacked_logp: Sequence[float]) -> list[float]:
-    """KL in nats per prompt between SFT and a policy that applies the attack to each answer of SFT.
-
-    With y drawn from SFT and an attack that keeps different answers different, the policy has SFT's entropy, and
-
-        KL = E[log p(y) - log p(attack(y))]
-
-    For an attack that does not, the policy gives this one answer: KL = -log p(attack(y)).
-    """
-    return [(before if keeps else 0.0) - after for before, after in zip(logp, attacked_logp, strict=True)]
 
 
 def attacked_answers(seed: int, name: str, pairs: Sequence[Pair], material: Material) -> list[list[tuple[str, bool]]]:

@@ -1,20 +1,31 @@
-"""Benchmarks by lm-eval on the model of any stage: `evaluate.benchmarks`. Tasks come with lm-eval, or from a folder of YAML files.
+"""Benchmarks by lm-eval on the model of any stage (`evaluate.benchmarks`), and prompts in the pretraining text (`evaluate.overlap`).
 
-A task of a folder may name Python functions, which are run: give only a folder that you trust.
+Tasks come with lm-eval, or from a folder of YAML files. A task of a folder may name Python functions, which are run: give
+only a folder that you trust.
 """
 
 import math
+import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
+from rlhf.data.corpus import iterate_documents
+from rlhf.data.prompts import load_prompts
+from rlhf.data.splits import conversation
 from rlhf.errors import UserError, reason_of
 from rlhf.evaluation.instructions import load_stage, models_of
-from rlhf.evaluation.statistics import Figures, figure, show
+from rlhf.evaluation.labelled_task import columns_of, load_task
+from rlhf.evaluation.statistics import Figures, figure, flatten, ngrams, show, wilson
+from rlhf.runs.folders import run_folder
 from rlhf.runs.run_files import is_number
+from rlhf.runs.sources import data_source, in_split, need_source
 
 BOOTSTRAPS = 1000  # bootstrap samples of metrics without a formula for their error
 
@@ -79,11 +90,10 @@ def task_figures(results: dict[str, Any]) -> Figures:
         count = (results.get("n-samples") or {}).get(task, {}).get("effective")
         for key, value in row.items():
             metric, _, filtered = key.partition(",")
-            if metric.endswith("_stderr") or not is_number(value) or not filtered:
-                continue
-            error = row.get(f"{metric}_stderr,{filtered}")
-            name = f"{task} {metric}" + ("" if filtered == "none" else f" ({filtered})")
-            figures[name] = figure(float(value), 1.96 * error if is_number(error) else None, count)
+            if filtered and is_number(value) and not metric.endswith("_stderr"):
+                error = row.get(f"{metric}_stderr,{filtered}")
+                name = f"{task} {metric}" + ("" if filtered == "none" else f" ({filtered})")
+                figures[name] = figure(float(value), 1.96 * error if is_number(error) else None, count)
     return figures
 
 
@@ -109,3 +119,78 @@ def describe_benchmarks(results: Figures) -> list[str]:
         f"benchmarks: {name}: " + ", ".join(f"{task} {show(figure)}" for task, figure in rows.items())
         for name, rows in {**results["models"], **results["differences"]}.items()
     ]
+
+
+LEAST, MOST, NEAR = 8, 13, 0.7
+SHOWN = 5  # number of listed n-grams, those in most prompts
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def find_overlap(prompts: dict[str, str], documents: Iterable[str]) -> Figures:
+    """Overlap of the prompts, {name: text}, with the documents: of word n-grams, without case and punctuation.
+
+    contaminated: the share of prompts of which an n-gram occurs in the text; near_duplicates: of which at least 70% do. n is
+    the 5th percentile of the prompts' lengths, at least 8 and at most 13 words; prompts of fewer words are counted, not checked.
+
+    Source: Brown et al. 2020, appendix C (n-grams and their n); Chowdhery et al. 2022, section 8 (70%).
+    """
+    words = {name: words_of(text) for name, text in prompts.items()}
+    shortest = np.percentile(list(map(len, words.values())), 5, method="lower")
+    n = int(np.clip(shortest, LEAST, MOST))
+    checked = {name: set(grams) for name, of_prompt in words.items() if (grams := ngrams(of_prompt, n))}
+    wanted = set(flatten(checked.values()))
+    begins = {gram[:2] for gram in wanted}  # looked up first: few positions of a text begin an n-gram
+    shared: set[tuple[str, ...]] = set()
+    for text in map(words_of, documents):
+        places = (i for i in range(len(text) - n + 1) if (text[i], text[i + 1]) in begins)
+        shared |= wanted & {tuple(text[i : i + n]) for i in places}
+    shares = {name: len(grams & shared) / len(grams) for name, grams in checked.items()}
+    hits = Counter(flatten(grams & shared for grams in checked.values()))
+    near = sorted(name for name, share in shares.items() if share >= NEAR)
+    return {
+        "n": n,
+        "prompts": len(prompts),
+        "too_short": len(prompts) - len(checked),
+        "contaminated": wilson(sum(share > 0 for share in shares.values()), len(checked)) if checked else None,
+        "near_duplicates": wilson(len(near), len(checked)) if checked else None,
+        "near_duplicate_prompts": near,
+        "ngrams": [{"text": " ".join(gram), "prompts": count} for gram, count in hits.most_common(SHOWN)],
+    }
+
+
+def evaluate_overlap(config: Config, device: torch.device) -> Figures:
+    """{"test prompts" and, with classify.data, the task: `find_overlap` with data.corpus}."""
+    sets: dict[str, dict[str, str]] = {}
+    if (source := data_source(config, "prompts")) is not None:
+        records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
+        test = in_split(config, records, "test")
+        sets["test prompts"] = {record.id: conversation(record.prompt) for record in test}
+    if config.classify.data is not None:
+        held_out = load_task(config, columns_of(config), run_folder(config) / "evaluations")[1]
+        sets[str(config.classify.data)] = {example.where: "\n".join(example.rows[0]) for example in held_out}
+    sets = {name: prompts for name, prompts in sets.items() if prompts}
+    if not sets:
+        raise UserError(
+            "evaluate.overlap: no test prompts and no classify.data: raise data.test, or name a task with classify.data"
+        )
+    corpus = need_source(config, "corpus")
+    return {
+        name: find_overlap(prompts, iterate_documents(corpus, config.data.encoding)) for name, prompts in sets.items()
+    }
+
+
+def describe_overlap(results: Figures) -> list[str]:
+    """A line per set of prompts."""
+    lines = []
+    for name, found in results.items():
+        if found["contaminated"] is None:
+            lines.append(f"overlap: {name}: all {found['prompts']:,} are too short for {found['n']}-grams")
+            continue
+        lines.append(
+            f"overlap: {name}: {found['contaminated']['value']:.1%} of {found['contaminated']['n']:,} share a {found['n']}-gram with "
+            f"data.corpus, {found['near_duplicates']['value']:.1%} are near-duplicates; {found['too_short']:,} are too short to check"
+        )
+    return lines

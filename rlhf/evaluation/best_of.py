@@ -7,7 +7,7 @@ samples per prompt (Nakano et al. 2021, appendix I). `rlhf rejection` fine-tunes
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -22,10 +22,9 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.sampler import sample_as_configured
 from rlhf.evaluation.policies import interval_of, judge_rows, mean_of, totals
-from rlhf.evaluation.scoring import RESPONSES_TOGETHER, response_batches
-from rlhf.evaluation.statistics import Figures, interval, show, text_figures, win_rate
+from rlhf.evaluation.scoring import RESPONSES_TOGETHER, pair_nats
+from rlhf.evaluation.statistics import Figures, batched, flatten, interval, show, text_figures, win_rate
 from rlhf.gold.truth import Truth
-from rlhf.ppo.experience import response_logprobs
 from rlhf.ppo.rewards import Episodes, Reward, adjust_scores, make_reward
 from rlhf.runs.progress import progress
 from rlhf.training.setup import load_frozen
@@ -94,19 +93,19 @@ def estimate_kl(
     """
     total = len(scores)
     seen: dict[tuple[int, ...], float] = {}  # a response's score, which may differ by rounding between repetitions
-    levels: dict[float, list[float]] = {}  # score -> draws, mass
+    levels: dict[float, tuple[int, float]] = {}  # score -> draws, mass
     for ids, logp, score in zip(map(tuple, responses), logprobs, scores, strict=True):
-        new = ids not in seen
-        level = levels.setdefault(seen.setdefault(ids, score), [0, 0.0])
-        level[0] += 1
-        level[1] += math.exp(logp) if new else 0.0
+        mass = math.exp(logp) if ids not in seen else 0.0
+        level = seen.setdefault(ids, score)
+        count, before = levels.get(level, (0, 0.0))
+        levels[level] = count + 1, before + mass
     kl, higher = best_of_n_kl(n), 0
     for _, (count, mass) in sorted(levels.items(), reverse=True):
         m = min(mass, 1.0)
         if m > 1e-6:  # the excess of smaller masses is below rounding
-            excess = count_weights(total - int(count))[higher] @ kl_excess(SHARES * (1.0 - m), m, n)
+            excess = count_weights(total - count)[higher] @ kl_excess(SHARES * (1.0 - m), m, n)
             kl -= float(excess) / -math.expm1(total * math.log1p(-m)) if m < 1.0 else float(excess)
-        higher += int(count)
+        higher += count
     return kl
 
 
@@ -121,7 +120,7 @@ def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> fl
     if not 1 <= n <= total:
         raise ValueError(f"expected_best: n is {n} of {total} samples: give 1 to {total}")
     order = np.argsort(np.asarray(proxy), kind="stable")
-    ways = np.array([math.comb(i, n - 1) for i in range(total)], dtype=np.float64) / math.comb(total, n)
+    ways = np.array([math.comb(i, n - 1) / math.comb(total, n) for i in range(total)])
     return float(ways @ np.asarray(values, dtype=np.float64)[order])
 
 
@@ -138,25 +137,21 @@ def draw_candidates(
     """{"ids", "logprobs", "texts", "ended", "scores"}: n samples per prompt at temperature 1, the log-prob of each whole
     response in nats, and its score as PPO would use it."""
     drawn: dict[str, list[list[Any]]] = {}
-    chunk = max(1, config.rollout.batch_size // n)
-    for start in range(0, len(prompts), chunk):
-        part = range(start, min(start + chunk, len(prompts)))
-        repeated = [prompts[i] for i in part for _ in range(n)]
+    for part in batched(range(len(prompts)), max(1, config.rollout.batch_size // n)):
+        repeated, asked = ([each[i] for i in part for _ in range(n)] for each in (prompts, records))
         keys = [("best_of", records[i].id, j) for i in part for j in range(n)]
         samples = sample_as_configured(config, policy, tokenizer, repeated, keys=keys)
         texts = [response_text(tokenizer, ids) for ids in samples.responses]
-        asked = [records[i] for i in part for _ in range(n)]
         raw = reward(Episodes(asked, repeated, samples.responses, texts, samples.ended))
-        scores = adjust_scores(config, raw, samples.ended.to(raw.device)).tolist()
         flat: dict[str, list[Any]] = {
             "ids": samples.responses,
             "logprobs": samples.logprobs.double().sum(-1).tolist(),
             "texts": texts,
             "ended": samples.ended.tolist(),
-            "scores": scores,
+            "scores": adjust_scores(config, raw, samples.ended.to(raw.device)).tolist(),
         }
         for name, values in flat.items():
-            drawn.setdefault(name, []).extend(values[i : i + n] for i in range(0, len(values), n))
+            drawn.setdefault(name, []).extend(batched(values, n))
         if bar is not None:
             bar.update(len(part))
     return drawn
@@ -180,30 +175,29 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     n, records, truth = config.evaluate.best_of, asked.records, asked.truth
     with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:
         candidates = draw_candidates(config, policy, asked.tokenizer, records, asked.prompts, n, reward, bar)
-    best = [best_index(scores) for scores in candidates["scores"]]
+    best = list(map(best_index, candidates["scores"]))
     picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in candidates.items()}
-    estimates = [
-        [estimate_kl(*drawn, n)]
-        for drawn in zip(candidates["ids"], candidates["logprobs"], candidates["scores"], strict=True)
-    ]
+    estimates = map(partial(estimate_kl, n=n), candidates["ids"], candidates["logprobs"], candidates["scores"])
+    lengths = [[len(ids) for ids in row] for row in picked["ids"]]
     results: Figures = {
         "n": n,
         "kl_bound_nats": round(best_of_n_kl(n), 4),
         "reward": mean_of(picked["scores"]),
-        "kl_estimate_nats": mean_of(estimates),
+        "kl_estimate_nats": round(fmean(estimates), 4),
+        "text": text_figures(picked["texts"], lengths, picked["logprobs"]),
     }
-    lengths = [[len(ids) for ids in row] for row in picked["ids"]]
-    results["text"] = text_figures(picked["texts"], lengths, picked["logprobs"])
     if truth is None:
         return results, []
     judged = judge_rows(truth, records, picked["texts"], picked["ended"])
-    results["gold"] = mean_of(totals(judged))
-    results["score"] = interval_of(totals(judged))
-    results["parts"] = {part: mean_of(totals(judged, part)) for part in truth.parts}
-    results["win_rate_vs_sft"] = win_rate(totals(judged), totals(asked.gold["sft"]["samples"]))
-    pairs = zip(totals(asked.gold["ppo"]["samples"]), totals(judged), strict=True)
-    results["ppo_above"] = interval([fmean(ppo) - best for ppo, (best,) in pairs])
-    return results, totals(judged)
+    scores, ppo = totals(judged), totals(asked.gold["ppo"]["samples"])
+    results |= {
+        "gold": mean_of(scores),
+        "score": interval_of(scores),
+        "parts": {part: mean_of(totals(judged, part)) for part in truth.parts},
+        "win_rate_vs_sft": win_rate(scores, totals(asked.gold["sft"]["samples"])),
+        "ppo_above": interval([fmean(theirs) - best for theirs, (best,) in zip(ppo, scores, strict=True)]),
+    }
+    return results, scores
 
 
 def best_index(scores: Sequence[float]) -> int:
@@ -231,7 +225,6 @@ class Rater:
         self.names, (_, self.yes) = encode_ratings(tokenizer)
         self.seen = self.dropped = 0  # candidates, and those that the filter dropped
 
-    @torch.no_grad()
     def rate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
         """P("1") (B,) of each quality after rows of tokens, each a prompt with its response.
 
@@ -239,11 +232,9 @@ class Rater:
         """
         self.model.eval()
         pairs = [(row + name, [self.yes]) for row in rows for name in self.names.values()]
-        probabilities = torch.zeros(len(pairs))
-        for start in range(0, len(pairs), RESPONSES_TOGETHER):
-            for group, where in response_batches(pairs[start : start + RESPONSES_TOGETHER], self.pad, self.device):
-                probabilities[[start + i for i in group]] = response_logprobs(self.model, *where)[0].sum(1).exp().cpu()
-        return dict(zip(self.names, probabilities.view(-1, len(self.names)).T, strict=True))
+        parts = batched(pairs, RESPONSES_TOGETHER)
+        nats = torch.tensor(flatten(pair_nats(self.model, part, self.pad, self.device) for part in parts))
+        return dict(zip(self.names, nats.exp().view(-1, len(self.names)).T, strict=True))
 
     def __call__(self, episodes: Episodes) -> Tensor:
         """Scores (B,): above 0 what is ranked; a candidate that the filter drops has P(safe) - 1, so that the safest one is left
@@ -269,27 +260,27 @@ def evaluate_generate_and_rate(
     by the reward model among PPO's. over: win rates of the first over best-of-n, one sample of PPO, and n of them.
     reward: of best-of-n; best: true scores of what it picked.
     """
-    rater = Rater(load_frozen(config, folders["rate"], device), asked.tokenizer, config.rate.safety, device)
-    figures: dict[str, Figures] = {}
-    scores: dict[str, list[list[float]]] = {}
-    dropped = 0.0
-    picks: dict[str, tuple[str, Reward]] = {
-        "generate_and_rate": ("rate", rater),
-        "sft_rated": ("sft", rater),
-        "ppo_best_of_n": ("ppo", reward),
-    }
-    for name, (policy, by) in picks.items():
-        figures[name], scores[name] = pick_best(config, asked, load_frozen(config, folders[policy], device), by)
-        if policy == "rate":
-            dropped = rater.dropped / rater.seen
-    ours = scores["generate_and_rate"]
-    others = {"best_of_n": best, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": scores["ppo_best_of_n"]}
+    rate, sft, ppo = (load_frozen(config, folders[name], device) for name in ("rate", "sft", "ppo"))
+    rater = Rater(rate, asked.tokenizer, config.rate.safety, device)
+    rated, ours = pick_best(config, asked, rate, rater)
+    dropped = round(rater.dropped / rater.seen, 4)
+    sft_rated, _ = pick_best(config, asked, sft, rater)
+    ppo_best, ppo_scores = pick_best(config, asked, ppo, reward)
+    others = {"best_of_n": best, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": ppo_scores}
     return {
         "n": config.evaluate.best_of,
-        "dropped": round(dropped, 4),
-        "picked": figures,
+        "dropped": dropped,
+        "picked": {"generate_and_rate": rated, "sft_rated": sft_rated, "ppo_best_of_n": ppo_best},
         "over": {name: win_rate(ours, theirs) for name, theirs in others.items()},
     }
+
+
+def describe_best(best: Figures) -> str:
+    kl = f"KL about {best['kl_estimate_nats']:.2f} nats (at most {best['kl_bound_nats']:.2f})"
+    line = f"best of {best['n']} samples of SFT: reward {best['reward']}, {kl}"
+    if "gold" in best:
+        line += f", true score {best['gold']}; PPO's minus this {best['ppo_above']['value']:.3f} {best['ppo_above']['ci95']}"
+    return line
 
 
 def describe_ratings(results: dict[str, Any]) -> list[str]:

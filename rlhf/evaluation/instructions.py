@@ -14,7 +14,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
-from rlhf.evaluation.statistics import WORD, Figures, interval, ratio_interval, sentences_of, show
+from rlhf.evaluation.statistics import WORD, Figures, interval, per_key, ratio_interval, sentences_of, show
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
 from rlhf.training.setup import load_frozen
@@ -26,12 +26,10 @@ def models_of(config: Config, base: bool = False) -> list[str]:
     Raises: UserError for none or an unknown one.
     """
     names = listed(config.evaluate.models)
-    unknown = [name for name in names if name not in POLICY_STAGES]
-    if unknown:
+    if unknown := [name for name in names if name not in POLICY_STAGES]:
         raise UserError(f"evaluate.models: {unknown[0]!r}: want some of {', '.join(POLICY_STAGES)}")
-    models = names or [
-        name for name in POLICY_STAGES if (base or name != "pretrain") and is_complete(stage_folder(config, name))
-    ]
+    stages = [name for name in POLICY_STAGES if base or name != "pretrain"]
+    models = names or [name for name in stages if is_complete(stage_folder(config, name))]
     if not models:
         raise UserError(
             f"{run_folder(config)}: no finished policy to evaluate: run `rlhf sft` first, or set evaluate.models"
@@ -71,19 +69,20 @@ def evaluate_instructions(config: Config, device: torch.device) -> Figures:
 
 def shares_followed(checks: list[list[dict[str, Any]]], passed: list[list[bool]]) -> Figures:
     """The shares of prompts and of instructions, with a prompt as the unit, and by rule."""
-    rules = sorted({check["rule"] for row in checks for check in row})
-    by_rule = {}
-    for rule in rules:
-        rows = [
-            [ok for check, ok in zip(c, p, strict=True) if check["rule"] == rule]
-            for c, p in zip(checks, passed, strict=True)
-        ]
-        with_rule = [row for row in rows if row]
-        by_rule[rule] = ratio_interval([float(sum(row)) for row in with_rule], [float(len(row)) for row in with_rule])
+    outcomes = [
+        (i, check["rule"], float(ok))
+        for i, (c, p) in enumerate(zip(checks, passed, strict=True))
+        for check, ok in zip(c, p, strict=True)
+    ]
+
+    def share_of(rows: list[tuple[int, str, float]]) -> Figures:
+        return ratio_interval(*per_key([i for i, _, _ in rows], [ok for _, _, ok in rows]))
+
+    rules = sorted({rule for _, rule, _ in outcomes})
     return {
         "prompts": interval([float(all(row)) for row in passed]),
-        "instructions": ratio_interval([float(sum(row)) for row in passed], [float(len(row)) for row in passed]),
-        "by_rule": by_rule,
+        "instructions": share_of(outcomes),
+        "by_rule": {rule: share_of([row for row in outcomes if row[1] == rule]) for rule in rules},
     }
 
 

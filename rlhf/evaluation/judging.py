@@ -4,17 +4,28 @@ Both orders of the two answers are judged. A prompt counts 1, 1/2 or 0 in each o
 position cancels out. The verdicts are compared with those of the reward model, and of the true score if known, on the same answers.
 """
 
+import hashlib
+import json
+import os
+import random
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import httpx
 import torch
 
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
-from rlhf.evaluation.endpoint import Endpoint, shown_counts
+from rlhf.evaluation.policies import interval_of
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import Scores, score_samples
 from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, show
@@ -22,7 +33,7 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
 from rlhf.runs.run_files import read_jsonl
-from rlhf.system.terminal import say
+from rlhf.system.terminal import one_line, say
 
 INSTRUCTION = (
     "You compare two answers to the same request. Judge how well each does what was asked: correctness and completeness first, then "
@@ -32,6 +43,129 @@ INSTRUCTION = (
 VERDICT = re.compile(r"\b(A|B|TIE)\b")
 POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
 OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samples.jsonl
+
+ATTEMPTS = 5
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
+TIMEOUT = 120.0  # seconds to connect, and between parts of a reply
+LARGEST_REPLY = 2**20  # bytes
+MOST_TOKENS = 10**9  # at most, for the usage that one request reports
+TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+WRONG_SETTINGS = {401: "the key is refused", 403: "the key may not do this", 404: "no such endpoint or model"}
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+# --- the endpoint --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """A client of an OpenAI-style chat endpoint, with retries and a cache on disk. `ask` may be called from several threads.
+
+    The key is read from an environment variable when a request is sent, and never written. Redirects are not followed,
+    since they would send the key to another host.
+    """
+
+    url: str  # base URL, such as https://host/v1
+    model: str
+    cache: Path  # JSON lines: key (hash of URL and request), reply, usage
+    key_variable: str | None = None
+    first_wait: float = FIRST_WAIT
+    # requests, cached, retries, failures, prompt_tokens, completion_tokens
+    counts: Counter[str] = field(default_factory=Counter)
+    reached: bool = False  # whether any HTTP server has answered
+    _known: dict[str, str] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Raises: UserError for an invalid URL, an unset key, or a key that would be sent unencrypted."""
+        try:
+            parts = httpx.URL(self.url)
+        except httpx.InvalidURL:
+            parts = httpx.URL()
+        if parts.scheme not in ("http", "https") or not parts.host or " " in self.url or (parts.port or 1) > 65535:
+            raise UserError(f"evaluate.judge={self.url}: want a base URL such as https://host/v1")
+        if self.key_variable is not None and not os.environ.get(self.key_variable):
+            raise UserError(
+                f"evaluate.judge_key={self.key_variable}: this environment variable is not set: set it to the key"
+            )
+        if self.key_variable is not None and parts.scheme == "http" and parts.host not in LOOPBACK:
+            raise UserError(f"evaluate.judge={self.url}: would send the key unencrypted: use https")
+        if self.cache.exists() and not self.cache.is_file():
+            raise UserError(f"{self.cache}: not a regular file: remove it, so that replies can be stored there")
+        known = ((row.get("key"), row.get("reply")) for row in read_jsonl(self.cache))
+        self._known = {key: reply for key, reply in known if isinstance(key, str) and isinstance(reply, str)}
+
+    def ask(self, messages: list[dict[str, str]]) -> str | None:
+        """The reply's text; None if the request failed permanently, which is counted. Raises: UserError if the settings are wrong."""
+        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 16}
+        key = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
+        with self._lock:
+            if key in self._known:
+                self.counts["cached"] += 1
+                return self._known[key]
+        answered = self._request(body)
+        with self._lock:
+            if answered is None:
+                self.counts["failures"] += 1
+                return None
+            reply, usage = answered
+            self.counts.update(usage)
+            self._known[key] = reply
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            with self.cache.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "reply": reply, "usage": usage}) + "\n")
+        return reply
+
+    def _request(self, body: Mapping[str, Any]) -> tuple[str, dict[str, int]] | None:
+        """Reply and usage, after at most ATTEMPTS attempts."""
+        headers = {} if self.key_variable is None else {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
+        for attempt in range(ATTEMPTS):
+            with self._lock:
+                self.counts.update({"requests": 1, "retries": 1} if attempt else {"requests": 1})
+            wait = min(LONGEST_WAIT, self.first_wait * 2**attempt) * random.uniform(0.5, 1.5)
+            try:
+                address = f"{self.url.rstrip('/')}/chat/completions"
+                with httpx.stream("POST", address, json=body, headers=headers, timeout=TIMEOUT) as answer:
+                    self.reached = True
+                    if answer.status_code == 200:
+                        return read_reply(answer)
+                if answer.status_code in WRONG_SETTINGS:
+                    raise UserError(
+                        f"evaluate.judge={self.url}: {WRONG_SETTINGS[answer.status_code]} (HTTP {answer.status_code}): check the "
+                        "URL, evaluate.judge_model and evaluate.judge_key"
+                    )
+                if answer.status_code not in TEMPORARY:
+                    return None
+                asked = answer.headers.get("Retry-After", "")  # in seconds
+                wait = max(wait, min(LONGEST_WAIT, float(asked) if asked.isdecimal() else 0.0))
+            except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
+                trouble = one_line(str(error), 200)  # no connection, or not a reply of this form
+            if attempt < ATTEMPTS - 1:
+                time.sleep(wait)
+        if not self.reached:
+            raise UserError(
+                f"evaluate.judge={self.url}: no answer in {ATTEMPTS} attempts ({trouble}): check the URL and the network"
+            )
+        return None
+
+
+def read_reply(answer: httpx.Response) -> tuple[str, dict[str, int]]:
+    """The text of a chat reply, and the numbers of tokens. Raises: ValueError, LookupError or TypeError for any other reply."""
+    content = b""
+    for part in answer.iter_bytes():
+        if len(content := content + part) > LARGEST_REPLY:
+            raise ValueError("the reply is too long")
+    reply = json.loads(content)
+    text, usage = reply["choices"][0]["message"]["content"], reply.get("usage")
+    if not isinstance(text, str):
+        raise TypeError("the reply has no text")
+    counts = (
+        {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")} if isinstance(usage, dict) else {}
+    )
+    return text, {name: n for name, n in counts.items() if isinstance(n, int) and 0 <= n < MOST_TOKENS}
+
+
+# --- verdicts ------------------------------------------------------------------------------------------------------
 
 
 def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
@@ -62,11 +196,15 @@ def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
     ]
     with ThreadPoolExecutor(max_workers=settings.judge_parallel) as pool:
         verdicts = [verdict_of(reply) for reply in pool.map(endpoint.ask, asked)]
+    used = [endpoint.counts[name] for name in ("prompt_tokens", "completion_tokens")]
+    prices = settings.judge_prices  # per million tokens
     return judged_figures(rows, (ours, theirs), verdicts) | {
         "judge": settings.judge_model,
         "url": settings.judge,
         "counts": dict(endpoint.counts),
-        "cost": cost_of(endpoint.counts, settings.judge_prices),
+        "cost": None
+        if prices is None
+        else round(sum(n * price for n, price in zip(used, prices, strict=True)) / 1e6, 6),
     }
 
 
@@ -90,7 +228,6 @@ def verdict_of(reply: str | None) -> str | None:
 
 def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdicts: Sequence[str | None]) -> Figures:
     """From two verdicts per row, one for each order. Raises: UserError if no row has both."""
-    ours, theirs = pair
     both = list(zip(rows, verdicts[::2], verdicts[1::2], strict=True))
     answered = [(row, POINTS[one], 1.0 - POINTS[two]) for row, one, two in both if one is not None and two is not None]
     if not answered:
@@ -98,17 +235,17 @@ def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdic
             f"evaluate.judge: none of {len(verdicts)} requests was answered with A, B or TIE: check the judge"
         )
     points = [(one + two) / 2 for _, one, two in answered]
-    lengths = [
-        float(len(row["responses"][ours].split()) - len(row["responses"][theirs].split())) for row, _, _ in answered
-    ]
+    words = [[float(len(row["responses"][name].split())) for name in pair] for row, _, _ in answered]
     return {
         "pair": list(pair),
         "win_rate": interval(points),
-        "length_controlled": length_controlled([[point] for point in points], [[n] for n in lengths]),
-        "longer": round(sum((n > 0) + 0.5 * (n == 0) for n in lengths) / len(lengths), 4),
+        "length_controlled": length_controlled(
+            [[point] for point in points], [[ours - theirs] for ours, theirs in words]
+        ),
+        "longer": round(fmean((ours > theirs) + 0.5 * (ours == theirs) for ours, theirs in words), 4),
         "both_orders_agree": interval([float(one == two) for _, one, two in answered]),
         "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in answered]),  # of the answer shown first
-        "ties": round(sum(point == 0.5 for point in points) / len(points), 4),
+        "ties": round(fmean(point == 0.5 for point in points), 4),
         "left_out": len(rows) - len(answered),
         "others": compare_judges([row for row, _, _ in answered], pair, points),
     }
@@ -122,44 +259,29 @@ def compare_judges(
     agreement: the share of prompts, of those on which both prefer an answer, on which they prefer the same one. disagrees: the intervals
     of the two win rates lie on different sides of 1/2.
     """
-    judges = {}
+    judges, (our_low, our_high) = {}, interval(points)["ci95"]
     for name, key in OTHER_JUDGES.items():
-        known = [
-            (row[key], point) for row, point in zip(rows, points, strict=True) if holds(row, key, pair, int | float)
-        ]
+        known = [(row[key], p) for row, p in zip(rows, points, strict=True) if holds(row, key, pair, int | float)]
         if not known:
             continue
-        theirs = [1.0 if s[pair[0]] > s[pair[1]] else 0.0 if s[pair[0]] < s[pair[1]] else 0.5 for s, _ in known]
-        strict = [
-            float((a > 0.5) == (b > 0.5)) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5
-        ]
-        rate, ours = interval(theirs), interval(points)
+        theirs = [(s[pair[0]] > s[pair[1]]) + 0.5 * (s[pair[0]] == s[pair[1]]) for s, _ in known]
+        both = [(a, b) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5]
+        rate = interval(theirs)
+        low, high = rate["ci95"]
         judges[name] = {
             "win_rate": rate,
-            "agreement": interval(strict) if strict else None,
-            "disagrees": opposed(rate, ours),
+            "agreement": interval([float((a > 0.5) == (b > 0.5)) for a, b in both]) if both else None,
+            "disagrees": (low > 0.5 and our_high < 0.5) or (high < 0.5 and our_low > 0.5),
         }
     return judges
 
 
-def opposed(a: Figures, b: Figures) -> bool:
-    """Whether two win rates lie on different sides of 1/2, intervals included."""
-    return (a["ci95"][0] > 0.5 and b["ci95"][1] < 0.5) or (a["ci95"][1] < 0.5 and b["ci95"][0] > 0.5)
-
-
-def cost_of(counts: Any, prices: Sequence[float] | None) -> float | None:
-    """The cost, in the currency of the prices per million prompt and completion tokens; None without prices."""
-    if prices is None:
-        return None
-    return round((counts["prompt_tokens"] * prices[0] + counts["completion_tokens"] * prices[1]) / 1e6, 6)
-
-
 def describe_judging(results: Figures) -> list[str]:
-    pair = " over ".join(results["pair"])
+    counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in sorted(results["counts"].items()))
     lines = [
-        f"judge {results['judge']}: {pair} {show(results['win_rate'])}, at equal length {show(results['length_controlled'])}; "
-        f"both orders agree on {show(results['both_orders_agree'])}",
-        f"judge: {shown_counts(results['counts'])}; {results['left_out']} prompts left out"
+        f"judge {results['judge']}: {' over '.join(results['pair'])} {show(results['win_rate'])}, at equal length "
+        f"{show(results['length_controlled'])}; both orders agree on {show(results['both_orders_agree'])}",
+        f"judge: {counts or 'no requests'}; {results['left_out']} prompts left out"
         + ("" if results["cost"] is None else f"; cost {results['cost']:g}"),
     ]
     for name, row in results["others"].items():
@@ -168,6 +290,8 @@ def describe_judging(results: Figures) -> list[str]:
         lines.append(f"judge: the {name} gives {show(row['win_rate'])}{agreement}{warning}")
     return lines
 
+
+# --- a reward model as judge ---------------------------------------------------------------------------------------
 
 # Figures of the judge itself.
 HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "labeler_agreement")
@@ -180,17 +304,17 @@ def compare_policies(
 
     `tokenizer` is the policies'.
     """
-    answers = {name: given for name, given in answers.items() if not name.startswith("base")}
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
-    held_out = evaluate_reward_model(config, judge, tokenizer, device)
-    reward = ModelReward(judge, device)
-    scores = {name: score_samples(reward, given, records) for name, given in answers.items()}
+    held_out, reward = evaluate_reward_model(config, judge, tokenizer, device), ModelReward(judge, device)
+    scores = {
+        name: score_samples(reward, given, records) for name, given in answers.items() if not name.startswith("base")
+    }
     return {
         "held_out": {key: held_out[key] for key in HELD_OUT},
-        "scores": {name: interval([sum(row) / len(row) for row in rows]) for name, rows in scores.items()},
+        "scores": {name: interval_of(rows) for name, rows in scores.items()},
         "pairs": [
             {"pair": list(pair)} | compare(*((scores[name], answers[name]["texts"]) for name in pair))
-            for pair in pairs_of(list(answers))
+            for pair in pairs_of(list(scores))
         ],
     }
 
@@ -211,11 +335,11 @@ def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[lis
         [float(len(a.split()) - len(b.split())) for a in a_texts for b in b_texts]
         for a_texts, b_texts in zip(ours[1], theirs[1], strict=True)
     ]
-    rates = {
-        "win_rate": interval([sum(row) / len(row) for row in points]),
+    return {
+        "win_rate": interval_of(points),
         "length_controlled": length_controlled(points, words),
+        "words": interval_of(words),
     }
-    return rates | {"words": interval([sum(row) / len(row) for row in words])}
 
 
 def describe_comparisons(results: Figures) -> list[str]:

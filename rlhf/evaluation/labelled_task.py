@@ -1,6 +1,7 @@
 """The labelled task of the settings classify.*: its examples, and how probable a language model finds each possible answer."""
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,16 @@ from rlhf.data.labelled import Columns, Example, classes_of, divide, load_exampl
 from rlhf.data.tokenizer import encode_texts, separator_id
 from rlhf.errors import UserError
 from rlhf.evaluation.instructions import load_stage, models_of
-from rlhf.evaluation.statistics import Figures, wilson
+from rlhf.evaluation.scoring import pair_nats
+from rlhf.evaluation.statistics import Figures, flatten, split_like, wilson
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
-from rlhf.model.batching import by_length, right_pad
 from rlhf.model.interface import context_of
-from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import run_folder
 from rlhf.runs.progress import progress
 from rlhf.system.files import sha256_file
 
 GOLD = "gold:"
 GOLD_EXAMPLES = 2000
-OPTIONS_TOGETHER = 64  # options per forward
 
 
 def columns_of(config: Config) -> Columns:
@@ -102,18 +101,9 @@ def options_of(example: Example, columns: Columns, classes: list[str]) -> tuple[
     return " ".join(example.rows[0]), classes
 
 
-@torch.no_grad()
 def option_scores(lm: Any, pairs: list[tuple[list[int], list[int]]], pad: int, device: torch.device) -> torch.Tensor:
     """Mean log P per token (R,) of each option after its context."""
-    scores = torch.zeros(len(pairs))
-    for group in by_length([len(context) + len(option) for context, option in pairs], OPTIONS_TOGETHER):
-        tokens, lengths = right_pad([pairs[i][0] + pairs[i][1] for i in group], pad)
-        starts = torch.tensor([len(pairs[i][0]) for i in group])
-        logp = token_logprobs(lm(tokens.to(device), use_cache=False).logits[:, :-1], tokens[:, 1:].to(device)).cpu()
-        place = torch.arange(1, tokens.shape[1])
-        mask = (place >= starts[:, None]) & (place < lengths[:, None])
-        scores[group] = (logp * mask).sum(1) / mask.sum(1)
-    return scores
+    return torch.tensor(pair_nats(lm, pairs, pad, device)) / torch.tensor([len(option) for _, option in pairs])
 
 
 BETWEEN = "\n\n"
@@ -125,32 +115,25 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     train, held_out, classes = load_task(config, columns, run_folder(config) / "evaluations")
     held_out = held_out[: config.evaluate.prompts]
     counts = sorted(listed(config.evaluate.shots))
-    drawn = draw_examples(train, len(held_out), max(counts), config.seed)
     labels = [example.label for example in held_out]
+    most = min(max(counts), len(train))
+    drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, most) for i in range(len(held_out))]
     models = models_of(config, base=True)
-    figures: dict[str, list[Figures]] = {}
+    figures: dict[str, list[Figures]] = {name: [] for name in models}
     with progress(len(models) * len(counts), "evaluate: shots", unit="measurement") as bar:
-        for name in models:
+        for name, rows_of_model in figures.items():
             model, tokenizer = load_stage(config, name, device)
             context = context_of(model, tokenizer)
-            figures[name] = []
             for count in counts:
                 rows, shown = make_rows(tokenizer, context, columns, classes, held_out, [d[:count] for d in drawn])
-                options = len(rows) // len(held_out)
-                scores = option_scores(model, rows, tokenizer.pad_token_id, device).view(-1, options)
+                scores = option_scores(model, rows, tokenizer.pad_token_id, device).view(len(held_out), -1)
                 said = [classes[i] for i in scores.argmax(-1).tolist()]
                 right = sum(one == label for one, label in zip(said, labels, strict=True))
                 row = {"shots": count, "shown": round(shown, 2), "accuracy": wilson(right, len(labels))}
-                figures[name].append(row)
+                rows_of_model.append(row)
                 bar.update(1)
-    majority = max(labels.count(label) for label in set(labels)) / len(labels)
+    majority = Counter(labels).most_common(1)[0][1] / len(labels)
     return {"task": str(config.classify.data), "classes": classes, "majority": majority, "models": figures}
-
-
-def draw_examples(train: list[Example], questions: int, most: int, seed: int) -> list[list[Example]]:
-    """For each question `most` training examples in random order, or all if there are fewer."""
-    most = min(most, len(train))
-    return [random.Random(f"shots-{seed}-{i}").sample(train, most) for i in range(questions)]
 
 
 def answered(example: Example, columns: Columns, classes: list[str]) -> str:
@@ -172,15 +155,15 @@ def make_rows(
     Examples at the end that do not fit with the longest answer are left out; if the question alone does not fit, its beginning is cut.
     """
     asked = [options_of(example, columns, classes) for example in questions]
-    texts = iter(encode_texts(tokenizer, [text for text, _ in asked]))
-    options = iter(encode_texts(tokenizer, [f" {option}" for _, named in asked for option in named]))
-    before = iter(encode_texts(tokenizer, [answered(shot, columns, classes) for row in shots for shot in row]))
+    texts = encode_texts(tokenizer, [text for text, _ in asked])
+    named = [options for _, options in asked]
+    options = split_like(encode_texts(tokenizer, [f" {option}" for option in flatten(named)]), named)
+    before = split_like(encode_texts(tokenizer, [answered(shot, columns, classes) for shot in flatten(shots)]), shots)
     rows, shown = [], 0
-    for (_, named), chosen in zip(asked, shots, strict=True):
-        question, answers = next(texts), [next(options) for _ in named]
+    for question, answers, examples in zip(texts, options, before, strict=True):
         room = context - 1 - max(map(len, answers))
         prompt: list[int] = []
-        for tokens in [next(before) for _ in chosen]:
+        for tokens in examples:
             if len(prompt) + len(tokens) + len(question) > room:
                 break
             prompt, shown = prompt + tokens, shown + 1

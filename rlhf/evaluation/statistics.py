@@ -28,6 +28,11 @@ def split_like(values: Iterable[Any], rows: Iterable[Sequence[Any]]) -> list[lis
     return [list(itertools.islice(flat, len(row))) for row in rows]
 
 
+def batched(values: Sequence[Any], size: int) -> list[list[Any]]:
+    """Values in rows of one length; the last row may be shorter."""
+    return [list(values[i : i + size]) for i in range(0, len(values), size)]
+
+
 def figure(value: float, half: float | None, n: int) -> Figures:
     """{"value", "ci95": [low, high], "n"}, rounded. half: half the width of the interval; None if it is unknown."""
     ends = None if half is None else [round(value - half, 4), round(value + half, 4)]

@@ -5,11 +5,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from rlhf.evaluation.audit import ATTACKS, Audit, Picked
+from rlhf.evaluation.audit import ATTACKS, AttackFigures, Audit, Picked
 from rlhf.evaluation.statistics import show
 
 LEAST_PROMPTS = 30
@@ -56,15 +57,15 @@ def few_labels(audit: Audit) -> Iterator[Finding]:
 
 
 def no_better_than_chance(audit: Audit) -> Iterator[Finding]:
-    if audit.comparisons is not None and audit.comparisons["accuracy"]["ci95"][0] <= 0.5:
-        yield Finding(f"accuracy {show(audit.comparisons['accuracy'])} may be chance", "comparisons of any kind")
+    if audit.comparisons is not None and (accuracy := audit.comparisons["accuracy"])["ci95"][0] <= 0.5:
+        yield Finding(f"accuracy {show(accuracy)} may be chance", "comparisons of any kind")
 
 
 def no_better_than_length(audit: Audit) -> Iterator[Finding]:
-    if audit.comparisons is not None and audit.comparisons["above_length"]["ci95"][0] <= 0:
+    if audit.comparisons is not None and (above := audit.comparisons["above_length"])["ci95"][0] <= 0:
+        prefers = audit.comparisons["length_prefers"]
         yield Finding(
-            f"accuracy less that of preferring the {audit.comparisons['length_prefers']} answer is "
-            f"{show(audit.comparisons['above_length'])}",
+            f"accuracy less that of preferring the {prefers} answer is {show(above)}",
             "comparisons of answers of similar length",
         )
 
@@ -74,13 +75,14 @@ def hardest_pick(audit: Audit) -> list[Picked]:
     return [row for row in audit.picked if row.gain["n"] >= LEAST_PROMPTS][-1:]
 
 
+def pick_text(row: Picked) -> str:
+    return f"its pick of {row.n} labelled answers beats {show(row.gain)} more of the others than a random one"
+
+
 def picks_nothing(audit: Audit) -> Iterator[Finding]:
     for row in hardest_pick(audit):
         if row.gain["ci95"][0] <= 0:
-            yield Finding(
-                f"its pick of {row.n} labelled answers beats {show(row.gain)} more of the others than a random one",
-                "comparisons of any kind",
-            )
+            yield Finding(pick_text(row), "comparisons of any kind")
 
 
 def fooled(audit: Audit) -> Iterator[Finding]:
@@ -89,16 +91,20 @@ def fooled(audit: Audit) -> Iterator[Finding]:
             yield Finding(f"{attack.name} flips {show(attack.flips)} of the pairs", ATTACKS[attack.name].labels)
 
 
+def flips_of(attack: AttackFigures) -> float:
+    return attack.flips["value"] if attack.flips is not None else 0.0
+
+
 def mean_flips(audit: Audit) -> float | None:
     """The share of the pairs in the right order that an attack flips, on average over the attacks."""
     flips = [attack.flips["value"] for attack in audit.attacks if attack.flips is not None]
-    return sum(flips) / len(flips) if flips else None
+    return fmean(flips) if flips else None
 
 
 def often_fooled(audit: Audit) -> Iterator[Finding]:
     mean = mean_flips(audit)
     if mean is not None and mean > MEAN_FLIPS:
-        worst = max((a for a in audit.attacks if a.flips is not None), key=lambda a: a.flips["value"])  # type: ignore[index]
+        worst = max(audit.attacks, key=flips_of)
         yield Finding(f"the attacks flip {mean:.3f} of the pairs on average", ATTACKS[worst.name].labels)
 
 
@@ -162,34 +168,30 @@ def decide(audit: Audit) -> Verdict:
 
 
 def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
-    lines = []
-    if audit.comparisons is not None:
-        figures, agreement = audit.comparisons, audit.comparisons["labeler_agreement"]
+    lines, figures = [], audit.comparisons
+    if figures is not None:
+        agreement = figures["labeler_agreement"]
         lines.append(
             f"accuracy {show(figures['accuracy'])} on {figures['accuracy']['n']:,} held-out pairs; length alone "
             f"{figures['length_baseline']:.3f}, labelers' agreement {'not known' if agreement is None else f'{agreement:.3f}'}; "
             f"calibration error {figures['calibration_error']:.3f}"
         )
-    worst = sorted(audit.attacks, key=lambda a: -(a.flips["value"] if a.flips else 0.0))[:3]
     lines += [
         f"attack {a.name}: flips {show(a.flips)} of {a.flips['n']} pairs, buys {show(a.gain, 2)} deviations for "
         f"{a.nats['value']:.1f} nats"
-        for a in worst
+        for a in sorted(audit.attacks, key=flips_of, reverse=True)[:3]
         if a.flips
     ]
     if (mean := mean_flips(audit)) is not None:
         lines.append(f"the attacks flip {mean:.3f} of the pairs on average")
-    lines += [
-        f"its pick of {row.n} labelled answers beats {show(row.gain)} more of the others than a random one"
-        for row in hardest_pick(audit)
-    ]
+    lines += map(pick_text, hardest_pick(audit))
     if audit.best_of:
         first, last = audit.best_of[0], audit.best_of[-1]
-        check = last.check["value"] - first.check["value"] if last.check and first.check else None
-        lines.append(
-            f"best of {last.n} samples: {last.score['value'] - first.score['value']:+.2f} deviations at {last.kl:.1f} nats"
-            + ("" if check is None else f", by the check {check:+.2f}")
+        check = (
+            f", by the check {last.check['value'] - first.check['value']:+.2f}" if last.check and first.check else ""
         )
+        gain = last.score["value"] - first.score["value"]
+        lines.append(f"best of {last.n} samples: {gain:+.2f} deviations at {last.kl:.1f} nats{check}")
     ceiling = "" if verdict.ceiling is None else f" of {verdict.ceiling} (kl.ceiling={verdict.ceiling})"
     labels = f": {'; '.join(verdict.labels)}" if verdict.labels else ""
     hidden = len(verdict.reasons) - SHOWN

@@ -19,12 +19,11 @@ from rlhf.data.tasks import shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.answers import Answers, answer_all
-from rlhf.evaluation.benchmarks import describe_benchmarks, evaluate_benchmarks
-from rlhf.evaluation.best_of import Asked, describe_ratings, evaluate_best_of
+from rlhf.evaluation.benchmarks import describe_benchmarks, describe_overlap, evaluate_benchmarks, evaluate_overlap
+from rlhf.evaluation.best_of import Asked, describe_best, describe_ratings, evaluate_best_of
 from rlhf.evaluation.instructions import describe_instructions, evaluate_instructions
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, describe_comparisons, describe_judging
 from rlhf.evaluation.labelled_task import describe_shots, evaluate_shots
-from rlhf.evaluation.overlap import describe_overlap, evaluate_overlap
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
 from rlhf.evaluation.policies import (
     Scores,
@@ -88,9 +87,8 @@ def asked(config: Config) -> list[str]:
 def stage_is_due(config: Config) -> bool:
     """Whether the evaluation stage has everything that it needs and is not complete."""
     needed = [parent for parent in STAGES["evaluate"].parents if needs_parent(config, "evaluate", parent)]
-    return not is_complete(stage_folder(config, "evaluate")) and all(
-        is_complete(stage_folder(config, parent)) for parent in needed
-    )
+    complete = [is_complete(stage_folder(config, parent)) for parent in needed]
+    return all(complete) and not is_complete(stage_folder(config, "evaluate"))
 
 
 def run_external(config: Config) -> None:
@@ -102,9 +100,8 @@ def run_external(config: Config) -> None:
         path = run_folder(config) / "evaluations" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, results)
-        for line in describe(results):
+        for line in [*describe(results), path]:
             say(f"evaluate: {line}")
-        say(f"evaluate: {path}")
 
 
 def run_stage(config: Config) -> None:
@@ -212,13 +209,10 @@ def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, 
 
 
 def write_samples(
-    path: Path,
-    records: list[PromptRecord],
-    answers: dict[str, Answers],
-    gold: Any,
-    scores: Scores,
+    path: Path, records: list[PromptRecord], answers: dict[str, Answers], gold: Any, scores: Scores
 ) -> None:
     """One line per test prompt: the first sample of every policy, with its scores."""
+    true = {} if gold is None else {name: [row[0]["total"] for row in given["samples"]] for name, given in gold.items()}
     rows = (
         {
             "id": record.id,
@@ -226,7 +220,7 @@ def write_samples(
             "responses": {name: given["texts"][i][0] for name, given in answers.items()},
             "scores": {name: round(s[i][0], 4) for name, s in scores.items()},
         }
-        | ({} if gold is None else {"gold": {name: round(g["samples"][i][0]["total"], 4) for name, g in gold.items()}})
+        | ({"gold": {name: round(s[i], 4) for name, s in true.items()}} if true else {})
         for i, record in enumerate(records)
     )
     write_jsonl(path, rows)
@@ -241,23 +235,15 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
             f"greedy {gold['win_rate_greedy']['value']:.3f}; mean true score {gold['mean_score']}"
         )
     for name, row in results.get("baselines", {}).items():
+        true = f", by the truth {row['win_rate_vs_sft']['value']:.3f}" if "win_rate_vs_sft" in row else ""
         stage.say(
             f"{name}: reward {results['reward'][name]}, KL {row['kl_to_sft_nats']:.2f} nats, win rate over SFT by the reward "
-            f"model {row['rm_win_rate_vs_sft']['value']:.3f}"
-            + (f", by the truth {row['win_rate_vs_sft']['value']:.3f}" if "win_rate_vs_sft" in row else "")
+            f"model {row['rm_win_rate_vs_sft']['value']:.3f}{true}"
         )
-    for line in describe_comparisons(results["judge"]) if "judge" in results else []:
-        stage.say(line)
+    lines = describe_comparisons(results["judge"]) if "judge" in results else []
     if "best_of_n" in results:
-        best = results["best_of_n"]
-        stage.say(
-            f"best of {best['n']} samples of SFT: reward {best['reward']}, KL about {best['kl_estimate_nats']:.2f} nats (at most "
-            f"{best['kl_bound_nats']:.2f})"
-            + (
-                f", true score {best['gold']}; PPO's minus this {best['ppo_above']['value']:.3f} {best['ppo_above']['ci95']}"
-                if "gold" in best
-                else ""
-            )
-        )
-    for line in describe_ratings(results["generate_and_rate"]) if "generate_and_rate" in results else []:
+        lines += [describe_best(results["best_of_n"])]
+    if "generate_and_rate" in results:
+        lines += describe_ratings(results["generate_and_rate"])
+    for line in lines:
         stage.say(line)

@@ -5,7 +5,6 @@ InstructGPT collects comparisons on its current best policy (Ouyang et al. 2022,
 of the previous reward model.
 """
 
-import itertools
 import random
 from typing import Any
 
@@ -20,7 +19,8 @@ from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampler import sample_as_configured
 from rlhf.errors import UserError
-from rlhf.gold.labelers import Labeler, rank_responses, tune_noise
+from rlhf.evaluation.statistics import batched, flatten, split_like
+from rlhf.gold.labelers import rank_responses, tune_noise
 from rlhf.gold.truth import Truth, need_truth
 from rlhf.runs.folders import earlier_run, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
@@ -85,27 +85,22 @@ def choose_prompts(config: Config) -> list[PromptRecord]:
     wanted = {"train": slice(before, gold.comparison_prompts)}
     if before == 0:
         wanted |= {"dev": slice(gold.comparison_dev_prompts), "test": slice(gold.comparison_test_prompts)}
-    return [
-        record
-        for split, part in wanted.items()
-        for record in [r for r in records if r.metadata.get("split") == split][part]
-    ]
+    by_split = {split: [r for r in records if r.metadata.get("split") == split] for split in wanted}
+    return flatten(by_split[split][part] for split, part in wanted.items())
 
 
 def sample_all(config: Config, policy: Any, tokenizer: Any, prompts: list[PromptRecord]) -> list[list[Answer]]:
     """Some responses more per prompt than will be ranked, since several can be the same."""
-    counts = [responses_wanted(config, record) + config.gold.spare_responses for record in prompts]
     prompt_ids = encode_prompts(tokenizer, [record.prompt for record in prompts])
     responses: list[list[Answer]] = []
     with progress(len(prompts), "label", unit="prompt") as bar:
-        for start in range(0, len(prompts), PROMPTS_TOGETHER):
-            part = range(start, min(start + PROMPTS_TOGETHER, len(prompts)))
-            repeated = [prompt_ids[i] for i in part for _ in range(counts[i])]
-            keys = [("label", prompts[i].id, j) for i in part for j in range(counts[i])]
+        for part in batched(list(zip(prompts, prompt_ids, strict=True)), PROMPTS_TOGETHER):
+            counts = [range(responses_wanted(config, record) + config.gold.spare_responses) for record, _ in part]
+            repeated = [ids for (_, ids), places in zip(part, counts, strict=True) for _ in places]
+            keys = [("label", record.id, j) for (record, _), places in zip(part, counts, strict=True) for j in places]
             samples = sample_as_configured(config, policy, tokenizer, repeated, keys=keys)
             texts = [response_text(tokenizer, ids) for ids in samples.responses]
-            answers = iter(zip(texts, samples.ended.tolist(), strict=True))
-            responses += [list(itertools.islice(answers, counts[i])) for i in part]
+            responses += split_like(zip(texts, samples.ended.tolist(), strict=True), counts)
             bar.update(len(part))
     return responses
 
@@ -124,13 +119,11 @@ def rank_all(
     The held-out labelers also rank the prompts of the dev and test splits. They use a separate random stream, so the
     other rankings are the same with and without them.
     """
-    gold = config.gold
-    drafts = []
+    gold, drafts = config.gold, []
     for record, drawn in zip(prompts, responses, strict=True):
         distinct = list(dict.fromkeys(drawn))[: responses_wanted(config, record)]
         if len(distinct) > 1:
-            judged = [truth.judge(record, text, ended) for text, ended in distinct]
-            drafts.append((record, distinct, judged))
+            drafts.append((record, distinct, [truth.judge(record, text, ended) for text, ended in distinct]))
     noise = gold.labeler_noise
     if gold.labeler_agreement is not None:
         rated = [[(parts, text) for parts, (text, _) in zip(j, d, strict=True)] for _, d, j in drafts]
@@ -141,16 +134,9 @@ def rank_all(
     for record, distinct, judged in drafts:
         for stream, labelers in (people if record.metadata.get("split") == "train" else people | strangers).items():
             rng = random.Random(f"{stream}-{config.seed}-{record.id}")
-            for labeler in choose_labelers(labelers, gold.second_labeler, rng):
-                ranking = rank_responses(
-                    f"r-{record.id}-{labeler.name}", record.prompt, judged, distinct, labeler, rng, policy=policy_id
-                )
-                ranking.metadata = dict(record.metadata)
-                rankings.append(ranking)
+            wanted = 2 if rng.random() < gold.second_labeler else 1
+            for labeler in rng.sample(labelers, min(wanted, len(labelers))):
+                name = f"r-{record.id}-{labeler.name}"
+                ranking = rank_responses(name, record.prompt, judged, distinct, labeler, rng, policy=policy_id)
+                rankings.append(ranking.model_copy(update={"metadata": dict(record.metadata)}))
     return rankings, len(prompts) - len(drafts), noise
-
-
-def choose_labelers(labelers: list[Labeler], second: float, rng: random.Random) -> list[Labeler]:
-    """One of them, and with probability `second` another one; empty if there are none."""
-    wanted = 2 if rng.random() < second else 1
-    return rng.sample(labelers, min(wanted, len(labelers)))

@@ -1,11 +1,11 @@
 """The files of a world with a known true score: pretraining text, demonstrations and prompts, in the import format."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
-from rlhf.gold.corpus import Cut, Ends, Passage, demonstration_rows, documents, make_passages, prompt_rows, word_ends
+from rlhf.gold.corpus import Cut, Ends, demonstration_rows, documents, make_passages, prompt_rows, word_ends
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
 from rlhf.system.files import write_jsonl
@@ -27,7 +27,7 @@ def prompt_counts(config: Config) -> dict[str, int]:
     return {"train": gold.train_prompts, "dev": gold.dev_prompts, "test": gold.test_prompts}
 
 
-def built_in_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
+def built_in_files(config: Config) -> dict[str, Iterable[dict[str, Any]]]:
     gold, seed, share = config.gold, config.seed, config.gold.conversations
     return {
         "corpus": ({"text": text} for text in documents(seed, seed, gold.documents, share)),
@@ -36,39 +36,24 @@ def built_in_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
     }
 
 
-def passage_files(config: Config) -> dict[str, Iterator[dict[str, Any]]]:
+def passage_files(config: Config) -> dict[str, Iterable[dict[str, Any]]]:
     """Openings of passages of data.corpus as prompts, and their continuations as demonstrations."""
     gold = config.gold
     cut = Cut(gold.passage_min_tokens, gold.passage_max_tokens, gold.continuation_tokens)
     counts = dict(reversed(prompt_counts(config).items()))  # more training prompts do not change the others
     texts = iterate_documents(need_source(config, "corpus"), config.data.encoding)
-    passages: dict[str, list[Passage]] = {"train": [], "dev": [], "test": []}
-    for passage in make_passages(texts, counts, cut, token_ends(config), config.data.split_seed):
-        passages[passage.split].append(passage)
-    prompts = [numbered for one_split in passages.values() for numbered in enumerate(one_split)]
-    shown = [*enumerate(passages["train"][: gold.demonstrations]), *enumerate(passages["dev"])]
-    return {
-        "demonstrations": (
-            {
-                "kind": "demonstration",
-                "id": f"d-{passage.split}-{i}",
-                "prompt": passage.prompt,
-                "response": passage.continuation,
-                "source": "data.corpus",
-                "split": passage.split,
-            }
-            for i, passage in shown
-        ),
-        "prompts": (
-            {
-                "kind": "prompt",
-                "id": f"p-{passage.split}-{i}",
-                "prompt": passage.prompt,
-                "metadata": {"split": passage.split},
-            }
-            for i, passage in prompts
-        ),
-    }
+    files: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "prompts": []}
+    passages = list(make_passages(texts, counts, cut, token_ends(config), config.data.split_seed))
+    for split in ("train", "dev", "test"):
+        for i, (_, prompt, continuation) in enumerate(p for p in passages if p.split == split):
+            name = f"{split}-{i}"
+            files["prompts"].append(
+                {"kind": "prompt", "id": f"p-{name}", "prompt": prompt, "metadata": {"split": split}}
+            )
+            if split == "dev" or (split == "train" and i < gold.demonstrations):
+                shown = {"kind": "demonstration", "id": f"d-{name}", "prompt": prompt, "response": continuation}
+                files["demonstrations"].append(shown | {"source": "data.corpus", "split": split})
+    return files
 
 
 def token_ends(config: Config) -> Ends:

@@ -7,14 +7,12 @@ from collections import Counter
 
 import pytest
 
-from rlhf.data.label_files import load_demonstrations
 from rlhf.data.splits import split_of
 from rlhf.gold.conversations import SCRIPTS, make_conversation
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk
 from rlhf.gold.judge import judge
 from rlhf.gold.speakers import answer
 from rlhf.gold.world import SPLITS, Task, task_from_metadata
-from rlhf.system.files import write_jsonl
 
 RIGHT = ("good", "plain", "rude", "rambling")
 
@@ -64,7 +62,7 @@ def test_every_speaker_is_judged_as_in_single_requests(kind):
 def test_the_verdict_on_an_answer_changes_with_the_turns_before_it(kind):
     """The right answer after one beginning is wrong after another, though the last question is the same."""
     by_question: dict[str, list[Task]] = {}
-    for task in drawn(kind, 400):
+    for task in drawn(kind, 250):
         by_question.setdefault(task.prompt, []).append(task)
     compared = 0
     for one, other in itertools.chain(*(itertools.combinations(tasks, 2) for tasks in by_question.values())):
@@ -72,14 +70,6 @@ def test_the_verdict_on_an_answer_changes_with_the_turns_before_it(kind):
             compared += 1
             assert judge(one, one.sentence)["correct"] == 1 and judge(other, one.sentence)["correct"] == 0, (one, other)
     assert compared > 20
-
-
-@pytest.mark.parametrize("kind", ["recall", "colour", "there", "order"])
-def test_the_right_word_is_said_before_and_not_in_the_last_question(kind):
-    said = ("assistant",) if kind != "recall" else ("user",)
-    for task in drawn(kind):
-        assert task.must[0][0].lower() in before(task, *said).lower(), task
-        assert task.must[0][0] not in task.prompt, task
 
 
 def test_the_word_by_hand():
@@ -114,16 +104,6 @@ def test_who_breaks_a_rule_loses(kind):
             assert task.ruled_out[0] not in before(task, "assistant"), task  # nobody broke it before
 
 
-@pytest.mark.parametrize("kind", ["refuse", "again"])
-def test_a_refusal_wins_on_a_harmful_request(kind):
-    tasks = [task for task in drawn(kind) if task.kind == "refuse"]
-    assert len(tasks) > 20
-    for task in tasks:
-        refused, helped = judge(task, task.sentence), judge(task, task.wrong)
-        assert refused["safe"] == refused["correct"] == 1 and helped["safe"] == helped["correct"] == 0
-        assert refused["total"] > helped["total"] + 0.5
-
-
 # --- the files of the world ---
 
 
@@ -139,13 +119,6 @@ def test_no_held_out_conversation_occurs_in_training_text():
     assert found["dev"] == found["test"] == 0 < found["train"]
 
 
-def test_half_of_the_requests_are_conversations_if_so_asked():
-    rows = list(prompt_rows(0, 0, {"train": 400}, 0.5))
-    share = sum(isinstance(row["prompt"], list) for row in rows) / 400
-    assert share == pytest.approx(0.5, abs=0.1)  # four standard errors
-    assert not any(isinstance(row["prompt"], list) for row in prompt_rows(0, 0, {"train": 50}))
-
-
 def test_the_pretraining_text_has_all_turns_in_order_and_one_speaker():
     task = drawn("word")[0]
     text = talk(task, "Grace", "No.")
@@ -153,10 +126,3 @@ def test_the_pretraining_text_has_all_turns_in_order_and_one_speaker():
     names = itertools.cycle(("Question", "Grace"))
     assert text == "\n".join(f"{name}:\n{content}" for name, content in zip(names, [*said, "No."], strict=False))
     assert talk(task).endswith(f"Question:\n{task.prompt}\n") and "Pat:\n" in talk(task)
-
-
-def test_demonstrations_are_read_back_with_all_turns(tmp_path):
-    rows = list(demonstration_rows(0, 0, 40, 1.0))
-    write_jsonl(tmp_path / "d.jsonl", iter(rows))
-    records, _ = load_demonstrations(str(tmp_path / "d.jsonl"))
-    assert [[m.model_dump() for m in record.prompt] for record in records] == [row["prompt"] for row in rows]

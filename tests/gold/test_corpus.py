@@ -14,20 +14,9 @@ from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import record_split, split_of
 from rlhf.errors import UserError
-from rlhf.gold import corpus
-from rlhf.gold.corpus import (
-    Cut,
-    demonstration_rows,
-    divide,
-    documents,
-    make_passages,
-    prompt_rows,
-    talk,
-    unique_tasks,
-    word_ends,
-)
+from rlhf.gold.corpus import Cut, demonstration_rows, divide, documents, make_passages, prompt_rows, word_ends
 from rlhf.gold.speakers import DEMONSTRATION_MIX
-from rlhf.gold.world import SPLITS, Task, make_task, task_from_metadata
+from rlhf.gold.world import SPLITS, task_from_metadata
 from rlhf.system.files import write_jsonl
 
 SAMPLES = Path(__file__).parents[2] / "data"
@@ -50,37 +39,11 @@ def test_no_held_out_request_occurs_in_training_text(training_text):
     assert found["train"] > 20  # so the search would have found one
 
 
-def test_every_talk_of_the_pretraining_text_is_about_a_training_request(monkeypatch):
-    tasks: list[Task] = []
-
-    def record(task: Task, speaker: str, reply: str = "") -> str:
-        tasks.append(task)
-        return talk(task, speaker, reply)
-
-    monkeypatch.setattr(corpus, "talk", record)
-    texts = list(documents(2, 5, 1500))
-    assert len(tasks) > 500 and sum(any(t.prompt in text for t in tasks) for text in texts) >= len(tasks)
-    assert {split_of(task.core, 5, SPLITS) for task in tasks} == {"train"}
-
-
 def test_the_same_seed_gives_the_same_text():
     assert list(documents(3, 1, 200)) == list(documents(3, 1, 200))
     assert list(documents(3, 1, 200)) != list(documents(4, 1, 200))
     for rows in (lambda s: demonstration_rows(s, 1, 50), lambda s: prompt_rows(s, 1, {"train": 50})):
         assert list(rows(3)) == list(rows(3)) and list(rows(3)) != list(rows(4))
-
-
-def test_as_many_documents_as_asked_for_and_none_is_blank():
-    for count in (0, 1, 7, 100):
-        texts = list(documents(0, 0, count))
-        assert len(texts) == count and all(text.strip() for text in texts)
-
-
-def test_a_talk_holds_request_speaker_and_reply_and_without_a_reply_its_beginning():
-    task = Task("open_qa", "What is it?", "A cat.", "It is a cat.", "It is a dog.", [["cat"]], prompt="What is it?")
-    whole, opened = talk(task, "Grace", "It is a cat."), talk(task, "Grace")
-    assert whole.startswith(opened) and whole.endswith("It is a cat.")
-    assert opened.index("What is it?") < opened.index("Grace")
 
 
 def test_demonstrations_are_training_requests_by_writers_of_mixed_skill():
@@ -105,14 +68,6 @@ def test_prompts_of_every_split_with_the_truth_about_each():
         assert split_of(task.core, 0, SPLITS) == row["metadata"]["split"]
 
 
-def test_no_prompt_comes_twice():
-    prompts = [task.prompt for task in unique_tasks(random.Random(0), "test", 0, 300)]
-    assert len(set(prompts)) == 300
-    rng = random.Random(0)
-    plain = [make_task(rng, split="test").prompt for _ in range(300)]
-    assert len(set(plain)) < 300  # drawn without that care, some do
-
-
 def test_the_files_are_read_back_through_the_import_format(tmp_path):
     texts = list(documents(0, 0, 60))
     assert write_jsonl(tmp_path / "corpus.jsonl", ({"text": text} for text in texts)) == 60
@@ -124,11 +79,6 @@ def test_the_files_are_read_back_through_the_import_format(tmp_path):
     prompts, _ = load_prompts(str(tmp_path / "prompts.jsonl"))
     splits = Counter(record_split(p, 0, {"train": 0.9, "dev": 0.1, "test": 0.0}) for p in prompts)
     assert splits == {"train": 20, "test": 10}  # the world's own split wins over the shares
-
-
-def test_text_beyond_ascii_is_written_as_it_is(tmp_path):
-    assert write_jsonl(tmp_path / "a.jsonl", iter([{"text": "é — 字"}])) == 1
-    assert (tmp_path / "a.jsonl").read_text(encoding="utf-8") == '{"text": "é — 字"}\n'
 
 
 # --- the sample files under data/ ---

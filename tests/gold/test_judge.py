@@ -73,19 +73,6 @@ def test_stock_phrases_are_no_answer_and_spoil_none(kind):
             assert wrong["correct"] == 0, (task.prompt, phrase, task.wrong)
 
 
-def test_stock_phrases_do_not_contain_each_other():
-    assert not [(a, b) for a in STOCK for b in STOCK if a != b and a.rstrip(".?") in b]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_answers_to_other_tasks_are_mostly_wrong(kind):
-    rng = random.Random(f"others-{kind}")
-    pairs = [(make_task(rng, kind=kind), make_task(rng)) for _ in range(100)]
-    pairs = [(task, other) for task, other in pairs if task.sentence != other.sentence]
-    wrong = [judge(task, other.sentence)["correct"] < 1 for task, other in pairs]
-    assert sum(wrong) / len(wrong) > 0.6
-
-
 TASK = Task(
     "closed_qa",
     "q",
@@ -161,10 +148,6 @@ def test_every_harmful_advice_is_unsafe(how):
     assert any(phrase in how for phrase in UNSAFE)
     parts = judge(TASK, f"You can {how}.")
     assert parts["safe"] == 0 and judge(TASK, "You can walk.")["safe"] == 1
-
-
-def test_weights_add_up_to_1():
-    assert sum(WEIGHTS.values()) == pytest.approx(1)
 
 
 CLOSED = Task(

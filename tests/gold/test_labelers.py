@@ -8,14 +8,7 @@ from rlhf.config.gold import GoldConfig
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.records import Message, Ranking
 from rlhf.gold.judge import judge
-from rlhf.gold.labelers import (
-    NOISE,
-    Labeler,
-    expected_agreement,
-    make_labelers,
-    rank_responses,
-    tune_noise,
-)
+from rlhf.gold.labelers import NOISE, Labeler, expected_agreement, make_labelers, rank_responses, tune_noise
 from rlhf.gold.speakers import DEMONSTRATION_MIX, answer, pick_style
 from rlhf.gold.world import Task, make_task
 
@@ -50,12 +43,6 @@ def test_labelers_agree_about_as_often_as_people():
     # speakers answer it is within .08 of that, nine standard errors of this round.
     agreement = pairwise_agreement(labelling_round(NOISE, prompts=300))
     assert agreement["n"] == 300 and agreement["value"] == pytest.approx(0.726, abs=0.08)
-
-
-def test_noise_is_what_makes_labelers_disagree():
-    calm, noisy = (pairwise_agreement(labelling_round(noise))["value"] for noise in (0.0, 4 * NOISE))
-    assert 0.90 < calm < 1  # tastes differ
-    assert 0.47 < noisy < 0.65  # near a coin
 
 
 def test_the_configured_noise_is_the_tuned_one():
@@ -98,44 +85,11 @@ def test_ratings_go_from_1_for_nothing_to_7_for_a_faultless_answer():
     assert rank(task, responses, even, random.Random(0)).ratings == {"a": 1, "b": 7}
 
 
-def test_tastes_show():
-    task = make_task(random.Random(0), kind="open_qa")
-    _, kind, hurried, thorough, strict = make_labelers(0.0)
-    polite, plain = f"Of course. {task.sentence}", task.sentence
-    fragment, long = task.fragment, f"{task.sentence} {'Well, well, well. ' * 3}".strip()
-
-    def gap(labeler: Labeler, better: str, worse: str) -> float:
-        return labeler.utility(judge(task, better), better) - labeler.utility(judge(task, worse), worse)
-
-    assert gap(kind, polite, plain) > gap(strict, polite, plain) > 0
-    assert gap(hurried, plain, long) > gap(thorough, plain, long)
-    assert gap(thorough, plain, fragment) > gap(hurried, plain, fragment)
-    assert gap(strict, task.sentence, task.wrong) > gap(hurried, task.sentence, task.wrong) > 0
-
-
-def test_a_missing_end_costs():
-    task = make_task(random.Random(0))
-    for labeler in make_labelers():
-        whole, cut = (
-            labeler.utility(judge(task, task.sentence, ended=ended), task.sentence) for ended in (True, False)
-        )
-        assert whole - cut == pytest.approx(labeler.weights["ended"])
-
-
 def test_only_harmful_responses_are_flagged():
     task = make_task(random.Random(0), kind="refuse")
     responses = [(task.sentence, True), (task.wrong, True), ("", False)]
     record = rank(task, responses, make_labelers()[0], random.Random(0))
     assert record.flags == {"b": ["harmful"]}
-
-
-def test_the_same_seed_gives_the_same_ranking():
-    task = make_task(random.Random(0))
-    responses = distinct_responses(task, 8, random.Random(1))
-    labeler = make_labelers()[2]
-    records = [rank(task, responses, labeler, random.Random(seed)) for seed in (5, 5, 6, 7, 8)]
-    assert records[0] == records[1]
-    assert len({str(record.ranking) for record in records}) > 1
 
 
 def test_two_labelers_agree_as_often_as_the_normal_distribution_says():

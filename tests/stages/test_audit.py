@@ -28,7 +28,6 @@ from rlhf.evaluation.audit import (
 )
 from rlhf.evaluation.verdict import CEILING, COLLECT, GO, RULES, decide, describe_audit, peak_kl
 from rlhf.model.classifier import load_reward_model
-from rlhf.report.evaluation_tables import make_audit
 from rlhf.report.page import make_page
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_run
@@ -52,19 +51,6 @@ MATERIAL = Material(("blue", "cow"), {"what": 9, "sees": 1, "anna": 5, "a": 9}, 
 )
 def test_an_attack_by_hand(name, wanted):
     assert ATTACKS[name].make("What sees Anna?", "It is red. It is big.", MATERIAL, random.Random(0)) in wanted
-
-
-def test_random_words_are_as_many_as_the_answers_and_the_same_for_a_seed():
-    first, again = (ATTACKS["random_words"].make("", "one two three", MATERIAL, random.Random(3)) for _ in range(2))
-    assert first == again and len(first.split()) == 3
-    assert set(first.rstrip(".").split()) <= {"blue", "cow"}
-
-
-@pytest.mark.parametrize("answer", ["", "?", "日本語。", "a" * 5000])
-def test_attacks_take_any_text(answer):
-    empty = collect_material([])
-    for attack in ATTACKS.values():
-        assert isinstance(attack.make("", answer, empty, random.Random(0)), str)
 
 
 def test_flattery_is_what_the_data_says_often():
@@ -274,19 +260,6 @@ def test_the_report_shows_it_whole(gold_run):
     assert all(name.replace("_", " ") in page for name in ATTACKS)
 
 
-@pytest.mark.parametrize(
-    "audit",
-    [
-        {},
-        {"verdict": {"decision": 3}},
-        {"verdict": {"decision": "go", "labels": 1}, "attacks": [1, {"flips": []}], "best_of": {}},
-    ],
-)
-def test_a_damaged_audit_is_shown_as_far_as_it_goes(audit):
-    found = make_audit(audit)
-    assert found is None or found["verdict"] == "go"
-
-
 def test_without_the_audit_nothing_else_changes(gold_run, copy_until):
     run = copy_until("reward")
     folder = run.stage("reward", "reward.audit=0")
@@ -302,16 +275,6 @@ def test_a_check_scores_the_same_picks(gold_run, audited, tmp_path):
     for row in found.best_of:
         assert row.check["value"] == pytest.approx(row.score["value"], abs=2e-4)
     assert found.pairs == 8 and found == audit_reward_model(config, audited, records, set())
-
-
-def test_comparisons_of_which_no_truth_is_known_are_audited_without_it(gold_run, audited):
-    config = gold_run.config("reward.audit=8")
-    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
-    known = audit_reward_model(config, audited, records, set())
-    plain = [record.model_copy(update={"metadata": {"split": record.metadata["split"]}}) for record in records]
-    found = audit_reward_model(config, audited, plain, set())
-    assert known.best_of[0].truth is not None and found.best_of[0].truth is None
-    assert found.attacks == known.attacks
 
 
 @pytest.mark.parametrize("case", ["no held-out prompt", "only contested pairs"])

@@ -25,12 +25,6 @@ from rlhf.system.files import read_json
 from rlhf.training.setup import load_policy
 
 
-def test_kl_of_best_of_n_by_hand():
-    assert best_of_n_kl(1) == 0.0
-    assert best_of_n_kl(2) == pytest.approx(0.193147, abs=1e-6)  # log 2 - 1/2
-    assert best_of_n_kl(16) == pytest.approx(1.835089, abs=1e-6)  # 2.772589 - 15/16
-
-
 def exact_kl(p: np.ndarray, scores: list[float], n: int) -> float:
     """KL of best-of-n by going through all n-tuples of responses; among equal scores the first drawn wins."""
     chosen = np.zeros(len(p))
@@ -56,12 +50,6 @@ def test_the_bound_less_the_excess_is_the_exact_kl(scores, n):
     p = np.array([0.5, 0.2, 0.25, 0.05])
     found = best_of_n_kl(n) - sum(float(kl_excess(u, m, n)) for u, m in levels_of(p, scores))
     assert found == pytest.approx(exact_kl(p, scores, n), abs=1e-12)
-
-
-def test_a_frequent_best_response_costs_less_than_the_bound():
-    # Q = 1 - 0.75^16 = 0.989977: Q log(Q / 0.25) = 1.362428; the rest, in tiny pieces, is the integral of g log g over
-    # its 0.75, 0.75^16 (log 16 + 15 log 0.75 - 15/16) = -0.024857
-    assert best_of_n_kl(16) - float(kl_excess(0.0, 0.25, 16)) == pytest.approx(1.362428 - 0.024857, abs=2e-6)
 
 
 def expected_estimate(p: np.ndarray, n: int, draws: int) -> float:
@@ -109,12 +97,6 @@ def test_the_estimate_where_nothing_is_to_be_estimated():
     assert certain == pytest.approx(0.0, abs=1e-6), "all of one score: the pick is a draw"
 
 
-def test_a_repeated_response_is_one_whatever_rounding_did_to_its_score():
-    ids, logprobs = [[1], [2], [1], [3]], [math.log(m) for m in (0.4, 0.3, 0.4, 0.2)]
-    rounded = estimate_kl(ids, logprobs, [1.0, 0.5, 1.0 + 1e-7, 0.1], 4)
-    assert rounded == estimate_kl(ids, logprobs, [1.0, 0.5, 1.0, 0.1], 4)
-
-
 def test_expected_best_by_hand():
     proxy, gold = [3.0, 1.0, 2.0], [10.0, 0.0, 4.0]
     # pairs by proxy: {3,1} -> 10, {3,2} -> 10, {1,2} -> 4: mean 8
@@ -135,10 +117,6 @@ def test_expected_best_is_the_mean_over_all_subsets(samples, data):
     subsets = list(combinations(range(len(samples)), n))
     wanted = sum(values[max(chosen, key=lambda i: proxy[i])] for chosen in subsets) / len(subsets)
     assert expected_best(proxy, values, n) == pytest.approx(wanted, abs=1e-9)
-
-
-def test_the_best_is_the_first_of_the_highest():
-    assert best_index([0.5, 2.0, 2.0, -1.0]) == 1
 
 
 def test_evaluation_has_the_best_of_n_beside_ppo(gold_run):

@@ -5,7 +5,7 @@ import pytest
 from rlhf.config.checks import check_config
 from rlhf.data.label_files import load_comparisons
 from rlhf.errors import UserError
-from rlhf.gold.labelers import make_held_out_labelers, make_labelers
+from rlhf.gold.labelers import make_labelers
 from rlhf.gold.truth import Requests
 from rlhf.stages.label import choose_prompts, rank_all
 
@@ -41,15 +41,6 @@ def test_the_others_rank_the_same_with_and_without_them(gold_run):
     many, one, none = (rankings_of(gold_run, f"gold.held_out_labelers={n}") for n in (2, 1, 0))
     assert [r for r in many if r.labeler in TRAINED] == none and len(none) < len(one) <= len(many)
     assert {r.labeler for r in one} - TRAINED == {"labeler-6"}
-
-
-def test_they_have_tastes_of_their_own():
-    ours, others = make_labelers(), make_held_out_labelers()
-    assert [one.name for one in others] == ["labeler-6", "labeler-7"] and make_held_out_labelers(0) == []
-    tastes = [(tuple(one.weights.items()), one.per_word, one.courtesy) for one in (*ours, *others)]
-    assert len(set(tastes)) == 7
-    for one in others:
-        assert sum(one.weights.values()) == pytest.approx(10, abs=0.8), "on the scale of the others"
 
 
 def test_there_are_at_most_two(gold_run):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.errors import UserError
-from rlhf.evaluation.overlap import choose_n, evaluate_overlap, find_overlap, words_of
+from rlhf.evaluation.benchmarks import evaluate_overlap, find_overlap, words_of
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
@@ -16,8 +16,11 @@ LONG = "one two three four five six seven eight nine ten eleven twelve thirteen 
 
 
 def test_n_is_the_5th_percentile_between_8_and_13():
-    assert [choose_n([n] * 20) for n in (3, 8, 11, 40)] == [8, 8, 11, 13]
-    assert choose_n([9, *[40] * 30]) == 13 and choose_n([9, 9, *[40] * 18]) == 9
+    def n_of(*lengths: int) -> int:
+        return find_overlap({str(i): "w " * length for i, length in enumerate(lengths)}, [])["n"]
+
+    assert [n_of(*[n] * 20) for n in (3, 8, 11, 40)] == [8, 8, 11, 13]
+    assert n_of(9, *[40] * 30) == 13 and n_of(9, 9, *[40] * 18) == 9
     assert words_of("It's RED, number-4.") == ["it", "s", "red", "number", "4"]
 
 

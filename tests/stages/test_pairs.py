@@ -130,9 +130,3 @@ def test_mistakes_are_one_line(gold_run, files, overrides, message):
     config = gold_run.config(f"evaluate.pairs='{files[0]}'", *overrides)
     with pytest.raises(UserError, match=message):
         pairs.evaluate_pairs(config, torch.device("cpu"))
-
-
-def test_a_run_without_a_reward_model_says_so(files, tmp_path):
-    run = Run(tmp_path / "runs", "none", ["tracking=jsonl", "device=cpu", "threads=1"])
-    with pytest.raises(UserError, match="no finished reward there"):
-        evaluate(run, f"evaluate.pairs='{files[0]}'")

@@ -25,7 +25,8 @@ from rlhf.training.setup import load_policy
 from .conftest import Run
 from .test_pipeline import pipe_in_process, states
 
-ROUNDS = ["gold.rounds=2", "gold.early_episodes=128", "ppo.episodes=192", "ppo.lr=3e-3", "evaluate.prompts=20"]
+ROUNDS = ["gold.rounds=2", "gold.early_episodes=128", "ppo.episodes=192", "ppo.lr=3e-3", "evaluate.prompts=8", "evaluate.samples=1",
+          "evaluate.best_of=2", "reward.audit=0"]  # fmt: skip
 
 
 def drawn(config: Config, folder: Path, record: PromptRecord) -> list[str]:

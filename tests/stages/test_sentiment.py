@@ -1,17 +1,16 @@
 """experiment=sentiment: from a checkpoint and a text to the report, in completion form, with a lexicon as the truth."""
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf.cli import main
-from rlhf.commands.pipeline import show, stages_to_run, summarize
+from rlhf.commands.pipeline import stages_to_run
 from rlhf.commands.report import write_page
 from rlhf.config.checks import check_config
-from rlhf.data.chat_template import encode_prompt, end_ids
+from rlhf.data.chat_template import end_ids
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
@@ -76,14 +75,13 @@ def test_a_value_is_the_share_of_the_score_that_is_to_come(sentiment_run, tmp_pa
     """Before training the critic is the reward model, so after t tokens of 6 the value is its score there times (6 - t) / 6."""
     run = sentiment_run.copy(tmp_path, "ppo")
     with open_trainer(run, "ppo.score_by_token=true", "ppo.shared_critic=false") as trainer:
-        samples = trainer.sample(trainer.prompts[:2], [("test", i) for i in range(2)])
-        values = trainer.score(trainer.prompts[:2], samples).values
+        found = trainer.respond(2)
     model = load_reward_model(run.folder / "reward" / "model", torch.device("cpu"))
     model.config.read_tokens = 1
-    for (_, prompt), response, found in zip(trainer.prompts, samples.responses, values, strict=False):
-        starts = [prompt + response[:t] for t in range(6)]
-        scores = [model(torch.tensor([ids]), torch.tensor([len(ids)])).item() for ids in starts]
-        assert found.tolist() == pytest.approx([(6 - t) / 6 * scores[t] for t in range(6)], abs=1e-4)
+    for tokens, length, values in zip(found.tokens, found.prompt_lengths, found.values, strict=True):
+        lengths = [length + t for t in range(6)]
+        scores = [model(tokens[None, :n], n[None]).item() for n in lengths]
+        assert values.tolist() == pytest.approx([(6 - t) / 6 * scores[t] for t in range(6)], abs=1e-4)
 
 
 def test_labelers_rank_by_the_lexicon(sentiment_run):
@@ -111,28 +109,6 @@ def test_the_table_compares_every_policy_by_the_truth(sentiment_run):
     write_page(sentiment_run.folder)
     page = (sentiment_run.folder / "report.html").read_text(encoding="utf-8")
     assert "gold judge" not in page and "sentiment lexicon" in page
-
-
-def test_best_of_n_is_compared_with_the_best_policy_of_its_kl(sentiment_run, capsys, monkeypatch):
-    """scripts/studies/sentiment_optimum.py; its arithmetic is in tests/test_sentiment_frontier.py."""
-    script = ROOT / "scripts" / "sentiment_frontier.py"
-    settings = [*sentiment_run.overrides, "run=run", f"runs_dir={sentiment_run.runs_dir}"]
-    monkeypatch.setattr("sys.argv", [str(script), "--passages=3", "--samples=5", *settings])
-    runpy.run_path(str(script), run_name="__main__")
-    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [line[1].strip() for line in lines[2:]][:3] == [
-        "base",
-        "best of 2 by the learned reward",
-        "optimum by the learned reward",
-    ]
-    rewards = [float(line[3]) for line in lines[2:5]]
-    assert rewards == sorted(rewards) and rewards[0] < rewards[2]
-
-
-def test_the_last_line_says_which_truth(sentiment_run, capsys):
-    config = sentiment_run.config()
-    show(config, summarize(config, {"evaluate": "complete"}), 0.0)
-    assert "\nwin rate of PPO over SFT by the sentiment lexicon 0." in capsys.readouterr().out
 
 
 def test_a_missing_text_is_said_before_anything_runs(tmp_path, capsys):
@@ -164,12 +140,3 @@ def test_generate_and_chat_continue_the_text(sentiment_run, capsys):
     capsys.readouterr()
     sentiment_run.stage("chat", "chat.message='The page says'")
     assert capsys.readouterr().out.strip()
-
-
-def test_a_tokenizer_of_our_own_takes_the_form_too(tmp_path):
-    (tmp_path / "text.txt").write_text("The old man said nothing. " * 40)
-    run = Run(
-        tmp_path, "own", ["data.form=completion", f"data.corpus='{tmp_path}/text.txt'", "tokenizer.vocab_size=270"]
-    )
-    tokenizer = load_tokenizer(run.stage("tokenizer") / "model")
-    assert end_ids(tokenizer) == [] and tokenizer.decode(encode_prompt(tokenizer, "The old")) == "The old"

@@ -1,12 +1,14 @@
 """In-context learning: prompts by hand, likelihoods against a forward, what does not fit, and the evaluation on the small gold run."""
 
+import random
+
 import pytest
 import torch
 
 from rlhf.data.labelled import Columns, Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.labelled_task import draw_examples, evaluate_shots, make_rows
+from rlhf.evaluation.labelled_task import columns_of, evaluate_shots, load_task, make_rows
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.report.pictures import make_pictures
 from rlhf.runs.run_files import read_run
@@ -55,14 +57,6 @@ def test_examples_that_do_not_fit_are_left_out_and_counted(tokenizer):
     )
 
 
-def test_draws_differ_by_question_and_grow_by_one():
-    train = [Example(str(i), ((str(i),),), "x") for i in range(50)]
-    few, many = (draw_examples(train, 5, most, seed=3) for most in (2, 8))
-    assert len({tuple(e.where for e in row) for row in many}) == 5 and all(len(set(map(id, row))) == 8 for row in many)
-    assert draw_examples(train, 5, 8, seed=3) == many and draw_examples(train, 5, 8, seed=4) != many
-    assert [len(row) for row in few] == [2] * 5 and len(draw_examples(train, 1, 99, seed=0)[0]) == 50
-
-
 @torch.no_grad()
 def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_until, capsys):
     run = copy_until("sft")
@@ -74,26 +68,18 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     zero, two = found["models"]["pretrain"]
     assert (zero["shots"], zero["shown"], zero["accuracy"]["n"]) == (0, 0.0, 24) and 0 < two["shown"] <= 2
 
-    from rlhf.evaluation.labelled_task import columns_of, load_task
-
     config = run.config(*settings)
     train, held_out, classes = load_task(config, columns_of(config), run.folder / "evaluations")
     model, tokenizer = (load(run.folder / "pretrain" / "model") for load in (load_policy, load_tokenizer))
-    rows, _ = make_rows(
-        tokenizer,
-        128,
-        columns_of(config),
-        classes,
-        held_out[:24],
-        [d[:2] for d in draw_examples(train, 24, 2, config.seed)],
-    )
+    drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, 2) for i in range(24)]
+    rows, _ = make_rows(tokenizer, 128, columns_of(config), classes, held_out[:24], drawn)
     right = 0
     for i, example in enumerate(held_out[:24]):
         means = []
         for prompt, answer in rows[4 * i : 4 * i + 4]:
             logp = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
             means.append(sum(logp[len(prompt) + j - 1, t].item() for j, t in enumerate(answer)) / len(answer))
-        right += str(means.index(max(means))) == classes.index(example.label).__str__()
+        right += means.index(max(means)) == classes.index(example.label)
     assert two["accuracy"]["value"] == round(right / 24, 4)
     files = read_run(run.folder)
     assert "In-context learning" in [picture.title for picture in make_pictures([files])]

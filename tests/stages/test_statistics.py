@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 
-from rlhf.evaluation.statistics import (
-    interval,
-    length_controlled,
-    ratio_interval,
-    show,
-    win_rate,
-)
+from rlhf.evaluation.statistics import interval, length_controlled, ratio_interval, show, win_rate
 
 
 def test_interval_by_hand():
@@ -41,12 +35,6 @@ def test_ratio_interval_by_hand():
     assert ratio_interval([1, 3, 2], [2, 4, 4]) == {"value": 0.6, "ci95": [0.4204, 0.7796], "n": 10}
 
 
-def test_a_ratio_of_equal_prompts_is_the_mean():
-    shares = [0.0, 1.0, 1.0, 0.0, 1.0]
-    ratio, mean = ratio_interval([4 * x for x in shares], [4.0] * 5), interval(shares)
-    assert ratio["ci95"] == mean["ci95"] and (ratio["value"], ratio["n"], mean["n"]) == (0.6, 20, 5)
-
-
 def test_the_prompt_is_the_unit():
     # The same 20 comparisons, all right or all wrong within a prompt, are only 5 observations.
     apart = ratio_interval([1.0] * 12 + [0.0] * 8, [1.0] * 20)
@@ -55,10 +43,6 @@ def test_the_prompt_is_the_unit():
     widths = [(high - low) / 2 for low, high in (apart["ci95"], together["ci95"])]
     # 1.96 * sqrt(.24 / 19) and 1.96 * sqrt(.24 / 4)
     assert widths == pytest.approx([1.96 * math.sqrt(0.24 / 19), 1.96 * math.sqrt(0.24 / 4)], abs=1e-4)
-
-
-def test_one_prompt_has_a_ratio():
-    assert ratio_interval([3], [4]) == {"value": 0.75, "ci95": [0.75, 0.75], "n": 4}
 
 
 def test_win_rate_by_hand():
@@ -78,18 +62,6 @@ def test_rounding_is_no_win():
     assert win_rate([[0.3 + 1e-6]], [[0.3]])["value"] == 1.0
 
 
-def test_wins_and_losses_swap():
-    ours, theirs = [[0.4, 0.7], [0.2, 0.2]], [[0.5, 0.4], [0.1, 0.3]]
-    assert win_rate(ours, theirs)["value"] == pytest.approx(1 - win_rate(theirs, ours)["value"])
-
-
-def test_every_prompt_needs_both():
-    with pytest.raises(ValueError, match="zip"):
-        win_rate([[1.0], [2.0]], [[1.0]])
-    with pytest.raises(ValueError, match="zip"):
-        ratio_interval([1.0], [1.0, 2.0])
-
-
 def test_a_judge_who_pays_for_length_is_even_at_equal_length():
     rng = np.random.default_rng(0)
     d = rng.normal(2, 3, 2000)
@@ -101,14 +73,6 @@ def test_a_judge_who_pays_for_length_is_even_at_equal_length():
     low, high = fit.conf_int()[0]
     assert controlled["value"] == pytest.approx(1 / (1 + np.exp(-fit.params[0])), abs=1e-3)
     assert controlled["ci95"] == pytest.approx([1 / (1 + np.exp(-low)), 1 / (1 + np.exp(-high))], abs=1e-3)
-
-
-def test_a_judge_who_looks_at_length_alone_is_even_at_equal_length():
-    """The longer answer always wins, and ours is the longer one in four of five comparisons."""
-    d = np.random.default_rng(1).integers(-5, 21, (300, 2)).astype(float)
-    points = np.where(d > 0, 1.0, np.where(d < 0, 0.0, 0.5))
-    assert points.mean() > 0.75
-    assert length_controlled(points.tolist(), d.tolist())["value"] == pytest.approx(0.5, abs=0.03)
 
 
 def test_length_control_by_hand():
