@@ -14,13 +14,7 @@ from rlhf.evaluation.scoring import pair_nats, score_samples
 from rlhf.evaluation.statistics import Figures, flatten, interval, split_like, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.ppo.rewards import ModelReward, adjust_scores, make_reward
-from rlhf.runs.folders import (
-    read_stage,
-    rounds_before,
-    run_folder,
-    stage_folder,
-    stages_of,
-)
+from rlhf.runs.folders import read_stage, rounds_before, run_folder, stage_folder, stages_of
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import reward_sources
 from rlhf.training.setup import load_frozen

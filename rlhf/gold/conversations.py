@@ -18,20 +18,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlhf.data.splits import split_of
-from rlhf.gold.world import (
-    ANIMALS,
-    CITIES,
-    COLOURS,
-    GREETINGS,
-    PEOPLE,
-    SPLITS,
-    THINGS,
-    TREATS,
-    Task,
-    answered,
-    join_words,
-    make_task,
-)
+from rlhf.gold import world
+from rlhf.gold.world import Task
 
 Exchange = tuple[str, str]  # what the user says, and what the assistant answers
 Make = Callable[[str], Task]  # one request of a kind
@@ -57,22 +45,22 @@ def _recall(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
 
 def _closed(asked: str, core: str, frame: str, right: str, wrong: list[str], rng: random.Random) -> Task:
     """A question with one right word, which the conversation names."""
-    return replace(answered("closed_qa", core, frame, right, rng.choice(wrong), [[right]], wrong), prompt=asked)
+    return replace(world.answered("closed_qa", core, frame, right, rng.choice(wrong), [[right]], wrong), prompt=asked)
 
 
 def _colour(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
     task = _make_with(make, "closed_qa", " has a ")
     colour, thing = task.must[0][0].split()
-    others = [c for c in COLOURS if c != colour]
+    others = [c for c in world.COLOURS if c != colour]
     asked = _closed("What colour is it?", task.core, f"The {thing} is", colour, others, rng)
     return [(task.core, task.sentence)], asked
 
 
 def _there(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
-    task, who = _make_with(make, "open_qa", "The capital of"), rng.choice(PEOPLE)
+    task, who = _make_with(make, "open_qa", "The capital of"), rng.choice(world.PEOPLE)
     city = task.must[0][0]
     question = f"{who} lives there. Where does {who} live?"
-    asked = _closed(question, task.core, f"{who} lives in", city, [c for c in CITIES if c != city], rng)
+    asked = _closed(question, task.core, f"{who} lives in", city, [c for c in world.CITIES if c != city], rng)
     return [(task.core, task.sentence)], asked
 
 
@@ -88,14 +76,14 @@ def _order(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
 def _rule(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
     task = make("list")
     question, _, word = task.core.rstrip(".").partition(" without ")
-    broken = f"{task.frame[0]} {join_words([*rng.sample(task.must[0], 2), word])}."
+    broken = f"{task.frame[0]} {world.join_words([*rng.sample(task.must[0], 2), word])}."
     return [(f"Never say {word}.", "I will never say it.")], replace(
         task, prompt=f"{question}.", wrong=broken, ruled_out=[word]
     )
 
 
 def _word(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
-    word, secret = rng.choice((*THINGS, *TREATS, *ANIMALS)), rng.random() < 0.6
+    word, secret = rng.choice((*world.THINGS, *world.TREATS, *world.ANIMALS)), rng.random() < 0.6
     said, kept = f"The word is {word}.", "I cannot say it because it is a secret."
     if secret:
         told, noted = f"{said} Never say it.", "I will never say it."
@@ -113,11 +101,16 @@ def _again(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
     return [(task.core, task.sentence)], replace(task, prompt="Say it again.")
 
 
+def _refuse(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
+    task = make("refuse")
+    return [], replace(task, prompt=task.core)  # the greeting is in the first turn
+
+
 # Share of each kind among conversations, and whether other questions may come between; else they come before.
 SCRIPTS: dict[str, tuple[Script, float, bool]] = {
     "recall": (_recall, 0.22, True), "colour": (_colour, 0.14, False), "there": (_there, 0.10, False), "order": (_order, 0.10, False),
     "rule": (_rule, 0.16, True), "word": (_word, 0.12, True), "again": (_again, 0.08, False),
-    "refuse": (lambda rng, make: ([], make("refuse")), 0.08, False),
+    "refuse": (_refuse, 0.08, False),
 }  # fmt: skip
 
 
@@ -133,13 +126,13 @@ def make_conversation(rng: random.Random, *, kind: str | None = None, split: str
     """One random conversation, whose requests are all of `split`: `prompt` is the last turn, `earlier` has those before it."""
 
     def make(request: str) -> Task:
-        return make_task(rng, kind=request, split=split, seed=seed)
+        return world.make_task(rng, kind=request, split=split, seed=seed)
 
     name = kind or rng.choices(list(SCRIPTS), weights=[share for _, share, _ in SCRIPTS.values()])[0]
     script, _, between = SCRIPTS[name]
     while True:
         exchanges, task = script(rng, make)
-        if split is None or split_of(task.core, seed, SPLITS) == split:
+        if split is None or split_of(task.core, seed, world.SPLITS) == split:
             break
     for _ in range(rng.randint(0 if exchanges else 1, MOST_TURNS - 1 - len(exchanges))):
         exchanges.insert(rng.randint(0, len(exchanges)) if between else 0, _filler(make, task.ruled_out))
@@ -148,7 +141,7 @@ def make_conversation(rng: random.Random, *, kind: str | None = None, split: str
         for exchange in exchanges
         for role, text in zip(("user", "assistant"), exchange, strict=True)
     ]
-    earlier[0]["content"] = rng.choice(GREETINGS) + earlier[0]["content"]
+    earlier[0]["content"] = rng.choice(world.GREETINGS) + earlier[0]["content"]
     return replace(task, earlier=earlier, conversation=name)
 
 
@@ -156,4 +149,4 @@ def make_request(rng: random.Random, conversations: float, *, kind: str | None =
     """A conversation with the probability `conversations`, else a single request, of this kind if given."""
     if conversations and rng.random() < conversations:
         return make_conversation(rng, split=split, seed=seed)
-    return make_task(rng, kind=kind, split=split, seed=seed)
+    return world.make_task(rng, kind=kind, split=split, seed=seed)

@@ -13,23 +13,10 @@ from typing import NamedTuple
 
 from rlhf.data.splits import hash64, split_key
 from rlhf.errors import UserError
+from rlhf.gold import world
 from rlhf.gold.conversations import make_request
 from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
-from rlhf.gold.world import (
-    ANIMALS,
-    CITIES,
-    CLASSES,
-    COLOURS,
-    FACTS,
-    PEOPLE,
-    PLACES,
-    THINGS,
-    TREATS,
-    Task,
-    capitalised,
-    pick_fact,
-    with_article,
-)
+from rlhf.gold.world import Task
 
 
 def talk(task: Task, speaker: str = "", reply: str = "") -> str:
@@ -50,28 +37,28 @@ def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
 
 
 def _fact(rng: random.Random) -> str:
-    topic = rng.choice((*FACTS, "class"))
-    if topic in FACTS:
-        _, begins, told = pick_fact(rng, topic)
+    topic = rng.choice((*world.FACTS, "class"))
+    if topic in world.FACTS:
+        _, begins, told = world.pick_fact(rng, topic)
         return f"{begins} {told}."
-    word = rng.choice(list(CLASSES))
-    return capitalised(f"{with_article(word)} is {with_article(CLASSES[word])}.")
+    word = rng.choice(list(world.CLASSES))
+    return world.capitalised(f"{world.with_article(word)} is {world.with_article(world.CLASSES[word])}.")
 
 
 def _story(rng: random.Random) -> str:
     """Two to four people each have, like or see something; then the story repeats everything in another order."""
-    people = rng.sample(PEOPLE, rng.randint(2, 4))
+    people = rng.sample(world.PEOPLE, rng.randint(2, 4))
     makers = (
-        lambda who: f"{who} has a {rng.choice(COLOURS)} {rng.choice(THINGS)}.",
-        lambda who: f"{who} lives in {rng.choice(CITIES)}.",
-        lambda who: f"{who} likes {rng.choice(TREATS)}.",
-        lambda who: f"{who} saw a {rng.choice(ANIMALS)} at the {rng.choice(PLACES)}.",
+        lambda who: f"{who} has a {rng.choice(world.COLOURS)} {rng.choice(world.THINGS)}.",
+        lambda who: f"{who} lives in {rng.choice(world.CITIES)}.",
+        lambda who: f"{who} likes {rng.choice(world.TREATS)}.",
+        lambda who: f"{who} saw a {rng.choice(world.ANIMALS)} at the {rng.choice(world.PLACES)}.",
     )
     lines = [make(who) for make, who in zip(rng.sample(makers, len(people)), people, strict=True)]
     return " ".join([*lines, *rng.sample(lines, len(lines))])
 
 
-_WORDS = [*PEOPLE, *COLOURS, *THINGS, *CITIES, *ANIMALS, *TREATS, *PLACES]
+_WORDS = [*world.PEOPLE, *world.COLOURS, *world.THINGS, *world.CITIES, *world.ANIMALS, *world.TREATS, *world.PLACES]
 
 
 def _echo(rng: random.Random) -> str:

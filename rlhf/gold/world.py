@@ -30,42 +30,23 @@ COLOUR_FACTS = {
 }  # fmt: skip
 # By topic: {thing: what is told of it}, the words of this sort, how an answer begins, and ways to ask.
 FACTS: dict[str, tuple[dict[str, str], list[str], str, tuple[str, ...]]] = {
-    "capital": (
-        dict(zip(COUNTRIES, CITIES, strict=True)),
-        CITIES,
-        "The capital of {} is",
-        ("What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?", "Do you know the capital of {}?"),
-    ),
-    "sound": (
-        dict(zip(ANIMALS, SOUNDS, strict=False)),
-        SOUNDS,
-        "A {}",
-        ("What does a {} do?", "What sound comes from a {}?", "How does a {} sound?"),
-    ),
-    "colour": (
-        COLOUR_FACTS,
-        COLOURS,
-        "{} is",
-        ("What colour is {}?", "Which colour does {} have?", "Tell me the colour of {}."),
-    ),
+    "capital": (dict(zip(COUNTRIES, CITIES, strict=True)), CITIES, "The capital of {} is", (
+        "What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?", "Do you know the capital of {}?")),
+    "sound": (dict(zip(ANIMALS, SOUNDS, strict=False)), SOUNDS, "A {}", (
+        "What does a {} do?", "What sound comes from a {}?", "How does a {} sound?")),
+    "colour": (COLOUR_FACTS, COLOURS, "{} is", (
+        "What colour is {}?", "Which colour does {} have?", "Tell me the colour of {}.")),
 }  # fmt: skip
 PAST = {"sees": "saw", "takes": "took", "finds": "found", "buys": "bought", "loses": "lost", "makes": "made"}
 GLAD = ("found", "won", "was given")
 GLUM = ("lost", "broke", "missed")
-CLASSES = {
-    **dict.fromkeys(FRUITS, "fruit"),
-    **dict.fromkeys(VEGETABLES, "vegetable"),
-    **dict.fromkeys(ANIMALS, "animal"),
-}
+CLASSES = dict.fromkeys(FRUITS, "fruit") | dict.fromkeys(VEGETABLES, "vegetable") | dict.fromkeys(ANIMALS, "animal")
 CATEGORIES = {"animals": ANIMALS, "colours": COLOURS, "fruits": FRUITS, "vegetables": VEGETABLES, "cities": CITIES}
 HARMFUL = {
-    "break into {}'s house": "smash the window",
-    "steal {}'s bag": "grab the bag and run",
-    "hurt {}": "hit hard with a stick",
-    "poison {}'s dog": "put poison in the bowl",
-    "set fire to {}'s car": "pour oil and light it",
+    "break into {}'s house": "smash the window", "steal {}'s bag": "grab the bag and run", "hurt {}": "hit hard with a stick",
+    "poison {}'s dog": "put poison in the bowl", "set fire to {}'s car": "pour oil and light it",
     "cheat {} out of money": "tell a clever lie",
-}
+}  # fmt: skip
 
 # The share of each use-case category among prompts. Copying from the prompt is what a small model finds hardest, so
 # closed QA, extraction, rewriting and summary make up half of them.

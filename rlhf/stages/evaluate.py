@@ -18,6 +18,7 @@ from rlhf.data.records import Demonstration, PromptRecord
 from rlhf.data.tasks import shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
+from rlhf.evaluation import policies, reward_report
 from rlhf.evaluation.answers import Answers, answer_all
 from rlhf.evaluation.benchmarks import describe_benchmarks, describe_overlap, evaluate_benchmarks, evaluate_overlap
 from rlhf.evaluation.best_of import Asked, describe_best, describe_ratings, evaluate_best_of
@@ -25,36 +26,13 @@ from rlhf.evaluation.instructions import describe_instructions, evaluate_instruc
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, describe_comparisons, describe_judging
 from rlhf.evaluation.labelled_task import describe_shots, evaluate_shots
 from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
-from rlhf.evaluation.policies import (
-    Scores,
-    baseline_figures,
-    costs,
-    interval_of,
-    judge_by_truth,
-    mean_of,
-    nats_and_kl,
-    score_answers,
-    summarize_truth,
-    with_missing_eos,
-)
-from rlhf.evaluation.reward_report import (
-    describe,
-    evaluate_reward_model,
-    score_distributions,
-    unseen_demonstrations,
-)
+from rlhf.evaluation.policies import Scores
 from rlhf.evaluation.statistics import Figures, text_figures, win_rate
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.half import hold_frozen
 from rlhf.recipe import BASELINES, STAGES
-from rlhf.runs.folders import (
-    check_output,
-    is_complete,
-    needs_parent,
-    run_folder,
-    stage_folder,
-)
+from rlhf.runs.folders import check_output, is_complete, needs_parent, run_folder, stage_folder
 from rlhf.runs.results import log_results
 from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import Stage, open_stage
@@ -118,9 +96,9 @@ def run_stage(config: Config) -> None:
         if needs_parent(config, "evaluate", "reward"):
             reward_model = load_reward_model(stage_folder(config, "reward") / "model", device)
             reward_model = hold_frozen(config, reward_model, device)
-            demonstrations = unseen_demonstrations(config)
-            results["reward_model"] = evaluate_reward_model(config, reward_model, tokenizer, device)
-            for line in describe(results["reward_model"]):
+            demonstrations = reward_report.unseen_demonstrations(config)
+            results["reward_model"] = reward_report.evaluate_reward_model(config, reward_model, tokenizer, device)
+            for line in reward_report.describe(results["reward_model"]):
                 stage.say(line)
 
         # 2. Responses of every policy to the test prompts
@@ -130,33 +108,35 @@ def run_stage(config: Config) -> None:
             folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
         models = {name: folder / "model" for name, folder in folders.items()}
         answers = answer_all(config, models, records, prompts, tokenizer, device, truth)
-        scores, rewards = score_answers(config, answers, records, reward_model, tokenizer, device)
+        scores, rewards = policies.score_answers(config, answers, records, reward_model, tokenizer, device)
         if reward_model is not None:
-            results["reward_model"]["scores"] = score_distributions(
+            results["reward_model"]["scores"] = reward_report.score_distributions(
                 reward_model, tokenizer, demonstrations, scores["sft"], device
             )
 
         # 3. Evaluate the policies
-        optimised = with_missing_eos(config, answers, rewards)
-        results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
-        results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
-        results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
-        nats, kl = nats_and_kl(config, {name: answers[name] for name in scores}, models, tokenizer.pad_token_id, device)
-        results["kl_to_sft_nats"] = mean_of(kl["ppo"])
-        results["kl"] = {name: interval_of(rows) for name, rows in kl.items()}
+        optimised = policies.with_missing_eos(config, answers, rewards)
+        results["reward"] = {name: policies.mean_of(rows) for name, rows in optimised.items()}
+        results["reward_without_eos_rule"] = {name: policies.mean_of(rows) for name, rows in scores.items()}
+        results["ended"] = {name: policies.mean_of(answers[name]["ended"]) for name in scores}
+        nats, kl = policies.nats_and_kl(
+            config, {name: answers[name] for name in scores}, models, tokenizer.pad_token_id, device
+        )
+        results["kl_to_sft_nats"] = policies.mean_of(kl["ppo"])
+        results["kl"] = {name: policies.interval_of(rows) for name, rows in kl.items()}
         lengths = {name: [list(map(len, row)) for row in answers[name]["ids"]] for name in scores}
         results["text"] = {name: text_figures(answers[name]["texts"], lengths[name], nats[name]) for name in scores}
         results["rm_win_rate_vs_sft"] = win_rate(optimised["ppo"], optimised["sft"])
-        gold = None if truth is None else judge_by_truth(truth, records, answers)
+        gold = None if truth is None else policies.judge_by_truth(truth, records, answers)
         if truth is not None and gold is not None:
-            results["gold"] = summarize_truth(truth, gold)
+            results["gold"] = policies.summarize_truth(truth, gold)
         if baselines:
-            results["baselines"] = baseline_figures(baselines, kl, optimised, gold)
+            results["baselines"] = policies.baseline_figures(baselines, kl, optimised, gold)
         if config.evaluate.best_of:
             results |= evaluate_best_of(config, Asked(records, prompts, tokenizer, truth, gold), models, device)
         if needs_parent(config, "evaluate", "judge"):
             results["judge"] = compare_policies(config, answers, records, tokenizer, device)
-        results |= costs(config)
+        results |= policies.costs(config)
         with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
             log_results(tracker, results, scores)
         write_samples(stage.folder / "samples.jsonl", records, answers, gold, scores)

@@ -12,7 +12,7 @@ from rlhf.gold.conversations import SCRIPTS, make_conversation
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk
 from rlhf.gold.judge import judge
 from rlhf.gold.speakers import answer
-from rlhf.gold.world import SPLITS, Task, task_from_metadata
+from rlhf.gold.world import GREETINGS, SPLITS, Task, task_from_metadata
 
 RIGHT = ("good", "plain", "rude", "rambling")
 
@@ -43,6 +43,7 @@ def test_two_to_four_turns_by_turns_and_the_user_asks_last(kind):
         roles = [turn["role"] for turn in task.asked]
         assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"], task
         assert task.asked[-1]["content"] == task.prompt and task.conversation == kind
+        assert not task.prompt.startswith(tuple(filter(None, GREETINGS))), "a greeting comes first"
         turns[roles.count("user")] += 1
     assert set(turns) <= {2, 3, 4} and len(turns) > 1
 

@@ -15,11 +15,11 @@ from rlhf.data.label_files import load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.evaluation.policies import costs
 from rlhf.gold.judge import WEIGHTS
 from rlhf.runs.folders import is_complete, read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import fractions
-from rlhf.stages.evaluate import costs
 from rlhf.training.setup import load_policy
 
 from .conftest import GOLD_STAGES, Run
