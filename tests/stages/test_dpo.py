@@ -255,6 +255,6 @@ def restamped(record: dict) -> dict:
 def test_an_unfinished_policy_to_compare_is_refused_before_anything_is_computed(copy_until, monkeypatch):
     run = copy_until("evaluate")
     (run.runs_dir / "other" / "ppo").mkdir(parents=True)
-    monkeypatch.setattr(evaluate, "evaluate_reward_model", None)
+    monkeypatch.setattr(evaluate.reward_report, "evaluate_reward_model", None)
     with pytest.raises(UserError, match="no finished ppo there"):
         run.stage("evaluate", "evaluate.compare=other")
