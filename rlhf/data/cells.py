@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
@@ -132,70 +133,46 @@ def _tags(file: IO[bytes]) -> Iterator[bytes]:
     yield rest
 
 
-def _xlsx_cells(file: IO[bytes]) -> tuple[int, int, list[int]]:
-    """The last row and column of a sheet's cells, and all rows that have cells, with a value or without."""
+def _block(tags: Iterator[bytes]) -> tuple[int, int, list[int]]:
+    """The last row and column of a part's cells, and in .xlsx all rows that have cells, with a value or without.
+
+    In .ods rows and cells that repeat count as often as they say, up to the last value; all sheets count as one.
+    """
     rows: dict[int, None] = {}
-    last_column = 0
-    for tag in _tags(file):
-        if match := _CELL.match(tag):
-            column = 0
-            for letter in match[1]:
-                column = column * 26 + letter - 64
-            last_column = max(last_column, column)
-            rows[int(match[2])] = None
-    return max(rows, default=0), last_column, list(rows)
-
-
-def _ods_cells(file: IO[bytes]) -> tuple[int, int, list[int]]:
-    """As `_xlsx_cells` for all sheets together. Rows and cells that repeat count as often as they say, once one has a value."""
     row = column = last_row = last_column = 0
-    for tag in _tags(file):
-        match = _REPEATED.search(tag)
-        repeats = int(match[1]) if match else 1
-        kind = re.match(rb"</?(?:\w+:)?([\w-]+)", tag)
-        name = kind[1] if kind and tag[1:2] != b"/" else b""
-        if name == b"table-row":
-            row, column = row + repeats, 0
-        elif name in (b"table-cell", b"covered-table-cell"):
-            column += repeats
+    for tag in tags:
+        if match := _CELL.match(tag):
+            last_column = max(last_column, reduce(lambda n, letter: n * 26 + letter - 64, match[1], 0))
+            rows[int(match[2])] = None
+        elif tag.startswith((b"<table:table-row", b"<table:table-cell", b"<table:covered-table-cell")):
+            repeats = int(match[1]) if (match := _REPEATED.search(tag)) else 1
+            row, column = (row + repeats, 0) if tag.startswith(b"<table:table-row") else (row, column + repeats)
             if b"value-type" in tag:
                 last_row, last_column = row, max(last_column, column)
-        elif kind and kind[1] == b"table":  # a sheet ends
-            row = last_row
-    return last_row, last_column, []
+    return max(last_row, *rows, 0), last_column, list(rows)
 
 
 def _measure(path: Path, name: str) -> dict[str, list[int]]:
-    """Check the sizes of a file, since a small one can unpack to any size; the rows with cells of each part.
+    """Check the sizes of a packed file, since a small one can unpack to any size; the rows with cells of each part.
 
     Raises: UserError.
     """
-    packed = path.suffix.lower() != ".xls"
-    total = 0 if packed else path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(4) == b"\xd0\xcf\x11\xe0":
+            raise UserError(f"{name}: protected by a password, or an .xls file by another name: save it as .xlsx")
     stored: dict[str, list[int]] = {}
-    if packed:
-        with path.open("rb") as file:
-            if file.read(4) == b"\xd0\xcf\x11\xe0":
-                raise UserError(f"{name}: protected by a password, or an .xls file by another name: save it as .xlsx")
-        with zipfile.ZipFile(path) as archive:
-            for part in archive.infolist():
-                if part.flag_bits & 1:
-                    raise UserError(f"{name}: protected by a password: save it without one")
+    with zipfile.ZipFile(path) as archive:
+        if sum(part.file_size for part in archive.infolist()) > MAX_UNPACKED_BYTES:
+            raise UserError(f"{name}: unpacks to more than {MAX_UNPACKED_BYTES >> 20} MB: export the sheet as CSV")
+        if (part_name := archive.testzip()) is not None:  # also one that is larger than it says
+            raise zipfile.BadZipFile(f"{part_name} is damaged")
+        for part in archive.infolist():
+            if part.filename == "content.xml" or part.filename.startswith("xl/worksheets/"):
                 with archive.open(part) as opened:
-                    while chunk := opened.read(_CHUNK):
-                        total += len(chunk)
-                        if total > MAX_UNPACKED_BYTES:
-                            break
-            for part in archive.infolist() if total <= MAX_UNPACKED_BYTES else ():
-                count = _ods_cells if part.filename == "content.xml" else _xlsx_cells
-                if part.filename.endswith(".xml"):
-                    with archive.open(part) as opened:
-                        rows, columns, stored[part.filename] = count(opened)
-                    if rows * columns > MAX_CELLS:
-                        span = f"{rows} rows x {columns} columns, above {MAX_CELLS} cells"
-                        raise UserError(f"{name}: its cells span {span}: delete stray cells or export it as CSV")
-    if total > MAX_UNPACKED_BYTES:
-        raise UserError(f"{name}: unpacks to more than {MAX_UNPACKED_BYTES >> 20} MB: export the sheet as CSV")
+                    rows, columns, stored[part.filename] = _block(_tags(opened))
+                if rows * columns > MAX_CELLS:
+                    span = f"{rows} rows x {columns} columns, above {MAX_CELLS} cells"
+                    raise UserError(f"{name}: its cells span {span}: delete stray cells or export it as CSV")
     return stored
 
 
@@ -208,7 +185,7 @@ def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
 
     damaged = (CalamineError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, RuntimeError, OSError)
     try:
-        stored = _measure(path, name)
+        stored = {} if path.suffix.lower() == ".xls" else _measure(path, name)
         with CalamineWorkbook.from_path(str(path)) as book:
             names = list(book.sheet_names)
             chosen = reading.sheet if reading.sheet is not None else names[0] if names else None

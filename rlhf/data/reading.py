@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -144,14 +145,15 @@ class _Counted:
 def _read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
     """The items of a JSON array, or objects one after another, as the file streams by.
 
-    Raises: UserError where the file is damaged.
+    Built from events, since `ijson.items` needs memory that grows with the square of the depth. Raises: UserError where the
+    file is damaged.
     """
     import ijson
 
     counted = _Counted(file, name)
     builder: Any = None
     in_list = False
-    depth, deepest = 0, 0
+    depth = deepest = 0
     try:
         for event, value in ijson.basic_parse(counted, use_float=True, multiple_values=True):
             if builder is None:
@@ -165,19 +167,17 @@ def _read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
                 builder.event(event, value)
             if depth:
                 continue
-            counted.number += 1
-            counted.since = 0
-            number, made, builder = counted.number, builder.value if deepest <= MAX_DEPTH else None, None
+            made, builder = builder.value if deepest <= MAX_DEPTH else None, None
+            counted.number, counted.since = counted.number + 1, 0
             if isinstance(made, dict):
-                yield Row(number, made, number)
+                yield Row(counted.number, made, counted.number)
             else:
                 problem = _TOO_DEEP if deepest > MAX_DEPTH else f"got {shown(made)}, want an object {{…}}"
-                yield Reject(name, number, "", problem, number, json.dumps(made).encode())
+                yield Reject(name, counted.number, "", problem, counted.number, json.dumps(made).encode())
     except (ijson.JSONError, UnicodeDecodeError) as error:
-        reason = str(error).strip().split("\\n" if "\\n" in str(error) else "\n")[0].removeprefix("b'")
-        if counted.number or counted.since or builder is not None:
-            place = f"row {counted.number + 1}"
-            raise UserError(f"{name}: damaged JSON in {place} ({reason}): correct it or download it again") from error
+        if counted.number or counted.since or builder is not None:  # else the file is empty
+            place = f"row {counted.number + 1} ({one_line(str(error), 200)})"
+            raise UserError(f"{name}: damaged JSON in {place}: correct it or download it again") from error
 
 
 # --- tables --------------------------------------------------------------------------------------------------------
@@ -300,34 +300,30 @@ def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterato
 
 
 def _read_hub(name: str) -> Iterator[Row]:
+    """The rows of a data set of the hub, of its train split if it has one; without a network from the cache.
+
+    The hub is asked with a time limit, since the library would retry for 25 s. Raises: UserError if there is none.
+    """
     say(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", sys.stderr)
-    try:
-        splits = _load_hub(name)
-        rows = splits["train"] if "train" in splits else next(iter(splits.values()))
-    except Exception as error:  # the hub's client raises many kinds of errors: no network, no such name, gated, scripts
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
-            "check the path or the name and the network, or download it and give the file"
-        ) from error
-    for number, row in enumerate(rows, start=1):
-        yield Row(number, dict(row), number)
-
-
-def _load_hub(name: str) -> Any:
-    """The splits of a data set of the hub; without a network from the cache, at once (the library would retry for 25 s)."""
     import datasets
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     offline = datasets.config.HF_HUB_OFFLINE
     try:
-        HfApi().dataset_info(name, timeout=HUB_SECONDS)
-    except HfHubHTTPError:
-        pass  # the hub answered: the following calls report the problem
+        with suppress(HfHubHTTPError):  # the hub answered: loading reports the problem
+            HfApi().dataset_info(name, timeout=HUB_SECONDS)
     except Exception:  # no answer; the kind of error depends on the client's library
         datasets.config.HF_HUB_OFFLINE = True  # read at each call
     try:
-        return datasets.load_dataset(name)
+        splits = datasets.load_dataset(name)
+    except Exception as error:  # no network, no such name, gated, scripts
+        reason = one_line(str(error) or type(error).__name__, 200)
+        raise UserError(
+            f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
+            "check the path or the name and the network, or download it and give the file"
+        ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = offline
+    for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
+        yield Row(number, dict(row), number)
