@@ -366,3 +366,22 @@ def test_a_pipeline_lists_what_none_of_its_stages_uses(capsys):
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_command_runs_its_own_module(command):
     assert cli.module_of(command).__name__ == cli.COMMANDS[command][0]
+
+
+def test_from_the_command_line_to_a_running_stage_in_five_files(call):
+    """The files of the functions that lead to the composed and checked configuration and to the stage's `run`."""
+    package, walked = Path(rlhf.__file__).parent, set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_name in ("compose_config", "check_config", "run"):
+            while frame is not None:
+                path = Path(frame.f_code.co_filename)
+                walked.update([str(path.relative_to(package))] if path.is_relative_to(package) else [])
+                frame = frame.f_back
+
+    sys.setprofile(note)
+    try:
+        assert "nowhere.txt" in call("tokenizer", "data.corpus=nowhere.txt")[2]
+    finally:
+        sys.setprofile(None)
+    assert walked == {"cli.py", "config/overrides.py", "config/compose.py", "config/checks.py", "stages/tokenizer.py"}

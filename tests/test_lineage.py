@@ -153,3 +153,25 @@ def test_only_files_that_a_stage_can_read_count_as_its_data(config, tmp_path):
     assert list(hash_sources(given, "sft")) == ["demonstrations:a.jsonl"]
     with pytest.raises(UserError, match=r"notes.txt: got a file of another kind, want .jsonl, .json"):
         hash_sources(changed(config, data__demonstrations=str(tmp_path / "labels" / "notes.txt")), "sft")
+
+
+def test_the_record_of_an_earlier_version_is_read_and_settings_that_are_gone_do_not_count(config, tmp_path):
+    """stage.json as an earlier version wrote it, with rollout.temperature and without settings that came later."""
+    write = run_stage(config, "tokenizer")
+    record = json.loads((write / "stage.json").read_text())
+    folder = runs.stage_folder(config, "ppo")
+    folder.mkdir()
+    (folder / "model.txt").write_text("weights")
+    settings = {"seed": 0, "precision": "float32", "ppo.episodes": 4096, "kl.coef": 0.07, "rollout.temperature": 1.0}
+    old = record | {"stage": "ppo", "settings": settings, "files": {"model.txt": sha256_file(folder / "model.txt")}}
+    old["config"] = {
+        "run": "demo",
+        "rollout": {"temperature": 1.0, "max_new_tokens": 40},
+        "study": {"kind": "frontier"},
+    }
+    old["hash"] = runs.hash_of(old)
+    (folder / "stage.json").write_text(json.dumps(old))
+    assert runs.check_output(folder, "ppo") == old, "its hash covers the settings that are gone"
+    wanted = runs.settings_of(changed(config, precision="float32", ppo__episodes=4096, kl__coef=0.07), "ppo")
+    assert "rollout.temperature" not in wanted and runs.differences(settings, wanted) == ""
+    assert runs.differences(settings, wanted | {"kl.coef": 0.1}) == "kl.coef 0.07 -> 0.1"

@@ -8,7 +8,7 @@ interrupted call therefore continues where it stopped: it writes to `<out>.parti
 import json
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
@@ -51,7 +51,14 @@ def check_free(out: Path, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         raise UserError(f"{out}: exists: choose another generate.out=…, or add overwrite=true")
     for path in (out, partial_of(out)):
-        if path.exists() and not (path.is_file() and begins_as_ours(path)):
+        ours = not path.exists()
+        if path.is_file():  # empty, or its first line is one of ours, complete or torn
+            with path.open("rb") as file:
+                line = file.readline()
+            torn = path == partial_of(out) and line.startswith(b'{"id": '[: len(line)]) and not line.endswith(b"\n")
+            row = parsed(line)
+            ours = torn if row is None else {"responses", "model_hash"} <= row.keys()
+        if not ours:
             raise UserError(f"{path}: was not written by `rlhf generate`: choose another generate.out=…")
 
 
@@ -59,42 +66,50 @@ def partial_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def begins_as_ours(path: Path) -> bool:
-    """Whether a file is empty or its first line is one of ours, complete or torn."""
-    with path.open("rb") as file:
-        line = file.readline()
-    row = parsed(line)
-    if row is None:
-        return path.suffix == ".partial" and line.startswith(b'{"id": '[: len(line)]) and not line.endswith(b"\n")
-    return {"responses", "model_hash"} <= row.keys()
+def fit_records(
+    config: Config, folder: Path, records: list[PromptRecord], temperature: float, greedy: bool = False
+) -> tuple[Any, list[tuple[PromptRecord, list[int], bool]], Any]:
+    """A policy's tokenizer; the prompts that fit its context, with their tokens and whether they were cut; and the `Drawing`."""
+    from rlhf.data.tokenizer import load_tokenizer
+    from rlhf.evaluation.answers import Drawing, fit_prompts, room_for
+
+    tokenizer = load_tokenizer(folder / "model")
+    length, room = room_for(tokenizer, config.rollout.max_new_tokens)
+    fitted = zip(records, fit_prompts(tokenizer, [record.prompt for record in records], room), strict=True)
+    asked = [(record, *found) for record, found in fitted if found is not None]
+    return tokenizer, asked, Drawing(config.seed, length, temperature, greedy, config.rollout.batch_size)
 
 
 def answer_file(config: Config, folder: Path, records: list[PromptRecord], model: Row, out: Path) -> None:
     """Answer every prompt that fits; `out` appears when all are answered. Raises: UserError if none fits."""
-    from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.evaluation.answers import Drawing, draw_in_turn, fit_prompts, room_for
+    from rlhf.evaluation.answers import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
 
     settings, device = config.generate, set_up(config)
-    tokenizer = load_tokenizer(folder / "model")
-    length, room = room_for(tokenizer, config.rollout.max_new_tokens)
-    how = Drawing(config.seed, length, settings.temperature, settings.greedy, config.rollout.batch_size)
-    fitted = zip(records, fit_prompts(tokenizer, [record.prompt for record in records], room), strict=True)
-    asked = [(record, *found) for record, found in fitted if found is not None]
+    tokenizer, asked, how = fit_records(config, folder, records, settings.temperature, settings.greedy)
     if not asked:
         raise UserError(
             f"generate: none of {len(records)} prompts fits the context of {tokenizer.model_max_length} tokens"
         )
-    drawn_by = {"seed": how.seed, "temperature": how.temperature, "greedy": how.greedy, "max_new_tokens": length}
+    drawn_by = {"seed": how.seed, "temperature": how.temperature, "greedy": how.greedy}
+    drawn_by |= {"max_new_tokens": how.max_new_tokens}
+    turns = [[m.model_dump(include={"role", "content"}) for m in record.prompt] for record, _, _ in asked]
     heads = [
-        {"id": record.id, "prompt": [m.model_dump(include={"role", "content"}) for m in record.prompt], "cut": cut}
-        | model
-        | drawn_by
-        for record, _, cut in asked
+        {"id": record.id, "prompt": prompt, "cut": cut, **model, **drawn_by}
+        for (record, _, cut), prompt in zip(asked, turns, strict=True)
     ]
     partial = partial_of(out)
     with partial.open("a+b") as file, progress(len(asked), "generate", unit="prompt") as bar, inference(config, device):
-        done = keep_finished(file, heads, settings.samples, settings.logprobs)
+        file.seek(0)
+        done = size = 0  # leading prompts that the file answers as this call would; the rest of it is cut off
+        for head, line in zip(heads, file, strict=False):
+            row = parsed(line)
+            if row is None or any(row.get(name) != value for name, value in head.items()):
+                break
+            if len(row["responses"]) != settings.samples or ("logprobs" in row) != settings.logprobs:
+                break
+            done, size = done + 1, size + len(line)
+        file.truncate(size)
         if done:
             say(f"generate: {done} of {len(asked)} prompts are answered in {partial}: continues from there")
             bar.update(done)
@@ -114,25 +129,8 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
     cut = sum(cut for _, _, cut in asked)
     notes = [f"{cut} prompts cut from the left to fit"] if cut else []
     notes += [f"{left} left out: they cannot fit the context"] if left else []
-    say(
-        f"generate: {model['model']}: {len(asked):,} prompts with {settings.samples} responses each -> {out}"
-        + (f" ({'; '.join(notes)})" if notes else "")
-    )
-
-
-def keep_finished(file: BinaryIO, heads: list[Row], samples: int, logprobs: bool) -> int:
-    """The number of leading prompts that the file answers as this call would; the rest of the file is cut off."""
-    file.seek(0)
-    done = size = 0
-    for head, line in zip(heads, file, strict=False):
-        row = parsed(line)
-        if row is None or any(row.get(name) != value for name, value in head.items()):
-            break
-        if len(row["responses"]) != samples or ("logprobs" in row) != logprobs:
-            break
-        done, size = done + 1, size + len(line)
-    file.truncate(size)
-    return done
+    tail = f" ({'; '.join(notes)})" if notes else ""
+    say(f"generate: {model['model']}: {len(asked):,} prompts with {settings.samples} responses each -> {out}{tail}")
 
 
 def parsed(line: bytes) -> Row | None:

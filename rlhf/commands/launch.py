@@ -35,12 +35,8 @@ def run_processes(command: Sequence[str], processes: int = 1, threads: int = 0) 
     with this process. threads: per process; 0 divides the cores among several processes. Raises: KeyboardInterrupt after a
     signal, once the processes have ended; SystemExit if they have printed how to resume.
     """
-    return _follow(
-        [
-            subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
-            for environment in environments(processes, threads)
-        ]
-    )
+    each = environments(processes, threads)
+    return _follow([subprocess.Popen(command, env=given, preexec_fn=die_with_parent) for given in each])
 
 
 def run_stage_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0, module: str = "rlhf") -> int:
@@ -53,10 +49,8 @@ def run_stage_processes(arguments: Sequence[str], processes: int = 1, threads: i
         return run_processes([sys.executable, "-m", module, *arguments], processes, threads)
     sys.stdout.flush()
     _start_server()
-    forked = [
-        Forked(target=_run_module, args=([module, *arguments], environment))
-        for environment in environments(processes, threads)
-    ]
+    each = environments(processes, threads)
+    forked = [Forked(target=_run_module, args=([module, *arguments], environment)) for environment in each]
     for process in forked:
         process.start()
     return _follow(forked)
@@ -86,21 +80,29 @@ def _start_server() -> None:
     By default Python would put the working directory first and import any file there with a module's name.
     """
     paths = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in sys.path)}
-    before = {name: os.environ.get(name) for name in paths}
+    before = dict(os.environ)
     os.environ.update(paths)
     try:
         forkserver.ensure_running()
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in paths:
+            os.environ.pop(name)
+        os.environ.update(before)
 
 
 def _run_module(command: list[str], environment: dict[str, str]) -> None:
-    """Run `python -m <command>` in a forked process with its own environment; exits with the command's exit code."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Run `python -m <command>` in a forked process with its own environment; exits with the command's exit code.
+
+    It ends when the process that requested it is gone; the server in between lives as long as that.
+    """
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(128 + signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:  # torch has already read the server's
@@ -109,14 +111,6 @@ def _run_module(command: list[str], environment: dict[str, str]) -> None:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = command
     runpy.run_module(command[0], run_name="__main__")
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that requested it is gone; the server in between lives as long as this process."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(128 + signal.SIGKILL)
 
 
 def _follow(started: Sequence["subprocess.Popen | Forked"]) -> int:

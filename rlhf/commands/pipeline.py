@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rlhf.commands.launch import import_once, run_stage_processes
 from rlhf.commands.report import write_page
@@ -29,7 +28,15 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.records import read_record
-from rlhf.runs.sources import check_base, data_source, hash_sources, kinds_read
+from rlhf.runs.sources import (
+    check_base,
+    data_source,
+    hash_sources,
+    kinds_read,
+    read_comparisons,
+    read_demonstrations,
+    read_prompts,
+)
 from rlhf.runs.stage import has_begun
 from rlhf.system.exits import report
 from rlhf.system.files import write_json
@@ -56,7 +63,11 @@ def run(config: Config, overrides: Sequence[str] = ()) -> None:
         done[stage] = ensure_stage(config, stage, overrides)
     if any(state != "complete before" for state in done.values()) or not (folder / "report.html").exists():
         write_page(folder)
-    table = summarize(config, done)
+    stages = {}
+    for stage, state in done.items():
+        record = read_stage(folder.parent / stage if "/" in stage else stage_folder(config, stage)) or {}
+        stages[stage] = {k: record.get(k) for k in ("seconds", "peak_rss_mb", "hash", "summary")} | {"state": state}
+    table = {"run": config.run, "seed": config.seed, "stages": stages, "report": str(folder / "report.html")}
     write_json(folder / "pipeline.json", table)
     show(config, table, time.monotonic() - started)
 
@@ -98,8 +109,16 @@ def check_before(config: Config) -> None:
         if stage in stages and base is not None and not is_complete(stage_folder(config, stage)):
             check_base(base, f"{stage}.model")
     folder = run_folder(config)
-    if not is_complete(folder / "reward"):
-        read_labels(config)
+    if not is_complete(folder / "reward"):  # a bad line of the user's data is reported now and not after pretraining
+        from rlhf.data.items import check_labelers, names_of
+
+        data = config.data
+        if data.demonstrations is not None:
+            read_demonstrations(config)
+        if data.comparisons is not None:
+            check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), read_comparisons(config))
+        if data.prompts is not None:
+            read_prompts(config)
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
@@ -107,20 +126,6 @@ def check_before(config: Config) -> None:
             f"{existing}: {free / 1e6:.0f} MB free, want at least {LEAST_FREE_BYTES / 1e6:.0f}: free space, or "
             "choose another disk with runs_dir=…"
         )
-
-
-def read_labels(config: Config) -> None:
-    """Read the user's data files, so that a bad line is reported now and not after pretraining."""
-    from rlhf.data.items import check_labelers, names_of
-    from rlhf.runs.sources import read_comparisons, read_demonstrations, read_prompts
-
-    data = config.data
-    if data.demonstrations is not None:
-        read_demonstrations(config)
-    if data.comparisons is not None:
-        check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), read_comparisons(config))
-    if data.prompts is not None:
-        read_prompts(config)
 
 
 def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
@@ -181,21 +186,10 @@ def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     """Run the stage as child processes. Exits with the code of the one that fails."""
     processes = config.launcher.processes if STAGES[stage].several_processes else 1
     code = run_stage_processes([stage, "--shared-settings", *overrides], processes, config.threads)
-    if code == EXIT_CODE:
-        sys.exit(code)
-    if code:
+    if code not in (0, EXIT_CODE):
         report(f"pipeline: stopped in {stage}: correct the error above and run the same command again")
+    if code:
         sys.exit(code)
-
-
-def summarize(config: Config, done: dict[str, str]) -> dict:
-    """The contents of pipeline.json: time, memory and state of each stage."""
-    stages = {}
-    for stage, state in done.items():
-        folder = Path(config.runs_dir) / stage if "/" in stage else stage_folder(config, stage)
-        record = read_stage(folder) or {}
-        stages[stage] = {k: record.get(k) for k in ("seconds", "peak_rss_mb", "hash", "summary")} | {"state": state}
-    return {"run": config.run, "seed": config.seed, "stages": stages, "report": str(run_folder(config) / "report.html")}
 
 
 def show(config: Config, table: dict, seconds: float) -> None:

@@ -3,9 +3,9 @@
 `rlhf import` reads the export of the labelers' tool.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
+from rlhf.commands.generate import fit_records
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking
@@ -36,55 +36,49 @@ def run(config: Config) -> None:
     out = Path(settings.out) if settings.out else run_folder(config) / "sample"
     refuse_inside_stage(out, "sample.out")
     with held(out):
-        sample_into(config, out)
+        check_free(out, config.overwrite)
+        folder = stage_folder(config, settings.stage)
+        made = check_output(folder)
+        policy_id = f"{made['run']}/{settings.stage}@{made['hash'][:8]}"
+        prompts, labelled = choose_prompts(config)
 
+        # 1. Sample
+        tasks, alike, too_long = draw_tasks(config, folder, prompts, policy_id)
+        if not tasks:
+            raise UserError(
+                f"sample: {alike} prompts gave fewer than 2 distinct responses and {too_long} do not fit the context, which "
+                "leaves no task: raise sample.temperature or sample.prompts"
+            )
 
-def sample_into(config: Config, out: Path) -> None:
-    """As `run`, into a folder that this process has locked."""
-    settings = config.sample
-    check_free(out, config.overwrite)
-    folder = stage_folder(config, settings.stage)
-    made = check_output(folder)
-    policy_id = f"{made['run']}/{settings.stage}@{made['hash'][:8]}"
-    prompts, labelled = choose_prompts(config)
-
-    # 1. Sample
-    tasks, alike, too_long = draw_tasks(config, folder, prompts, policy_id)
-    if not tasks:
-        raise UserError(
-            f"sample: {alike} prompts gave fewer than 2 distinct responses and {too_long} do not fit the context, which "
-            "leaves no task: raise sample.temperature or sample.prompts"
-        )
-
-    # 2. Write
-    most = max(len(task.responses) for task in tasks)
-    with replaced(out) as temporary:
-        files, count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
-        step = next_step(out, settings.tool, settings.interface, most)
-        (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
-        write_json(
-            temporary / RECORD,
-            {
+        # 2. Write
+        with replaced(out) as temporary:
+            files, count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
+            most = max(len(task.responses) for task in tasks)
+            step = next_step(out, settings.tool, settings.interface, most)
+            (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
+            counts = {
+                "prompts": len(prompts),
+                "items": len(tasks),
+                "tasks": count,
+                "alike": alike,
+                "too_long": too_long,
+            }
+            record = {
                 "policy": policy_id,
                 "seed": config.seed,
-                "temperature": settings.temperature,
                 "max_new_tokens": config.rollout.max_new_tokens,
-                "split": settings.split,
-                "responses": settings.responses,
-                "tool": settings.tool,
+                **{name: getattr(settings, name) for name in ("temperature", "split", "responses", "tool")},
                 "interface": settings.interface if settings.tool != "native" else None,
-                "counts": {
-                    "prompts": len(prompts),
-                    "items": len(tasks),
-                    "tasks": count,
-                    "alike": alike,
-                    "too_long": too_long,
-                    "already_labelled": labelled,
-                },
+                "counts": counts | {"already_labelled": labelled},
                 "files": {name: sha256_file(temporary / name) for name in files},
-            },
-        )
-    report(config, tasks, count, out, alike=alike, too_long=too_long, labelled=labelled)
+            }
+            write_json(temporary / RECORD, record)
+    notes = [f"{alike} left out: fewer than 2 distinct responses"] if alike else []
+    notes += [f"{too_long} left out: longer than the context"] if too_long else []
+    notes += [f"{labelled:,} passed over: labelled already"] if labelled else []
+    drawn = sum(len(task.responses) for task in tasks)
+    tail = f" ({'; '.join(notes)})" if notes else ""
+    say(f"sample: {len(tasks):,} prompts with {drawn:,} responses, {count:,} {settings.tool} tasks -> {out}{tail}")
     say(f"sample: next: {step}")
 
 
@@ -95,20 +89,15 @@ def check_free(out: Path, overwrite: bool) -> None:
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    record = read_json(out / RECORD)
-    if not isinstance(record.get("files"), dict):
+    written = read_json(out / RECORD).get("files")
+    if not isinstance(written, dict):
         raise UserError(f"{out}: exists and was not written by `rlhf sample`: choose another sample.out=…")
     if not overwrite:
         raise UserError(
             f"{out}: contains the tasks of an earlier round: choose another sample.out=…, or add overwrite=true"
         )
-    written = record["files"]
-    changed = [
-        path.name
-        for path in sorted(out.iterdir())
-        if path.name not in (RECORD, "README.md")
-        and not (path.is_file() and sha256_file(path) == written.get(path.name))
-    ]
+    others = [path for path in sorted(out.iterdir()) if path.name not in (RECORD, "README.md")]
+    changed = [p.name for p in others if not p.is_file() or sha256_file(p) != written.get(p.name)]
     if changed:
         raise UserError(
             f"{out}: {', '.join(changed[:3])} appeared or changed after `rlhf sample` (labels?): move what you need "
@@ -128,7 +117,10 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     candidates = in_split(config, records, split)
     if not candidates:
         raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
-    labelled = labelled_prompts(config)
+    source, labelled = data_source(config, "comparisons"), set()
+    if source is not None and (config.data.comparisons is not None or Path(source).is_file()):
+        ranked = [r for r in read_comparisons(config) if r.ranking is not None or r.pairs is not None]
+        labelled = {prompt_key(record.prompt) for record in ranked}
     fresh = [record for record in candidates if prompt_key(record.prompt) not in labelled]
     if not fresh:
         raise UserError(
@@ -137,81 +129,36 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     return fresh[: config.sample.prompts], len(candidates) - len(fresh)
 
 
-def labelled_prompts(config: Config) -> set[str]:
-    """Keys of the prompts whose responses the run's comparisons rank; empty if there are none yet."""
-    source = data_source(config, "comparisons")
-    if source is None or (config.data.comparisons is None and not Path(source).is_file()):
-        return set()
-    return {prompt_key(r.prompt) for r in read_comparisons(config) if r.ranking is not None or r.pairs is not None}
-
-
 def draw_tasks(
     config: Config, folder: Path, prompts: list[PromptRecord], policy_id: str
 ) -> tuple[list[Ranking], int, int]:
     """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and the number that do not fit the context."""
-    from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.evaluation.answers import Drawing, draw_in_turn, fit_prompts, room_for
+    from rlhf.evaluation.answers import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
 
     device = set_up(config)
-    policy, tokenizer = load_frozen(config, folder / "model", device), load_tokenizer(folder / "model")
-    length, room = room_for(tokenizer, config.rollout.max_new_tokens)
-    fitted = fit_prompts(tokenizer, [record.prompt for record in prompts], room)
-    # Otherwise a labeler would judge an answer to a prompt that the model had seen only in part.
-    whole = [(record, found[0]) for record, found in zip(prompts, fitted, strict=True) if found and not found[1]]
-    asked = [(tokens, ("sample", record.id)) for record, tokens in whole]
-    how = Drawing(config.seed, length, config.sample.temperature, batch_size=config.rollout.batch_size)
-    ids = unique_ids([f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" for record, _ in whole])
-    tasks: list[Ranking] = []
+    tokenizer, asked, how = fit_records(config, folder, prompts, config.sample.temperature)
+    # A prompt that was cut is left out: a labeler would judge an answer to what the model had seen only in part.
+    whole = [(record, ids) for record, ids, cut in asked if not cut]
+    keyed = [(ids, ("sample", record.id)) for record, ids in whole]
+    policy, tasks = load_frozen(config, folder / "model", device), []
+    seen: dict[str, int] = {}
     with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
-        drawn = draw_in_turn(policy, tokenizer, asked, config.sample.responses + SPARE, how)
-        for task_id, (record, _), answers in zip(ids, whole, drawn, strict=True):
+        drawn = draw_in_turn(policy, tokenizer, keyed, config.sample.responses + SPARE, how)
+        for (record, _), answers in zip(whole, drawn, strict=True):
+            seen[record.id] = number = seen.get(record.id, 0) + 1  # tasks with the same id would be joined
+            task_id = f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" + (f"#{number}" if number > 1 else "")
             distinct: dict[str, bool] = {}
             for answer in answers:
                 distinct.setdefault(answer.text, answer.ended)  # a labeler sees only the text
-            responses = list(distinct.items())[: config.sample.responses]
-            if len(responses) >= 2:
-                tasks.append(make_task(task_id, record, responses, policy_id, config.seed))
+            if len(distinct) >= 2:
+                responses = [
+                    RankedResponse(id=chr(ord("a") + i), text=text, policy=policy_id, metadata={"ended": ended})
+                    for i, (text, ended) in enumerate(list(distinct.items())[: config.sample.responses])
+                ]
+                metadata = dict(record.metadata) | {"prompt_id": record.id}
+                metadata |= {} if record.user is None else {"user": record.user}
+                task = Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata)
+                tasks.append(shuffle_responses(task, config.seed))
             bar.update()
     return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
-
-
-def make_task(
-    task_id: str, record: PromptRecord, responses: list[tuple[str, bool]], policy_id: str, seed: int
-) -> Ranking:
-    """An unlabelled ranking, its responses in random order."""
-    metadata = dict(record.metadata) | {"prompt_id": record.id}
-    if record.user is not None:
-        metadata["user"] = record.user
-    task = Ranking(
-        id=task_id,
-        prompt=record.prompt,
-        responses=[
-            RankedResponse(id=chr(ord("a") + i), text=text, policy=policy_id, metadata={"ended": ended})
-            for i, (text, ended) in enumerate(responses)
-        ],
-        metadata=metadata,
-    )
-    return shuffle_responses(task, seed)
-
-
-def unique_ids(ids: list[str]) -> Iterator[str]:
-    """The ids, with a number added to repeated ones, because two items with one id would be joined."""
-    seen: dict[str, int] = {}
-    for name in ids:
-        seen[name] = seen.get(name, 0) + 1
-        yield name if seen[name] == 1 else f"{name}#{seen[name]}"
-
-
-def report(
-    config: Config, tasks: list[Ranking], count: int, out: Path, *, alike: int, too_long: int, labelled: int
-) -> None:
-    """Print a summary of the round."""
-    responses = sum(len(task.responses) for task in tasks)
-    notes = [f"{alike} left out: fewer than 2 distinct responses"] if alike else []
-    notes += [f"{too_long} left out: longer than the context"] if too_long else []
-    notes += [f"{labelled:,} passed over: labelled already"] if labelled else []
-    say(
-        f"sample: {len(tasks):,} prompts with {responses:,} responses, {count:,} {config.sample.tool} tasks -> {out}"
-        + (f" ({'; '.join(notes)})" if notes else "")
-    )

@@ -129,20 +129,6 @@ def earlier_reward(config: Config) -> Path | None:
     return rounds[0] / "reward" if rounds else None
 
 
-def check_earlier_reward(reward: Path) -> str:
-    """The hash of the previous round's reward stage.
-
-    Raises: UserError if that round's PPO model, whose responses were ranked, was trained with another.
-    """
-    digest, ppo = check_output(reward, "reward")["hash"], reward.parent / "ppo"
-    if check_output(ppo, "ppo")["parents"].get("reward") != digest:
-        raise UserError(
-            f"{reward}: another reward model than {ppo} was trained with: `rlhf pipeline overwrite=true` makes the "
-            "labelling round again, or set gold.later_reward_epochs=null"
-        )
-    return digest
-
-
 def refuse_inside_stage(path: Path, key: str) -> None:
     """Raises: UserError if an output path is inside a stage's folder, or contains stages."""
     whole = path.absolute()
@@ -158,14 +144,10 @@ def is_needed(config: Config, stage: str) -> bool:
     return config.gold.enabled or stage not in GOLD_STAGES
 
 
-def uses_own_reward_model(config: Config) -> bool:
-    """Whether the run's own reward model is a reward source: ppo.rewards is null or contains null."""
-    return config.ppo.rewards is None or None in listed(config.ppo.rewards)
-
-
 def needs_parent(config: Config, stage: str, parent: str) -> bool:
     """Whether a stage reads a parent of its row. If `evaluate` does not need a reward model, it still measures a finished one."""
-    if parent == "reward" and stage in SCORED_STAGES and not uses_own_reward_model(config):
+    own = config.ppo.rewards is None or None in listed(config.ppo.rewards)  # the run's own reward model is a source
+    if parent == "reward" and stage in SCORED_STAGES and not own:
         return stage == "evaluate" and is_complete(stage_folder(config, parent))
     if parent == "judge":
         return config.judge.model is not None or config.parents.judge is not None
@@ -243,7 +225,13 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     hashes = {parent: record["hash"] for parent, record in records.items()}
     reward = earlier_reward(config) if stage == "reward" else None
     if reward is not None:
-        hashes[f"{reward.parent.name}/reward"] = check_earlier_reward(reward)
+        digest, ppo = check_output(reward, "reward")["hash"], reward.parent / "ppo"
+        if check_output(ppo, "ppo")["parents"].get("reward") != digest:  # its responses were ranked
+            raise UserError(
+                f"{reward}: another reward model than {ppo} was trained with: `rlhf pipeline overwrite=true` makes the "
+                "labelling round again, or set gold.later_reward_epochs=null"
+            )
+        hashes[f"{reward.parent.name}/reward"] = digest
     return hashes
 
 

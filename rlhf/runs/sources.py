@@ -1,14 +1,17 @@
 """The data sources of a stage, and their hashes. Imports neither torch nor transformers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
+from rlhf.data.label_files import load_comparisons, load_demonstrations
+from rlhf.data.prompts import load_prompts
+from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
 from rlhf.data.splits import record_split
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
@@ -17,15 +20,7 @@ from rlhf.runs.folders import check_output, is_complete, stage_folder
 from rlhf.system.files import read_json, sha256_file
 from rlhf.system.plugins import is_function, source_file
 
-if TYPE_CHECKING:
-    from rlhf.data.records import Record
-from collections.abc import Callable
-
-from rlhf.data.label_files import load_comparisons, load_demonstrations
-from rlhf.data.prompts import load_prompts
-from rlhf.data.records import Demonstration, PromptRecord, Ranking
-
-T = TypeVar("T", bound="Record")
+T = TypeVar("T", bound=Record)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 CLASSIFIER_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -184,19 +179,6 @@ def hash_rewards(config: Config) -> dict[str, str]:
     return hashes
 
 
-def hash_optional_parents(config: Config, stage: str) -> dict[str, str]:
-    """Hashes of the stages that PPO and rejection sampling read with some settings only: pretraining if its corpus is mixed in
-    (PPO-ptx, sft.pretrain_fraction; SFT has that stage as a parent), and the ranked comparisons for ppo.prompts.
-    """
-    if stage not in ("ppo", "rejection"):
-        return {}
-    mixed = config.ppo.ptx_coef if stage == "ppo" else config.sft.pretrain_fraction
-    folders = {"pretrain": stage_folder(config, "pretrain")} if mixed else {}
-    if config.ppo.prompts != "all":
-        folders["label"] = stage_folder(config, "label")
-    return {name: check_output(folder, name)["hash"] for name, folder in folders.items() if is_complete(folder)}
-
-
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
     """{kind:file: sha256} of the data files that the user named and the stage reads.
 
@@ -217,7 +199,11 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
                 name = f"{kind}:{source.path.name}"
                 if name in hashes:  # files with the same name in several folders
                     name += f"#{len(hashes)}"
-                hashes[name] = _check_import(config, source.path) if source.imported else sha256_file(source.path)
+                if source.imported:
+                    check_whole(source.path, verify(source.path), config.data.allow_partial)
+                    hashes[name] = manifest_sha256(source.path)
+                else:
+                    hashes[name] = sha256_file(source.path)
     if stage in ("tokenizer", "pretrain") or (stage == "world" and config.gold.truth == "vader"):
         hashes |= hash_model(config.model.pretrained, "model.pretrained:")  # of a hub id the record holds the commit
     base = {"reward": config.reward.model, "judge": config.judge.model}.get(stage)
@@ -227,14 +213,14 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     estimator = config.ppo.advantages if stage == "ppo" else ""
     if is_function(estimator) and (source := source_file("advantage estimator", estimator)) is not None:
         hashes[f"advantages:{estimator}"] = sha256_file(source)
-    return hashes | hash_optional_parents(config, stage)
-
-
-def _check_import(config: Config, folder: Path) -> str:
-    """The hash of an import that may be trained on. Raises: UserError for one that may not."""
-    manifest = verify(folder)
-    check_whole(folder, manifest, config.data.allow_partial)
-    return manifest_sha256(folder)
+    read = {}  # stages that PPO and rejection sampling read with some settings only (of SFT pretraining is a parent)
+    if stage in ("ppo", "rejection"):
+        read["pretrain"] = bool(config.ppo.ptx_coef if stage == "ppo" else config.sft.pretrain_fraction)
+        read["label"] = config.ppo.prompts != "all"
+    folders = {name: stage_folder(config, name) for name, wanted in read.items() if wanted}
+    return hashes | {
+        name: check_output(folder, name)["hash"] for name, folder in folders.items() if is_complete(folder)
+    }
 
 
 Say = Callable[[str], None]

@@ -130,16 +130,11 @@ class Stage:
             from rlhf.runs.wandb_run import publish
 
             publish(self.folder, record, self.config.tracking.project)
-        self._drop_checkpoints()
-        self.say(f"complete in {record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB -> {self.folder}")
-
-    def _drop_checkpoints(self) -> None:
-        """Remove the checkpoints of a complete stage, except those of checkpoints.keep_best and keep_every."""
-        written = checkpoints(self.checkpoints)
-        if written:
+        if written := checkpoints(self.checkpoints):  # those of checkpoints.keep_best and keep_every stay
             prune_checkpoints(self.checkpoints, checkpoint_step(written[-1]), replace(self.config.checkpoints, keep=0))
         if not checkpoints(self.checkpoints):
             shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self.say(f"complete in {record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB -> {self.folder}")
 
 
 @contextlib.contextmanager
@@ -152,6 +147,8 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
     Raises: UserError if the stage is complete (and overwrite is false), was started with other settings or is being run
     by another process, if the folder contains other files, if the disk is full, or if a parent does not match.
     """
+    import yaml
+
     folder = run_folder(config) / name
     parents = collect_parents(config, name)
     written_to, replaces = (beside(folder), folder) if config.overwrite else (folder, None)
@@ -160,7 +157,12 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
         yield stage
         return
     with _lock(folder), _lock(stage.folder) if config.overwrite else contextlib.nullcontext():
-        _settle(folder)
+        new, old = beside(folder), set_aside(folder)
+        if old.exists():  # a `swap` was killed half-way: finish it
+            if not (folder / "stage.json").exists():  # killed between the two renames
+                shutil.rmtree(folder, ignore_errors=True)  # contains at most a lock
+                (new if (new / "stage.json").exists() else old).rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
         recorded = _begin_or_resume(stage)
         folders = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
         built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
@@ -170,10 +172,15 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
         stage.note_progress()
         try:
             with full_disk(folder):
-                _write_config(config, stage.folder)
+                text = yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True)
+                (stage.folder / "config.yaml").write_text(text)  # which `rlhf` can read back
                 yield stage
         except Exception as error:
-            _discard_beginning(stage)
+            written = {path.name for path in stage.folder.iterdir()} - set(RECORDS)
+            if not written and not any(path.stat().st_size for path in stage.folder.glob("*.jsonl")):
+                shutil.rmtree(stage.folder, ignore_errors=True)  # it failed before it did anything
+                if replaces is not None and {path.name for path in folder.iterdir()} <= {".lock"}:
+                    shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise disk_error(error, Path(error.filename or folder)) from error
             raise
@@ -184,24 +191,17 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     return locked(folder / ".lock", folder, "working on it: wait for it, or choose another run=…")
 
 
-def _settle(folder: Path) -> None:
-    """Finish a `swap` that was killed half-way. Call it with the stage's lock held."""
-    new, old = beside(folder), set_aside(folder)
-    if not old.exists():
-        return
-    if not (folder / "stage.json").exists():  # killed between the two renames
-        shutil.rmtree(folder, ignore_errors=True)  # contains at most a lock
-        (new if (new / "stage.json").exists() else old).rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _begin_or_resume(stage: Stage) -> dict | None:
     """Prepare the stage's folder: keep it to resume an interrupted attempt, whose record is returned, or empty it.
 
     Raises: UserError if the folder may not be replaced.
     """
-    recorded = _replacement(stage) if stage.replaces is not None else read_stage(stage.folder)
+    recorded = None
+    with contextlib.suppress(UserError) if stage.replaces is not None else contextlib.nullcontext():
+        recorded = read_stage(stage.folder)
     misfit = None if recorded is None else _misfit(stage, recorded)
+    if stage.replaces is not None and (misfit is not None or (recorded and recorded["status"] == "complete")):
+        recorded = misfit = None  # a replacement that cannot be resumed starts again
     if recorded is not None and recorded["status"] == "complete":
         raise UserError(
             f"{stage.folder}: run {stage.config.run!r} already has a complete {stage.name}: "
@@ -212,20 +212,11 @@ def _begin_or_resume(stage: Stage) -> dict | None:
     if recorded is None or misfit is not None:
         _empty(stage, replace_others=recorded is not None or stage.replaces is not None)
         return None
-    _sweep(stage.folder)
+    for path in [*stage.folder.glob(".*.tmp"), *stage.folder.glob("*.jsonl.kept")]:  # a killed attempt left them
+        path.unlink(missing_ok=True)
     stage.resumed = True
     stage.seconds_before = float(recorded.get("seconds", 0.0))
     return recorded
-
-
-def _replacement(stage: Stage) -> dict | None:
-    """The record of an interrupted replacement that can be resumed, or None."""
-    try:
-        recorded = read_stage(stage.folder)
-    except UserError:
-        return None
-    fits = recorded is not None and recorded["status"] == "running" and _misfit(stage, recorded) is None
-    return recorded if fits else None
 
 
 def _misfit(stage: Stage, recorded: dict) -> str | None:
@@ -243,16 +234,6 @@ def has_begun(folder: Path, name: str) -> bool:
     return any(folder.glob("checkpoints/*/manifest.json")) or any((folder / path).exists() for path in kept)
 
 
-def _discard_beginning(stage: Stage) -> None:
-    """Remove the folder of a stage that failed before it did anything."""
-    written = {path.name for path in stage.folder.iterdir()} - set(RECORDS)
-    if written or any(path.stat().st_size for path in stage.folder.glob("*.jsonl")):
-        return
-    for folder in (stage.folder, *([] if stage.replaces is None else [stage.replaces])):
-        if folder == stage.folder or {path.name for path in folder.iterdir()} <= {".lock"}:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _say_other_rounding(stage: Stage, recorded: dict) -> None:
     """Print the changed settings that affect only speed, memory and rounding."""
     before = flatten(recorded.get("config"))
@@ -264,13 +245,6 @@ def _say_other_rounding(stage: Stage, recorded: dict) -> None:
             changed.append(f"{key}={value}, was {before[key]}")
     if changed:
         stage.say(f"resumes with {'; '.join(changed)}: same computation, different rounding")
-
-
-def _sweep(folder: Path) -> None:
-    """Remove temporary files that a killed attempt left."""
-    for path in [*folder.glob(".*.tmp"), *folder.glob("*.jsonl.kept")]:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def _empty(stage: Stage, replace_others: bool) -> None:
@@ -285,10 +259,3 @@ def _empty(stage: Stage, replace_others: bool) -> None:
     with writing(stage.folder):
         for path in sorted(present, key=lambda p: p.name == "stage.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _write_config(config: Config, folder: Path) -> None:
-    """config.yaml: the whole configuration, which `rlhf` can read back."""
-    import yaml
-
-    (folder / "config.yaml").write_text(yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True))
