@@ -12,12 +12,11 @@ import pytest
 from rlhf.data.corpus import iterate_documents
 from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
-from rlhf.data.splits import record_split, split_of
+from rlhf.data.splits import split_of
 from rlhf.errors import UserError
 from rlhf.gold.corpus import Cut, demonstration_rows, divide, documents, make_passages, prompt_rows, word_ends
 from rlhf.gold.speakers import DEMONSTRATION_MIX
 from rlhf.gold.world import SPLITS, task_from_metadata
-from rlhf.system.files import write_jsonl
 
 SAMPLES = Path(__file__).parents[2] / "data"
 COUNTS = {"train": 400, "dev": 300, "test": 300}
@@ -66,19 +65,6 @@ def test_prompts_of_every_split_with_the_truth_about_each():
         task = task_from_metadata(json.loads(json.dumps(row["metadata"]["gold"])))
         assert task.prompt == row["prompt"] and task.core == row["metadata"]["group"]
         assert split_of(task.core, 0, SPLITS) == row["metadata"]["split"]
-
-
-def test_the_files_are_read_back_through_the_import_format(tmp_path):
-    texts = list(documents(0, 0, 60))
-    assert write_jsonl(tmp_path / "corpus.jsonl", ({"text": text} for text in texts)) == 60
-    assert list(iterate_documents(str(tmp_path / "corpus.jsonl"))) == texts
-    write_jsonl(tmp_path / "demonstrations.jsonl", demonstration_rows(0, 0, 40))
-    records, info = load_demonstrations(str(tmp_path / "demonstrations.jsonl"))
-    assert len(records) == 42 and info.files[0].format == "native"
-    write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(0, 0, {"train": 20, "test": 10}))
-    prompts, _ = load_prompts(str(tmp_path / "prompts.jsonl"))
-    splits = Counter(record_split(p, 0, {"train": 0.9, "dev": 0.1, "test": 0.0}) for p in prompts)
-    assert splits == {"train": 20, "test": 10}  # the world's own split wins over the shares
 
 
 # --- the sample files under data/ ---

@@ -167,31 +167,19 @@ def figure(value: float, low: float, high: float, n: int = 500) -> dict:
     return {"value": value, "ci95": [low, high], "n": n}
 
 
+LOSS = figure(-1, -2, -0.5)
 GOOD = Audit(
     100,
     100,
     {
-        "accuracy": figure(0.7, 0.67, 0.73),
-        "above_length": figure(0.15, 0.1, 0.2),
-        "length_prefers": "longer",
-        "length_baseline": 0.55,
-        "labeler_agreement": 0.72,
-        "agreement": {"training": figure(0.72, 0.69, 0.75)},
+        "accuracy": figure(0.7, 0.67, 0.73), "above_length": figure(0.15, 0.1, 0.2), "length_prefers": "longer",
+        "length_baseline": 0.55, "labeler_agreement": 0.72, "agreement": {"training": figure(0.72, 0.69, 0.75)},
         "calibration_error": 0.02,
     },
-    [
-        AttackFigures(
-            "filler",
-            figure(0.02, 0.0, 0.04),
-            figure(-1, -2, -0.5),
-            figure(-1, -2, -0.5),
-            figure(-1, -2, -0.5),
-            figure(9, 8, 10),
-        )
-    ],
+    [AttackFigures("filler", figure(0.02, 0.0, 0.04), LOSS, LOSS, LOSS, figure(9, 8, 10))],
     [Picked(4, figure(0.2, 0.15, 0.25))],
     [BestOfN(1, 0.0, 0.0, figure(0, 0, 0), None, None), BestOfN(64, 3.2, 3.1, figure(2, 1.9, 2.1), None, None)],
-)
+)  # fmt: skip
 
 
 def attacked(flips: tuple[float, float, float], worse: tuple[float, float, float]) -> list[AttackFigures]:

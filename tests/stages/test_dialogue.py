@@ -11,7 +11,6 @@ import pytest
 from rlhf.cli import main
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.splits import record_half, record_split
-from rlhf.errors import UserError
 from rlhf.evaluation.judging import compare, describe_comparisons
 from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import fractions, reward_folder
@@ -108,11 +107,6 @@ def test_a_comparison_by_hand():
     theirs = ([[1.0], [2.0]], [["a"], ["a"]])
     found = compare(ours, theirs)
     assert found["win_rate"]["value"] == (1 / 2 + 3 / 4) / 2 and found["words"]["value"] == 0.75
-
-
-def test_a_judge_without_a_base_or_a_half_is_refused(run: Run):
-    with pytest.raises(UserError, match=r"judge\.model is not set"):
-        run.stage("judge", "judge.model=null", "overwrite=true")
 
 
 @pytest.mark.parametrize(

@@ -77,16 +77,6 @@ def test_rankings_rollouts_and_samples_hold_all_turns(dialogue_run):
             assert shown.count("User: ") == users(record.prompt) and shown.endswith(record.prompt[-1].content)
 
 
-def test_a_prompt_is_tokenised_with_all_its_turns(dialogue_run):
-    tokenizer = load_tokenizer(dialogue_run.folder / "ppo" / "model")
-    prompts, _ = load_prompts(str(dialogue_run.folder / "world" / "prompts.jsonl"))
-    for record in prompts:
-        ids = encode_prompt(tokenizer, record.prompt)
-        text, said = tokenizer.decode(ids), [re.escape(turn.content) for turn in record.prompt]
-        assert re.search(".*".join(said), text, re.DOTALL) and len(ids) + 40 <= tokenizer.model_max_length
-        assert ids.count(tokenizer.eos_token_id) >= users(record.prompt) - 1  # each answer has ended
-
-
 # --- generate-and-rate ---
 
 

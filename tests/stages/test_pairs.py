@@ -69,21 +69,13 @@ def files(tmp_path):
             "prompt": f"Name colour {i}.",
             "chosen": "It is red.",
             "rejected": "No.",
-            "subset": "chat" if i % 2 else "safety",
+            "subset": ("safety", "chat")[i % 2],
             "id": i,
         }
         for i in range(6)
     ]
-    styles = [
-        {
-            "id": f"m{i}",
-            "prompt": f"Name animal {i}.",
-            "chosen": ["A cow.", "A big cow.", "A *big* cow."],
-            "rejected": ["Soil.", "Wet soil.", "*Wet* soil."],
-            "domain": "math",
-        }
-        for i in range(4)
-    ]
+    animals = {"chosen": ["A cow.", "A big cow.", "A *big* cow."], "rejected": ["Soil.", "Wet soil.", "*Wet* soil."]}
+    styles = [{"id": f"m{i}", "prompt": f"Name animal {i}.", "domain": "math"} | animals for i in range(4)]
     for name, rows in (("bench", bench), ("styles", styles)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return tmp_path / "bench.jsonl", tmp_path / "styles.jsonl"

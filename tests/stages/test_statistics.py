@@ -15,11 +15,6 @@ def test_interval_by_hand():
     assert interval([1, 2, 3, 4]) == {"value": 2.5, "ci95": [1.2348, 3.7652], "n": 4}
 
 
-def test_interval_of_one_value_and_of_equal_values_has_no_width():
-    assert interval([0.7]) == {"value": 0.7, "ci95": [0.7, 0.7], "n": 1}
-    assert interval([0.3] * 5) == {"value": 0.3, "ci95": [0.3, 0.3], "n": 5}
-
-
 def test_the_interval_covers_the_truth_about_95_times_in_100():
     rng = random.Random(0)
     hits = 0
