@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.config import PlanConfig
 from rlhf.errors import UserError
-from rlhf.planning.plan import BYTE_PARTS, GB, make_plan, peak_bytes
+from rlhf.planning.estimates import BYTE_PARTS, GB, make_plan, peak_bytes
 from rlhf.system.files import write_json
 from rlhf.system.terminal import say
 

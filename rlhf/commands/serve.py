@@ -118,7 +118,7 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     from rlhf.data.items import names_of
     from rlhf.serving.app import make_app
     from rlhf.serving.labelling import LabelFile, Labelling
-    from rlhf.serving.models import ModelThread, served_models
+    from rlhf.serving.model_thread import ModelThread, served_models
     from rlhf.serving.security import Access
 
     settings = config.serve

@@ -16,7 +16,7 @@ from rlhf.recipe import ROUND_STAGES, STAGES
 from rlhf.runs.charts import CHARTS
 from rlhf.runs.folders import run_folder, under_way
 from rlhf.runs.progress import format_figure, format_seconds
-from rlhf.runs.run_files import is_number, read_jsonl
+from rlhf.runs.run_files import is_figure, read_jsonl
 from rlhf.system.files import read_json
 from rlhf.system.terminal import printable, say, write
 
@@ -49,7 +49,7 @@ class StageState:
         for chart in CHARTS.get(self.title.rpartition("/")[2], ()):
             pairs = chart.expand(logged) if chart.watch else []
             for i, (metric, word) in enumerate([p for p in pairs if p is pairs[0] or p[0].startswith("eval/")][:2]):
-                if values := [row[metric] for row in self.rows if is_number(row.get(metric))]:
+                if values := [row[metric] for row in self.rows if is_figure(row.get(metric))]:
                     curves.append((f"{chart.watch} {word}" if i else chart.watch, values))
         return curves
 
@@ -62,7 +62,7 @@ class StageState:
             last, first = self.rows[-1], self.rows[-RATE_LINES:][0]
             steps, seconds = (last.get(x, 0) - first.get(x, 0) for x in ("progress/step", "time/elapsed_s"))
             parts += [f"{format_seconds((total - self.step) * seconds / steps)} left"] if steps > 0 else []
-        if self.status == "complete" and is_number(self.record.get("seconds")):
+        if self.status == "complete" and is_figure(self.record.get("seconds")):
             parts.append(format_seconds(self.record["seconds"]))
         return "  ".join([*parts, *(f"{label} {format_figure(values[-1])}" for label, values in self.curves)])
 
@@ -87,7 +87,7 @@ def look(run: Path) -> list[StageState]:
 @functools.lru_cache(maxsize=64)
 def read_steps(path: Path, modified: int, size: int) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl that have a step; read again when the file has changed."""
-    return [row for row in read_jsonl(path) if is_number(row.get("progress/step"))]
+    return [row for row in read_jsonl(path) if is_figure(row.get("progress/step"))]
 
 
 def is_locked(path: Path) -> bool:

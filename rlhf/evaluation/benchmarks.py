@@ -24,7 +24,7 @@ from rlhf.evaluation.instructions import load_stage, models_of
 from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.evaluation.statistics import Figures, figure, flatten, ngrams, show, wilson
 from rlhf.runs.folders import run_folder
-from rlhf.runs.run_files import is_number
+from rlhf.runs.run_files import is_figure
 from rlhf.runs.sources import data_source, in_split, need_source
 
 BOOTSTRAPS = 1000  # bootstrap samples of metrics without a formula for their error
@@ -90,10 +90,10 @@ def task_figures(results: dict[str, Any]) -> Figures:
         count = (results.get("n-samples") or {}).get(task, {}).get("effective")
         for key, value in row.items():
             metric, _, filtered = key.partition(",")
-            if filtered and is_number(value) and not metric.endswith("_stderr"):
+            if filtered and is_figure(value) and not metric.endswith("_stderr"):
                 error = row.get(f"{metric}_stderr,{filtered}")
                 name = f"{task} {metric}" + ("" if filtered == "none" else f" ({filtered})")
-                figures[name] = figure(float(value), 1.96 * error if is_number(error) else None, count)
+                figures[name] = figure(float(value), 1.96 * error if is_figure(error) else None, count)
     return figures
 
 

@@ -13,6 +13,9 @@ from rlhf.config.model import ModelConfig, default_mlp_width
 class Shape(ModelConfig):
     """A `ModelConfig` with every default resolved, and the vocabulary."""
 
+    n_kv_head: int = 0
+    head_dim: int = 0
+    mlp_width: int = 0
     vocab_size: int = 50257
     more: int = 0  # parameters of an adopted model that the formula does not count
 
@@ -122,7 +125,7 @@ def read_shape(source: str) -> Shape:
         n_layer=config.num_hidden_layers,
         n_head=heads,
         n_kv_head=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None),
+        head_dim=getattr(config, "head_dim", None) or 0,
         width=config.hidden_size,
         mlp_width=next(filter(None, hidden_units), 4 * config.hidden_size),
         context_length=checkpoint.context or UNSTATED_CONTEXT,

@@ -17,7 +17,7 @@ from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.kl import kl_estimate
 from rlhf.ppo.experience import Experience, Rollout
 from rlhf.ppo.rewards import CombinedReward, Reward
-from rlhf.runs.metrics import Sums, find
+from rlhf.runs.metric_table import Sums, find
 from rlhf.system.plugins import load_named
 from rlhf.training.engine import Engine
 from rlhf.training.usage import update_flops, usage_metrics

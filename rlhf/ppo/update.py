@@ -19,7 +19,7 @@ from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_estimate
 from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.experience import Experience, PretrainingBlocks
 from rlhf.ppo.invariants import Checked, check_first_minibatch
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.system.processes import gather
 from rlhf.training.engine import Engine
 

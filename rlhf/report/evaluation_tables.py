@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 from rlhf.recipe import BASELINES
 from rlhf.report.overview import judge_name
 from rlhf.report.pictures import calibration_rows, shot_rows
-from rlhf.runs.run_files import RunFiles, decimal, entries, get, interval, number, percent, rows_of, visible
+from rlhf.runs.run_files import (
+    RunFiles,
+    decimal,
+    entries,
+    number_at,
+    percent,
+    rows_of,
+    value_at,
+    visible,
+    with_interval,
+)
 
 MODELS = ("base", "sft", "ppo", *BASELINES)
 TITLES = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
@@ -44,7 +54,7 @@ class Table(NamedTuple):
 
 def figure_cell(figure: Any, show: Callable[[float], str] = lambda value: decimal(value, 2)) -> str:
     """A figure with its 95% interval, or a dash."""
-    value, low, high = interval(figure)
+    value, low, high = with_interval(figure)
     if value is None:
         return "–"
     return show(value) + ("" if low is None or high is None else f" ({show(low)} – {show(high)})")
@@ -55,14 +65,16 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "": figure_cell,
     "3": lambda figure: figure_cell(figure, decimal),
     "%": lambda figure: figure_cell(figure, percent),
-    "#": lambda figure: f"{number(figure) or 0:,.0f}",
+    "#": lambda figure: f"{number_at(figure) or 0:,.0f}",
 }
 
 
 def fill(named: Iterable[tuple[str, Any]], *columns: str) -> list[list[str]]:
     """Rows of (name, figures): a column is "key" or "key format", of FORMATS; without a key, the row is the figure."""
     places = [column.partition(" ") for column in columns]
-    return [[name, *(FORMATS[how](get(row, *([key] if key else []))) for key, _, how in places)] for name, row in named]
+    return [
+        [name, *(FORMATS[how](value_at(row, *([key] if key else []))) for key, _, how in places)] for name, row in named
+    ]
 
 
 def items_of(tree: Any, *path: str) -> list[tuple[str, Any]]:
@@ -72,7 +84,7 @@ def items_of(tree: Any, *path: str) -> list[tuple[str, Any]]:
 
 def items_by_n(tree: Any, *path: str) -> list[tuple[str, Any]]:
     """(its n, row) of a list."""
-    return [(f"{number(row, 'n') or 0:g}", row) for row in rows_of(tree, *path)]
+    return [(f"{number_at(row, 'n') or 0:g}", row) for row in rows_of(tree, *path)]
 
 
 def titled(policy: str) -> str:
@@ -82,19 +94,19 @@ def titled(policy: str) -> str:
 def make_evaluation(run: RunFiles) -> dict[str, Any]:
     """The tables of one run's evaluation, of its audit and of other evaluations."""
     results = run.results
-    means, parts = get(results, "gold", "mean_score"), get(results, "gold", "parts")
-    models = [model for model in MODELS if model in ("sft", "ppo") or number(means, model) is not None]
+    means, parts = value_at(results, "gold", "mean_score"), value_at(results, "gold", "parts")
+    models = [model for model in MODELS if model in ("sft", "ppo") or number_at(means, model) is not None]
     rows = [("all parts", means)] if means else []
     for name in dict.fromkeys(part for model in models for part, _ in entries(parts, model)):
-        rows.append((visible(name, 100), {model: get(parts, model, name) for model in models}))
+        rows.append((visible(name, 100), {model: value_at(parts, model, name) for model in models}))
     gold = []
     for name, tree in rows:
-        sft, ppo = number(tree, "sft"), number(tree, "ppo")
-        gold.append((name, [number(tree, m) for m in models], None if sft is None or ppo is None else ppo - sft))
+        sft, ppo = number_at(tree, "sft"), number_at(tree, "ppo")
+        gold.append((name, [number_at(tree, m) for m in models], None if sft is None or ppo is None else ppo - sft))
     return {
         "run": run.name,
         "audit": make_audit(run.audit),
-        "external": make_external(run.evaluations, get(results, "judge")),
+        "external": make_external(run.evaluations, value_at(results, "judge")),
         "labelled": make_labelled(run.labelled),
         "models": [TITLES.get(model, model) for model in models],
         "gold": gold,
@@ -107,13 +119,13 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
 
 def make_tables(run: RunFiles) -> list[Table]:
     """The policies, their texts and the reward model, from evaluate/results.json."""
-    results, tree = run.results, get(run.results, "reward_model")
-    best = get(results, "best_of_n", "text")
+    results, tree = run.results, value_at(run.results, "reward_model")
+    best = value_at(results, "best_of_n", "text")
     texts = [
         *entries(results, "text"),
-        *([(f"best of {number(results, 'best_of_n', 'n') or 0:g}", best)] if best else []),
+        *([(f"best of {number_at(results, 'best_of_n', 'n') or 0:g}", best)] if best else []),
     ]
-    gaps = [(number(row, "gap"), row) for row in rows_of(tree, "by_rank_gap")]
+    gaps = [(number_at(row, "gap"), row) for row in rows_of(tree, "by_rank_gap")]
     return [
         Table(
             "PPO and its baselines, held-out prompts",
@@ -128,7 +140,7 @@ def make_tables(run: RunFiles) -> list[Table]:
         Table(
             "Reward model",
             ("share of pairs", "value", "95% interval", "pairs"),
-            pair_rows([(label, get(tree, *place)) for label, *place in REWARD_FIGURES]),
+            pair_rows([(label, value_at(tree, *place)) for label, *place in REWARD_FIGURES]),
         ),
         Table(
             "Agreement with labelers by how far apart they ranked two answers",
@@ -150,7 +162,7 @@ def make_tables(run: RunFiles) -> list[Table]:
 
 def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
     """Policy, reward, KL to SFT, win rates over SFT by the reward model and by the true score, mean true score; with baselines only."""
-    baselines = get(results, "baselines")
+    baselines = value_at(results, "baselines")
     if not isinstance(baselines, dict):
         return
 
@@ -158,21 +170,24 @@ def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
         ((_, *figures),) = fill([("", tree)], f"{kl} 3", "rm_win_rate_vs_sft %", "win_rate_vs_sft %")
         return [name, decimal(reward), *figures, figure_cell(score, decimal)]
 
-    ppo = results | {"win_rate_vs_sft": get(results, "gold", "win_rate_vs_sft")}
+    ppo = results | {"win_rate_vs_sft": value_at(results, "gold", "win_rate_vs_sft")}
     for name, tree in [("sft", {}), ("ppo", ppo), *baselines.items()]:
-        score = get(results, "gold", "score", name) or get(results, "gold", "mean_score", name)
-        yield row(titled(name), tree, "kl_to_sft_nats", number(results, "reward", name), score)
-    for title, best in [("best of", get(results, "best_of_n")), *entries(results, "generate_and_rate", "picked")]:
+        score = value_at(results, "gold", "score", name) or value_at(results, "gold", "mean_score", name)
+        yield row(titled(name), tree, "kl_to_sft_nats", number_at(results, "reward", name), score)
+    for title, best in [("best of", value_at(results, "best_of_n")), *entries(results, "generate_and_rate", "picked")]:
         if best:
-            name, score = f"{titled(title)} {number(best, 'n') or 0:g}", get(best, "score") or get(best, "gold")
-            yield row(name, best, "kl_estimate_nats", number(best, "reward"), score)
+            name, score = (
+                f"{titled(title)} {number_at(best, 'n') or 0:g}",
+                value_at(best, "score") or value_at(best, "gold"),
+            )
+            yield row(name, best, "kl_estimate_nats", number_at(best, "reward"), score)
 
 
 def pair_rows(figures: list[tuple[str, Any]]) -> list[list[str]]:
     """Label, share, interval and number of pairs of the figures that have a value."""
     rows = []
     for label, figure in figures:
-        (value, low, high), n = interval(figure), number(figure, "n")
+        (value, low, high), n = with_interval(figure), number_at(figure, "n")
         if value is not None:
             span = "" if low is None else f"{percent(low)} – {percent(high)}"
             rows.append([label, percent(value), span, "" if n is None else f"{n:,.0f}"])
@@ -182,7 +197,7 @@ def pair_rows(figures: list[tuple[str, Any]]) -> list[list[str]]:
 def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
     """(model, Kendall's tau-b, n): whether the reward model and the gold judge order the same responses in the same way."""
     for model in ("sft", "ppo"):
-        both = [(number(row, "scores", model), number(row, "gold", model)) for row in run.samples]
+        both = [(number_at(row, "scores", model), number_at(row, "gold", model)) for row in run.samples]
         pairs = [(score, gold) for score, gold in both if score is not None and gold is not None]
         if len(pairs) >= 10:
             from scipy.stats import kendalltau
@@ -197,18 +212,18 @@ def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
 
 def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
     """{"verdict", "labels", "reasons", "tables"}, or None without an audit."""
-    decision = get(audit, "verdict", "decision")
+    decision = value_at(audit, "verdict", "decision")
     if not isinstance(decision, str):
         return None
-    ceiling, labels, reasons = (get(audit, "verdict", key) for key in ("ceiling", "labels", "reasons"))
-    limit = f" of {ceiling:g} nats" if number(audit, "verdict", "ceiling") is not None else ""
+    ceiling, labels, reasons = (value_at(audit, "verdict", key) for key in ("ceiling", "labels", "reasons"))
+    limit = f" of {ceiling:g} nats" if number_at(audit, "verdict", "ceiling") is not None else ""
     attacks = [(visible(str(row.get("name")).replace("_", " "), 40), row) for row in rows_of(audit, "attacks")]
     return {
         "verdict": visible(decision, 100) + limit,
         "labels": visible("; ".join(map(str, labels)), 1000) if isinstance(labels, list) else "",
         "reasons": [visible(str(reason), 300) for reason in reasons] if isinstance(reasons, list) else [],
         "tables": [
-            Table("Held-out comparisons", ("share of pairs", "value"), compared(get(audit, "comparisons"))),
+            Table("Held-out comparisons", ("share of pairs", "value"), compared(value_at(audit, "comparisons"))),
             Table(
                 "Attacks on held-out answers, in standard deviations of SFT samples' scores",
                 ("attack", "order flipped", "score bought", "by the better", "by the worse", "KL, nats"),
@@ -231,30 +246,33 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
 def compared(figures: Any) -> list[list[str]]:
     """Accuracy with its bounds, by labeler and by gap in rank."""
     rows = [
-        ("Accuracy", get(figures, "accuracy")),
-        ("Accuracy above length alone", get(figures, "above_length")),
-        ("Labelers' agreement", get(figures, "agreement", "training")),
-        ("Accuracy on held-out labelers", get(figures, "held_out_labelers", "accuracy")),
+        ("Accuracy", value_at(figures, "accuracy")),
+        ("Accuracy above length alone", value_at(figures, "above_length")),
+        ("Labelers' agreement", value_at(figures, "agreement", "training")),
+        ("Accuracy on held-out labelers", value_at(figures, "held_out_labelers", "accuracy")),
         *((f"On {name}", figure) for name, figure in entries(figures, "by_labeler")),
-        *((f"On answers {number(row, 'gap') or 0:g} ranks apart", row) for row in rows_of(figures, "by_rank_gap")),
+        *((f"On answers {number_at(row, 'gap') or 0:g} ranks apart", row) for row in rows_of(figures, "by_rank_gap")),
     ]
-    shown = [(visible(label, 60), figure) for label, figure in rows if number(figure, "value") is not None]
+    shown = [(visible(label, 60), figure) for label, figure in rows if number_at(figure, "value") is not None]
     bounds = (("Length alone", "length_baseline"), ("Calibration error", "calibration_error"))
-    shown += [(label, value) for label, key in bounds if (value := number(figures, key)) is not None]
+    shown += [(label, value) for label, key in bounds if (value := number_at(figures, key)) is not None]
     return fill(shown, " %")
 
 
 def make_labelled(results: dict[str, Any]) -> list[Table]:
     """Accuracy and that of the most frequent label, figures of each class, and the confusion matrix; empty without results."""
-    named = get(results, "classes")
-    if not isinstance(named, dict) or number(results, "accuracy", "value") is None:
+    named = value_at(results, "classes")
+    if not isinstance(named, dict) or number_at(results, "accuracy", "value") is None:
         return []
-    shares = [("Accuracy", get(results, "accuracy")), ("The most frequent label alone", get(results, "majority"))]
-    macro, examples = ("Macro F1", get(results, "macro_f1")), ("Examples", get(results, "accuracy", "n"))
+    shares = [
+        ("Accuracy", value_at(results, "accuracy")),
+        ("The most frequent label alone", value_at(results, "majority")),
+    ]
+    macro, examples = ("Macro F1", value_at(results, "macro_f1")), ("Examples", value_at(results, "accuracy", "n"))
     whole = [*fill(shares, " %"), *fill([macro], " 3"), *fill([examples], " #")]
     names = [visible(name, 40) for name in named]
     classes = fill(zip(names, named.values(), strict=True), "precision %", "recall %", "f1 %", "n #")
-    confusion = get(results, "confusion")
+    confusion = value_at(results, "confusion")
     rows = [row for row in confusion if isinstance(row, list)] if isinstance(confusion, list) else []
     square = len(rows) == len(names) <= MOST_CLASSES
     matrix = [[name, *map(str, row)] for name, row in zip(names, rows, strict=True)] if square else []
@@ -271,11 +289,14 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
     trained_judge: the entry `judge` of evaluate/results.json.
     """
     pairs, shots, judged = (found.get(name) for name in ("pairs", "shots", "judge"))
-    by_subset = [("all", get(pairs, "overall")), *items_of(pairs, "subsets")]
-    by_subset.append(("mean of subsets", get(pairs, "mean_of_subsets")))
+    by_subset = [("all", value_at(pairs, "overall")), *items_of(pairs, "subsets")]
+    by_subset.append(("mean of subsets", value_at(pairs, "mean_of_subsets")))
     benchmarks = items_of(found, "benchmarks", "models")
     tasks = dict.fromkeys(key for _, model in benchmarks for key, _ in items_of(model))
-    accuracy, majority = FORMATS["%"](get(trained_judge, "held_out", "accuracy")), percent(number(shots, "majority"))
+    accuracy, majority = (
+        FORMATS["%"](value_at(trained_judge, "held_out", "accuracy")),
+        percent(number_at(shots, "majority")),
+    )
     judged_pairs = [
         (visible(" over ".join(map(str, row["pair"])), 100), row)
         for row in rows_of(trained_judge, "pairs")
@@ -299,7 +320,7 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
             fill(items_of(found, "instructions"), "prompts %", "instructions %"),
         ),
         Table(
-            f"In-context learning on {visible(str(get(shots, 'task')), 60)}; the most frequent label alone: {majority}",
+            f"In-context learning on {visible(str(value_at(shots, 'task')), 60)}; the most frequent label alone: {majority}",
             ("model", "examples", "that fit", "accuracy"),
             [
                 [name, *cells]
@@ -316,31 +337,31 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
         Table(
             "Benchmarks (lm-eval)",
             ("task", *(name for name, _ in benchmarks)),
-            [[task, *(figure_cell(get(model, task)) for _, model in benchmarks)] for task in tasks],
+            [[task, *(figure_cell(value_at(model, task)) for _, model in benchmarks)] for task in tasks],
         ),
     ]
     return {"tables": [table for table in tables if table.rows], "disagreements": disagreements(judged)}
 
 
 def disagreements(judged: Any) -> list[str]:
-    judge, ours = visible(str(get(judged, "judge")), 60), FORMATS["%"](get(judged, "win_rate"))
+    judge, ours = visible(str(value_at(judged, "judge")), 60), FORMATS["%"](value_at(judged, "win_rate"))
     return [
-        f"{judge} gives a win rate of {ours}, the {name} {FORMATS['%'](get(other, 'win_rate'))}, on the same answers."
+        f"{judge} gives a win rate of {ours}, the {name} {FORMATS['%'](value_at(other, 'win_rate'))}, on the same answers."
         for name, other in items_of(judged, "others")
-        if get(other, "disagrees") is True
+        if value_at(other, "disagrees") is True
     ]
 
 
 def judge_tables(judged: Any) -> list[Table]:
-    if not isinstance(get(judged, "pair"), list):
+    if not isinstance(value_at(judged, "pair"), list):
         return []
     labels = {"win_rate": "win rate", "length_controlled": "at equal length", "both_orders_agree": "both orders agree",
               "first_place": "for the first place"}  # fmt: skip
-    rows = [(label, get(judged, key)) for key, label in labels.items()]
+    rows = [(label, value_at(judged, key)) for key, label in labels.items()]
     for name, other in items_of(judged, "others"):
-        rows.append((f"by the {name}", get(other, "win_rate")))
-        rows.append((f"same preference as the {name}", get(other, "agreement")))
+        rows.append((f"by the {name}", value_at(other, "win_rate")))
+        rows.append((f"same preference as the {name}", value_at(other, "agreement")))
     counts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in items_of(judged, "counts"))
-    cost = "" if (paid := number(judged, "cost")) is None else f", cost {paid:g}"
+    cost = "" if (paid := number_at(judged, "cost")) is None else f", cost {paid:g}"
     caption = f"{' over '.join(map(str, judged['pair']))}, judged by {judged.get('judge')} ({counts}){cost}"
     return [Table(visible(caption, 300), ("share of prompts", "value"), fill(rows, " %"))]

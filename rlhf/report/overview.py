@@ -11,13 +11,13 @@ from rlhf.runs.run_files import (
     decimal,
     duration,
     entries,
-    get,
-    interval,
-    is_number,
+    is_figure,
     memory,
-    number,
+    number_at,
     percent,
+    value_at,
     visible,
+    with_interval,
 )
 
 
@@ -61,14 +61,14 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
     rounds: dict[str, float] = {}
     for name, seconds in entries(run.results, "seconds"):
         of_run, is_round, _ = str(name).rpartition("/")
-        if is_round and is_number(seconds):
+        if is_round and is_figure(seconds):
             rounds[of_run] = rounds.get(of_run, 0.0) + seconds
     facts = [f"{complete} of {len(run.stages)} stages complete"]
     facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
     facts += [f"after {visible(name, 100)}, a labelling round of {duration(s)}" for name, s in rounds.items()]
     tiles = list(make_tiles(run.stages, run.results))
-    if seconds := [*rounds.values(), *(s for record in records if (s := number(record, "seconds")) is not None)]:
-        peak = max((mb for record in records if (mb := number(record, "peak_rss_mb")) is not None), default=None)
+    if seconds := [*rounds.values(), *(s for record in records if (s := number_at(record, "seconds")) is not None)]:
+        peak = max((mb for record in records if (mb := number_at(record, "peak_rss_mb")) is not None), default=None)
         tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(peak)}"))
     return {"name": run.name, "facts": facts, "sentence": _sentence(run.stages, run.results), "tiles": tiles}
 
@@ -81,15 +81,15 @@ def compare_overviews(overviews: list[dict[str, Any]]) -> list[tuple[str, list[T
 
 
 def _sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
-    win = get(results, "gold", "win_rate_vs_sft")
-    value, low, high = interval(win)
+    win = value_at(results, "gold", "win_rate_vs_sft")
+    value, low, high = with_interval(win)
     if value is None:
         waiting = [name for name, stage in stages.items() if stage.status != "complete"]
         return f"This run is not finished; next is {waiting[0]}." if waiting else "Every stage is complete."
     verdict = "is preferred to"
     if low is not None and high is not None and low <= 0.5:
         verdict = "is worse than" if high < 0.5 else "cannot be told from"
-    prompts = f"{n:,.0f} held-out prompts" if (n := number(win, "n")) is not None else "held-out prompts"
+    prompts = f"{n:,.0f} held-out prompts" if (n := number_at(win, "n")) is not None else "held-out prompts"
     span = f" (95% interval {percent(low)} to {percent(high)})" if low is not None else ""
     return (
         f"PPO {verdict} SFT: by the {judge_name(results)} it wins {percent(value)} of comparisons on {prompts}{span}."
@@ -97,12 +97,12 @@ def _sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
 
 
 def judge_name(results: dict[str, Any]) -> str:
-    return visible(get(results, "gold", "truth") or "gold judge", 60)
+    return visible(value_at(results, "gold", "truth") or "gold judge", 60)
 
 
 def _span_note(tree: Any, what: str) -> str:
-    _, low, high = interval(tree)
-    n = number(tree, "n")
+    _, low, high = with_interval(tree)
+    n = number_at(tree, "n")
     parts = [f"95% interval {percent(low)} to {percent(high)}"] if low is not None else []
     return ", ".join(parts + ([f"{n:,.0f} {what}"] if n is not None else []))
 
@@ -110,34 +110,36 @@ def _span_note(tree: Any, what: str) -> str:
 def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
     """The headline numbers that the run has: from its evaluation, else the newest of its curves."""
     for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
-        tree = get(results, "gold", key)
-        value, low, high = interval(tree)
+        tree = value_at(results, "gold", key)
+        value, low, high = with_interval(tree)
         if value is not None:
             bar = Bar(0.0, 1.0, value, low, high, [(0.5, "even")])
             yield Tile(f"PPO against SFT, {how}", percent(value), "won", _span_note(tree, "prompts"), bar)
-    tree = get(results, "reward_model", "accuracy")
-    value, low, high = interval(tree)
+    tree = value_at(results, "reward_model", "accuracy")
+    value, low, high = with_interval(tree)
     note = _span_note(tree, "pairs")
     if value is None:
         value, note = _latest(stages, "reward", "accuracy")
     if value is not None:
         levels = (("length_baseline", "length only"), ("noise_ceiling", "ceiling"))
-        ticks = [(level, label) for key, label in levels if (level := number(results, "reward_model", key)) is not None]
+        ticks = [
+            (level, label) for key, label in levels if (level := number_at(results, "reward_model", key)) is not None
+        ]
         ticks = ticks or [(0.5, "chance")]
         least = min([0.5, value, *(level for level, _ in ticks)])
         bar = Bar(min(0.4, least - 0.05), 1.0, value, low, high, ticks)
         yield Tile("Reward model", percent(value), "of pairs", note, bar)
-    kl, note = number(results, "kl_to_sft_nats"), "held-out prompts"
+    kl, note = number_at(results, "kl_to_sft_nats"), "held-out prompts"
     if kl is None:
         kl, note = _latest(stages, "ppo", "kl")
     if kl is not None:
         yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
-    gold = get(results, "gold", "mean_score")
-    before, after = (number(gold or get(results, "reward"), model) for model in ("sft", "ppo"))
+    gold = value_at(results, "gold", "mean_score")
+    before, after = (number_at(gold or value_at(results, "reward"), model) for model in ("sft", "ppo"))
     if before is not None and after is not None:
         judge = judge_name(results) if gold else "reward model"
         yield Tile("Mean score", decimal(after), "", f"{judge}; SFT {decimal(before)}")
-    bpb, note = number(results, "pretrain_bits_per_byte"), "held-out text"
+    bpb, note = number_at(results, "pretrain_bits_per_byte"), "held-out text"
     if bpb is None:
         bpb, note = _latest(stages, "pretrain", "bpb")
     if bpb is not None:
@@ -161,13 +163,13 @@ def _latest(stages: dict[str, StageFiles], stage: str, metric: str) -> tuple[flo
 def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
     """A box per stage: state, cost, and whether the parents it was built on are those of this run now."""
     stages = run.stages
-    slowest = max((number(stage.record, "seconds") or 0.0 for stage in stages.values()), default=0.0)
+    slowest = max((number_at(stage.record, "seconds") or 0.0 for stage in stages.values()), default=0.0)
     boxes = []
     for name, stage in stages.items():
-        seconds = number(stage.record, "seconds")
+        seconds = number_at(stage.record, "seconds")
         parents = []
         for parent, digest in entries(stage.record, "parents"):
-            here = get(stages[parent].record, "hash") if parent in stages else None
+            here = value_at(stages[parent].record, "hash") if parent in stages else None
             state = "elsewhere" if here is None else "same" if here == digest else "changed"
             parents.append({"name": visible(parent, 100), "hash": visible(str(digest)[:8]), "state": state})
         boxes.append(
@@ -175,10 +177,10 @@ def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
                 "name": name,
                 "status": stage.status,
                 "seconds": seconds,
-                "memory": number(stage.record, "peak_rss_mb"),
+                "memory": number_at(stage.record, "peak_rss_mb"),
                 "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0,
                 "step": stage.last_step or None,  # an evaluation has no steps
-                "hash": visible(str(get(stage.record, "hash") or "")[:8]),
+                "hash": visible(str(value_at(stage.record, "hash") or "")[:8]),
                 "parents": parents,
             }
         )

@@ -14,7 +14,7 @@ from rlhf.report import overview, provenance, samples
 from rlhf.report.drawing import SERIES_COLOURS, Mark, save_picture
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.report.pictures import make_pictures, make_stage_figures
-from rlhf.runs.run_files import RunFiles, decimal, duration, memory, number, percent, read_run
+from rlhf.runs.run_files import RunFiles, decimal, duration, memory, number_at, percent, read_run
 from rlhf.system.files import write_text
 
 
@@ -25,7 +25,7 @@ def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
         levels = [
             Mark(label, level)
             for key, label in (("noise_ceiling", "noise ceiling"), ("length_baseline", "length only"))
-            if (level := number(runs[0].results, "reward_model", key)) is not None
+            if (level := number_at(runs[0].results, "reward_model", key)) is not None
         ]
     for name in STAGES:
         points = [(run.name, run.stages[name].points if name in run.stages else {}) for run in runs]

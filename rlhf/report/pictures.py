@@ -23,9 +23,9 @@ from rlhf.report.drawing import (
     thin,
 )
 from rlhf.runs.charts import CHARTS, Chart
-from rlhf.runs.metrics import find
+from rlhf.runs.metric_table import find
 from rlhf.runs.results import histogram
-from rlhf.runs.run_files import Points, RunFiles, entries, estimate, get, number, rows_of, visible
+from rlhf.runs.run_files import Points, RunFiles, entries, estimate, number_at, rows_of, value_at, visible
 
 Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
 
@@ -192,7 +192,7 @@ def calibration_rows(run: RunFiles) -> list[tuple[float, float, float, float]]:
     return [
         (row["gap"], row["predicted"], row["observed"], row["n"])
         for row in rows
-        if all(number(row, key) is not None for key in keys)
+        if all(number_at(row, key) is not None for key in keys)
     ]
 
 
@@ -214,7 +214,7 @@ def make_calibration(runs: list[RunFiles]) -> Picture | None:
 def make_histogram(runs: list[RunFiles]) -> Picture | None:
     """Shares of SFT's and PPO's held-out responses by the reward model's score, over bins that all runs share."""
     scores = {
-        (place, model): [value for row in run.samples if (value := number(row, "scores", model)) is not None]
+        (place, model): [value for row in run.samples if (value := number_at(row, "scores", model)) is not None]
         for place, run in enumerate(runs)
         for model in ("sft", "ppo")
     }
@@ -238,7 +238,7 @@ def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], tu
         rows = [
             (row, (k, *accuracy))
             for row in rows_of(of_model)
-            if (k := number(row, "shots")) is not None and (accuracy := estimate(get(row, "accuracy")))
+            if (k := number_at(row, "shots")) is not None and (accuracy := estimate(value_at(row, "accuracy")))
         ]
         if rows:
             yield visible(str(name), 60), rows
@@ -250,7 +250,7 @@ def make_shots(results: Any, of_run: str) -> Picture | None:
     for colour, (name, rows) in enumerate(shot_rows(results)):
         ks, values, lows, highs = ([*column] for column in zip(*(point for _, point in rows), strict=True))
         series.append(Series(name, ks, values, colour, dots=True, lows=lows, highs=highs))
-    majority = number(results, "majority")
+    majority = number_at(results, "majority")
     marks = [] if majority is None else [Mark("most frequent label", majority)]
     curve = Curve(series, marks, x_name="examples in the prompt", label=title, y_name="accuracy")
     note = "The same held-out examples and draws for every model; 95% intervals."

@@ -6,7 +6,7 @@ All of this is untrusted text: the template escapes it.
 from typing import Any
 
 from rlhf.report.evaluation_tables import MODELS
-from rlhf.runs.run_files import RunFiles, entries, get, is_number, number, prompt_text, visible
+from rlhf.runs.run_files import RunFiles, entries, is_figure, number_at, prompt_text, value_at, visible
 
 SHOWN_SAMPLES, MORE_SAMPLES = 4, 20
 ROLLOUT_PROMPTS, ROLLOUT_STEPS = 6, 6
@@ -41,13 +41,13 @@ def _answer(row: dict[str, Any], model: str, title: str) -> dict[str, Any]:
         "title": title,
         "look": model,
         "text": visible(row["responses"][model]),
-        "gold": _total(get(row, "gold", model)),
-        "score": number(row, "scores", model),
+        "gold": _total(value_at(row, "gold", model)),
+        "score": number_at(row, "scores", model),
     }
 
 
 def _total(gold: Any) -> float | None:
-    return number(gold, "total") if isinstance(gold, dict) else number(gold)
+    return number_at(gold, "total") if isinstance(gold, dict) else number_at(gold)
 
 
 def make_rollouts(runs: list[RunFiles]) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def make_rollouts(runs: list[RunFiles]) -> list[dict[str, Any]]:
     for run in runs:
         stage = run.stages.get("ppo")
         for row in stage.samples if stage is not None else []:
-            if is_number(row.get("step")):
+            if is_figure(row.get("step")):
                 prompts.setdefault(str(row.get("id")), []).append((run.name, row))
     # Prompts with many answers come first: those of rollouts seldom have two.
     often = sorted(prompts.items(), key=lambda item: -len(item[1]))[:ROLLOUT_PROMPTS]
@@ -86,8 +86,8 @@ def _rollout(run: str, row: dict[str, Any]) -> dict[str, Any]:
         "step": row["step"],
         "text": visible(row.get("response", "")),
         "tokens": shade_tokens(row.get("tokens"), row.get("kl_tokens")),
-        "score": number(row, "score"),
-        "kl": number(row, "kl"),
+        "score": number_at(row, "score"),
+        "kl": number_at(row, "kl"),
         "gold": _total(row.get("gold")),
     }
 
@@ -100,14 +100,14 @@ def shade_tokens(tokens: Any, kl_tokens: Any) -> list[tuple[str, str, str]]:
     if not isinstance(tokens, list) or not isinstance(kl_tokens, list) or len(tokens) != len(kl_tokens):
         return []
     shaded = [
-        (visible(token, 60), level(kl), f"{kl:+.2f} nats" if is_number(kl) else "")
+        (visible(token, 60), level(kl), f"{kl:+.2f} nats" if is_figure(kl) else "")
         for token, kl in zip(tokens[:MAX_TOKENS], kl_tokens, strict=False)
     ]
     return shaded + ([(f" … {len(tokens) - MAX_TOKENS:,} more tokens", "", "")] if len(tokens) > MAX_TOKENS else [])
 
 
 def level(kl: Any) -> str:
-    if not is_number(kl):
+    if not is_figure(kl):
         return ""
     deep = sum(abs(kl) >= least for least in SHADES)
     return "" if deep == 0 else f"{'u' if kl > 0 else 'd'}{deep}"

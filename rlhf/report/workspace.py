@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.runs.charts import CHARTS, COST, TABLE_PANELS, TABLES, Chart, TablePanel, metric_pattern
-from rlhf.runs.metrics import X_AXES, find
+from rlhf.runs.metric_table import X_AXES, find
 from rlhf.system.files import read_json
 
 WORKSPACE_NAME = "RLHF: reward and KL"

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.recipe import PIPELINE, STAGES
 from rlhf.runs.folders import under_way
-from rlhf.runs.metrics import find
+from rlhf.runs.metric_table import find
 from rlhf.runs.progress import format_seconds
 from rlhf.runs.records import read_what_is_there
 from rlhf.system.files import read_json
@@ -100,7 +100,7 @@ def encode_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def is_number(value: object) -> bool:
+def is_figure(value: object) -> bool:
     """Whether a value read from JSON is a number that can be shown."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
@@ -113,17 +113,17 @@ def read_points(rows: Iterable[dict[str, Any]]) -> Points:
     points: Points = {}
     for row in rows:
         step = row.get("progress/step")
-        if step is None or not is_number(step):
+        if step is None or not is_figure(step):
             continue
         for name, value in row.items():
-            if is_number(value) and not name.startswith("progress/") and find(name) is not None:
+            if is_figure(value) and not name.startswith("progress/") and find(name) is not None:
                 xs, ys = points.setdefault(name, ([], []))
                 xs.append(step)
                 ys.append(value)
     return points
 
 
-def read_stage(folder: Path) -> StageFiles:
+def read_stage_files(folder: Path) -> StageFiles:
     """Reads a stage's folder; a missing one is a stage that was not started.
 
     For a stage that is being replaced, this is the complete one, or its replacement if there is none.
@@ -168,7 +168,7 @@ def read_run(folder: Path) -> RunFiles:
     """Reads a run's folder. Raises: FileNotFoundError if it is not a folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
-    stages = {name: read_stage(folder / name) for name in STAGES}
+    stages = {name: read_stage_files(folder / name) for name in STAGES}
     results, *damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
     return RunFiles(
         visible(folder.resolve().name, 100),
@@ -187,7 +187,7 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def get(tree: Any, *path: str) -> Any:
+def value_at(tree: Any, *path: str) -> Any:
     """The value at a path of keys, or None."""
     for key in path:
         if not isinstance(tree, dict):
@@ -196,37 +196,37 @@ def get(tree: Any, *path: str) -> Any:
     return tree
 
 
-def number(tree: Any, *path: str) -> float | None:
-    """As `get`, if the value is a number that can be shown; else None."""
-    value = get(tree, *path)
-    return value if is_number(value) else None
+def number_at(tree: Any, *path: str) -> float | None:
+    """As `value_at`, if the value is a number that can be shown; else None."""
+    value = value_at(tree, *path)
+    return value if is_figure(value) else None
 
 
 def entries(tree: Any, *path: str) -> list[tuple[str, Any]]:
-    """As `get`, the keys and values of a mapping; else none."""
-    value = get(tree, *path)
+    """As `value_at`, the keys and values of a mapping; else none."""
+    value = value_at(tree, *path)
     return list(value.items()) if isinstance(value, dict) else []
 
 
 def rows_of(tree: Any, *path: str) -> list[dict[str, Any]]:
-    """As `get`, the mappings in a list; else none."""
-    value = get(tree, *path)
+    """As `value_at`, the mappings in a list; else none."""
+    value = value_at(tree, *path)
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
-def interval(tree: Any) -> tuple[float | None, float | None, float | None]:
+def with_interval(tree: Any) -> tuple[float | None, float | None, float | None]:
     """(value, low, high) of {"value" or "mean", "ci95": [low, high]}; a bare number has no interval."""
-    ci = get(tree, "ci95")
-    low, high = ci if isinstance(ci, list) and len(ci) == 2 and all(map(is_number, ci)) else (None, None)
+    ci = value_at(tree, "ci95")
+    low, high = ci if isinstance(ci, list) and len(ci) == 2 and all(map(is_figure, ci)) else (None, None)
     if not isinstance(tree, dict):
-        return number(tree), low, high
-    value = number(tree, "value")
-    return number(tree, "mean") if value is None else value, low, high
+        return number_at(tree), low, high
+    value = number_at(tree, "value")
+    return number_at(tree, "mean") if value is None else value, low, high
 
 
 def estimate(tree: Any) -> tuple[float, float, float] | None:
-    """As `interval`, with the value itself for a missing end; None without a value."""
-    value, low, high = interval(tree)
+    """As `with_interval`, with the value itself for a missing end; None without a value."""
+    value, low, high = with_interval(tree)
     return None if value is None else (value, value if low is None else low, value if high is None else high)
 
 

@@ -1,7 +1,7 @@
 """Writes a stage's metrics and samples: JSON Lines in its folder, and optionally W&B or TensorBoard.
 
 The files are the record: the report, the tests and a resume read them. W&B and TensorBoard show the same numbers from a
-thread of their own, and may fail at any time without affecting training. `metrics.py` defines the metrics. Make one tracker
+thread of their own, and may fail at any time without affecting training. `metric_table.py` defines the metrics. Make one tracker
 per stage, on the main process only, and one of kind "silent" on every other process.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TextIO, cast, get_args
 
 from rlhf.errors import UserError
 from rlhf.runs.charts import CHARTS, metric_pattern
-from rlhf.runs.metrics import check_names, derive
+from rlhf.runs.metric_table import check_names, derive
 from rlhf.runs.run_files import encode_line, read_jsonl, truncate_jsonl
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.runs.charts import TABLES
-from rlhf.runs.metrics import X_AXES
+from rlhf.runs.metric_table import X_AXES
 from rlhf.runs.records import tracking_config
 from rlhf.runs.trackers import Background, SampleRows
 

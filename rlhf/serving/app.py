@@ -16,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.engines.likely import document_tokens, judge_tokens, likeliest, show
 from rlhf.serving.labelling import Labelling
-from rlhf.serving.models import ModelFailedError, ModelThread, ServedModel
+from rlhf.serving.model_thread import ModelFailedError, ModelThread, ServedModel
 from rlhf.serving.openai_api import make_router
 from rlhf.serving.schemas import (
     FLAGS,
@@ -169,8 +169,8 @@ async def comparison_events(
     ]
     try:
         async for chunk in completion.chunks():
-            responses[chunk.index].metadata["ended"] = chunk.finish == "stop"
-            yield event({"id": responses[chunk.index].id, "text": chunk.text}), True
+            responses[chunk.place].metadata["ended"] = chunk.finish == "stop"
+            yield event({"id": responses[chunk.place].id, "text": chunk.text}), True
     except ModelFailedError as error:
         yield event({"error": {"message": str(error)}}), False
         return

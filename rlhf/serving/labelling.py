@@ -124,8 +124,10 @@ class Labelling:
 
     def _count(self, record: Any) -> None:
         task, labeler = record.metadata.get("task"), getattr(record, "labeler", None)
-        if task in self.tasks and labeler is not None and isinstance(record, Ranking | Demonstration):
-            (self.ranked if isinstance(record, Ranking) else self.demonstrated)[task][labeler] = record  # type: ignore[index]
+        tables: dict[str, Any] = {"ranking": self.ranked, "demonstration": self.demonstrated}
+        by_task = tables.get(record.kind, {})
+        if task in by_task and labeler is not None:
+            by_task[task][labeler] = record
 
     # ------------------------------------------------------------------------------------------------- ranking
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from rlhf.data.tokenizer import encode_texts
 from rlhf.errors import UserError
-from rlhf.serving.models import ModelFailedError, ModelThread, ServedModel, doubts
+from rlhf.serving.model_thread import ModelFailedError, ModelThread, ServedModel, doubts
 from rlhf.serving.schemas import ChatRequest, CompletionRequest, Sampling, ScoreRequest, records_of
 from rlhf.serving.security import RefusedError
 from rlhf.serving.streaming import Chunk, Completion, EventStream, chat_prompt, client_gone, event, text_prompt
@@ -103,11 +103,11 @@ class Form:
 
     def choice(self, chunk: Chunk, streamed: bool, token_ids: bool) -> Body:
         """One choice with its new text."""
-        body: Body = {"index": chunk.index, "finish_reason": chunk.finish, "logprobs": None}
+        body: Body = {"index": chunk.place, "finish_reason": chunk.finish, "logprobs": None}
         if self.logprobs:
             body["logprobs"] = self.chat_logprobs(chunk) if self.chat else self.text_logprobs(chunk)
         if token_ids:
-            body["token_ids"] = self.completion.texts[chunk.index].ids[chunk.first : chunk.last]
+            body["token_ids"] = self.completion.texts[chunk.place].ids[chunk.first : chunk.last]
         if not self.chat:
             return body | {"text": chunk.text}
         if not streamed:
@@ -115,7 +115,7 @@ class Form:
         return body | {"delta": ({"role": "assistant"} if chunk.first == 0 else {}) | {"content": chunk.text}}
 
     def chat_logprobs(self, chunk: Chunk) -> Body:
-        response, rows = self.completion.generations[chunk.index].response, []
+        response, rows = self.completion.generations[chunk.place].response, []
         for place in range(chunk.first, chunk.last):
             top = response.tops[place] if response.alternatives else []
             row = self.spelled_out(response.tokens[place], response.logprobs[place])
@@ -127,7 +127,7 @@ class Form:
         return {"token": text, "logprob": value, "bytes": None if "�" in text else list(text.encode())}
 
     def text_logprobs(self, chunk: Chunk) -> Body:
-        response, text = self.completion.generations[chunk.index].response, self.completion.texts[chunk.index]
+        response, text = self.completion.generations[chunk.place].response, self.completion.texts[chunk.place]
         places, spelled = range(chunk.first, chunk.last), self.model.spelled
         tops = [{spelled(token): value for token, value in response.tops[p]} for p in places if response.tops]
         return {

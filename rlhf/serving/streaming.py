@@ -19,7 +19,7 @@ from rlhf.engines.choosing import Choice
 from rlhf.engines.running import Response
 from rlhf.engines.text_stream import TextStream
 from rlhf.errors import UserError
-from rlhf.serving.models import Generation, ModelThread, ServedModel
+from rlhf.serving.model_thread import Generation, ModelThread, ServedModel
 from rlhf.serving.schemas import Sampling
 from rlhf.serving.security import Receive, RefusedError, Scope, Send
 
@@ -41,19 +41,18 @@ async def chat_prompt(model: ServedModel, messages: Sequence[Message]) -> Prompt
 
 async def text_prompt(model: ServedModel, prompt: str | list[int]) -> Prompt:
     """A text's tokens, or the tokens given, and their key. Raises: RefusedError."""
-    text = isinstance(prompt, str)
-    ids = await asyncio.to_thread(encode_text, model.tokenizer, prompt) if text else list(prompt)  # type: ignore[arg-type]
+    ids = prompt if isinstance(prompt, list) else await asyncio.to_thread(encode_text, model.tokenizer, prompt)
     if not ids:
         raise RefusedError(400, "the prompt is empty: want at least one token", "prompt")
     if wrong := [i for i in ids if not 0 <= i < model.vocabulary]:
         raise RefusedError(400, f"token {wrong[0]}: the vocabulary has {model.vocabulary}", "prompt")
-    return ids, ("completion", prompt if text else tuple(prompt))
+    return ids, ("completion", tuple(prompt) if isinstance(prompt, list) else prompt)
 
 
 class Chunk(NamedTuple):
     """New text of one response and the positions of its tokens; the reason if it has ended."""
 
-    index: int
+    place: int
     text: str
     first: int
     last: int
@@ -136,7 +135,7 @@ class Completion:
         """Wait for all responses; each as one chunk."""
         reasons = {}
         async for chunk in self.chunks(STOP_SECONDS if self.stops else math.inf):
-            reasons[chunk.index] = chunk.finish
+            reasons[chunk.place] = chunk.finish
         return [Chunk(i, text.text, 0, len(text.ids), reasons[i]) for i, text in enumerate(self.texts)]
 
 

@@ -24,7 +24,7 @@ from rlhf.model.batching import by_length, right_pad
 from rlhf.model.heads import LabelModel, transfer
 from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.training.batches import Batches, Objective, shuffled_order, train

@@ -26,7 +26,7 @@ from rlhf.model.batching import right_pad
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.models import Reference
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
 from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings

@@ -45,7 +45,7 @@ from rlhf.ppo.models import load_models
 from rlhf.ppo.rewards import Reward, adjust_scores, sources_of
 from rlhf.ppo.update import State, optimize
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage

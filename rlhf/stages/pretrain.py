@@ -26,7 +26,7 @@ from rlhf.model.fused_loss import IGNORED
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import context_of, lm
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
 from rlhf.runs.stage import Stage, open_stage

@@ -45,7 +45,7 @@ from rlhf.model.heads import RewardModel
 from rlhf.model.interface import Episodes, lm, score
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources, in_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json

@@ -31,7 +31,7 @@ from rlhf.model.blocks import Block
 from rlhf.model.fused_loss import IGNORED
 from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources, in_split, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.training.adapters import add_adapters, save_output

@@ -253,7 +253,7 @@ class Ranks:
         return x.detach().to(self.device, torch.float64)
 
     def merge(self, sums: Any) -> Any:
-        """`rlhf.runs.metrics.Sums` of all ranks, added up."""
+        """`rlhf.runs.metric_table.Sums` of all ranks, added up."""
         total = type(sums)()
         for state in gather(sums.state()):
             total.merge(state)

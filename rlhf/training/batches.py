@@ -10,7 +10,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.training.engine import Engine
 from rlhf.training.loop import TrainingLoop
 

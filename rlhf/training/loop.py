@@ -18,7 +18,7 @@ from rlhf.runs.checkpoints import (
     latest_checkpoint,
     remove_checkpoint,
 )
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress, progress
 from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import Tracker

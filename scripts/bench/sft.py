@@ -80,7 +80,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.config.compose import compose_config
-    from rlhf.runs.metrics import Sums
+    from rlhf.runs.metric_table import Sums
     from rlhf.runs.stage import open_stage
     from rlhf.stages import sft
     from rlhf.training.batches import Batches, accelerate_order, train_step

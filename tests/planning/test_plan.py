@@ -14,7 +14,7 @@ from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
 from rlhf.planning import formulas
-from rlhf.planning.plan import (
+from rlhf.planning.estimates import (
     BYTE_PARTS,
     PHASES,
     fewest_gpus,

@@ -7,7 +7,7 @@ import pytest
 from rlhf.config import PlanConfig, compose
 from rlhf.config.checks import check_config
 from rlhf.planning import formulas
-from rlhf.planning.plan import make_times
+from rlhf.planning.estimates import make_times
 from rlhf.planning.shapes import make_shape
 
 # Preset: parameters that its paper prints. GPT-1's is in Radford et al. 2019, table 2; GPT-3: Brown et al. 2020, table 2.1;

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf.commands.generate import run as generate
 from rlhf.serving.app import make_app
-from rlhf.serving.models import ModelThread, doubts, served_models
+from rlhf.serving.model_thread import ModelThread, doubts, served_models
 from tests.serving.conftest import access, emptied, make_labelling
 
 pytestmark = pytest.mark.anyio

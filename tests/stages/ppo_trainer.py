@@ -17,7 +17,7 @@ from rlhf.ppo.metrics import load_measures
 from rlhf.ppo.models import load_models
 from rlhf.ppo.update import State
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages import ppo
 from rlhf.training.setup import set_up

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.training.batches import train_step
 
 

@@ -18,7 +18,7 @@ from rlhf.planning.shapes import make_shape
 from rlhf.ppo.models import Reference
 from rlhf.report.page import make_page
 from rlhf.runs.folders import hash_of, read_stage
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl, read_run
 from rlhf.stages import dpo, evaluate
 from rlhf.stages.evaluate import finished_baselines

@@ -24,7 +24,7 @@ from rlhf.ppo import invariants
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Rollout
 from rlhf.ppo.rewards import CombinedReward
-from rlhf.runs.metrics import DERIVED, METRICS
+from rlhf.runs.metric_table import DERIVED, METRICS
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from tests import oracles

@@ -13,7 +13,7 @@ from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import response_logprobs
 from rlhf.ppo.rewards import adjust_scores
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.training.ema import Ema

@@ -12,7 +12,7 @@ from rlhf.data.label_files import load_demonstrations
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import in_split
 from rlhf.stages import sft

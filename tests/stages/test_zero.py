@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Rollout
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.training.state import read_state
 from tests.stages import zero_ranks

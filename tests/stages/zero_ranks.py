@@ -19,7 +19,7 @@ from rlhf.engines.sampler import sample
 from rlhf.evaluation.scoring import item_encoder, score_items
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Rollout
-from rlhf.runs.metrics import Sums
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.system.interrupts import leave

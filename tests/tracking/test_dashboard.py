@@ -10,7 +10,7 @@ import pytest
 from rlhf.cli import main
 from rlhf.report.workspace import NAMES, flow, make_specification, make_workspace, sections
 from rlhf.runs.charts import CHARTS, TABLE_PANELS, TABLES, Chart, metric_pattern
-from rlhf.runs.metrics import METRICS, find
+from rlhf.runs.metric_table import METRICS, find
 from tests.tracking.wandb_server import serve
 
 WANTED = ("PPO", "Reward model", "DPO", "Labelled tasks", "SFT", "Pretraining", "Cost")

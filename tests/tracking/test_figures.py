@@ -21,14 +21,14 @@ from rlhf.report.drawing import (
 )
 from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
 from rlhf.runs.charts import Chart
-from rlhf.runs.run_files import is_number
+from rlhf.runs.run_files import is_figure
 
 
 def test_values_are_short() -> None:
     texts = {0.0: "0", 0.03124: "0.03124", 12.346: "12.35", 1.5e-4: "1.5e-4", -2e-5: "-2e-5", 12e3: "12k", 2_560_000: "2.56M",
              1300.0: "1300"}  # fmt: skip
     assert {value: format_value(value) for value in texts} == texts
-    assert [is_number(v) for v in (1, 0.5, float("nan"), float("inf"), True, "1", None)] == [True] * 2 + [False] * 5
+    assert [is_figure(v) for v in (1, 0.5, float("nan"), float("inf"), True, "1", None)] == [True] * 2 + [False] * 5
 
 
 def test_moving_average_by_hand() -> None:

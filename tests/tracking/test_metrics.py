@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhf.runs.metrics import METRICS, REDUCTIONS, Sums, check_names, find
+from rlhf.runs.metric_table import METRICS, REDUCTIONS, Sums, check_names, find
 
 # The names that the recipe and the pipeline's contract list, spelled out once more on purpose.
 WANTED = [

@@ -19,7 +19,7 @@ from rlhf.report.overview import make_overview
 from rlhf.report.page import write_figures, write_report
 from rlhf.report.pictures import make_histogram
 from rlhf.report.samples import level
-from rlhf.runs.metrics import find
+from rlhf.runs.metric_table import find
 from rlhf.runs.run_files import decimal, prompt_text, read_points, read_run, visible
 
 ATTACK = "</div><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"

@@ -174,7 +174,7 @@ def check_names(names: Iterable[str]) -> None:
 
         near = [difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1) for name in unknown]
         hints = [f"{name!r}" + (f" (nearest: {n[0]})" if n else "") for name, n in zip(unknown, near, strict=True)]
-        raise ValueError(f"unknown metric {', '.join(hints)}: add it to rlhf/runs/metrics.py or use a known name")
+        raise ValueError(f"unknown metric {', '.join(hints)}: add it to rlhf/runs/metric_table.py or use a known name")
 
 
 def derive(metrics: Mapping[str, float]) -> dict[str, float]:
