@@ -84,9 +84,12 @@ class Endpoint:
             parts = httpx.URL()
         if parts.scheme not in ("http", "https") or not parts.host or " " in self.url or (parts.port or 1) > 65535:
             raise UserError(f"evaluate.judge={self.url}: want a base URL such as https://host/v1")
-        if self.key_variable is not None and not os.environ.get(self.key_variable):
+        key = os.environ.get(self.key_variable or "", "").strip()
+        if self.key_variable is not None and not (
+            key and key.isascii() and key.isprintable()
+        ):  # else errors would show it
             raise UserError(
-                f"evaluate.judge_key={self.key_variable}: this environment variable is not set: set it to the key"
+                f"evaluate.judge_key={self.key_variable}: this environment variable is not set to one line of ASCII: set it to the key"
             )
         if self.key_variable is not None and parts.scheme == "http" and parts.host not in LOOPBACK:
             raise UserError(f"evaluate.judge={self.url}: would send the key unencrypted: use https")
@@ -118,7 +121,9 @@ class Endpoint:
 
     def _request(self, body: Mapping[str, Any]) -> tuple[str, dict[str, int]] | None:
         """Reply and usage, after at most ATTEMPTS attempts."""
-        headers = {} if self.key_variable is None else {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
+        headers = (
+            {} if self.key_variable is None else {"Authorization": f"Bearer {os.environ[self.key_variable].strip()}"}
+        )
         for attempt in range(ATTEMPTS):
             with self._lock:
                 self.counts.update({"requests": 1, "retries": 1} if attempt else {"requests": 1})

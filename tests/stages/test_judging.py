@@ -169,6 +169,10 @@ def test_a_key_is_neither_missing_nor_sent_in_the_clear(tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(UserError, match="JUDGE_KEY: this environment variable is not set"):
         Endpoint("https://host/v1", "m", tmp_path / "c", "JUDGE_KEY")
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\nx")
+    with pytest.raises(UserError, match="not set to one line") as error:
+        Endpoint("https://host/v1", "m", tmp_path / "c", "JUDGE_KEY")
+    assert KEY not in str(error.value)
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with pytest.raises(UserError, match="unencrypted") as error:
         Endpoint("http://host/v1", "m", tmp_path / "c", "JUDGE_KEY")
