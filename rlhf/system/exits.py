@@ -69,30 +69,22 @@ def describe(error: Exception) -> str | None:
             f"cannot write U+{ord(error.object[error.start]):04X} as {error.encoding}: set a UTF-8 locale "
             "(LC_ALL=C.UTF-8)"
         )
-    if (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
-    ):
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error):
         reason = one_line(str(error), 200) or "the system gave no more"
         return f"out of memory ({reason}): use smaller micro-batches or a smaller model; `rlhf plan` says what fits"
     if type(error).__module__.partition(".")[0] == "yaml":
         return f"{one_line(str(error), 500)}: correct this YAML file"
     if not isinstance(error, OSError):
         return None
-    if isinstance(error, FileNotFoundError) and not has_working_directory():
-        return "the working directory was deleted: change to one that exists (cd), then run the same command again"
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working directory was deleted: change to one that exists (cd), then run the same command again"
     where = f"{error.filename}: " if error.filename else ""
     remedy = REMEDIES.get(error.errno or 0, "check it, then run the same command again")
     return f"{where}{error.strerror or error}: {remedy}"
-
-
-def has_working_directory() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def check_launch() -> None:
@@ -118,20 +110,15 @@ def report(message: str) -> None:
 
 def end(code: int) -> NoReturn:
     """End this process; one of several ends at once, since an orderly end would wait for the others or abort without them."""
-    flush_or_drop()
-    if process_count() > 1:
-        leave(code)
-    sys.exit(code)
-
-
-def flush_or_drop() -> None:
-    """Flush the output; drop what cannot be written, because the interpreter would report it again when it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
-        except OSError:
+        except OSError:  # drop what cannot be written: the interpreter would report it again when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if process_count() > 1:
+        leave(code)
+    sys.exit(code)
 
 
 def let_the_first_speak() -> None:

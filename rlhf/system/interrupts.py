@@ -46,20 +46,20 @@ def interrupt_on_signals() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     _interrupted_at = None
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        global _interrupted_at
+        drop_lost_terminal()
+        now = time.monotonic()
+        if _interrupted_at is None:
+            _interrupted_at = now
+            raise KeyboardInterrupt
+        if now - _interrupted_at > SAME_SECONDS:
+            os._exit(EXIT_CODE)
+
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    global _interrupted_at
-    drop_lost_terminal()
-    now = time.monotonic()
-    if _interrupted_at is None:
-        _interrupted_at = now
-        raise KeyboardInterrupt
-    if now - _interrupted_at > SAME_SECONDS:
-        os._exit(EXIT_CODE)
+            signal.signal(number, interrupt)
 
 
 def drop_lost_terminal() -> None:
@@ -96,15 +96,22 @@ def finish_step(name: str) -> Iterator[None]:
         yield
         return
 
+    def tell(text: str) -> None:
+        if is_first():
+            with contextlib.suppress(
+                OSError
+            ):  # not through Python's buffers, which the interrupted code may be writing
+                os.write(2, text.encode())
+
     def handle(number: int, frame: FrameType | None) -> None:
         global _requested_at
         drop_lost_terminal()
         now = time.monotonic()
         if _requested_at is None:
             _requested_at = now
-            _tell(f"\n{name}: stopping after this step, with a checkpoint; repeat to stop at once\n")
+            tell(f"\n{name}: stopping after this step, with a checkpoint; repeat to stop at once\n")
         elif now - _requested_at > SAME_SECONDS:
-            _tell(f"\n{name}: stopped; the same command resumes from the last checkpoint\n")
+            tell(f"\n{name}: stopped; the same command resumes from the last checkpoint\n")
             os._exit(EXIT_CODE)
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -119,11 +126,3 @@ def finish_step(name: str) -> Iterator[None]:
         for number in taken:
             signal.signal(number, before[number])
         _interrupted_at, _requested_at = _requested_at, None
-
-
-def _tell(text: str) -> None:
-    """Print on rank 0, bypassing Python's buffers, which the interrupted code may be writing."""
-    if not is_first():
-        return
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())

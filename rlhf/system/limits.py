@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import os
 import resource
 import threading
 import time
@@ -58,7 +57,8 @@ def memory_limit(size: int) -> Iterator[None]:
     with _lock:
         soft, hard = _limited[0] if _limited else resource.getrlimit(resource.RLIMIT_AS)
         _limited.append((soft, hard))
-        if (held := _address_space()) is not None:
+        with contextlib.suppress(FileNotFoundError), open("/proc/self/statm", "rb", buffering=0) as file:
+            held = int(file.read(64).split()[0]) * resource.getpagesize()  # bytes of this process's address space
             bounds = [limit for limit in (held + size, soft, hard) if limit != resource.RLIM_INFINITY]
             resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
     try:
@@ -68,14 +68,3 @@ def memory_limit(size: int) -> Iterator[None]:
             before = _limited.pop()
             if not _limited:
                 resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _address_space() -> int | None:
-    """Bytes of this process's address space; None if unknown. `Path.read_bytes` would take twice as long."""
-    with contextlib.suppress(FileNotFoundError):
-        file = os.open("/proc/self/statm", os.O_RDONLY)
-        try:
-            return int(os.read(file, 64).split()[0]) * resource.getpagesize()
-        finally:
-            os.close(file)
-    return None

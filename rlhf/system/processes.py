@@ -26,13 +26,9 @@ BUCKET = 2**25  # elements of gradients that travel together: 128 MiB in float32
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How gloo and NCCL report a closed connection.
 LOST_PROCESS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "NCCL communicator was aborted",
     "remote process exited",
-)
+)  # fmt: skip
 
 
 def process_count() -> int:
@@ -104,14 +100,9 @@ def meet() -> "Store":
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if is_loopback(address) or os.environ.get("LOCAL_WORLD_SIZE") == str(process_count()):
         stay_on_loopback()
-    return open_store(
-        address,
-        port,
-        rank(),
-        process_count(),
-        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        hosted=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return open_store(address, port, rank(), process_count(), attempt, hosted)
 
 
 def connect_alone(device: "torch.device") -> None:
