@@ -13,7 +13,7 @@ from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
-from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, download, load_whole, read_checkpoint
+from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, check_dtypes, download, load_whole, read_checkpoint
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from rlhf.ops.fast import by_torch_alone
@@ -147,13 +147,15 @@ def load_weights(checkpoint: Checkpoint) -> Any:
     safe = checkpoint.weight_files()[0].suffix == ".safetensors"
     formats = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {"use_safetensors": safe}
     with reading(f"model.pretrained={checkpoint.source}: not readable weights", "download them again"):
+        if not checkpoint.gguf_file:
+            check_dtypes(checkpoint)
         model: Any = load_whole(
             AutoModelForCausalLM, str(checkpoint.folder), **formats, weights_only=True, dtype=torch.float32
         )
     if checkpoint.gguf_file:  # a model that is marked as quantised cannot be saved
         config = copy.deepcopy(model.config)
         del config.quantization_config
-        fresh = type(model)._from_config(config)
+        fresh: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         fresh.load_state_dict(model.state_dict(), assign=True)
         fresh.tie_weights()
         model = fresh

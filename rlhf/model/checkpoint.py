@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from safetensors import safe_open
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
@@ -141,7 +141,7 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
     check_sizes(config, f"model.pretrained={source}", "max_position_embeddings")
     kinds = config.architectures or []
     classifier = next((kind for kind in kinds if str(kind).endswith("Classification")), None)
-    if classifier or (config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_decoder):
+    if classifier or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder):
         raise UserError(
             f"model.pretrained={source}: a {classifier or config.model_type} writes no text: give a causal language model, or "
             f"use this one as reward model: reward.model={source}"
@@ -210,6 +210,24 @@ def check_finite(model: Any, source: str) -> None:
     for name, weight in model.named_parameters():
         if weight.numel() and not all(map(torch.isfinite, torch.aminmax(weight.detach()))):
             raise UserError(f"{source}: {name} has values that are not finite: use an earlier or another model")
+
+
+def check_dtypes(checkpoint: Checkpoint) -> None:
+    """Raises: UserError for complex tensors and for weights that are integers, which a cast to float32 would change silently."""
+    for path in checkpoint.weight_files():
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                found = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+            wrong = {name: kind for name, kind in found.items() if kind[0] in "CIUB" and kind != "BF16"}
+        else:
+            tensors = torch.load(path, map_location="meta", weights_only=True)
+            wrong = {name: x.dtype for name, x in tensors.items() if not x.is_floating_point()}
+        for name, kind in wrong.items():  # buffers of masks and positions may be integers
+            if name.endswith("weight") or "c" in str(kind).lower().removeprefix("torch.")[:1]:
+                raise UserError(
+                    f"model.pretrained={checkpoint.source}: {name} in {path.name} is {kind}: want floating point numbers: "
+                    "give the checkpoint in full precision"
+                )
 
 
 def check_sizes(config: Any, source: str, *more: str) -> None:

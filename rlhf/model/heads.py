@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf.data.demonstrations import encode_demonstrations
 from rlhf.data.items import Encode, token_encoder
@@ -86,7 +86,7 @@ class RewardConfig(PreTrainedConfig):
         else:
             self.trunk = copy.deepcopy(self.trunk)
         without_dropout(self.trunk)
-        self.trunk._name_or_path = ""  # the path it was loaded from is not saved, so that equal models are equal files
+        self.trunk.name_or_path = ""  # the path it was loaded from is not saved, so that equal models are equal files
         super().__post_init__(**kwargs)
 
 
@@ -293,7 +293,7 @@ def transfer(model: Any, layers: int | None, nothing: bool = False) -> Any:
     there = model.config.num_hidden_layers
     if layers is not None and layers > there:
         raise UserError(f"classify.layers={layers}: the base has {there}: want at most {there}")
-    fresh = type(model)._from_config(model.config).float()
+    fresh = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False).float()
     if layers is None:
         return fresh.eval()
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}

@@ -24,7 +24,10 @@ class LanguageModel(Protocol):
     """A causal language model, or its trunk."""
 
     native: bool  # our GPT: the sampler's cache, `kept` and `skip_logits` exist
-    plain: bool  # logits are the unembedding's product with the last hidden states, and nothing more
+
+    @property
+    def plain(self) -> bool:
+        """Logits are the unembedding's product with the last hidden states, and nothing more."""
 
     @property
     def context(self) -> int | None:
@@ -42,7 +45,7 @@ class LanguageModel(Protocol):
 
 def lm(model: Any) -> LanguageModel:
     """The interface of a causal language model or of a trunk, bare or inside an engine."""
-    bare = getattr(model, "module", model)
+    bare: Any = getattr(model, "module", model)
     return bare if hasattr(bare, "native") else Foreign(bare)
 
 

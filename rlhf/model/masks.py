@@ -1,5 +1,7 @@
 """Which tokens attend to which, and their positions, from padding masks and restarting positions."""
 
+import inspect
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +21,19 @@ class Documents(NamedTuple):
         """Causal attention within each document, of q (B, H, T, D/H) and k, v (B, KV, T, D/H), in the precision of v."""
         from torch.nn.attention.varlen import varlen_attn
 
+        grouped: dict[str, Any] = {"enable_gqa": True} if (copies := q.shape[1] // k.shape[1]) > 1 else {}
+        if grouped and not _takes_groups(varlen_attn):
+            k, v, grouped = (*(x.repeat_interleave(copies, 1) for x in (k, v)), {})
         flat: Any = [x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in (q, k, v)]  # (B T, heads, D/H)
         where: Any = (self.starts, self.starts, self.longest, self.longest)
-        y: Any = varlen_attn(
-            *flat,
-            *where,
-            window_size=(-1 if self.window is None else self.window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        y: Any = varlen_attn(*flat, *where, window_size=(-1 if self.window is None else self.window - 1, 0), **grouped)
         return y.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+@lru_cache(maxsize=1)
+def _takes_groups(kernel: Any) -> bool:
+    """Whether the kernel takes fewer heads of keys than of queries; torch 2.11's does not."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 Mask = Tensor | Documents

@@ -211,7 +211,7 @@ def test_cache_equals_no_cache(kind):
     assert close(torch.cat(parts, 1)[mask.bool()], expected[mask.bool()])
 
 
-def attend_by_document(q, k, v, starts, _starts, longest, _longest, window_size, enable_gqa):
+def attend_by_document(q, k, v, starts, _starts, longest, _longest, window_size, enable_gqa=False):
     """What the GPU's kernel for variable lengths computes: each document by itself, no further back than the window."""
     assert window_size[1] == 0 and longest == int(starts.diff().max()) and starts.dtype == torch.int32
     bounds = starts.tolist()
@@ -225,14 +225,20 @@ def attend_by_document(q, k, v, starts, _starts, longest, _longest, window_size,
     return torch.cat(parts)
 
 
+def attend_without_groups(q, k, v, starts, _starts, longest, _longest, window_size):
+    """The kernel of torch 2.11, which has no argument enable_gqa."""
+    return attend_by_document(q, k, v, starts, _starts, longest, _longest, window_size)
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("kernel", [attend_by_document, attend_without_groups])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "banded"])
-def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, monkeypatch):
+def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, kernel, monkeypatch):
     model, tokens = make(kind, width=32), random_tokens(2, 12)
     positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
     by_mask, masks = model(tokens, position_ids=positions).logits, []
     monkeypatch.setattr(gpt_masks, "has_varlen", lambda x: True)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_by_document)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     monkeypatch.setattr(Attention, "forward", recording(Attention.forward, masks))
     assert close(model(tokens, position_ids=positions).logits, by_mask)
     assert all(mask.starts.tolist() == [0, 5, 12, 24] for mask in masks) and masks

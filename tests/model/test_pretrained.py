@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from rlhf.data.chat_template import encode_prompt, end_ids
@@ -146,6 +147,22 @@ def test_a_pickled_checkpoint_is_read_as_weights_only(tmp_path):
     with pytest.raises(UserError, match="not readable weights"):
         adopt(tmp_path, say=lambda _: None)
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool])
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, file, dtype):
+    save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(dtype)
+    if file.endswith("bin"):
+        torch.save(weights, tmp_path / file)
+    else:
+        save_file(weights, tmp_path / file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"model.norm.weight in {file} is .*: want floating point numbers") as error:
+        adopt(tmp_path, say=lambda _: None)
+    assert "\n" not in str(error.value)
 
 
 def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path, monkeypatch):
