@@ -117,7 +117,8 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     candidates = in_split(config, records, split)
     if not candidates:
         raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
-    source, labelled = data_source(config, "comparisons"), set()
+    source = data_source(config, "comparisons")
+    labelled: set[str] = set()
     if source is not None and (config.data.comparisons is not None or Path(source).is_file()):
         ranked = [r for r in read_comparisons(config) if r.ranking is not None or r.pairs is not None]
         labelled = {prompt_key(record.prompt) for record in ranked}
@@ -141,7 +142,8 @@ def draw_tasks(
     # A prompt that was cut is left out: a labeler would judge an answer to what the model had seen only in part.
     whole = [(record, ids) for record, ids, cut in asked if not cut]
     keyed = [(ids, ("sample", record.id)) for record, ids in whole]
-    policy, tasks = load_frozen(config, folder / "model", device), []
+    policy = load_frozen(config, folder / "model", device)
+    tasks: list[Ranking] = []
     seen: dict[str, int] = {}
     with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
         drawn = draw_in_turn(policy, tokenizer, keyed, config.sample.responses + SPARE, how)

@@ -211,8 +211,8 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
         hashes |= hash_rewards(config)
     estimator = config.ppo.advantages if stage == "ppo" else ""
-    if is_function(estimator) and (source := source_file("advantage estimator", estimator)) is not None:
-        hashes[f"advantages:{estimator}"] = sha256_file(source)
+    if is_function(estimator) and (code := source_file("advantage estimator", estimator)) is not None:
+        hashes[f"advantages:{estimator}"] = sha256_file(code)
     read = {}  # stages that PPO and rejection sampling read with some settings only (of SFT pretraining is a parent)
     if stage in ("ppo", "rejection"):
         read["pretrain"] = bool(config.ppo.ptx_coef if stage == "ppo" else config.sft.pretrain_fraction)
