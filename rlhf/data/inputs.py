@@ -154,7 +154,7 @@ def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source
     wanted = ", ".join(suffixes) + " (plain, .gz or .zst)"
     mode = _mode(path)
     if mode is None:
-        if _may_be_hub_id(name):
+        if _HUB_ID.fullmatch(name) and not _EXTENSION.fullmatch(Path(name).suffix):  # else a mistyped path
             return [Source(name, None)]
         raise UserError(f"{name}: no such file or folder: want {wanted}, a folder of these, or a hub id (owner/name)")
     if not stat.S_ISDIR(mode):
@@ -167,11 +167,6 @@ def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source
     if not inside:
         raise UserError(f"{name}: the folder has no file to read: want {wanted}")
     return inside
-
-
-def _may_be_hub_id(name: str) -> bool:
-    """Whether a name without a file can be owner/name; one with an extension is a mistyped path."""
-    return _HUB_ID.fullmatch(name) is not None and _EXTENSION.fullmatch(Path(name).suffix) is None
 
 
 def _mode(path: Path) -> int | None:

@@ -88,7 +88,7 @@ def _is_own(data: Values) -> bool:
 
 
 def _own_task(data: Values) -> Task:
-    texts = {data.get(f"{side}_id"): data.get(side) or "" for side in ("left", "right")}
+    texts: dict[Any, Any] = {data.get(f"{side}_id"): data.get(side) or "" for side in ("left", "right")}
     keys = ["left", "right"]
     if isinstance(data.get("responses"), list):
         texts = {one["id"]: one["body"] for one in data["responses"]}
