@@ -25,9 +25,8 @@ from rlhf.engines.graphs import make_decoder
 from rlhf.errors import UserError
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.model.half import products_cast
 from rlhf.model.interface import lm
-from rlhf.model.linear import Linear
+from rlhf.model.linear import Linear, products_cast
 from rlhf.ops.fast import packed_weights
 
 MAX_BATCH = 256

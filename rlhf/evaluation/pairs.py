@@ -21,7 +21,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, item_encoder, judged_pairs, length_scores, score_each, share
 from rlhf.evaluation.statistics import Figures, figure, per_key, show
 from rlhf.model.classifier import load_reward_model
-from rlhf.model.half import hold_frozen
+from rlhf.model.linear import hold_frozen
 from rlhf.runs.folders import check_output
 from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.system.terminal import say

@@ -12,8 +12,7 @@ from rlhf.data.records import PromptRecord, Ranking
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import Figures, flatten, per_key, ratio_interval, split_like
 from rlhf.gold.truth import make_truth
-from rlhf.model.batching import by_length, right_pad
-from rlhf.model.branches import joined_length
+from rlhf.model.batching import by_length, joined_length, right_pad
 from rlhf.model.heads import RewardModel, ScalarHead
 from rlhf.model.interface import Episodes, score
 from rlhf.ops.ranking import ranking_loss

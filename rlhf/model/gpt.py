@@ -16,8 +16,8 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rlhf.model.attention import QKNorm, Rope, Sinusoids, rotary_factors
+from rlhf.model.batching import join_rows
 from rlhf.model.blocks import BLOCKS, balance_loss, make_norm
-from rlhf.model.branches import join_rows
 from rlhf.model.fused_loss import IGNORED, compute_fused_loss, is_plain
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear

@@ -1,11 +1,20 @@
-"""Linear layers that use the faster of torch's matrix libraries, and linear layers that stay in float32."""
+"""Linear layers that use the faster of torch's matrix libraries, linear layers that stay in float32, and
+frozen models under autocast, whose weights of linear layers are cast once instead of at every call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from rlhf.config import Config
+from rlhf.config.precision import wants_bfloat16
 from rlhf.ops.fast import product
-from rlhf.ops.masked import upcast
+from rlhf.ops.masked import computed_in, upcast
 
 
 class Linear(nn.Linear):
@@ -23,3 +32,46 @@ class Float32Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(upcast(x), upcast(self.weight), None if self.bias is None else upcast(self.bias))
+
+
+def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
+    """A model that is not trained, on its device; for `inference` in bfloat16 with the weights of its linear layers in it.
+
+    No result changes: embeddings, norms and scalar heads keep their precision, and so does an unembedding that is tied to
+    an embedding.
+    """
+    model.requires_grad_(False).to(device)
+    if wants_bfloat16(config, device):
+        for p in product_weights(model):
+            p.data = p.data.to(torch.bfloat16)
+    return model
+
+
+@contextmanager
+def products_cast(model: nn.Module) -> Iterator[None]:
+    """A context in which the weights of linear layers are already cast for autocast, if it is on; no result changes.
+
+    Autocast caches casts only of weights that need gradients; those under adapters it would cast at every token. The weights
+    must not change meanwhile.
+    """
+    kept = [(p, p.data) for p in product_weights(model) if p.dtype == torch.float32]
+    try:
+        for p, data in kept:
+            p.data = data.to(computed_in(data))
+        yield
+    finally:
+        for p, data in kept:
+            p.data = data
+
+
+def product_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of linear layers, without those that an embedding shares, and without slices (ZeRO-3)."""
+    products = [module for module in model.modules() if is_product(module)]
+    elsewhere = {id(p) for m in model.modules() if not is_product(m) for p in m.parameters(recurse=False)}
+    weights = {id(p): p for module in products for p in module.parameters(recurse=False) if id(p) not in elsewhere}
+    return [p for p in weights.values() if not hasattr(p, "ds_id")]
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether the module is a linear layer that autocast runs in half precision."""
+    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, Float32Linear)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.data.chat_template import end_ids
 from rlhf.errors import UserError
-from rlhf.model.half import hold_frozen
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.interface import lm
+from rlhf.model.linear import hold_frozen
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.ppo.experience import before_responses, response_logprobs, unpacked
 from rlhf.ppo.rewards import ModelReward, Reward, make_reward, sources_of

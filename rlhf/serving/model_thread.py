@@ -27,7 +27,7 @@ from rlhf.data.chat_template import end_ids
 from rlhf.engines.running import Response, RunningBatch
 from rlhf.engines.sampler import packed
 from rlhf.errors import UserError
-from rlhf.model.half import hold_frozen
+from rlhf.model.linear import hold_frozen
 from rlhf.serving.security import RefusedError
 from rlhf.system.terminal import one_line, say
 

@@ -30,7 +30,7 @@ from rlhf.evaluation.policies import Scores
 from rlhf.evaluation.statistics import Figures, text_figures, win_rate
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
-from rlhf.model.half import hold_frozen
+from rlhf.model.linear import hold_frozen
 from rlhf.recipe import BASELINES, STAGES
 from rlhf.runs.folders import check_output, is_complete, needs_parent, run_folder, stage_folder
 from rlhf.runs.results import log_results

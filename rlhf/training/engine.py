@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
-from rlhf.model.half import hold_frozen
+from rlhf.model.linear import hold_frozen
 from rlhf.system.processes import Ranks, connect_alone
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw

@@ -16,7 +16,7 @@ from rlhf.config import Config
 from rlhf.data.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.errors import UserError, reading
 from rlhf.model.checkpoint import load_whole
-from rlhf.model.half import hold_frozen
+from rlhf.model.linear import hold_frozen
 from rlhf.ops.fast import keep_freed_memory
 from rlhf.runs.records import tracking_config
 from rlhf.runs.stage import Stage

@@ -5,8 +5,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from rlhf.model import GPTForCausalLM, RewardModel
-from rlhf.model.batching import right_pad
-from rlhf.model.branches import choose_groups, join, joined_length, shared_length
+from rlhf.model.batching import choose_groups, join, joined_length, right_pad, shared_length
 from rlhf.ppo.experience import response_logprobs
 from tests.presets import preset
 

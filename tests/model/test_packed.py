@@ -7,7 +7,7 @@ from rlhf.cpu import products
 from rlhf.cpu.products import by_torch_alone, onednn_product
 from rlhf.engines.sampler import packed, sample
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.model.half import products_cast
+from rlhf.model.linear import products_cast
 
 needs_product = pytest.mark.skipif(onednn_product() is None, reason="this torch has no packed product")
 PROMPTS = [[2 + i, 3, 5 + i % 7] * (1 + i % 3) for i in range(12)]

@@ -164,8 +164,8 @@ def test_frozen_models_hold_what_is_planned(precision, deepspeed, tied):
 
 def test_frozen_models_in_bfloat16_compute_what_autocast_does():
     from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-    from rlhf.model.half import hold_frozen
     from rlhf.model.heads import RewardModel
+    from rlhf.model.linear import hold_frozen
 
     torch.manual_seed(0)
     policy = GPTForCausalLM(GPTConfig(vocab_size=64, n_layer=2, n_head=4, width=32, context_length=64))

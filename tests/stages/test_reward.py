@@ -20,7 +20,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampler import sample
 from rlhf.errors import UserError
 from rlhf.evaluation import scoring
-from rlhf.model.branches import joined_length
+from rlhf.model.batching import joined_length
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
