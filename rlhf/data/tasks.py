@@ -24,6 +24,7 @@ from rlhf.data.formats.shapes import (
     ranking_of,
     read_phrase,
     require,
+    without_empty,
 )
 from rlhf.data.records import Message, RankedResponse, Ranking, shown
 from rlhf.system.files import write_jsonl
@@ -75,10 +76,9 @@ def label_studio_tasks(task: Ranking, interface: str, seed: int) -> Iterator[dic
         yield {"data": common | {"responses": listed} | _unseen(task, task.responses)}
         return
     for left, right in pairs_of(task, seed):
-        sides = {"left": task.responses[left], "right": task.responses[right]}
-        texts = {side: response.text for side, response in sides.items()}
-        ids = {f"{side}_id": response.id for side, response in sides.items()}
-        yield {"data": common | texts | ids | _unseen(task, list(sides.values()))}
+        sides = [task.responses[left], task.responses[right]]
+        texts = {"left": sides[0].text, "right": sides[1].text, "left_id": sides[0].id, "right_id": sides[1].id}
+        yield {"data": common | texts | _unseen(task, sides)}
 
 
 def _unseen(task: Ranking, responses: Sequence[RankedResponse]) -> dict[str, Any]:
@@ -92,8 +92,7 @@ def _unseen(task: Ranking, responses: Sequence[RankedResponse]) -> dict[str, Any
 def label_studio_config(interface: str) -> str:
     """The labelling configuration to paste into a project: what a labeler sees and clicks.
 
-    Prompts and responses are in <Text> and in the `body` of a <List>, both of which show markup as plain characters;
-    <HyperText> and the `html` of a list, which would run it, are not used.
+    Prompts and responses are in <Text> and in the `body` of a <List>, which show markup as plain characters.
     """
     prompt, left, right = (
         f'<Text name="{name}" value="${name}" valueType="text" selectionEnabled="false"/>'
@@ -136,30 +135,28 @@ def label_studio_config(interface: str) -> str:
 def csv_rows(tasks: Sequence[Ranking], interface: str, seed: int) -> Iterator[dict[str, str]]:
     """Rows with empty cells for a labeler to fill: `score_1` … `score_K` (ranker), or `winner` per pair (pairwise).
 
-    `ids` names the responses in their order; `about` is JSON with the data that labelers do not see.
+    `ids` names the responses in their order; `about` is JSON with the data that labelers do not see, short, since
+    spreadsheets cut long cells.
     """
     most = max((len(task.responses) for task in tasks), default=0)
     for task in tasks:
-        fixed = {"item": task.id, "prompt": shown_prompt(task.prompt)}
+        prompt = shown_prompt(task.prompt)
+        rows: list[tuple[list[RankedResponse], dict[str, str]]] = []
         if interface == "ranker":
             texts = [r.text for r in task.responses] + [""] * (most - len(task.responses))
             cells = {f"response_{n}": text for n, text in enumerate(texts, 1)}
-            scores = {f"score_{n}": "" for n in range(1, most + 1)}
-            ids = " ".join(r.id for r in task.responses)
-            yield fixed | cells | scores | {"labeler": "", "ids": ids, "about": _about_cell(task, task.responses)}
-            continue
-        for left, right in pairs_of(task, seed):
-            one, other = task.responses[left], task.responses[right]
-            cells = {"left": one.text, "right": other.text, "winner": "", "labeler": ""}
-            yield fixed | cells | {"ids": f"{one.id} {other.id}", "about": _about_cell(task, [one, other])}
-
-
-def _about_cell(task: Ranking, responses: Sequence[RankedResponse]) -> str:
-    """JSON of the data that the other columns lack; short, since spreadsheets cut long cells."""
-    unseen = _unseen(task, responses)
-    columns_say_all = unseen["dialogue"] == [{"role": "user", "content": shown_prompt(task.prompt)}]
-    dialogue = {} if columns_say_all else {"dialogue": unseen["dialogue"]}
-    return json.dumps(dialogue | {"responses": unseen["about"], "metadata": unseen["metadata"]}, ensure_ascii=False)
+            rows.append((task.responses, cells | {f"score_{n}": "" for n in range(1, most + 1)}))
+        else:
+            for left, right in pairs_of(task, seed):
+                sides = [task.responses[left], task.responses[right]]
+                rows.append((sides, {"left": sides[0].text, "right": sides[1].text, "winner": ""}))
+        for responses, cells in rows:
+            unseen = _unseen(task, responses)
+            about = {"responses": unseen["about"], "metadata": unseen["metadata"]}
+            if unseen["dialogue"] != [{"role": "user", "content": prompt}]:
+                about = {"dialogue": unseen["dialogue"]} | about
+            ids, hidden = " ".join(r.id for r in responses), json.dumps(about, ensure_ascii=False)
+            yield {"item": task.id, "prompt": prompt} | cells | {"labeler": "", "ids": ids, "about": hidden}
 
 
 def guarded(cell: str) -> str:
@@ -172,14 +169,6 @@ def unguarded(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell[1:]) else cell
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Write rows without formulas, with a byte order mark, by which spreadsheets recognise UTF-8."""
-    with path.open("w", encoding="utf-8-sig", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows({name: guarded(cell) for name, cell in row.items()} for row in rows)
-
-
 # --- all -------------------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +178,11 @@ def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: st
         return ["tasks.jsonl"], write_jsonl(folder / "tasks.jsonl", (task.model_dump(mode="json") for task in tasks))
     if tool == "csv":
         cells = list(csv_rows(tasks, interface, seed))
-        write_csv(folder / "tasks.csv", cells)
+        # with a byte order mark, by which spreadsheets recognise UTF-8
+        with (folder / "tasks.csv").open("w", encoding="utf-8-sig", newline="") as file:
+            writer = csv.DictWriter(file, list(cells[0]))
+            writer.writeheader()
+            writer.writerows({name: guarded(cell) for name, cell in row.items()} for row in cells)
         return ["tasks.csv"], len(cells)
     rows = [row for task in tasks for row in label_studio_tasks(task, interface, seed)]
     (folder / "tasks.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -244,24 +237,22 @@ def from_tasks_csv(row: Values) -> Iterator[dict[str, Any]]:
     require(is_tasks_csv(row), "", list(row), "item, prompt, labeler, ids, about, and winner or score_1 …")
     about = as_json(row["about"])
     parts = [about.get(name, {}) for name in ("responses", "metadata")] if isinstance(about, dict) else []
-    require(is_list(parts, dict), "about", row["about"], f"the JSON of rlhf sample: {_LEAVE}")
+    require(len(parts) == 2 and is_list(parts, dict), "about", row["about"], f"the JSON of rlhf sample: {_LEAVE}")
     known, metadata = parts
-    pair = "winner" in row and all(side in row for side in _SIDES)
+    pair = "winner" in row
     ids = _cell_text(row["ids"]).split()
     columns = list(_SIDES) if pair else [f"response_{n}" for n in range(1, len(ids) + 1)]
     fits = len(ids) == len(columns) and all(column in row for column in columns)
     require(fits, "ids", row["ids"], f"an id for each response: {_LEAVE}")
-    responses, scores = [], {}
-    for name, column in zip(ids, columns, strict=True):
-        fits = isinstance(known.get(name), dict)
-        require(fits, "ids", row["ids"], f"some of {shown(list(known))}, which about knows: {_LEAVE}")
-        responses.append({"id": name, "text": _cell_text(row[column]), **known[name]})
-        score = row.get(column.replace("response", "score"))
-        if pair or is_empty(score):
-            continue
-        scores[name] = number(score, column.replace("response", "score"), "a number, or nothing")
-    ranking = ranking_of(scores, best="highest") if scores else None
-    if pair and not is_empty(row["winner"]):
+    require(set(ids) <= known.keys(), "ids", row["ids"], f"some of {shown(list(known))}, which about knows: {_LEAVE}")
+    ranking = None
+    if not pair:
+        scores = {}
+        for column, name in enumerate(ids, 1):
+            if not is_empty(score := row.get(f"score_{column}")):
+                scores[name] = number(score, f"score_{column}", "a number, or nothing")
+        ranking = ranking_of(scores, best="highest") if scores else None
+    elif not is_empty(row["winner"]):
         verdict = read_phrase(_cell_text(row["winner"]), 2)
         if verdict is None:
             raise BadRow("winner", f"got {shown(row['winner'])}, want left, right or tie")
@@ -269,12 +260,15 @@ def from_tasks_csv(row: Values) -> Iterator[dict[str, Any]]:
     item = _cell_text(row["item"])
     labeler = None if is_empty(row["labeler"]) else _cell_text(row["labeler"]).strip()
     used = [*_COMMON, *(key for key in row if key in (*_SIDES, "winner") or key.startswith(("response_", "score_")))]
-    more = {key: value for key, value in other_keys(row, *used).items() if not is_empty(value)}
+    more = without_empty(other_keys(row, *used))
     yield {
         "kind": "ranking",
         "id": (item if labeler is None else f"{item}:{labeler}") if item else None,
         "prompt": about.get("dialogue") or _cell_text(row["prompt"]),
-        "responses": responses,
+        "responses": [
+            {"id": name, "text": _cell_text(row[column]), **known[name]}
+            for name, column in zip(ids, columns, strict=True)
+        ],
         "ranking": ranking,
         "labeler": labeler,
         # Pairs of one item and labeler are joined by it; rankings are not joined.

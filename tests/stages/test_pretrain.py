@@ -41,7 +41,7 @@ def test_a_mixture_by_weight_resumes_to_the_same_weights(gold_run, tmp_path, cap
     whole, stopped = (gold_run.copy(tmp_path, "pretrain", name) for name in ("whole", "stopped"))
     whole.stage("pretrain", *settings)
     told = capsys.readouterr().out
-    sources = PackedCorpus.load(whole.folder / "pretrain" / "corpus").sources
+    sources = PackedCorpus.load(whole.folder / "pretrain" / "corpus").meta["sources"]
     assert [source["drawn"] for source in sources] == [12288, 4096] and sources[1]["epochs"] > 1
     for source in sources:
         assert f"{source['name']}: {source['share']:.1%} of them, {source['epochs']:.2f} epochs of its" in told
