@@ -4,6 +4,7 @@ import hashlib
 import marshal
 import re
 from collections import Counter
+from math import comb
 from typing import Any, NamedTuple
 
 from rlhf.data.records import Ranking, Record
@@ -67,21 +68,9 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
 
 
-def _judgement(record: Ranking) -> list[Any]:
-    """The responses' texts, and what a labeler said of them by position, so that their names do not matter."""
-    texts = [response.text for response in record.responses]
-    at = {response.id: i for i, response in enumerate(record.responses)}
-    return [
-        texts,
-        None if record.ranking is None else record.ranks(),
-        None if record.pairs is None else sorted([at[better], at[worse]] for better, worse in record.pairs),
-        sorted((at[name], value) for name, value in record.ratings.items()),
-        sorted((at[name], sorted(values)) for name, values in record.flags.items()),
-    ]
-
-
 def identity_of(record: Record, own_id: bool) -> int:
-    """The hash of what makes two records duplicates: prompt, responses, judgement and labeler.
+    """The hash of what makes two records duplicates: prompt, responses, judgement (by position, so that the responses'
+    names do not matter) and labeler.
 
     Neither id nor time belongs to it. But two people without a name may judge alike, so the id of a ranking without a
     labeler does, if the file gives one (`own_id`).
@@ -90,7 +79,15 @@ def identity_of(record: Record, own_id: bool) -> int:
     if record.kind == "demonstration":
         said += [record.response, record.labeler]
     elif record.kind == "ranking":
-        said += [_judgement(record), record.labeler, record.id if own_id and record.labeler is None else None]
+        at = {response.id: i for i, response in enumerate(record.responses)}
+        judgement = [
+            [response.text for response in record.responses],
+            None if record.ranking is None else record.ranks(),
+            None if record.pairs is None else sorted([at[better], at[worse]] for better, worse in record.pairs),
+            sorted((at[name], value) for name, value in record.ratings.items()),
+            sorted((at[name], sorted(values)) for name, values in record.flags.items()),
+        ]
+        said += [judgement, record.labeler, record.id if own_id and record.labeler is None else None]
     return _digest(said)
 
 
@@ -100,8 +97,8 @@ def _count_pairs(record: Ranking) -> tuple[int, int]:
         ties = record.metadata.get("ties")
         return len({(a, b) for a, b in record.pairs}), len(ties) if isinstance(ties, list) else 0
     sizes = [len(tie) for tie in record.ranking or ()]
-    ranked, tied = sum(sizes), sum(size * (size - 1) // 2 for size in sizes)
-    return ranked * (ranked - 1) // 2 - tied, tied
+    tied = sum(comb(size, 2) for size in sizes)
+    return comb(sum(sizes), 2) - tied, tied
 
 
 def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) -> Facts:
@@ -130,10 +127,8 @@ class Cleaner:
     """Decides for each record in order whether it is kept; the steps in the order of their counts."""
 
     def __init__(self, duplicates: str, pii: str, filter_prefixes: bool, max_prompts_per_user: int):
-        self.drop_duplicates = duplicates == "drop"
-        self.drop_pii = pii == "drop"
-        self.filter_prefixes = filter_prefixes
-        self.max_prompts_per_user = max_prompts_per_user
+        self.drop_duplicates, self.drop_pii = duplicates == "drop", pii == "drop"
+        self.filter_prefixes, self.max_prompts_per_user = filter_prefixes, max_prompts_per_user
         self.counts: Counter[str] = Counter(dict.fromkeys(("duplicates", "pii", "shared_prefix", "prompts_of_user"), 0))
         self._seen: set[int] = set()
         self._prefixes: set[int] = set()
@@ -141,24 +136,29 @@ class Cleaner:
 
     def judge(self, kind: str, facts: Facts) -> int:
         """KEPT, DUPLICATE or FILTERED."""
-        if self.drop_duplicates:
-            if facts.identity in self._seen:
-                self.counts["duplicates"] += 1
-                return DUPLICATE
-            self._seen.add(facts.identity)
-        if facts.pii and self.drop_pii:
-            self.counts["pii"] += 1
-            return FILTERED
-        if kind != "prompt":
+        step = self._step(kind, facts)
+        if step is None:
             return KEPT
-        if self.filter_prefixes:
-            if facts.prefix in self._prefixes:
-                self.counts["shared_prefix"] += 1
-                return FILTERED
-            self._prefixes.add(facts.prefix)
-        if facts.user:
+        self.counts[step] += 1
+        return DUPLICATE if step == "duplicates" else FILTERED
+
+    def _step(self, kind: str, facts: Facts) -> str | None:
+        """The step that removes a record; none if it is kept."""
+        if self.drop_duplicates and _is_in(self._seen, facts.identity):
+            return "duplicates"
+        if facts.pii and self.drop_pii:
+            return "pii"
+        if kind == "prompt" and self.filter_prefixes and _is_in(self._prefixes, facts.prefix):
+            return "shared_prefix"
+        if kind == "prompt" and facts.user:
             if self._of_user[facts.user] >= self.max_prompts_per_user:
-                self.counts["prompts_of_user"] += 1
-                return FILTERED
+                return "prompts_of_user"
             self._of_user[facts.user] += 1
-        return KEPT
+        return None
+
+
+def _is_in(seen: set[int], value: int) -> bool:
+    """Whether a value was seen before; adds it."""
+    known = value in seen
+    seen.add(value)
+    return known

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf.data.inputs import MANIFEST, is_import
 from rlhf.data.reading import is_deep
-from rlhf.data.records import KINDS, Message, Record, first_problem
+from rlhf.data.records import KINDS, Record, first_problem
 from rlhf.data.splits import SPLITS, with_split
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, sync_folder, write_json
@@ -53,7 +53,6 @@ def schemas() -> "dict[str, pa.Schema]":
     return {kind: pa.schema(columns) for kind, columns in fields.items()}
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 JSON_COLUMNS = ("metadata", "ratings", "flags")
 
 
@@ -62,24 +61,21 @@ def json_text(value: Any) -> str:
 
     Raises: ValueError if it holds what JSON has not (NaN, lone surrogates), or nests more than MAX_KEPT_DEPTH levels.
     """
+    too_deep = f"nested too deeply, more than {MAX_KEPT_DEPTH} levels: leave it out"
     try:
-        text = _ENCODER.encode(value)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("got a lone surrogate (half of a character), want text that UTF-8 can hold") from error
     except RecursionError as error:
-        raise ValueError(f"nested too deeply, more than {MAX_KEPT_DEPTH} levels: leave it out") from error
+        raise ValueError(too_deep) from error
     except TypeError as error:
         raise ValueError(f"got a value that JSON has not ({error}), want strings, numbers, lists, objects") from error
     except ValueError as error:
         raise ValueError("got NaN, an infinity or a number beyond all bounds, want numbers that JSON has") from error
     if text.count("[") + text.count("{") > MAX_KEPT_DEPTH and is_deep(value, MAX_KEPT_DEPTH):
-        raise ValueError(f"nested too deeply, more than {MAX_KEPT_DEPTH} levels: leave it out")
+        raise ValueError(too_deep)
     return text
-
-
-def _turns(prompt: list[Message]) -> list[dict[str, Any]]:
-    return [{**vars(m), "extra": json_text(m.model_extra) if m.model_extra else None} for m in prompt]
 
 
 def to_row(record: Record) -> dict[str, Any]:
@@ -87,30 +83,22 @@ def to_row(record: Record) -> dict[str, Any]:
 
     Raises: ValueError if a free-form part cannot be JSON.
     """
-    row = vars(record).copy()
-    row["prompt"] = _turns(record.prompt)
-    for name in JSON_COLUMNS:
-        if name in row:
-            row[name] = json_text(row[name])
+    row = vars(record) | {name: json_text(vars(record)[name]) for name in JSON_COLUMNS if name in vars(record)}
+    row["prompt"] = [{**vars(m), "extra": json_text(m.model_extra) if m.model_extra else None} for m in record.prompt]
     if record.kind == "ranking":
-        row["responses"] = [
-            {**vars(r), "metadata": json_text(r.metadata) if r.metadata else "{}"} for r in record.responses
-        ]
+        row["responses"] = [vars(r) | {"metadata": json_text(r.metadata)} for r in record.responses]
     return row
 
 
 def from_row(kind: str, row: dict[str, Any]) -> Record:
     """The record that `to_row` made into this row."""
-    values = dict(row)
-    for name in JSON_COLUMNS:
-        if name in values:
-            values[name] = json.loads(values[name])
+    values = row | {name: json.loads(row[name]) for name in JSON_COLUMNS if name in row}
     values["prompt"] = [
         {"role": m["role"], "content": m["content"], **(json.loads(m["extra"]) if m["extra"] else {})}
-        for m in values["prompt"]
+        for m in row["prompt"]
     ]
-    for response in values.get("responses", ()):
-        response["metadata"] = json.loads(response["metadata"])
+    if "responses" in row:
+        values["responses"] = [r | {"metadata": json.loads(r["metadata"])} for r in row["responses"]]
     return KINDS[kind].model_validate(values)
 
 
@@ -176,12 +164,10 @@ def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
     sync_folder(folder)
 
 
-# --- the manifest ---------------------------------------------------------------------------------------------------
+# --- the manifest and reading ---------------------------------------------------------------------------------------
 
 
-class _Written(BaseModel):
-    """One file of an import."""
-
+class _File(BaseModel):
     sha256: str
     bytes: int
 
@@ -193,28 +179,24 @@ class _Manifest(BaseModel):
 
     rlhf_import: int  # the version
     status: Literal["complete", "partial"]
-    files: dict[str, _Written]
+    files: dict[str, _File]
     splits: dict[str, Any] = Field(default_factory=dict)
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of an import. Raises: UserError if it is none, or one that a later version wrote."""
     again = "run `rlhf import` again"
+    path = folder / MANIFEST
     if not is_import(folder):
         raise UserError(f"{folder}: no finished import there (it has no {MANIFEST}): {again}")
     try:
-        manifest = _Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        manifest = _Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise UserError(f"{folder / MANIFEST}: damaged ({first_problem(error)[1]}): {again}") from error
+        raise UserError(f"{path}: damaged ({first_problem(error)[1]}): {again}") from error
     except OSError as error:
-        raise UserError(f"{folder / MANIFEST}: cannot be read ({error.strerror or error})") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     if manifest.rlhf_import != VERSION:
-        raise UserError(
-            f"{folder / MANIFEST}: got version {manifest.rlhf_import}, want {VERSION}: {again} with this rlhf"
-        )
+        raise UserError(f"{path}: got version {manifest.rlhf_import}, want {VERSION}: {again} with this rlhf")
     return manifest.model_dump()
 
 
@@ -232,7 +214,7 @@ def manifest_sha256(folder: Path) -> str:
     return sha256_file(folder / MANIFEST)
 
 
-_verified: dict[tuple[str, int, int, str], bool] = {}  # files that this process has hashed already
+_verified: set[tuple[str, int, int, str]] = set()  # files that this process has hashed already
 
 
 def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
@@ -247,15 +229,14 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
         path = folder / name
         if only not in (None, name):
             continue
-        try:
-            state = path.stat()
-        except OSError:
-            raise UserError(f"{path}: missing from the import: run `rlhf import` again") from None
+        if not path.exists():
+            raise UserError(f"{path}: missing from the import: run `rlhf import` again")
+        state = path.stat()
         key = (str(path.resolve()), state.st_size, state.st_mtime_ns, about["sha256"])
-        if not _verified.get(key):
+        if key not in _verified:
             if state.st_size != about["bytes"] or sha256_file(path) != about["sha256"]:
                 raise UserError(f"{path}: changed since it was imported: run `rlhf import` again")
-            _verified[key] = True
+            _verified.add(key)
     return manifest
 
 
