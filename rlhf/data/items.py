@@ -56,15 +56,13 @@ class Item:
         from rlhf.ops.ranking import combine_pair_weights, pair_weights, pair_weights_from_pairs
 
         K = len(self.rows)
-        if not self.judgements:
-            return torch.zeros(K, K)
         judged = [
             pair_weights_from_pairs(j.pairs, K)
             if j.ranks is None
             else pair_weights(torch.tensor([j.ranks.get(place, -1) for place in range(K)]))
             for j in self.judgements
         ]
-        return combine_pair_weights(judged, [j.weight for j in self.judgements])
+        return combine_pair_weights(judged, [j.weight for j in self.judgements]) if judged else torch.zeros(K, K)
 
     def of_labelers(self, labelers: Collection[str | None]) -> "Item":
         """The same answers with the judgements of these labelers only."""
@@ -131,26 +129,20 @@ def join_rankings(
         encoded = encode(item.record.prompt, item.answers)
         if encoded is None:
             unpaired += len(item.judgements)
-            continue
-        item.rows, item.lengths = encoded
-        items.append(item)
+        else:
+            item.rows, item.lengths = encoded
+            items.append(item)
     return items, unpaired
 
 
 def _item_for(items: list[Item], key: str, record: Ranking, answers: list[Answer]) -> Item:
     """The prompt's item that these answers join: the newest one, or a new one if it would grow too large."""
-    if items:
-        joined = list(dict.fromkeys([*items[-1].answers, *answers]))
-        if len(joined) <= MOST_ANSWERS:
-            items[-1].answers = joined
-            return items[-1]
-    items.append(Item(f"{key}#{len(items)}" if items else key, [], [], record, answers))
+    joined = list(dict.fromkeys([*items[-1].answers, *answers])) if items else []
+    if items and len(joined) <= MOST_ANSWERS:
+        items[-1].answers = joined
+    else:
+        items.append(Item(f"{key}#{len(items)}" if items else key, [], [], record, answers))
     return items[-1]
-
-
-def labelers_of(records: Sequence[Ranking]) -> list[str]:
-    """The names of the labelers, sorted."""
-    return sorted({record.labeler for record in records if record.labeler is not None})
 
 
 def names_of(given: Any) -> list[str]:
@@ -160,11 +152,9 @@ def names_of(given: Any) -> list[str]:
 
 def check_labelers(setting: str, names: Collection[str], records: Sequence[Ranking]) -> None:
     """Raises: UserError if `names` contains someone who judged nothing; the message lists those who did."""
-    seen = labelers_of(records)
+    seen = sorted({record.labeler for record in records if record.labeler is not None})
     unknown = [name for name in names if name not in seen]
     if unknown:
         shown = ", ".join(seen[:20]) + (f" and {len(seen) - 20} more" if len(seen) > 20 else "")
-        raise UserError(
-            f"{setting}: no ranking is by {', '.join(unknown)}: want some of the labelers seen: "
-            f"{shown or 'none has a name'}"
-        )
+        wanted = f"want some of the labelers seen: {shown or 'none has a name'}"
+        raise UserError(f"{setting}: no ranking is by {', '.join(unknown)}: {wanted}")

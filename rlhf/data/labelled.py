@@ -106,43 +106,34 @@ def classes_of(examples: list[Example], columns: Columns) -> list[str]:
 
     Raises: UserError if there is only one label, or one that is not a choice, or rows have different numbers of choices.
     """
-    if columns.choices:
-        _check_choices(examples)
+    first = examples[0]
+    odd = next((example for example in examples if len(example.rows) != len(first.rows)), None)
+    if columns.choices and odd is not None:
+        came = f"{odd.where}: has {len(odd.rows)} choices, {first.where} has {len(first.rows)}"
+        raise UserError(f"{came}: want as many in each row")
+    if columns.choices and len(first.rows) < 2:
+        raise UserError("classify.choices gives one choice: name a column for each, or one that holds lists")
     labels = sorted({example.label for example in examples})
     if len(labels) < 2:
         raise UserError(f"classify.label={columns.label}: every row has the label {labels[0]!r}: want two or more")
     if not columns.choices:
         return labels
-    count = len(examples[0].rows)
-    first = 1 if str(count) in labels and "0" not in labels else 0
-    classes = [str(first + i) for i in range(count)]
+    count = len(first.rows)
+    lowest = 1 if str(count) in labels and "0" not in labels else 0
+    classes = [str(lowest + i) for i in range(count)]
     odd = next((example for example in examples if example.label not in classes), None)
     if odd is not None:
-        raise UserError(
-            f"{odd.where}: {columns.label} is {odd.label!r}: want the right choice's text, its column's name, or its "
-            f"number from {classes[0]} to {classes[-1]}"
-        )
+        wanted = f"want the right choice's text, its column's name, or its number from {classes[0]} to {classes[-1]}"
+        raise UserError(f"{odd.where}: {columns.label} is {odd.label!r}: {wanted}")
     return classes
-
-
-def _check_choices(examples: list[Example]) -> None:
-    """Raises: UserError if rows have different numbers of choices, or one."""
-    first = examples[0]
-    odd = next((example for example in examples if len(example.rows) != len(first.rows)), None)
-    if odd is not None:
-        raise UserError(
-            f"{odd.where}: has {len(odd.rows)} choices, {first.where} has {len(first.rows)}: want as many in each row"
-        )
-    if len(first.rows) < 2:
-        raise UserError("classify.choices gives one choice: name a column for each, or one that holds lists")
 
 
 def divide(examples: list[Example], held_out: float, seed: int) -> tuple[list[Example], list[Example]]:
     """(training, held-out) examples by a hash of the texts, so that a text is in only one of them."""
-    shares = {"train": 1.0 - held_out, "dev": held_out}
-    splits = [split_of(example.split_key, seed, shares) for example in examples]
-    parts = [[e for e, split in zip(examples, splits, strict=True) if split == name] for name in shares]
-    return parts[0], parts[1]
+    parts: dict[str, list[Example]] = {"train": [], "dev": []}
+    for example in examples:
+        parts[split_of(example.split_key, seed, {"train": 1.0 - held_out, "dev": held_out})].append(example)
+    return parts["train"], parts["dev"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,21 +166,19 @@ def encode_examples(
     examples: list[Example], tokenizer: Any, marks: Marks, context: int
 ) -> tuple[list[list[list[int]]], int]:
     """The token rows of each example, and how many rows were cut to the context: the longest part from its end."""
-    parts = [part for example in examples for row in example.rows for part in row]
-    ids = iter(encode_texts(tokenizer, parts))
+    ids = iter(encode_texts(tokenizer, [part for example in examples for row in example.rows for part in row]))
     encoded, cut = [], 0
     for example in examples:
         rows = []
         for row in example.rows:
             pieces = [next(ids) for _ in row]
-            room = context - len(pieces) - 1
-            over = sum(map(len, pieces)) > room
-            cut += over
-            while sum(map(len, pieces)) > room:
-                longest = max(pieces, key=len)
-                others = [piece for piece in pieces if piece is not longest]
-                second = max((len(piece) for piece in others), default=0)
-                del longest[max(second - 1, room - sum(map(len, others)), 0) :]
+            over = sum(map(len, pieces)) - (context - len(pieces) - 1)
+            cut += over > 0
+            while over > 0:
+                longest, second = sorted([*pieces, []], key=len, reverse=True)[:2]
+                removed = min(over, len(longest) - max(len(second) - 1, 0))
+                del longest[len(longest) - removed :]
+                over -= removed
             joined = [marks.start]
             for i, piece in enumerate(pieces):
                 joined += ([marks.delimiter] if i else []) + piece

@@ -6,13 +6,9 @@ This module handles one record alone. `assignments.py` keeps users and earlier a
 import hashlib
 import re
 import unicodedata
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from rlhf.errors import UserError
 
@@ -52,23 +48,17 @@ def prompt_key(prompt: "str | Sequence[Message]") -> str:
 
     A bare string and the same text as one user turn have the same key; the turns of other roles are named.
     """
-    turns = (
-        [prompt]
-        if isinstance(prompt, str)
-        else [m.content if m.role == "user" else f"{m.role}: {m.content}" for m in prompt]
-    )
-    text = _sorted_marks("\n".join(turns))
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    if not isinstance(prompt, str):
+        prompt = "\n".join(m.content if m.role == "user" else f"{m.role}: {m.content}" for m in prompt)
+    return " ".join(unicodedata.normalize("NFKC", _sorted_marks(prompt)).casefold().split())
 
 
 def conversation(prompt: "str | Sequence[Message]") -> str:
     """The text of the turns from the first user turn on: a system turn that many prompts share stays out."""
     if isinstance(prompt, str):
         return prompt
-    if len(prompt) == 1:
-        return prompt[0].content
     first = next((i for i, m in enumerate(prompt) if m.role == "user"), 0)
-    return prompt[first].content if first == len(prompt) - 1 else "\n".join(m.content for m in prompt[first:])
+    return "\n".join(m.content for m in prompt[first:])
 
 
 def _letters(text: str) -> str:
@@ -123,18 +113,11 @@ def choose(u: float, fractions: Mapping[str, float]) -> str:
 
     Raises: ValueError if the shares are negative or do not add up to 1.
     """
-    names, bounds = _ranges(tuple(fractions.items()))
-    return names[bisect_right(bounds, u)]
-
-
-@cache
-def _ranges(fractions: tuple[tuple[str, float], ...]) -> tuple[list[str], list[float]]:
-    """The splits that have a share, and the number at which each but the last ends. Raises: ValueError."""
-    shares = [share for _, share in fractions]
-    if any(share < 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+    if min(fractions.values()) < 0 or abs(sum(fractions.values()) - 1) > 1e-6:
         raise ValueError(f"split shares are {dict(fractions)}: want shares of at least 0 that add up to 1")
-    chosen = [(name, share) for name, share in fractions if share > 0]
-    return [name for name, _ in chosen], list(accumulate(share for _, share in chosen))[:-1]
+    names = [name for name, share in fractions.items() if share > 0]
+    ends = accumulate(fractions[name] for name in names)
+    return next((name for name, end in zip(names[:-1], ends, strict=False) if u < end), names[-1])
 
 
 def split_of(text: "str | Sequence[Message]", seed: int, fractions: Mapping[str, float]) -> str:
@@ -143,13 +126,6 @@ def split_of(text: "str | Sequence[Message]", seed: int, fractions: Mapping[str,
     Raises: ValueError if the shares are negative or do not add up to 1.
     """
     return choose(uniform(prompt_key(text), seed), fractions)
-
-
-def splits_of_hashes(keys: Iterable[int], seed: int, fractions: Mapping[str, float]) -> np.ndarray:
-    """The splits, as indices into SPLITS (N,) int8, of prompts whose `key_hash` is known."""
-    names, bounds = _ranges(tuple(fractions.items()))
-    uniforms = np.array([uniform(f"{key:016x}", seed) for key in keys], np.float64)
-    return np.array([SPLITS.index(name) for name in names], np.int8)[np.searchsorted(bounds, uniforms, "right")]
 
 
 def given_split(record: "Record") -> str | None:
