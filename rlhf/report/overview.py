@@ -1,6 +1,5 @@
 """The report's first screens: one sentence, the main numbers, and the pipeline as a picture with its lineage."""
 
-import html
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -159,71 +158,54 @@ def _latest(stages: dict[str, StageFiles], stage: str, metric: str) -> tuple[flo
 
 # --- the pipeline -------------------------------------------------------------------------------------------
 
+# Pixels of the picture: a box, the distance from one to the next, and how much higher an arrow over one more stage goes.
+BOX_WIDTH, BOX_HEIGHT, APART, LIFT = 116, 104, 142, 13
 
-def make_pipeline(run: RunFiles) -> list[dict[str, Any]]:
-    """A box per stage: state, cost, and whether the parents it was built on are those of this run now."""
-    stages = run.stages
+
+def make_pipeline(run: RunFiles) -> dict[str, Any]:
+    """The stages as boxes and the arrows from what each was built on; the template's macro `flow` draws them.
+
+    A box has its state, its cost, and whether its parents are those of this run now.
+    """
+    stages, boxes = run.stages, []
     slowest = max((number_at(stage.record, "seconds") or 0.0 for stage in stages.values()), default=0.0)
-    boxes = []
     for name, stage in stages.items():
-        seconds = number_at(stage.record, "seconds")
+        seconds, peak = number_at(stage.record, "seconds"), number_at(stage.record, "peak_rss_mb")
+        step = stage.last_step or None  # an evaluation has no steps
         parents = []
         for parent, digest in entries(stage.record, "parents"):
             here = value_at(stages[parent].record, "hash") if parent in stages else None
             state = "elsewhere" if here is None else "same" if here == digest else "changed"
             parents.append({"name": visible(parent, 100), "hash": visible(str(digest)[:8]), "state": state})
-        boxes.append(
-            {
-                "name": name,
-                "status": stage.status,
-                "seconds": seconds,
-                "memory": number_at(stage.record, "peak_rss_mb"),
-                "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0,
-                "step": stage.last_step or None,  # an evaluation has no steps
-                "hash": visible(str(value_at(stage.record, "hash") or "")[:8]),
-                "parents": parents,
-            }
-        )
-    return boxes
-
-
-# Pixels of the picture: a box, the distance from one to the next, and how much higher an arrow over one more stage goes.
-BOX_WIDTH, BOX_HEIGHT, APART, LIFT = 116, 104, 142, 13
-STATE_WORDS = {"same": "", "changed": ", which has changed since", "elsewhere": " of another run"}
-
-
-def draw_pipeline(boxes: list[dict[str, Any]], run: str) -> str:
-    """The stages in a row as an SVG picture, with an arrow from each parent; a parent whose hash does not match is marked."""
-    index = {box["name"]: i for i, box in enumerate(boxes)}
-    links = [
-        (index[parent["name"]], i, parent)
-        for i, box in enumerate(boxes)
-        for parent in box["parents"]
-        if index.get(parent["name"], i) < i
-    ]
-    top = 8 + LIFT * max((b - a for a, b, _ in links), default=0)
-    width, height = len(boxes) * APART - APART + BOX_WIDTH, top + BOX_HEIGHT + 8
-    words = []
-    for box in boxes:
-        parents = ", ".join(p["name"] + STATE_WORDS[p["state"]] for p in box["parents"])
-        words.append(f"{box['name']} {box['status']}" + (f", built on {parents}" if parents else ""))
-    label = html.escape(f"The pipeline of {run}: " + "; ".join(words), quote=True)
-    view = f'viewBox="-4 -4 {width + 8} {height + 8}" style="--w:{width + 8}px"'
-    parts = [f'<svg class="flow" {view} role="img" aria-label="{label}">']
-    far = [(a, b) for a, b, _ in links if b - a > 1]
-    for a, b, parent in links:
+        last = "" if step is None else f"step {step:,.0f}"
+        # An earlier labelling round, `run-round-1/ppo`, is always another run.
+        if wrong := [p for p in parents if p["state"] != "same" and "/" not in p["name"]]:
+            last = f"{wrong[0]['name']} changed" if wrong[0]["state"] == "changed" else f"another {wrong[0]['name']}"
+        lines = [] if stage.status == "not started" else [duration(seconds), memory(peak), last]
+        box = {"name": name, "status": stage.status, "seconds": seconds, "memory": peak, "step": step, "lines": lines}
+        box |= {"share": 100 * (seconds or 0.0) / slowest if slowest else 0.0, "parents": parents}
+        boxes.append(box | {"hash": visible(str(value_at(stage.record, "hash") or "")[:8])})
+    index = {name: i for i, name in enumerate(stages)}
+    pairs = [(index[p["name"]], b, p) for b, box in enumerate(boxes) for p in box["parents"]
+             if index.get(p["name"], b) < b]  # fmt: skip
+    top = 8 + LIFT * max((b - a for a, b, _ in pairs), default=0)
+    far = [(a, b) for a, b, _ in pairs if b - a > 1]
+    links = []
+    for a, b, parent in pairs:
         out, into = sorted(y for x, y in far if x == a), sorted(x for x, y in far if y == b)
-        path = _arrow(a, b, top, out, into)
-        text = html.escape(
-            f"{boxes[b]['name']} was built on {parent['name']} {parent['hash']}{STATE_WORDS[parent['state']]}"
-        )
-        grip = f'<path class="grip" d="{path}"><title>{text}</title></path>'
-        parts.append(f'<g class="link {parent["state"]}"><path d="{path}"/>{grip}</g>')
-    parts += [_box(box, i * APART, top) for i, box in enumerate(boxes)]
-    return "".join(parts) + "</svg>"
+        links.append((arrow(a, b, top, out, into), boxes[b]["name"], parent))
+    return {
+        "run": run.name,
+        "boxes": boxes,
+        "links": links,
+        "seconds": sum(box["seconds"] or 0.0 for box in boxes),
+        "top": top,
+        "width": len(boxes) * APART - APART + BOX_WIDTH,
+        "sizes": (BOX_WIDTH, BOX_HEIGHT, APART),
+    }
 
 
-def _arrow(a: int, b: int, top: int, out: list[int], into: list[int]) -> str:
+def arrow(a: int, b: int, top: int, out: list[int], into: list[int]) -> str:
     """The path from box a to box b: straight to the next one, else in an arc over those between."""
     if b - a == 1:
         y = top + BOX_HEIGHT / 2
@@ -236,28 +218,4 @@ def _arrow(a: int, b: int, top: int, out: list[int], into: list[int]) -> str:
     return (
         f"M{x1:.1f} {top}V{peak + 6:g}Q{x1:.1f} {peak:g} {x1 + 6:.1f} {peak:g}H{x2 - 6:.1f}Q{x2:.1f} {peak:g} "
         f"{x2:.1f} {peak + 6:g}V{top - 2}M{x2 - 3:.1f} {top - 6}L{x2:.1f} {top - 1}L{x2 + 3:.1f} {top - 6}"
-    )
-
-
-def _box(box: dict[str, Any], x: int, top: int) -> str:
-    status, lines = box["status"], ["", "", ""]
-    if status != "not started":
-        step = f"step {box['step']:,.0f}" if box["step"] is not None else ""
-        lines = [duration(box["seconds"]), memory(box["memory"]), step]
-        # An earlier labelling round, `run-round-1/ppo`, is always another run.
-        wrong = [p for p in box["parents"] if p["state"] != "same" and "/" not in p["name"]]
-        if wrong:
-            name = wrong[0]["name"]
-            lines[2] = f"{name} changed" if wrong[0]["state"] == "changed" else f"another {name}"
-    texts = "".join(
-        f'<text x="{x + 11}" y="{top + 55 + 15 * i}">{html.escape(text)}</text>'
-        for i, text in enumerate(lines)
-        if text not in ("", "–")
-    )
-    share = f'<rect class="share" x="{x}" y="{top + BOX_HEIGHT - 3}" width="{BOX_WIDTH * box["share"] / 100:.1f}" height="3"/>'
-    return (
-        f'<g class="stage {status.replace(" ", "-")}"><rect x="{x}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7"/>'
-        f'<text class="name" x="{x + 11}" y="{top + 21}">{html.escape(box["name"])}</text>'
-        f'<circle cx="{x + 14.5}" cy="{top + 34}" r="3.5"/><text x="{x + 23}" y="{top + 38}">{html.escape(status)}</text>'
-        f"{texts}{share if box['share'] else ''}</g>"
     )

@@ -52,22 +52,13 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     environment.filters |= {"percent": percent, "decimal": decimal, "memory": memory, "duration": duration}
     listed = list(runs)
     overviews = [overview.make_overview(run) for run in listed]
-    boxes = [(run.name, overview.make_pipeline(run)) for run in listed]
     rollouts = samples.make_rollouts(listed)
     return environment.get_template("template.html").render(
         title=", ".join(run.name for run in listed),
         runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
         overviews=overviews,
         comparison=overview.compare_overviews(overviews) if len(listed) > 1 else [],
-        pipelines=[
-            {
-                "run": name,
-                "boxes": row,
-                "svg": overview.draw_pipeline(row, name),
-                "seconds": sum(box["seconds"] or 0.0 for box in row),
-            }
-            for name, row in boxes
-        ],
+        pipelines=[overview.make_pipeline(run) for run in listed],
         curves=list(make_curves(listed)),
         evaluations=[make_evaluation(run) for run in listed],
         pictures=make_pictures(listed),
