@@ -10,7 +10,7 @@ from rlhf.config.compose import compose_config
 from rlhf.config.precision import precision_of
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, settings_in
 from rlhf.recipe import STAGES
-from rlhf.runs.folders import settings_of
+from rlhf.runs.folders import identity_of
 from rlhf.runs.stage import open_stage
 
 
@@ -24,7 +24,7 @@ WITH_MODELS = tuple(stage for stage in STAGES if stage not in ("world", "tokeniz
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_precision_is_part_of_what_models_compute(compose, stage):
-    half, full = (settings_of(compose(f"precision={name}"), stage) for name in ("bfloat16", "float32"))
+    half, full = (identity_of(compose(f"precision={name}"), stage) for name in ("bfloat16", "float32"))
     assert (half != full) == (stage in WITH_MODELS)
     if stage in WITH_MODELS:
         assert "precision 'float32' -> 'bfloat16'" in str(
@@ -34,7 +34,7 @@ def test_precision_is_part_of_what_models_compute(compose, stage):
 
 def test_auto_is_recorded_as_what_it_comes_to(compose):
     assert precision_of(compose("precision=auto")) == "float32"  # on a CPU
-    assert settings_of(compose("precision=auto"), "sft") == settings_of(compose("precision=float32"), "sft")
+    assert identity_of(compose("precision=auto"), "sft") == identity_of(compose("precision=float32"), "sft")
 
 
 def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):
@@ -57,7 +57,7 @@ def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):
     }
     assert {stated[key] for key in ("tracking.kind", "checkpoints.keep", "run", "ppo.eval_every")} == {NOTHING}
     for stage, row in STAGES.items():
-        assert {stated[key] for key in settings_of(compose(), stage)} <= {RESULT}, row
+        assert {stated[key] for key in identity_of(compose(), stage)} <= {RESULT}, row
 
 
 def test_a_resumed_stage_says_which_settings_change_its_rounding(compose, capsys):
@@ -95,4 +95,4 @@ def test_what_comes_from_the_environment_is_stored_by_its_name(compose, monkeypa
     assert record["config"]["tracking"]["entity"] == "${oc.env:SECRET_PLACE}"
     assert record["config"] == yaml.safe_load((folder / "config.yaml").read_text())
     for name in STAGES:
-        assert "s3cret" not in json.dumps(settings_of(config, name))
+        assert "s3cret" not in json.dumps(identity_of(config, name))

@@ -82,18 +82,18 @@ def test_identity_settings_exist_in_the_schema_and_cover_what_trains():
 
 
 def test_settings_of_a_stage_are_its_own_less_what_only_sets_the_pace(config):
-    sft = runs.settings_of(config, "sft")
+    sft = runs.identity_of(config, "sft")
     assert sft["sft.lr"] == 9.65e-6 and sft["seed"] == 0 and "ppo.lr" not in sft and "run" not in sft
-    assert runs.settings_of(changed(config, ppo__lr=1.0, threads=2, run="other"), "sft") == sft
-    assert runs.settings_of(changed(config, sft__lr=1.0), "sft") != sft
+    assert runs.identity_of(changed(config, ppo__lr=1.0, threads=2, run="other"), "sft") == sft
+    assert runs.identity_of(changed(config, sft__lr=1.0), "sft") != sft
     for key in ("ppo__micro_batch_episodes", "ppo__samples_every", "checkpoints__keep", "tracking__kind"):
         other = changed(config, **{key: 3})
-        assert runs.settings_of(other, "ppo") == runs.settings_of(config, "ppo")
+        assert runs.identity_of(other, "ppo") == runs.identity_of(config, "ppo")
 
 
 def test_differences_name_both_values_and_are_cut_short():
-    assert runs.differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"}) == "b 2 -> 3, c None -> 'x'"
-    assert runs.differences(dict.fromkeys("abcdef", 0), {}).endswith("d 0 -> None and 2 more")
+    assert runs.changed_settings({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"}) == "b 2 -> 3, c None -> 'x'"
+    assert runs.changed_settings(dict.fromkeys("abcdef", 0), {}).endswith("d 0 -> None and 2 more")
 
 
 def test_a_setting_newer_than_a_record_counts_as_its_default(config):

@@ -16,15 +16,15 @@ from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
 from rlhf.recipe import PIPELINE, ROUND_STAGES, STAGES
 from rlhf.runs.folders import (
+    changed_settings,
     check_output,
     collect_parents,
-    differences,
     earlier_run,
+    identity_of,
     is_complete,
     needs_parent,
     read_stage,
     run_folder,
-    settings_of,
     stage_folder,
 )
 from rlhf.runs.records import read_record
@@ -172,7 +172,7 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
 
 def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) -> str | None:
     """Why a recorded stage does not match the requested one, or None."""
-    if changed := differences(recorded.get("settings", {}), settings_of(config, stage)):
+    if changed := changed_settings(recorded.get("settings", {}), identity_of(config, stage)):
         return f"{stage} was run with other settings ({changed})"
     others = [p for p in parents if recorded.get("parents", {}).get(p) != parents[p]]
     if others:

@@ -50,7 +50,7 @@ def run(config: Config) -> None:
 
     folders = run_folders(config)
     loopback = check_address(config)
-    listening = listen(config)
+    listening = bind_socket(config)
     with listening:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
@@ -96,7 +96,7 @@ def check_address(config: Config) -> bool:
     return loopback
 
 
-def listen(config: Config) -> Any:
+def bind_socket(config: Config) -> Any:
     """The listening socket. Raises: UserError if the address is not available."""
     import socket
 

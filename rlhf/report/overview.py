@@ -69,17 +69,10 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
     if seconds := [*rounds.values(), *(s for record in records if (s := number_at(record, "seconds")) is not None)]:
         peak = max((mb for record in records if (mb := number_at(record, "peak_rss_mb")) is not None), default=None)
         tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(peak)}"))
-    return {"name": run.name, "facts": facts, "sentence": _sentence(run.stages, run.results), "tiles": tiles}
+    return {"name": run.name, "facts": facts, "sentence": make_sentence(run.stages, run.results), "tiles": tiles}
 
 
-def compare_overviews(overviews: list[dict[str, Any]]) -> list[tuple[str, list[Tile | None]]]:
-    """The tiles of several runs as rows: (title, one tile per run, or None)."""
-    by_run = [{tile.title: tile for tile in overview["tiles"]} for overview in overviews]
-    titles = dict.fromkeys(title for tiles in by_run for title in tiles)
-    return [(title, [tiles.get(title) for tiles in by_run]) for title in titles]
-
-
-def _sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
+def make_sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
     win = value_at(results, "gold", "win_rate_vs_sft")
     value, low, high = with_interval(win)
     if value is None:
@@ -99,7 +92,7 @@ def judge_name(results: dict[str, Any]) -> str:
     return visible(value_at(results, "gold", "truth") or "gold judge", 60)
 
 
-def _span_note(tree: Any, what: str) -> str:
+def span_note(tree: Any, what: str) -> str:
     _, low, high = with_interval(tree)
     n = number_at(tree, "n")
     parts = [f"95% interval {percent(low)} to {percent(high)}"] if low is not None else []
@@ -113,12 +106,10 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
         value, low, high = with_interval(tree)
         if value is not None:
             bar = Bar(0.0, 1.0, value, low, high, [(0.5, "even")])
-            yield Tile(f"PPO against SFT, {how}", percent(value), "won", _span_note(tree, "prompts"), bar)
+            yield Tile(f"PPO against SFT, {how}", percent(value), "won", span_note(tree, "prompts"), bar)
     tree = value_at(results, "reward_model", "accuracy")
     value, low, high = with_interval(tree)
-    note = _span_note(tree, "pairs")
-    if value is None:
-        value, note = _latest(stages, "reward", "accuracy")
+    value, note = latest(stages, "reward", "accuracy", value, span_note(tree, "pairs"))
     if value is not None:
         levels = (("length_baseline", "length only"), ("noise_ceiling", "ceiling"))
         ticks = [
@@ -128,9 +119,7 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
         least = min([0.5, value, *(level for level, _ in ticks)])
         bar = Bar(min(0.4, least - 0.05), 1.0, value, low, high, ticks)
         yield Tile("Reward model", percent(value), "of pairs", note, bar)
-    kl, note = number_at(results, "kl_to_sft_nats"), "held-out prompts"
-    if kl is None:
-        kl, note = _latest(stages, "ppo", "kl")
+    kl, note = latest(stages, "ppo", "kl", number_at(results, "kl_to_sft_nats"), "held-out prompts")
     if kl is not None:
         yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
     gold = value_at(results, "gold", "mean_score")
@@ -138,20 +127,20 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
     if before is not None and after is not None:
         judge = judge_name(results) if gold else "reward model"
         yield Tile("Mean score", decimal(after), "", f"{judge}; SFT {decimal(before)}")
-    bpb, note = number_at(results, "pretrain_bits_per_byte"), "held-out text"
-    if bpb is None:
-        bpb, note = _latest(stages, "pretrain", "bpb")
+    bpb, note = latest(stages, "pretrain", "bpb", number_at(results, "pretrain_bits_per_byte"), "held-out text")
     if bpb is not None:
         yield Tile("Pretraining", decimal(bpb), "bits per byte", note)
 
 
-def _latest(stages: dict[str, StageFiles], stage: str, metric: str) -> tuple[float | None, str]:
-    """The newest value of a stage's metric, held-out if there is one, and its source."""
+def latest(
+    stages: dict[str, StageFiles], stage: str, metric: str, evaluated: float | None, note: str
+) -> tuple[float | None, str]:
+    """The evaluation's value and its note; else the newest of a stage's metric, held-out if there is one, and its source."""
     points = stages[stage].points
     names = [n for n in points if n.startswith("eval/") and n.endswith(f"/{metric}")]
     names += [n for n in (f"{stage}/{metric}", f"objective/{metric}") if n in points]
-    if not names:
-        return None, ""
+    if evaluated is not None or not names:
+        return evaluated, note
     xs, ys = points[names[0]]
     return ys[-1], f"{names[0]} at step {xs[-1]:,.0f}"
 

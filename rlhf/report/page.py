@@ -52,12 +52,16 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     environment.filters |= {"percent": percent, "decimal": decimal, "memory": memory, "duration": duration}
     listed = list(runs)
     overviews = [overview.make_overview(run) for run in listed]
+    tiles_by_run = [{tile.title: tile for tile in one["tiles"]} for one in overviews]
+    titles = dict.fromkeys(title for tiles in tiles_by_run for title in tiles)
     rollouts = samples.make_rollouts(listed)
     return environment.get_template("template.html").render(
         title=", ".join(run.name for run in listed),
         runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
         overviews=overviews,
-        comparison=overview.compare_overviews(overviews) if len(listed) > 1 else [],
+        comparison=[(title, [tiles.get(title) for tiles in tiles_by_run]) for title in titles]
+        if len(listed) > 1
+        else [],
         pipelines=[overview.make_pipeline(run) for run in listed],
         curves=list(make_curves(listed)),
         evaluations=[make_evaluation(run) for run in listed],

@@ -33,7 +33,7 @@ SCORED_STAGES = ("ppo", "rejection", "evaluate")  # they need the reward stage o
 ROUND = re.compile(r"-round-\d+$")  # the suffix of the runs of earlier labelling rounds
 
 
-def settings_of(config: Config, stage: str) -> dict[str, Any]:
+def identity_of(config: Config, stage: str) -> dict[str, Any]:
     """The settings a stage's result depends on, flat: {"sft.lr": 5e-4, …}."""
     of_stage = STAGES[stage].settings
     unread = shape_settings() if config.model.pretrained is not None else ()
@@ -252,7 +252,7 @@ def check_round(earlier: Config) -> list[dict]:
                     f"{folder}: built on another {parent} than {records[parent]['folder']}: `rlhf pipeline "
                     "overwrite=true` makes the labelling round again"
                 )
-    if changed := differences(records["label"]["settings"], settings_of(earlier, "label")):
+    if changed := changed_settings(records["label"]["settings"], identity_of(earlier, "label")):
         raise UserError(
             f"{records['label']['folder']}: the previous labelling round had other settings ({changed}): restore them, or "
             "choose another run=…"
@@ -260,7 +260,7 @@ def check_round(earlier: Config) -> list[dict]:
     return [records["label"], records["ppo"]]
 
 
-def differences(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
+def changed_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
     """How recorded settings differ from the requested ones, as texts; empty if they are equal.
 
     A setting that did not exist when the record was written counts as its default; one that is gone does not count.

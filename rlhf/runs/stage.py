@@ -18,7 +18,15 @@ from rlhf.config.setting import ROUNDING, flatten, get, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, full_disk, prune_checkpoints
-from rlhf.runs.folders import collect_parents, differences, hash_of, read_stage, run_folder, settings_of, stage_folder
+from rlhf.runs.folders import (
+    changed_settings,
+    collect_parents,
+    hash_of,
+    identity_of,
+    read_stage,
+    run_folder,
+    stage_folder,
+)
 from rlhf.runs.records import git_state
 from rlhf.system.files import (
     DISK_ERRORS,
@@ -46,7 +54,7 @@ def peak_rss_mb() -> float:
 
 
 @functools.cache
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     installed = {"rlhf": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -91,10 +99,10 @@ class Stage:
             "status": status,
             "seed": self.config.seed,
             "run": self.config.run,
-            "settings": settings_of(self.config, self.name),
+            "settings": identity_of(self.config, self.name),
             "parents": self.parents,
             "data": self.data,
-            "versions": versions(),
+            "versions": package_versions(),
             "git": git_state(),
             "seconds": round(self.elapsed(), 2),
             "peak_rss_mb": peak_rss_mb(),
@@ -221,7 +229,7 @@ def _begin_or_resume(stage: Stage) -> dict | None:
 
 def _misfit(stage: Stage, recorded: dict) -> str | None:
     """Why an interrupted attempt cannot be resumed, and what to do; or None."""
-    if changed := differences(recorded["settings"], settings_of(stage.config, stage.name)):
+    if changed := changed_settings(recorded["settings"], identity_of(stage.config, stage.name)):
         return f"was started with other settings ({changed}): restore them to resume"
     if recorded["parents"] != stage.parents or recorded["data"] != stage.data:
         return "was started with other parents or data: restore them to resume"

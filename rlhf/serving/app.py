@@ -23,9 +23,9 @@ from rlhf.serving.schemas import (
     CompareRequest,
     DemonstrationRequest,
     NextRequest,
+    RankingRequest,
     Sampling,
     ShadingRequest,
-    Verdict,
     records_of,
 )
 from rlhf.serving.security import COOKIE, ERRORS, Access, Guard, RefusedError
@@ -102,7 +102,7 @@ def add_labelling(router: APIRouter, labelling: Labelling, who: Any) -> None:
         return {"task": task_body(labelling.tasks[record.metadata["task"]], labeler), "answer": answer}
 
     @router.post("/rank")
-    def rank(asked: Verdict, labeler: str = who) -> Answer:
+    def rank(asked: RankingRequest, labeler: str = who) -> Answer:
         return {"saved": labelling.rank(labeler, asked).id}
 
     @router.get("/demonstrate/next")
@@ -116,7 +116,7 @@ def add_labelling(router: APIRouter, labelling: Labelling, who: Any) -> None:
         return {"saved": labelling.demonstrate(labeler, asked).id}
 
     @router.post("/compare/judge")
-    def judge(asked: Verdict, labeler: str = who) -> Answer:
+    def judge(asked: RankingRequest, labeler: str = who) -> Answer:
         record = labelling.rank(labeler, asked, compared=True)
         return {"saved": record.id, "policies": {r.id: r.policy for r in record.responses}}
 

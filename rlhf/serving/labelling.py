@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from rlhf.data.agreement import AgreementCounter
 from rlhf.data.records import KINDS, Demonstration, RankedResponse, Ranking, Record, first_problem, without_replaced
 from rlhf.errors import UserError
-from rlhf.serving.schemas import DemonstrationRequest, Verdict, records_of
+from rlhf.serving.schemas import DemonstrationRequest, RankingRequest, records_of
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import disk_error, writing
 
@@ -158,7 +158,7 @@ class Labelling:
         random.Random(f"order-{self.seed}-{task.id}-{labeler}").shuffle(responses)
         return responses
 
-    def rank(self, labeler: str, verdict: Verdict, compared: bool = False) -> Ranking:
+    def rank(self, labeler: str, verdict: RankingRequest, compared: bool = False) -> Ranking:
         """Save a ranking of a task, or of a comparison. Raises: RefusedError if there is none, if this labeler has ranked it, or if
         enough others have; ValidationError for names that it does not have.
         """

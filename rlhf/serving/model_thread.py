@@ -154,7 +154,7 @@ class Queue:
             if self.running:
                 self.batch.advance(new)
         except Exception as error:  # one bad request must not stop the server for the others
-            report(error)
+            say_failure(error)
             self.fail(ModelFailedError())
             return
         for one in self.running:
@@ -261,7 +261,7 @@ class ModelThread:
                     self._step()
         except BaseException as error:
             if loaded.done():
-                report(error)
+                say_failure(error)
             else:
                 loaded.set_exception(error)
         finally:
@@ -288,14 +288,14 @@ class ModelThread:
                 except UserError as error:
                     future.set_exception(error)
                 except Exception as error:
-                    report(error)
+                    say_failure(error)
                     future.set_exception(ModelFailedError())
         for queue in self.queues.values():
             if len(queue):
                 queue.step()
 
 
-def report(error: BaseException) -> None:
+def say_failure(error: BaseException) -> None:
     say(f"serve: {type(error).__name__}: {one_line(error)}", sys.stderr)
 
 

@@ -17,7 +17,7 @@ from rlhf.errors import UserError
 from rlhf.serving.model_thread import ModelFailedError, ModelThread, ServedModel, doubts
 from rlhf.serving.schemas import ChatRequest, CompletionRequest, Sampling, ScoreRequest, records_of
 from rlhf.serving.security import RefusedError
-from rlhf.serving.streaming import Chunk, Completion, EventStream, chat_prompt, client_gone, event, text_prompt
+from rlhf.serving.streaming import Chunk, Completion, EventStream, chat_prompt, client_gone, completion_prompt, event
 
 Body = dict[str, Any]
 
@@ -54,14 +54,14 @@ def make_router(thread: ModelThread) -> APIRouter:
         asked.max_tokens = asked.max_completion_tokens or asked.max_tokens
         prompt = await chat_prompt(model, records_of(asked.messages))
         completion = Completion(thread, [(model, prompt)], asked, asked.top_logprobs or 0)
-        return await answer(Form(completion, True, bool(asked.logprobs)), asked, request)
+        return await respond(Form(completion, True, bool(asked.logprobs)), asked, request)
 
     @router.post("/completions")
     async def complete(asked: CompletionRequest, request: Request) -> Response:
         model = find(asked.model)
-        prompts = [(model, await text_prompt(model, prompt)) for prompt in asked.prompts()]
+        prompts = [(model, await completion_prompt(model, prompt)) for prompt in asked.prompts()]
         completion = Completion(thread, prompts, asked, asked.logprobs or 0)
-        return await answer(Form(completion, False, asked.logprobs is not None), asked, request)
+        return await respond(Form(completion, False, asked.logprobs is not None), asked, request)
 
     @router.post("/score")
     async def score(asked: ScoreRequest) -> Body:
@@ -138,7 +138,7 @@ class Form:
         }
 
 
-async def answer(form: Form, asked: Sampling, request: Request) -> Response:
+async def respond(form: Form, asked: Sampling, request: Request) -> Response:
     """The responses as one body, or as a stream. Their places are freed if the client disconnects."""
     completion = form.completion
     if asked.stream:

@@ -108,7 +108,7 @@ class ScoreRequest(Strict):
     responses: Annotated[list[Text], Field(min_length=1, max_length=64)]
 
 
-class Verdict(Strict):
+class RankingRequest(Strict):
     """A labeler's judgement of the responses of a task or comparison."""
 
     name: Id

@@ -39,7 +39,7 @@ async def chat_prompt(model: ServedModel, messages: Sequence[Message]) -> Prompt
     return ids, ("generate", prompt_key(messages))
 
 
-async def text_prompt(model: ServedModel, prompt: str | list[int]) -> Prompt:
+async def completion_prompt(model: ServedModel, prompt: str | list[int]) -> Prompt:
     """A text's tokens, or the tokens given, and their key. Raises: RefusedError."""
     ids = prompt if isinstance(prompt, list) else await asyncio.to_thread(encode_text, model.tokenizer, prompt)
     if not ids:

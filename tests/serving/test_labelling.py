@@ -20,7 +20,7 @@ from rlhf.engines.likely import likeliest, show
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile
-from rlhf.serving.schemas import Verdict
+from rlhf.serving.schemas import RankingRequest
 from rlhf.serving.security import RefusedError
 from rlhf.training.setup import load_policy
 from tests.serving.conftest import access, make_labelling
@@ -53,7 +53,7 @@ def verdict(task, submission, **more):
 
 
 def ranked(name, submission, ranking=(("a",), ("b", "c"))):
-    return Verdict(name=name, submission=submission, ranking=[list(tie) for tie in ranking])
+    return RankingRequest(name=name, submission=submission, ranking=[list(tie) for tie in ranking])
 
 
 def imported(labelling, folder):
