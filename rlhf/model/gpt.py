@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from rlhf.model.attention import QKNorm, Rope, Sinusoids, rotary_factors
 from rlhf.model.batching import join_rows
-from rlhf.model.blocks import BLOCKS, balance_loss, make_norm
+from rlhf.model.blocks import BLOCKS, Block, balance_loss, make_norm
 from rlhf.model.fused_loss import IGNORED, compute_fused_loss, is_plain
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
@@ -50,6 +50,11 @@ class GPTPreTrainedModel(PreTrainedModel):
                 at = joined.places(rows, positions)
                 return trunk(input_ids=joined.tokens, use_cache=False, kept=at, **given).last_hidden_state
         return trunk(input_ids=tokens, use_cache=False, kept=kept).last_hidden_state
+
+    def set_residual_dropout(self, share: float) -> None:
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.dropout.p = share
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

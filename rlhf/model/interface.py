@@ -42,6 +42,9 @@ class LanguageModel(Protocol):
     def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """Logits (N, V) after the tokens in `kept`."""
 
+    def set_residual_dropout(self, share: float) -> None:
+        """Dropout on each block's output to the residual stream; in transformers' classes nothing happens."""
+
 
 def lm(model: Any) -> LanguageModel:
     """The interface of a causal language model or of a trunk, bare or inside an engine."""
@@ -88,6 +91,9 @@ class Foreign:
         if self.plain:
             return self.model.get_output_embeddings()(self.hidden(tokens, kept))
         return self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).index_select(0, kept)
+
+    def set_residual_dropout(self, share: float) -> None:
+        pass
 
 
 def context_of(model: Any, tokenizer: Any) -> int:

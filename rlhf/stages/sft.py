@@ -27,9 +27,8 @@ from rlhf.data.demonstrations import Row, encode_demonstrations, labels_of
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
-from rlhf.model.blocks import Block
 from rlhf.model.fused_loss import IGNORED
-from rlhf.model.interface import context_of
+from rlhf.model.interface import context_of, lm
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources, in_split, read_demonstrations
@@ -98,9 +97,7 @@ def run(config: Config) -> None:
 def load_with_dropout(folder: Path, share: float) -> Any:
     """The model to fine-tune, with this dropout on each block's output to the residual stream."""
     model = load_policy(folder, dropout=0.0)  # none on attention and embeddings
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.dropout.p = share
+    lm(model).set_residual_dropout(share)
     return model
 
 

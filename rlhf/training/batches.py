@@ -1,6 +1,7 @@
 """Batches, their order and their parts, and `train`: the loop of every stage with a fixed set of items."""
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -67,8 +68,11 @@ def shuffled_order(seed: str) -> Order:
     return order
 
 
-def micro_batches(lengths: Sequence[int], rows: Sequence[int], most: int, rank: int, ranks: int) -> list[list[int]]:
-    """One rank's micro-batches of a batch: indices of items of similar length, with at most `most` rows (but at least one item).
+def micro_batches(
+    lengths: Sequence[int], rows: Sequence[int], most: int, rank: int, ranks: int, max_tokens: float = math.inf
+) -> list[list[int]]:
+    """One rank's micro-batches of a batch: indices of items of similar length, with at most `most` rows and `max_tokens` tokens
+    with padding (but at least one item).
 
     Every rank has the same number of micro-batches, so that all take part in the same exchanges; a rank that has fewer gets
     empty ones. lengths, rows: of each item of the batch.
@@ -77,7 +81,8 @@ def micro_batches(lengths: Sequence[int], rows: Sequence[int], most: int, rank: 
     parts: list[list[list[int]]] = [[] for _ in range(ranks)]
     for number, groups in enumerate(parts):
         for i in order[number::ranks]:
-            if not groups or sum(rows[j] for j in groups[-1]) + rows[i] > most:
+            count = rows[i] + sum(rows[j] for j in groups[-1]) if groups else 0
+            if not groups or count > most or count * lengths[i] > max_tokens:
                 groups.append([])
             groups[-1].append(i)
     return parts[rank] + [[]] * (max(map(len, parts)) - len(parts[rank]))

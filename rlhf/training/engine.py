@@ -9,6 +9,7 @@ the losses given to `backward`.
 
 import contextlib
 import copy
+import importlib.util
 import io
 import logging
 import os
@@ -247,7 +248,10 @@ def make_engine(
     groups: AdamW's parameter groups, or the optimizer. max_grad_norm: to which the gradient of each part is clipped, under
     ZeRO the joint one; 0: not clipped. sampled: the part of `module` for which `Engine.whole` will be called.
     """
-    need_deepspeed(config)
+    if zero_stage(config) and importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install 'rlhf-recipe[deepspeed]', or set deepspeed=none"
+        )
     module.to(device)
     optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
     if zero_stage(config):
@@ -307,16 +311,6 @@ def zero_stage(config: Config) -> int:
 
 def offloads(config: Config) -> bool:
     return DEEPSPEED[config.deepspeed][1]
-
-
-def need_deepspeed(config: Config) -> None:
-    """Raises: UserError if deepspeed=… asks for a package that is not installed."""
-    import importlib.util
-
-    if zero_stage(config) and importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install 'rlhf-recipe[deepspeed]', or set deepspeed=none"
-        )
 
 
 def deepspeed_settings(

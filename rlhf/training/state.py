@@ -96,17 +96,13 @@ def save_model_checked(model: PreTrainedModel, folder: Path, state: Mapping[str,
     """
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(str(folder), state_dict=dict(state))  # a copy: save_pretrained empties the dictionary
-    _state_type(folder, state)
-    # experts are one tensor in memory and several in the file
-    check_saved(folder, revert_weight_conversion(model, dict(state)))
-
-
-def _state_type(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Write the dtype of the stored weights to config.json, if the module in memory has another."""
+    # the module in memory may have another dtype
     kind = str(next(t for t in state.values() if t.is_floating_point()).dtype).removeprefix("torch.")
     config = read_json(folder / "config.json")
     if config and config.get("dtype") != kind:
         write_json(folder / "config.json", config | {"dtype": kind})
+    # experts are one tensor in memory and several in the file
+    check_saved(folder, revert_weight_conversion(model, dict(state)))
 
 
 def check_saved(folder: Path, state: Mapping[str, Tensor]) -> None:

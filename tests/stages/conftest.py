@@ -97,6 +97,28 @@ def gold_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+SHORT = {  # so that each stage has few steps; every other setting is that of the gold run
+    "pretrain": ["pretrain.tokens=16384", "pretrain.eval_sequences=8"],  # 8 steps
+    "sft": ["sft.epochs=1", "sft.batch_size=100", "sft.dropout=0.1"],  # 4 steps
+    "reward": ["reward.epochs=2"],  # 10 steps: across the epochs' border
+    "ppo": [],  # 3 updates
+}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """undisturbed("sft"): a run whose last stage is that one, SHORT, done in one go and without any checkpoint. Only read it."""
+    made: dict[str, Run] = {}
+
+    def make(stage: str) -> Run:
+        if stage not in made:
+            run = made[stage] = gold_run.copy(tmp_path_factory.mktemp("undisturbed"), stage)
+            run.stage(stage, *SHORT[stage])
+        return made[stage]
+
+    return make
+
+
 @pytest.fixture
 def copy_until(gold_run: Run, tmp_path: Path) -> Callable[..., Run]:
     """copy_until("sft"): a run that lacks SFT and what comes after it."""

@@ -1,7 +1,5 @@
 """A stage that is interrupted right after a checkpoint and run again gives what an undisturbed run gives."""
 
-from collections.abc import Callable
-
 import pytest
 from safetensors.torch import load_file
 
@@ -11,7 +9,7 @@ from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.training.loop import TrainingLoop
 
-from .conftest import Run
+from .conftest import SHORT, Run
 
 EVERY_STEP = "checkpoints.every_seconds=0"
 
@@ -60,33 +58,12 @@ def values_by_step(folder, name: str) -> list[tuple[int, float]]:
     return [(r["progress/step"], r[name]) for r in read_jsonl(folder / "metrics.jsonl") if name in r]
 
 
-SHORT = {  # so that each stage has few steps; every other setting is that of the gold run
-    "pretrain": ["pretrain.tokens=16384", "pretrain.eval_sequences=8"],  # 8 steps
-    "sft": ["sft.epochs=1", "sft.batch_size=100", "sft.dropout=0.1"],  # 4 steps
-    "reward": ["reward.epochs=2"],  # 10 steps: across the epochs' border
-    "ppo": [],  # 3 updates
-}
 CASES = [
     ("pretrain", 5, "pretrain/loss", 8),
     ("sft", 2, "sft/loss", 4),
     ("reward", 6, "reward/loss", 10),
     ("ppo", 2, "objective/scores", 3),
 ]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(gold_run, tmp_path_factory) -> Callable[[str], Run]:
-    """undisturbed("sft"): a run whose last stage is that one, done in one go and without any checkpoint."""
-    made: dict[str, Run] = {}
-
-    def make(stage: str) -> Run:
-        if stage not in made:
-            run = gold_run.copy(tmp_path_factory.mktemp("undisturbed"), stage)
-            run.stage(stage, *SHORT[stage])
-            made[stage] = run
-        return made[stage]
-
-    return make
 
 
 @pytest.mark.parametrize(("stage", "saves", "metric", "steps"), CASES)

@@ -124,13 +124,17 @@ def test_micro_batches_keep_prompts_whole():
 
 
 @pytest.mark.parametrize(("most", "ranks"), [(10, 1), (10, 2), (1, 4), (100, 4), (3, 9)])
-def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(most, ranks):
+@pytest.mark.parametrize("max_tokens", [math.inf, 60, 1])
+def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(most, ranks, max_tokens):
     lengths, rows = [5, 3, 9, 9, 1, 7, 2], [4, 9, 2, 7, 4, 3, 1]
-    parts = [micro_batches(lengths, rows, most, rank, ranks) for rank in range(ranks)]
+    parts = [micro_batches(lengths, rows, most, rank, ranks, max_tokens) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     groups = [group for part in parts for group in part if group]
     assert sorted(i for group in groups for i in group) == list(range(7))
-    assert all(sum(rows[i] for i in group) <= most or len(group) == 1 for group in groups)
+    for group in groups:
+        count = sum(rows[i] for i in group)
+        fits = count <= most and count * max(lengths[i] for i in group) <= max_tokens
+        assert fits or len(group) == 1
     assert all([lengths[i] for i in group] == sorted(lengths[i] for i in group) for group in groups)
 
 

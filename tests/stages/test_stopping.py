@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from rlhf.runs import checkpoints as saving
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
 from rlhf.runs.run_files import read_jsonl
 from rlhf.stages import ppo
 from rlhf.training import batches
-from tests.stages.conftest import Run
-from tests.stages.test_resume import SHORT, assert_same_weights, values_by_step
+from tests.stages.conftest import SHORT, Run
+from tests.stages.test_resume import assert_same_weights, values_by_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,10 +27,13 @@ ROOT = Path(__file__).parents[2]
     [("pretrain", "pretrain/loss"), ("sft", "sft/loss"), ("reward", "reward/loss"), ("ppo", "objective/scores")],
 )
 def test_a_loop_stops_after_its_step_and_goes_on(
-    copy_until: Callable[..., Run], capfd: pytest.CaptureFixture[str], stage: str, metric: str
+    copy_until: Callable[..., Run],
+    undisturbed: Callable[[str], Run],
+    capfd: pytest.CaptureFixture[str],
+    stage: str,
+    metric: str,
 ) -> None:
-    whole, stopped = copy_until(stage, "whole"), copy_until(stage, "stopped")
-    whole.stage(stage, *SHORT[stage])
+    whole, stopped = undisturbed(stage), copy_until(stage)
     module, step = (ppo, "one_update") if stage == "ppo" else (batches, "train_step")
     real, calls = getattr(module, step), []
 
@@ -55,25 +57,34 @@ def test_a_loop_stops_after_its_step_and_goes_on(
     assert values_by_step(folder, metric) == values_by_step(whole.folder / stage, metric)
 
 
+def start_pipeline(run: Run, **how: Any) -> subprocess.Popen[str]:
+    """A pipeline in a process of its own, whose SFT has taken two steps."""
+    full = [sys.executable, "-m", "rlhf", "pipeline", *run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
+    process = subprocess.Popen(full, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **how)
+    until = time.monotonic() + 120
+    while len(list(read_jsonl(run.folder / "sft" / "metrics.jsonl"))) < 2:
+        assert process.poll() is None and time.monotonic() < until, "it never trained"
+        time.sleep(0.01)
+    return process
+
+
+def assert_ends_as(run: Run, gold_run: Run) -> None:
+    run.stage("sft")
+    assert_same_weights(run.folder / "sft", gold_run.folder / "sft", "model/model.safetensors")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_pipeline_passes_signals_on(copy_until: Callable[..., Run], gold_run: Run, number: int) -> None:
     """The signal goes to the pipeline's process alone; the stage writes a checkpoint, both end, one says how to go on."""
     run = copy_until("sft")
-    full = [sys.executable, "-m", "rlhf", "pipeline", *run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
-    process = subprocess.Popen(
-        full,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    process = start_pipeline(
+        run,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     folder = run.folder / "sft"
-    until = time.monotonic() + 120
-    while len(list(read_jsonl(folder / "metrics.jsonl"))) < 2:
-        assert process.poll() is None and time.monotonic() < until, "it never trained"
-        time.sleep(0.01)
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -84,26 +95,17 @@ def test_a_pipeline_passes_signals_on(copy_until: Callable[..., Run], gold_run: 
     assert checkpoint_step(newest) == values_by_step(folder, "sft/loss")[-1][0], (
         "nothing but the step under way was lost"
     )
-    run.stage("sft")
-    one, two = (load_file(r.folder / "sft" / "model" / "model.safetensors") for r in (run, gold_run))
-    assert all(one[name].equal(two[name]) for name in two)
+    assert_ends_as(run, gold_run)
 
 
 def test_a_stage_ends_with_the_pipeline_that_started_it(copy_until: Callable[..., Run], gold_run: Run) -> None:
     """The pipeline is killed and can tell nobody; its stage ends all the same and frees the folder."""
     run = copy_until("sft")
-    full = [sys.executable, "-m", "rlhf", "pipeline", *run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
-    process = subprocess.Popen(full, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while len(list(read_jsonl(run.folder / "sft" / "metrics.jsonl"))) < 2:
-        assert process.poll() is None and time.monotonic() < until, "it never trained"
-        time.sleep(0.01)
+    process = start_pipeline(run, stdout=subprocess.DEVNULL)
     process.kill()
     process.wait()
     time.sleep(1)
-    run.stage("sft")  # refused while another process holds the folder
-    one, two = (load_file(r.folder / "sft" / "model" / "model.safetensors") for r in (run, gold_run))
-    assert all(one[name].equal(two[name]) for name in two)
+    assert_ends_as(run, gold_run)  # SFT is refused while another process holds the folder
 
 
 def test_of_a_stages_checkpoints_those_stay_that_the_settings_say(copy_until: Callable[..., Run]) -> None:
